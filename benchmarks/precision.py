@@ -1,0 +1,263 @@
+"""What each implementation of the operator loses to its dtype: errors against float64 on the same inputs.
+
+    python benchmarks/precision.py             print the table (a few minutes on two cores)
+    python benchmarks/precision.py --quick     the short one
+    python benchmarks/precision.py --save      also keep the rows of this device and redraw docs/precision.md
+    python benchmarks/precision.py --render    redraw docs/precision.md from the stored rows
+
+Outputs: 64 last queries of a sequence. Gradients: every query, a random cotangent. T = 1,024 and head dim 64
+throughout; q, k, v are normal, gates uniform within half of their mean Γg, landmarks uniform over [0, 1].
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Must stand before torch: some virtual CPUs advertise bfloat16 instructions and then die on them.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import gape
+from gape.ops import attention
+
+HERE = Path(__file__).parent
+ROWS = HERE / "data" / "precision.csv"
+PAGE = HERE.parent / "docs" / "precision.md"
+
+T, HEAD_DIM, QUERIES = 1024, 64, 64
+STRENGTHS = (1, 10, 100)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+GRADIENTS = {"dgate": "gate", "dlandmark": "landmark", "damplitude": "amplitude", "dq": "q", "dk": "k", "dv": "v"}
+FIELDS = ("device", "torch", "commit", "quantity", "dtype", "keys", "strength", "plain", "rank2", "split")
+
+Row = dict[str, str]
+
+
+def inputs(keys: int, queries: int, heads: int, dtype: torch.dtype, strength: float, device: str) -> dict[str, Tensor]:
+    """Random arguments of the operator; q, k, v in `dtype`, gates in float32."""
+    g = torch.Generator().manual_seed(keys)
+
+    def normal(n: int) -> Tensor:
+        return torch.randn(1, heads, n, HEAD_DIM, generator=g).to(device=device, dtype=dtype)
+
+    gate = strength * (0.5 + torch.rand(1, heads, queries, generator=g))
+    landmark = torch.rand(1, heads, keys, generator=g)
+    tensors = {"q": normal(queries), "k": normal(keys), "v": normal(keys)}
+    gates = {"gate": gate, "landmark": landmark, "amplitude": torch.ones(heads)}
+    return tensors | {name: x.to(device) for name, x in gates.items()}
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    """Relative error in the Euclidean norm; infinite where something is not finite."""
+    distance = (got.double() - exact).norm() / exact.norm()
+    return float(distance) if bool(distance.isfinite()) else float("inf")
+
+
+def exactly(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same numbers in float64."""
+    return {name: x.double() for name, x in tensors.items()}
+
+
+def output_errors(keys: int, dtype: torch.dtype, strength: float, device: str) -> dict[str, float]:
+    """Errors of the output by implementation, and of attention without any bias."""
+    x = inputs(keys, QUERIES, 4, dtype, strength, device)
+    q, k, v = x["q"], x["k"], x["v"]
+    exact = gape.gated_attention(**exactly(x), context_length=T, impl="reference")
+    errors = {"plain": error(attention(q, k, v), attention(q.double(), k.double(), v.double()))}
+    for impl in ("rank2", "split"):
+        errors[impl] = error(gape.gated_attention(**x, context_length=T, impl=impl), exact)
+    return errors
+
+
+def gradients(tensors: dict[str, Tensor], impl: str | None, cotangent: Tensor) -> dict[str, Tensor]:
+    """Gradients of <output, cotangent> by argument; impl None is attention without a bias."""
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    if impl is None:
+        out = attention(leaves["q"], leaves["k"], leaves["v"])
+    else:
+        out = gape.gated_attention(**leaves, context_length=T, impl=impl)
+    out.backward(cotangent.to(out.dtype))
+    return {name: x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def gradient_errors(keys: int, dtype: torch.dtype, strength: float, device: str) -> dict[str, dict[str, float]]:
+    """Errors of every gradient by implementation; the norm is taken over all heads together."""
+    heads = max(4, min(16, 2**15 // keys))
+    x = inputs(keys, keys, heads, dtype, strength, device)
+    g = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(1, heads, keys, HEAD_DIM, generator=g).to(device=device, dtype=dtype)
+    exact, exact_plain = _exact_gradients(x, cotangent, heads)
+    found = {impl: gradients(x, impl, cotangent) for impl in ("rank2", "split")}
+    plain = gradients(x, None, cotangent)
+    return {
+        quantity: {"plain": error(plain[name], exact_plain[name]) if name in plain else float("nan")}
+        | {impl: error(grads[name], exact[name]) for impl, grads in found.items()}
+        for quantity, name in GRADIENTS.items()
+    }
+
+
+def _exact_gradients(
+    x: dict[str, Tensor], cotangent: Tensor, heads: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The definition's gradients with and without bias, a head at a time so that dense float64 fits."""
+    gated: dict[str, list[Tensor]] = {}
+    plain: dict[str, list[Tensor]] = {}
+    for h in range(heads):
+        part = {n: t[h : h + 1] if n == "amplitude" else t[:, h : h + 1] for n, t in exactly(x).items()}
+        for store, impl in ((gated, "reference"), (plain, None)):
+            for name, grad in gradients(part, impl, cotangent[:, h : h + 1]).items():
+                store.setdefault(name, []).append(grad)
+    join = {n: torch.cat(g, dim=0 if n == "amplitude" else 1) for n, g in gated.items()}
+    return join, {n: torch.cat(g, dim=1) for n, g in plain.items()}
+
+
+def measure(device: str, quick: bool) -> Iterator[Row]:
+    """The rows of this device, as they come."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU {platform.machine()}"
+    stamp = {"device": name, "torch": torch.__version__, "commit": commit()}
+    most = 8192 if quick else 131072
+    lengths = [n for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072) if n <= most]
+    for label, dtype in DTYPES.items():
+        for keys in lengths:
+            for strength in STRENGTHS:
+                errors = output_errors(keys, dtype, strength, device)
+                yield _row(stamp, "output", label, keys, strength, errors)
+        for keys in [n for n in lengths if n <= (2048 if quick else 8192)]:
+            for strength in STRENGTHS:
+                for quantity, errors in gradient_errors(keys, dtype, strength, device).items():
+                    yield _row(stamp, quantity, label, keys, strength, errors)
+
+
+def _row(stamp: Row, quantity: str, dtype: str, keys: int, strength: float, errors: dict[str, float]) -> Row:
+    numbers = {impl: "" if value != value else f"{value:.2e}" for impl, value in errors.items()}  # noqa: PLR0124
+    return stamp | {"quantity": quantity, "dtype": dtype, "keys": str(keys), "strength": str(strength)} | numbers
+
+
+def commit() -> str:
+    """The commit the numbers belong to, with a plus sign where the tree differs from it; or unknown."""
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
+            cwd=HERE,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return said.stdout.strip()
+
+
+def load() -> list[Row]:
+    """The stored rows."""
+    with ROWS.open(newline="", encoding="utf-8") as f:
+        return list(csv.DictReader(f))
+
+
+def save(rows: list[Row]) -> None:
+    """Replace the stored rows of these rows' device."""
+    devices = {row["device"] for row in rows}
+    kept = [row for row in load() if row["device"] not in devices] if ROWS.exists() else []
+    temporary = ROWS.with_suffix(".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(kept + rows, key=lambda row: row["device"]))
+    temporary.replace(ROWS)
+
+
+def rendered(rows: list[Row]) -> str:
+    """The page's tables in Markdown: outputs and gate gradients of every device."""
+    lines = []
+    for device in sorted({row["device"] for row in rows}):
+        mine = [row for row in rows if row["device"] == device]
+        lines += [f"### {device} (torch {mine[0]['torch']}, commit {mine[0]['commit']})", ""]
+        for quantity in ("output", *GRADIENTS):
+            lines += _markdown(quantity, [row for row in mine if row["quantity"] == quantity])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _markdown(quantity: str, rows: list[Row]) -> list[str]:
+    head = ["dtype", "keys", "Γg", "plain, no bias", "rank2", "split"]
+    if not rows[0]["plain"]:
+        head.remove("plain, no bias")
+    lines = [f"**{quantity}**", "", "| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for row in rows:
+        cells = [row["dtype"], f"{int(row['keys']):,}", row["strength"]]
+        cells += [row[name] for name in ("plain", "rank2", "split") if row[name]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def render_page() -> None:
+    """Redraw the tables between the page's two marks."""
+    begin, end = "<!-- precision: begin -->\n", "<!-- precision: end -->\n"
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    PAGE.write_text(before + begin + "\n" + rendered(load()) + "\n" + end + after, encoding="utf-8")
+
+
+def verdict(rows: list[Row]) -> list[str]:
+    """What the operator promises, and whether these rows keep it; each broken promise is a line."""
+    broken = []
+    for row in rows:
+        where = f"{row['quantity']} {row['dtype']} {row['keys']} keys Γg {row['strength']}: split {row['split']}"
+        if row["quantity"] == "output" and float(row["split"]) > 2 * float(row["plain"]):
+            broken.append(f"{where}, more than twice plain attention's {row['plain']}")
+        gate = row["quantity"] in ("dgate", "dlandmark", "damplitude")
+        if gate and int(row["keys"]) <= 2048 and int(row["strength"]) <= 10 and float(row["split"]) >= 0.02:
+            broken.append(f"{where}, not under 2%")
+    return broken
+
+
+def show(rows: list[Row]) -> None:
+    """Print the table."""
+    table = Table("quantity", "dtype", "keys", "Γg", "plain", "rank2", "split", title="error against float64")
+    for row in rows:
+        keys = f"{int(row['keys']):,}"
+        table.add_row(
+            row["quantity"], row["dtype"], keys, row["strength"], row["plain"], row["rank2"], row["split"]
+        )
+    Console(width=100).print(table)
+
+
+def main() -> int:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(description="errors of the operator's implementations against float64")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--quick", action="store_true", help="outputs to 8,192 keys, gradients to 2,048")
+    parser.add_argument("--save", action="store_true", help="keep the rows and redraw the page")
+    parser.add_argument("--render", action="store_true", help="only redraw the page from the stored rows")
+    args = parser.parse_args()
+    if args.render:
+        render_page()
+        return 0
+    if args.save and args.quick:
+        parser.error("--save keeps whole tables: leave out --quick")
+    rows = []
+    for row in measure(args.device, args.quick):
+        rows.append(row)
+        print(" ".join(row[f] for f in FIELDS[3:]), file=sys.stderr, flush=True)
+    show(rows)
+    if args.save:
+        save(rows)
+        render_page()
+    broken = verdict(rows)
+    print("\n".join(broken) if broken else "split: outputs within twice plain attention's error, gate gradients under 2%")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

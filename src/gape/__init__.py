@@ -1,0 +1,50 @@
+"""Gated Adaptive Positional Encoding: rotary attention that learns what to forget.
+
+The public names are imported when they are first used, so `import gape` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gape import gates, models, ops, positions, theory
+    from gape.gates import GAPEGates
+    from gape.models.attention import GAPEAttention
+    from gape.ops import explain, gated_attention
+
+_HOMES = {
+    "gated_attention": "gape.ops",
+    "explain": "gape.ops",
+    "GAPEGates": "gape.gates",
+    "GAPEAttention": "gape.models.attention",
+}
+_ROOMS = ("gates", "models", "ops", "positions", "theory")
+
+__all__ = [
+    "GAPEAttention",
+    "GAPEGates",
+    "__version__",
+    "explain",
+    "gated_attention",
+    "gates",
+    "models",
+    "ops",
+    "positions",
+    "theory",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _ROOMS:
+        return import_module(f"gape.{name}")
+    raise AttributeError(f"module 'gape' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,145 @@
+"""The two gates and the amplitude: what a query forgets, what a key is spared, how much a head does of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from gape.ops.checks import refuse
+
+
+class HeadProjection(nn.Module):
+    """One weight vector and one bias per head: (B, H, N, D) → (B, H, N), in float32 or float64.
+
+    Args:
+        n_heads: H.
+        head_dim: D.
+        init_bias: the bias at start.
+        std: standard deviation of the normal from which weights are drawn, as those of a GPT's linear layers.
+    """
+
+    def __init__(self, n_heads: int, head_dim: int, *, init_bias: float, std: float = 0.02) -> None:
+        super().__init__()
+        self.init_bias = init_bias
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(n_heads, head_dim))
+        self.bias = nn.Parameter(torch.empty(n_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew and set the bias back."""
+        nn.init.normal_(self.weight, std=self.std)
+        nn.init.constant_(self.bias, self.init_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, H, N, D) of any floating dtype → (B, H, N) in float32 (float64 beside float64)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        # A product and a sum, not a matmul: neither autocast nor TF32 may shorten it.
+        weight, bias = self.weight.to(dtype).unsqueeze(-2), self.bias.to(dtype).unsqueeze(-1)
+        return (x.to(dtype) * weight).sum(-1) + bias
+
+    def extra_repr(self) -> str:
+        """Sizes, for repr()."""
+        return f"n_heads={self.weight.size(0)}, head_dim={self.weight.size(1)}, init_bias={self.init_bias}"
+
+
+class GAPEGates(nn.Module):
+    """The gates of one attention layer.
+
+    g_i = floor + softplus(w_g·q_i + b_g), l_j = sigmoid(w_l·k_j + b_l), Γ_h = softplus(γ_h). They read q and k
+    before rotation, and are float32 whatever the model's dtype (float64 beside float64).
+
+    Args:
+        n_heads: query heads Hq, each with a gate and an amplitude.
+        head_dim: coordinates D of q and k.
+        n_kv_heads: key heads Hk, each with a landmark; n_heads when None.
+        learn_gate: False fixes g at floor + softplus(init_gate_bias), the paper's ablation; no parameters then.
+        learn_landmark: False fixes l at sigmoid(init_landmark_bias); no parameters then.
+        init_gate_bias, init_landmark_bias: b_g and b_l at start.
+        init_amplitude: γ at start, before the softplus; 0.5413 makes Γ = 1.
+        gate_floor: a number or one per head, ≥ 0. 0 is the paper; a positive floor bounds the rate from below,
+            which is what makes forgetting provable.
+
+    Raises:
+        ValueError: for sizes below 1, heads that do not divide, a negative floor or one of wrong length.
+    """
+
+    def __init__(
+        self,
+        n_heads: int,
+        head_dim: int,
+        n_kv_heads: int | None = None,
+        learn_gate: bool = True,
+        learn_landmark: bool = True,
+        init_gate_bias: float = -3.0,
+        init_landmark_bias: float = 0.0,
+        init_amplitude: float = 0.5413,
+        gate_floor: float | Sequence[float] = 0.0,
+    ) -> None:
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        for name, size in (("n_heads", n_heads), ("head_dim", head_dim), ("n_kv_heads", n_kv_heads)):
+            if size < 1:
+                raise refuse(name, size, "a whole number of at least 1")
+        if n_heads % n_kv_heads:
+            raise refuse("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
+        self.n_heads, self.n_kv_heads = n_heads, n_kv_heads
+        self.init_gate_bias, self.init_landmark_bias = init_gate_bias, init_landmark_bias
+        self.init_amplitude = init_amplitude
+        self.gate_floor = _floors(gate_floor, n_heads)
+        self.gate_projection = HeadProjection(n_heads, head_dim, init_bias=init_gate_bias) if learn_gate else None
+        self.landmark_projection = (
+            HeadProjection(n_kv_heads, head_dim, init_bias=init_landmark_bias) if learn_landmark else None
+        )
+        # Not called after the paper's letter: some versions of transformers rename such keys on load.
+        self.raw_amplitude = nn.Parameter(torch.full((n_heads,), float(init_amplitude)))
+
+    @property
+    def amplitude(self) -> Tensor:
+        """Γ, (Hq,) in float32 or float64, above 0."""
+        return F.softplus(self.raw_amplitude.to(torch.promote_types(self.raw_amplitude.dtype, torch.float32)))
+
+    def gate(self, q: Tensor) -> Tensor:
+        """g of unrotated q (B, Hq, Nq, D) → (B, Hq, Nq), at least the floor."""
+        raw = _constant(q, self.init_gate_bias) if self.gate_projection is None else self.gate_projection(q)
+        return F.softplus(raw) + self._floor(raw)
+
+    def landmark(self, k: Tensor) -> Tensor:
+        """l of unrotated k (B, Hk, Nk, D) → (B, Hk, Nk), between 0 and 1."""
+        if self.landmark_projection is None:
+            return torch.sigmoid(_constant(k, self.init_landmark_bias))
+        return torch.sigmoid(self.landmark_projection(k))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(gate, landmark) of unrotated q (B, Hq, Nq, D) and k (B, Hk, Nk, D)."""
+        return self.gate(q), self.landmark(k)
+
+    @staticmethod
+    def landmark_penalty(landmark: Tensor) -> Tensor:
+        """The mean landmark, which `lambda_l1` weighs in the loss."""
+        return landmark.mean()
+
+    def _floor(self, like: Tensor) -> float | Tensor:
+        if len(set(self.gate_floor)) == 1:
+            return self.gate_floor[0]
+        # Rebuilt each time: a buffer would be rounded by .to(bfloat16) and lost by meta-device loading.
+        return torch.tensor(self.gate_floor, dtype=like.dtype, device=like.device).unsqueeze(-1)
+
+    def extra_repr(self) -> str:
+        """Sizes and the floor, for repr()."""
+        return f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, gate_floor={self.gate_floor}"
+
+
+def _constant(x: Tensor, value: float) -> Tensor:
+    """A number per head and token of x (B, H, N, D), in the gates' dtype."""
+    return torch.full(x.shape[:-1], value, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def _floors(floor: float | Sequence[float], n_heads: int) -> tuple[float, ...]:
+    floors = tuple(float(f) for f in floor) if isinstance(floor, Sequence) else (float(floor),) * n_heads
+    if len(floors) != n_heads or not all(0 <= f < float("inf") for f in floors):
+        raise refuse("gate_floor", floor, f"a number ≥ 0, or {n_heads} of them")
+    return floors

@@ -1,0 +1,155 @@
+"""The drop-in attention layer: project, turn, remember, attend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gape import positions as schemes
+from gape.models.cache import KVCache
+from gape.ops.checks import INTEGERS, refuse
+
+
+class GAPEAttention(nn.Module):
+    """Causal self-attention under any positional scheme, (B, N, E) → (B, N, E).
+
+    Args:
+        n_embd: width E, a multiple of n_heads; a head is E / n_heads wide.
+        n_heads: query heads.
+        n_kv_heads: key and value heads, a divisor of n_heads; n_heads when None.
+        context_length: T, the training length: a number that is saved with the model, never read off a batch.
+        position: a name of :func:`gape.positions.available`.
+        reserve: coordinates of each head's q and k given up for the bias, so that it fits into the head dim
+            (6 for `split`, 2 for the paper's `rank2`, 0 lets the head dim grow instead). By default 6 for gated
+            schemes and 0 for others. The softmax scale is always that of the full head.
+        bias: whether the projections have biases.
+        impl: which implementation of the gated operator runs.
+        **options: options of the scheme and of its gates, such as theta, fraction or gate_floor.
+
+    Raises:
+        ValueError: for sizes that do not fit together, an unknown scheme or option; names the argument.
+    """
+
+    def __init__(
+        self,
+        n_embd: int,
+        n_heads: int,
+        n_kv_heads: int | None = None,
+        *,
+        context_length: float,
+        position: str = "p-rope+gape",
+        reserve: int | None = None,
+        bias: bool = False,
+        impl: str = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if n_heads < 1 or n_embd < 1 or n_embd % n_heads:
+            raise refuse("n_embd", n_embd, f"a positive multiple of n_heads = {n_heads}")
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if n_kv_heads < 1 or n_heads % n_kv_heads:
+            raise refuse("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, n_embd // n_heads
+        self.reserve = self._reserve(position, reserve)
+        self.content_dim = self.head_dim - self.reserve
+        self.scale = self.head_dim**-0.5
+        self.impl = impl
+        self.position = position
+        self.scheme = schemes.build(
+            position,
+            n_heads=n_heads,
+            head_dim=self.content_dim,
+            n_kv_heads=n_kv_heads,
+            context_length=context_length,
+            n_embd=n_embd,
+            **options,
+        )
+        self._widths = [n_heads * self.content_dim, n_kv_heads * self.content_dim, n_kv_heads * self.head_dim]
+        self.qkv = nn.Linear(n_embd, sum(self._widths), bias=bias)
+        self.out = nn.Linear(n_embd, n_embd, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projections as a GPT does: normal, standard deviation 0.02, no bias."""
+        for linear in (self.qkv, self.out):
+            nn.init.normal_(linear.weight, std=0.02)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KVCache | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (B, N, E).
+            positions: integer (N,) or (B, N); None counts on from what is cached, from 0 without a cache.
+            documents: integer (B, N): only equal ids see each other. Give pads an id of their own.
+            cache: what earlier calls left; these tokens are added to it. For inference.
+            attn_mask: bool, broadcastable to (B, heads, N, cached + N); True may attend.
+
+        Returns:
+            (B, N, E).
+        """
+        batch, n = self._checked(x, positions)
+        q, k, v = self.qkv(x).split(self._widths, dim=-1)
+        q, k, v = (y.view(batch, n, -1, w).transpose(1, 2) for y, w in zip((q, k, v), self._head_widths, strict=True))
+        past = 0 if cache is None else cache.length
+        where = torch.arange(past, past + n, device=x.device) if positions is None else positions
+        q, gate = self.scheme.queries(q, where, x)
+        k, side = self.scheme.keys(k, where, x, None if cache is None else cache.side)
+        k_positions, k_documents = positions, documents
+        if cache is not None:
+            kept = cache.append(k, v, side, positions, documents)
+            k, v, side, k_positions, k_documents = kept.k, kept.v, kept.side, kept.positions, kept.documents
+        y = self.scheme.attend(
+            q,
+            k,
+            v,
+            gate,
+            side,
+            scale=self.scale,
+            impl=self.impl,
+            q_positions=positions,
+            k_positions=k_positions,
+            q_documents=documents,
+            k_documents=k_documents,
+            attn_mask=attn_mask,
+        )
+        projected: Tensor = self.out(y.transpose(1, 2).reshape(batch, n, -1))
+        return projected
+
+    @property
+    def _head_widths(self) -> tuple[int, int, int]:
+        return self.content_dim, self.content_dim, self.head_dim
+
+    def _reserve(self, position: str, reserve: int | None) -> int:
+        if reserve is None:
+            # A head too narrow to give coordinates up grows instead.
+            reserve = 6 if schemes.is_gated(position) and self.head_dim > 6 else 0
+        if not 0 <= reserve < self.head_dim:
+            raise refuse("reserve", reserve, f"a whole number from 0 to {self.head_dim - 1}, the head dim less one")
+        return reserve
+
+    def _checked(self, x: Tensor, positions: Tensor | None) -> tuple[int, int]:
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.size(2) != self.qkv.in_features:
+            raise refuse("x", x, f"a tensor (batch, tokens, {self.qkv.in_features})")
+        batch, n, _ = x.shape
+        if positions is not None and (
+            not isinstance(positions, Tensor)
+            or positions.dtype not in INTEGERS
+            or positions.shape not in ((n,), (batch, n))
+        ):
+            raise refuse("positions", positions, f"an integer tensor ({n},) or ({batch}, {n})")
+        return batch, n
+
+    def extra_repr(self) -> str:
+        """Sizes and scheme, for repr()."""
+        return f"position={self.position!r}, heads={self.n_heads}/{self.n_kv_heads}, reserve={self.reserve}"

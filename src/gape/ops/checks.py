@@ -1,0 +1,148 @@
+"""Arguments of the operators: what is accepted, and a ValueError that names the argument where it is not."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gape.ops.visibility import Visibility
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def described(x: Any) -> str:
+    """What came, in few words."""
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
+    return f"{type(x).__name__} {x!r}"[:120]
+
+
+def refuse(name: str, came: Any, expected: str) -> ValueError:
+    """The error for an argument: its name, what came and what was expected."""
+    return ValueError(f"{name}: got {described(came)}, expected {expected}")
+
+
+def positive_number(name: str, x: Any) -> float:
+    """A finite number above zero, as a float."""
+    if isinstance(x, bool) or not isinstance(x, Real) or not math.isfinite(x) or x <= 0:
+        raise refuse(name, x, "a positive finite number")
+    return float(x)
+
+
+def flag(name: str, x: Any) -> bool:
+    """A bool."""
+    if not isinstance(x, bool):
+        raise refuse(name, x, "True or False")
+    return x
+
+
+def floats(name: str, x: Any, shape: tuple[int, ...] | None, device: torch.device, what: str) -> Tensor:
+    """A floating tensor on `device`, of `shape` when one is given."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        raise refuse(name, x, f"a floating tensor {what}")
+    if shape is not None and x.shape != shape:
+        raise refuse(name, x, f"shape {what} = {shape}")
+    if x.device != device:
+        raise refuse(name, x, f"a tensor on {device}, where q is")
+    return x
+
+
+def heads(q: Any, k: Any, v: Any) -> None:
+    """q (B, Hq, Nq, D), k (B, Hk, Nk, D), v (B, Hk, Nk, Dv): one dtype, one device, Hq a multiple of Hk."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() != 4 or min(x.size(1), x.size(3)) < 1:
+            raise refuse(name, x, "a floating tensor (batch, heads ≥ 1, tokens, head dim ≥ 1)")
+        if x.device != q.device:
+            raise refuse(name, x, f"a tensor on {q.device}, where q is")
+        if x.dtype != q.dtype:
+            raise refuse(name, x, f"dtype {q.dtype}, that of q")
+    batch, n_heads, _, dim = q.shape
+    if k.size(0) != batch or k.size(3) != dim:
+        raise refuse("k", k, f"shape (B, Hk, Nk, D) with B = {batch} and D = {dim} as in q")
+    if n_heads % k.size(1) != 0:
+        raise refuse("k", k, f"a number of heads Hk that divides q's {n_heads}")
+    if v.shape[:3] != k.shape[:3]:
+        raise refuse("v", v, f"shape (B, Hk, Nk, Dv) with (B, Hk, Nk) = {tuple(k.shape[:3])} as in k")
+
+
+def gate_values(gate: Tensor, landmark: Tensor, amplitude: Tensor) -> None:
+    """The ranges of the gates; reads the data, which waits for the device."""
+    if not bool(((gate >= 0) & gate.isfinite()).all()):
+        raise refuse("gate", gate, "values that are finite and not negative")
+    if not bool(((landmark >= 0) & (landmark <= 1)).all()):
+        raise refuse("landmark", landmark, "values between 0 and 1")
+    if not bool(((amplitude >= 0) & amplitude.isfinite()).all()):
+        raise refuse("amplitude", amplitude, "values that are finite and not negative")
+
+
+def visibility(
+    q: Tensor,
+    k: Tensor,
+    *,
+    q_positions: Any,
+    k_positions: Any,
+    q_documents: Any,
+    k_documents: Any,
+    attn_mask: Any,
+    is_causal: Any,
+) -> Visibility:
+    """Check everything that says who sees whom, fill in defaults."""
+    batch, n_q, n_k, device = q.size(0), q.size(2), k.size(2), q.device
+    k_positions = _positions("k_positions", k_positions, batch, n_k, device)
+    q_positions = _positions("q_positions", q_positions, batch, n_q, device)
+    if q_positions is None and n_q > n_k:
+        raise ValueError(f"q_positions: got None, expected positions for {n_q} queries and only {n_k} keys")
+    if q_positions is None and k_positions is not None:
+        q_positions = k_positions[..., n_k - n_q :]
+    if k_positions is None and q_positions is not None:
+        k_positions = torch.arange(n_k, device=device)
+    if (q_documents is None) != (k_documents is None):
+        missing = "k_documents" if k_documents is None else "q_documents"
+        raise ValueError(f"{missing}: got None, expected ids, since the other side's documents are given")
+    return Visibility(
+        n_q=n_q,
+        n_k=n_k,
+        device=device,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        q_documents=_documents("q_documents", q_documents, batch, n_q, device),
+        k_documents=_documents("k_documents", k_documents, batch, n_k, device),
+        attn_mask=_mask(attn_mask, (batch, q.size(1), n_q, n_k), device),
+        is_causal=flag("is_causal", is_causal),
+    )
+
+
+def _positions(name: str, x: Any, batch: int, n: int, device: torch.device) -> Tensor | None:
+    if x is None:
+        return None
+    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
+        raise refuse(name, x, "an integer tensor")
+    if x.shape not in ((n,), (batch, n)):
+        raise refuse(name, x, f"shape ({n},) or ({batch}, {n})")
+    if x.device != device:
+        raise refuse(name, x, f"a tensor on {device}, where q is")
+    return x.to(torch.int64)
+
+
+def _documents(name: str, x: Any, batch: int, n: int, device: torch.device) -> Tensor | None:
+    if x is None:
+        return None
+    if not isinstance(x, Tensor) or x.dtype not in INTEGERS or x.shape != (batch, n) or x.device != device:
+        raise refuse(name, x, f"an integer tensor ({batch}, {n}) on {device}")
+    return x
+
+
+def _mask(x: Any, full: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
+    if x is None:
+        return None
+    if not isinstance(x, Tensor) or x.dtype != torch.bool or x.device != device:
+        raise refuse("attn_mask", x, f"a bool tensor on {device}")
+    sizes = (1,) * (4 - x.dim()) + tuple(x.shape)
+    if len(sizes) != 4 or any(s not in (1, f) for s, f in zip(sizes, full, strict=True)):
+        raise refuse("attn_mask", x, f"a shape that broadcasts to {full}")
+    return x.reshape(sizes)

@@ -1,0 +1,100 @@
+"""Attention without gates: what the base schemes run, with the same pairs, masks and guarantees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from gape.ops import checks, sdpa
+from gape.ops.api import leave_autocast
+from gape.ops.rounding import pieces, significand_bits
+from gape.ops.visibility import Visibility
+
+Bias = Callable[[Tensor, Tensor], Tensor]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Bias | None = None,
+    key_bias: Tensor | None = None,
+    scale: float | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = True,
+    strict: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention with the visibility rules of :func:`gape.gated_attention`.
+
+    Args:
+        q, k, v: (B, Hq, Nq, D), (B, Hk, Nk, D), (B, Hk, Nk, Dv), one floating dtype, Hq a multiple of Hk.
+        bias: a function of (query positions, key positions), each (N,) or (B, N), that returns additive logits
+            (1 or B, 1 or Hq, Nq, Nk); called on chunks of queries, and rounded to q's dtype there.
+        key_bias: (B, Hq, Nk) added to a key's logits, to three times the working precision, without an Nq × Nk
+            tensor; float32 or float64. Only differences within a row matter.
+        scale: softmax scale, D ** −0.5 by default.
+        q_positions, k_positions, q_documents, k_documents, attn_mask, is_causal, strict: as in
+            :func:`gape.gated_attention`.
+
+    Returns:
+        (B, Hq, Nq, Dv) in q's dtype; a row that sees nothing is zero.
+
+    Raises:
+        ValueError: for an argument of wrong shape, dtype or device; it names the argument.
+    """
+    with leave_autocast(q, k, v) as (q, k, v):
+        checks.heads(q, k, v)
+        seen = checks.visibility(
+            q,
+            k,
+            q_positions=q_positions,
+            k_positions=k_positions,
+            q_documents=q_documents,
+            k_documents=k_documents,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+        )
+        scale = q.size(-1) ** -0.5 if scale is None else checks.positive_number("scale", scale)
+        if key_bias is not None:
+            shape = (q.size(0), q.size(1), k.size(2))
+            checks.floats("key_bias", key_bias, shape, q.device, "(B, Hq, Nk)")
+            carried = _carry(q, k, v, key_bias, scale)
+        else:
+            carried = (q, k, v)
+        return sdpa.run_all(_calls(*carried, seen, scale, bias), strict=checks.flag("strict", strict))
+
+
+def _calls(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, bias: Bias | None) -> Iterator[sdpa.Call]:
+    dense = bias is not None or seen.kind == "dense"
+    for start, stop in sdpa.chunks(seen.n_q, sdpa.MASK_ROWS if dense else max(seen.n_q, 1)):
+        part = seen.rows(start, stop)
+        values = None
+        if bias is not None:
+            i, j = seen.positions()
+            values = bias(i[..., start:stop], j[..., : part.n_k])
+        yield sdpa.prepare(q[:, :, start:stop], k[:, :, : part.n_k], v[:, :, : part.n_k], part, scale, values)
+
+
+def _carry(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a bias per query head and key into three coordinates of q and k; shared keys are repeated for it."""
+    if q.size(1) != k.size(1):
+        groups = q.size(1) // k.size(1)
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    # Counted from the newest key, nearby keys carry small numbers.
+    logits = (key_bias - key_bias[..., -1:].detach()) / scale
+    if q.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    limit = torch.finfo(q.dtype).max / 2
+    columns = torch.stack(pieces(logits.clamp(-limit, limit), significand_bits(q)), dim=-1).to(k.dtype)
+    return (
+        torch.cat([q, torch.ones_like(q[..., :1]).expand(*q.shape[:-1], 3)], -1),
+        torch.cat([k, columns], -1),
+        v,
+    )

@@ -1,0 +1,48 @@
+"""One call of the operator after its arguments were checked: what every implementation receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gape.ops.visibility import Visibility
+
+
+def bias_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of gates, rate and bias beside content of `dtype`: float32, or float64 beside float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Checked arguments. Shapes: B batch, Hq / Hk query / key heads, Nq / Nk tokens, D and Dv head dims.
+
+    Attributes:
+        q, k, v: (B, Hq, Nq, D), (B, Hk, Nk, D), (B, Hk, Nk, Dv) of one floating dtype.
+        gate, landmark, amplitude: (B, Hq, Nq), (B, Hk, Nk), (Hq,) in `bias_dtype(q.dtype)`.
+        context_length: T.
+        scale: the softmax scale.
+        seen: which pairs may be used.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    landmark: Tensor
+    amplitude: Tensor
+    context_length: float
+    scale: float
+    seen: Visibility
+
+    @property
+    def rate(self) -> Tensor:
+        """c_i = Γ_h · g_i / T, the logits a query loses per token of distance, (B, Hq, Nq)."""
+        return self.amplitude[:, None] * self.gate / self.context_length
+
+    @property
+    def exposure(self) -> Tensor:
+        """u_j = 1 − l_j, how unprotected a key is, (B, Hk, Nk)."""
+        return 1 - self.landmark

@@ -1,0 +1,44 @@
+"""The definition: dense, in float32 or float64, and the only place where the formula stands written out.
+
+a_ij = scale · q_iᵀ k_j − c_i · u_j · (i − j),    c_i = Γ_h · g_i / T,    u_j = 1 − l_j
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gape.ops.problem import Problem, bias_dtype
+
+
+def logits(problem: Problem) -> Tensor:
+    """a_ij for every pair, visible or not, (B, Hq, Nq, Nk) in `bias_dtype`."""
+    dtype = bias_dtype(problem.q.dtype)
+    groups = problem.q.size(1) // problem.k.size(1)
+    k = problem.k.to(dtype).repeat_interleave(groups, dim=1)
+    u = problem.exposure.repeat_interleave(groups, dim=1)
+    i, j = problem.seen.positions()
+    distance = (i.unsqueeze(-1) - j.unsqueeze(-2)).to(dtype)
+    if distance.dim() == 3:
+        distance = distance.unsqueeze(1)
+    content = problem.scale * (problem.q.to(dtype) @ k.transpose(-1, -2))
+    return content - problem.rate.unsqueeze(-1) * u.unsqueeze(-2) * distance
+
+
+def weights(problem: Problem) -> Tensor:
+    """The attention weights, (B, Hq, Nq, Nk) in `bias_dtype`; a row that sees nothing is all zeros."""
+    a = logits(problem)
+    mask = problem.seen.mask()
+    if mask is None:
+        return a.softmax(-1)
+    # An empty row attends to everything first and is then set to zero: no NaN, and no gradient.
+    safe = mask | ~mask.any(-1, keepdim=True)
+    return a.masked_fill(~safe, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
+
+
+def run(problem: Problem) -> Tensor:
+    """The operator by its definition. Time and memory are quadratic; returns (B, Hq, Nq, Dv) in q's dtype."""
+    groups = problem.q.size(1) // problem.k.size(1)
+    w = weights(problem)
+    v = problem.v.to(w.dtype).repeat_interleave(groups, dim=1)
+    return (w @ v).to(problem.q.dtype)

@@ -1,0 +1,45 @@
+"""Numbers cut into pieces that a short dtype holds exactly."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SIGNIFICAND = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
+
+
+def significand_bits(x: Tensor) -> int:
+    """Bits of significand that a matrix product of x's dtype keeps; TF32 keeps 11 of float32's 24."""
+    if x.dtype == torch.float32 and x.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        return 11
+    return _SIGNIFICAND[x.dtype]
+
+
+def round_significand(x: Tensor, bits: int) -> Tensor:
+    """x (float32 or float64) rounded to `bits` of significand, half to even, same dtype and no gradient.
+
+    Done on the integer view: a cast there and back is what a compiler removes.
+    """
+    size, whole = (torch.int32, 24) if x.dtype == torch.float32 else (torch.int64, 53)
+    drop = whole - bits
+    if drop <= 0:
+        return x.detach()
+    raw = x.detach().view(size)
+    odd = (raw >> drop) & 1
+    return ((raw + ((1 << (drop - 1)) - 1) + odd) & -(1 << drop)).view(x.dtype)
+
+
+def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+    """The value of `rounded` with the gradient of x."""
+    return x + (rounded - x).detach()
+
+
+def pieces(x: Tensor, bits: int) -> list[Tensor]:
+    """Three tensors of `bits` significand that add up to x to three times as many bits.
+
+    The first carries x's gradient: all three meet the same partner, so one of them has the whole of it.
+    """
+    first = round_significand(x, bits)
+    second = round_significand(x.detach() - first, bits)
+    third = round_significand(x.detach() - first - second, bits)
+    return [straight_through(x, first), second, third]

@@ -1,0 +1,192 @@
+"""The one door to `torch.nn.functional.scaled_dot_product_attention`.
+
+Every call passes its scale, chooses widths and masks that a fused backend accepts, returns zeros for rows
+that see nothing, and can say beforehand which backend will run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
+
+from gape.ops.visibility import Visibility
+
+log = logging.getLogger("gape.ops")
+
+#: Queries handled at once where a mask tensor is needed, so that masks stay linear in the number of keys.
+MASK_ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One prepared call: tensors as the backend gets them, and how to read the answer.
+
+    Attributes:
+        q, k, v: (B, Hq, Nq, W), (B, Hk, Nk, W), (B, Hk, Nk, Wv).
+        mask: bool or additive tensor broadcastable to (B, Hq, Nq, Nk), or None.
+        kind: "full", "causal", "lower-right" or "dense", as in :class:`Visibility`.
+        scale: the softmax scale.
+        empty: bool, broadcastable to (B, Hq, Nq, 1), rows whose answer is zero; or None.
+        value_width: coordinates of the answer that count.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    kind: str
+    scale: float
+    empty: Tensor | None
+    value_width: int
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share a key head."""
+        return self.q.size(1) != self.k.size(1)
+
+    @property
+    def bare_triangle(self) -> bool:
+        """Whether the lower-right triangle is described to the kernel instead of being drawn as a mask."""
+        return self.kind == "lower-right" and self.mask is None
+
+    def backend(self) -> str:
+        """The backend torch would pick: "flash", "efficient", "cudnn", "math", or "unknown"."""
+        if self.bare_triangle:
+            return _lower_right_backend(self)
+        choose = getattr(torch, "_fused_sdp_choice", None)
+        if choose is None:
+            return "unknown"
+        choice = choose(
+            self.q,
+            self.k,
+            self.v,
+            self.mask,
+            0.0,
+            self.kind == "causal",
+            scale=self.scale,
+            enable_gqa=self.grouped,
+        )
+        return _NAMES.get(SDPBackend(choice), "unknown")
+
+    def run(self) -> Tensor:
+        """The attention output, (B, Hq, Nq, value_width)."""
+        out = F.scaled_dot_product_attention(
+            self.q,
+            self.k,
+            self.v,
+            attn_mask=causal_lower_right(self.q.size(2), self.k.size(2)) if self.bare_triangle else self.mask,
+            is_causal=self.kind == "causal",
+            scale=self.scale,
+            enable_gqa=self.grouped,
+        )
+        out = out[..., : self.value_width]
+        return out if self.empty is None else out.masked_fill(self.empty, 0.0)
+
+
+_NAMES = {
+    SDPBackend.MATH: "math",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+}
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, bias: Tensor | None = None) -> Call:
+    """Make ready a call for q (B, Hq, Nq, W), k (B, Hk, Nk, W), v (B, Hk, Nk, Dv).
+
+    Args:
+        q, k, v: the tensors, coordinates of a bias already in q and k.
+        seen: which pairs may be used.
+        scale: the softmax scale.
+        bias: additive logits broadcastable to (B, Hq, Nq, Nk), or None.
+    """
+    value_width = v.size(-1)
+    kind = "dense" if bias is not None else seen.kind
+    mask, empty = None, None
+    if kind == "dense" or (kind == "lower-right" and not _has_lower_right(q)):
+        mask = seen.mask()
+    if mask is not None and kind == "dense":
+        reachable = mask.any(-1, keepdim=True)
+        mask, empty = mask | ~reachable, ~reachable
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    if mask is not None:
+        mask = mask.expand(-1, -1, q.size(2), k.size(2))
+    q, k, v = _equal_widths(q, k, v)
+    if q.size(1) != k.size(1) and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # No fused CUDA backend takes grouped heads together with a mask, nor in float32.
+        groups = q.size(1) // k.size(1)
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return Call(q=q, k=k, v=v, mask=mask, kind=kind, scale=scale, empty=empty, value_width=value_width)
+
+
+def run_all(calls: Iterable[Call], *, strict: bool = False) -> Tensor:
+    """Run calls over consecutive chunks of queries and join their answers.
+
+    Raises:
+        ValueError: with `strict`, when torch would run its quadratic math backend.
+    """
+    outs = []
+    for call in calls:
+        if strict or not torch.compiler.is_compiling():
+            _refuse_or_warn(call, strict)
+        outs.append(call.run())
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def chunks(n_q: int, size: int) -> list[tuple[int, int]]:
+    """Consecutive (start, stop) of at most `size` queries; one empty chunk for n_q = 0."""
+    return [(s, min(s + size, n_q)) for s in range(0, max(n_q, 1), size)]
+
+
+def _equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad with zero coordinates until every width is one a fused backend takes."""
+    width, value_width = q.size(-1), v.size(-1)
+    if q.is_cuda:
+        # Kernels want multiples of eight; unequal widths up to 128 are fine for cuDNN and efficient.
+        width, value_width = -(-width // 8) * 8, -(-value_width // 8) * 8
+    if not q.is_cuda or max(width, value_width) > 128:
+        width = value_width = max(width, value_width)
+    return _pad(q, width), _pad(k, width), _pad(v, value_width)
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    return x if x.size(-1) == width else F.pad(x, (0, width - x.size(-1)))
+
+
+def _has_lower_right(q: Tensor) -> bool:
+    """Whether torch can be told of the lower-right triangle instead of being handed a mask."""
+    return q.is_cuda and not torch.compiler.is_compiling()
+
+
+def _lower_right_backend(call: Call) -> str:
+    params = torch.backends.cuda.SDPAParams(call.q, call.k, call.v, None, 0.0, False, call.grouped)
+    if torch.backends.cuda.can_use_flash_attention(params):
+        return "flash"
+    return "efficient" if torch.backends.cuda.can_use_efficient_attention(params) else "math"
+
+
+_warned: set[tuple[object, ...]] = set()
+
+
+def _refuse_or_warn(call: Call, strict: bool) -> None:
+    if call.backend() != "math" or call.q.numel() == 0 or call.k.numel() == 0:
+        return
+    what = (
+        f"q {tuple(call.q.shape)}, k {tuple(call.k.shape)}, v {tuple(call.v.shape)}, {call.q.dtype}, "
+        f"{call.q.device.type}, {call.kind} pairs"
+    )
+    if strict:
+        raise ValueError(f"strict: torch would run the quadratic math backend for {what}")
+    key = (call.q.dtype, call.q.device.type, call.q.size(-1), call.v.size(-1), call.kind, call.grouped)
+    if key not in _warned:
+        _warned.add(key)
+        log.warning("scaled_dot_product_attention runs the quadratic math backend for %s", what)

@@ -1,0 +1,8 @@
+"""Positional schemes under one roof: `build` one by name. `docs/positions.md` lists them."""
+
+from gape.positions.base import Scheme
+from gape.positions.gated import Gated
+from gape.positions.registry import available, build, is_gated, rotary_frequencies
+from gape.positions.rotary import Rotary
+
+__all__ = ["Gated", "Rotary", "Scheme", "available", "build", "is_gated", "rotary_frequencies"]

@@ -1,0 +1,141 @@
+"""What a positional scheme is: how queries and keys are turned, and how they then attend.
+
+Shapes: B batch, Hq query heads, Hk key heads, N tokens, D head dim, Dv value dim, E model width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Required, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from gape.ops import attention
+from gape.ops.checks import positive_number, refuse
+from gape.positions.checks import whole
+
+
+class Sizes(TypedDict, total=False):
+    """The keyword arguments that every scheme takes besides its own options; see :class:`Scheme`."""
+
+    n_heads: Required[int]
+    head_dim: Required[int]
+    n_kv_heads: int | None
+    context_length: float | None
+    n_embd: int | None
+
+
+class Scheme(nn.Module):
+    """A positional scheme: three steps that an attention layer calls in order.
+
+    `queries` and `keys` receive projected tensors and return them ready for the dot product, each with a
+    *side*: one number per head and token that the scheme needs later (a gate, a landmark, a cumulative
+    decay), or None. The key side is cached next to k and v. `attend` then does the attention itself.
+
+    Positions are integers of any sign and order, (N,) for the whole batch or (B, N) for each row.
+
+    Args:
+        n_heads: query heads, Hq.
+        head_dim: coordinates of q and k that carry content, D.
+        n_kv_heads: key heads, Hk; n_heads when None.
+        context_length: the training length T; schemes that need it refuse None.
+        n_embd: width E of the layer input, for schemes that read it.
+
+    Raises:
+        ValueError: a size is not a positive integer, n_heads is no multiple of n_kv_heads, or context_length
+            is not a positive number.
+    """
+
+    #: Why `+gape` may not follow this scheme; None where it may.
+    refuses_gates: ClassVar[str | None] = None
+    #: Whether the scheme runs the gated operator (and so profits from reserved coordinates).
+    gated: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        n_heads: int,
+        head_dim: int,
+        n_kv_heads: int | None = None,
+        context_length: float | None = None,
+        n_embd: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.n_heads = whole("n_heads", n_heads)
+        self.head_dim = whole("head_dim", head_dim)
+        self.n_kv_heads = n_heads if n_kv_heads is None else whole("n_kv_heads", n_kv_heads)
+        if n_heads % self.n_kv_heads:
+            raise refuse("n_heads", n_heads, f"a multiple of n_kv_heads = {n_kv_heads}")
+        self.context_length = context_length
+        if context_length is not None:
+            positive_number("context_length", context_length)
+        self.n_embd = None if n_embd is None else whole("n_embd", n_embd)
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Names and defaults of the options that `build` passes on, besides the sizes."""
+        return keyword_defaults(cls)
+
+    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Turn q (B, Hq, N, D) at `positions` (N,) or (B, N); x (B, N, E) is the layer input."""
+        return q, None
+
+    def keys(
+        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Turn k (B, Hk, N, D); `past` is the key side (B, H, M) of the M keys already cached, if any."""
+        return k, None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_side: Tensor | None,
+        k_side: Tensor | None,
+        *,
+        scale: float,
+        impl: str = "auto",
+        **seen: Any,
+    ) -> Tensor:
+        """Attend with what `queries` and `keys` returned.
+
+        `seen` says who may see whom: q_positions, k_positions, q_documents, k_documents, attn_mask and
+        is_causal of :func:`gape.gated_attention`. Returns (B, Hq, Nq, Dv).
+        """
+        return attention(q, k, v, scale=scale, **seen)
+
+    def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor | None:
+        """Additive logits (1 or B, Hq, Nq, Nk) in float32, or None where positions alone fix none."""
+        return None
+
+
+def keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Names and defaults of the named arguments of `function`, the sizes of a scheme left out."""
+    parameters = inspect.signature(function).parameters.values()
+    unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {p.name: p.default for p in parameters if p.kind not in unnamed and p.name not in _SIZES}
+
+
+_SIZES = frozenset(Sizes.__annotations__)
+
+
+def distance(q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    """i − j as (1 or B, 1, Nq, Nk) int64, from positions of shape (N,) or (B, N)."""
+    delta = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
+    delta = delta.to(torch.int64)
+    return delta.unsqueeze(0).unsqueeze(0) if delta.dim() == 2 else delta.unsqueeze(1)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which positional numbers are computed: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which autocast shortens nothing on `device`."""
+    # The one device that knows no autocast; torch.amp.is_autocast_available cannot be traced by torch 2.11.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

@@ -1,0 +1,107 @@
+"""FoX: the Forgetting Transformer's data-dependent decay (Lin et al., arXiv 2503.02130)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Unpack
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from gape.ops import attention
+from gape.ops.checks import refuse
+from gape.positions.base import Scheme, Sizes, wide, without_autocast
+from gape.positions.checks import finite
+
+
+class ForgetGate(nn.Module):
+    """log f of each token and head, f = sigmoid(w_h·x + b_h), computed in float32 (float64 beside float64).
+
+    Args:
+        n_embd: width E of x.
+        n_heads: query heads Hq.
+        init_bias: b at start.
+    """
+
+    def __init__(self, n_embd: int, n_heads: int, *, init_bias: float) -> None:
+        super().__init__()
+        self.init_bias = init_bias
+        self.weight = nn.Parameter(torch.empty(n_heads, n_embd))
+        self.bias = nn.Parameter(torch.empty(n_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights from a normal of deviation 0.02 and set the bias back, as the authors do."""
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.constant_(self.bias, self.init_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, N, E) → log f (B, Hq, N), at most 0."""
+        dtype = wide(x.dtype)
+        with without_autocast(x.device):
+            logits = F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+        return F.logsigmoid(logits).transpose(1, 2)
+
+
+class FoX(Scheme):
+    """Adds Σ_{t=j+1…i} log f_t to the logits: each token read in between fades what came before it.
+
+    With F_t the running sum of log f, the bias is F_i − F_j; softmax drops F_i, and −F_j is a number per key that
+    rides inside k, so no Nq × Nk bias exists. F is the key side, float64, and is continued from the cached one.
+
+    The sum runs over tokens in the order of the tensor; positions only decide who sees whom. A token that stands
+    between two others fades the earlier one even if a mask hides it, so pad on the left, and do not reorder.
+
+    Args:
+        init_forget_bias: b at start; 0, the authors' choice, halves the weight of a key with every token.
+        **sizes: see :class:`gape.positions.Scheme`; n_embd is needed.
+
+    Raises:
+        ValueError: n_embd is None.
+    """
+
+    refuses_gates: ClassVar[str | None] = "FoX forgets by a gate of its own, over tokens instead of distance"
+
+    def __init__(self, *, init_forget_bias: float = 0.0, **sizes: Unpack[Sizes]) -> None:
+        super().__init__(**sizes)
+        if self.n_embd is None:
+            raise refuse("n_embd", None, "the width of the layer input, which fox reads")
+        self.forget = ForgetGate(self.n_embd, self.n_heads, init_bias=finite("init_forget_bias", init_forget_bias))
+
+    def keys(
+        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return k as it came and F (B, Hq, N) in float64, continued from `past` (B, Hq, M).
+
+        Raises:
+            ValueError: x is None.
+        """
+        if x is None:
+            raise refuse("x", None, "the layer input (B, N, E), which fox reads")
+        # Apple's GPUs have no float64.
+        exact = torch.float32 if x.device.type == "mps" else torch.float64
+        total = self.forget(x).to(exact).cumsum(-1)
+        if past is not None and past.size(-1) > 0:
+            total = total + past[..., -1:].to(exact)
+        return k, total
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_side: Tensor | None,
+        k_side: Tensor | None,
+        *,
+        scale: float,
+        impl: str = "auto",
+        **seen: Any,
+    ) -> Tensor:
+        """Attend under the decay; k_side (B, Hq, Nk) is F of all keys. Returns (B, Hq, Nq, Dv).
+
+        Raises:
+            ValueError: k_side is None.
+        """
+        if k_side is None:
+            raise refuse("k_side", None, "the cumulative decay that keys() returned")
+        return attention(q, k, v, key_bias=-k_side, scale=scale, **seen)

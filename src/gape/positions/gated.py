@@ -1,0 +1,87 @@
+"""`+gape`: the gates laid over a scheme that leaves the logits alone or rotates."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from gape.gates import GAPEGates
+from gape.ops import gated_attention
+from gape.ops.checks import refuse
+from gape.positions.base import Scheme
+
+
+class Gated(Scheme):
+    """A base scheme under the gated operator.
+
+    The gates read q and k before the base rotates them. The query side is the gate (B, Hq, N), the key side the
+    landmark (B, Hk, N), both float32 (float64 beside float64).
+
+    Args:
+        base: the scheme that turns q and k.
+        **gate_options: options of :class:`gape.GAPEGates`.
+
+    Raises:
+        ValueError: the base refuses gates, or its context_length is None.
+    """
+
+    gated: ClassVar[bool] = True
+    context_length: float
+
+    def __init__(self, base: Scheme, **gate_options: Any) -> None:
+        if base.refuses_gates is not None:
+            raise refuse("base", type(base).__name__, f"a scheme that +gape may follow; {base.refuses_gates}")
+        if base.context_length is None:
+            raise refuse("context_length", None, "the training length T, by which +gape divides distances")
+        super().__init__(
+            n_heads=base.n_heads,
+            head_dim=base.head_dim,
+            n_kv_heads=base.n_kv_heads,
+            context_length=base.context_length,
+            n_embd=base.n_embd,
+        )
+        self.base = base
+        self.gates = GAPEGates(self.n_heads, self.head_dim, self.n_kv_heads, **gate_options)
+
+    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Turn q (B, Hq, N, D) as the base does; the side is its gate (B, Hq, N)."""
+        return self.base.queries(q, positions, x)[0], self.gates.gate(q)
+
+    def keys(
+        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Turn k (B, Hk, N, D) as the base does; the side is its landmark (B, Hk, N)."""
+        return self.base.keys(k, positions, x)[0], self.gates.landmark(k)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_side: Tensor | None,
+        k_side: Tensor | None,
+        *,
+        scale: float,
+        impl: str = "auto",
+        **seen: Any,
+    ) -> Tensor:
+        """Attend under the gates; the sides are those of `queries` and `keys`. Returns (B, Hq, Nq, Dv).
+
+        Raises:
+            ValueError: a side is None.
+        """
+        if q_side is None or k_side is None:
+            raise refuse("q_side and k_side", None, "the gate and the landmark")
+        return gated_attention(
+            q,
+            k,
+            v,
+            q_side,
+            k_side,
+            self.gates.amplitude,
+            context_length=self.context_length,
+            scale=scale,
+            impl=impl,
+            **seen,
+        )

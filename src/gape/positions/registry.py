@@ -1,0 +1,176 @@
+"""Names of schemes, and how a name and its options become a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gape.gates import GAPEGates
+from gape.ops.checks import positive_number, refuse
+from gape.positions.alibi import ALiBi
+from gape.positions.base import Scheme, keyword_defaults
+from gape.positions.checks import even
+from gape.positions.fire import FIRE
+from gape.positions.fox import FoX
+from gape.positions.gated import Gated
+from gape.positions.kerple import Kerple
+from gape.positions.longrope import LongRoPE
+from gape.positions.nope import NoPE
+from gape.positions.ntk import NTK
+from gape.positions.p_rope import PRoPE
+from gape.positions.pi import PI
+from gape.positions.rope import RoPE
+from gape.positions.rotary import Rotary
+from gape.positions.t5 import T5
+from gape.positions.yarn import YaRN
+
+_SCHEMES: dict[str, type[Scheme]] = {
+    "nope": NoPE,
+    "rope": RoPE,
+    "p-rope": PRoPE,
+    "pi": PI,
+    "ntk": NTK,
+    "yarn": YaRN,
+    "longrope": LongRoPE,
+    "alibi": ALiBi,
+    "kerple": Kerple,
+    "fire": FIRE,
+    "t5": T5,
+    "fox": FoX,
+}
+_GATES = "+gape"
+
+
+def available() -> list[str]:
+    """Every name that :func:`build` takes: the bases, then those that `+gape` may follow."""
+    gated = [name + _GATES for name, scheme in _SCHEMES.items() if scheme.refuses_gates is None]
+    return [*_SCHEMES, *gated]
+
+
+def is_gated(name: str) -> bool:
+    """Whether a name speaks of a scheme with gates.
+
+    Raises:
+        ValueError: unknown name, or `+gape` where it has no meaning.
+    """
+    return _find(name)[1]
+
+
+def build(
+    name: str,
+    *,
+    n_heads: int,
+    head_dim: int,
+    n_kv_heads: int | None = None,
+    context_length: float | None = None,
+    n_embd: int | None = None,
+    **options: Any,
+) -> Scheme:
+    """Build a positional scheme from its name.
+
+    Args:
+        name: one of :func:`available`, such as "rope", "p-rope+gape" or "alibi".
+        n_heads: query heads.
+        head_dim: coordinates of q and k that carry content.
+        n_kv_heads: key heads, a divisor of n_heads; n_heads when None.
+        context_length: the length the model is (or was) trained at; `+gape`, yarn and longrope need it.
+        n_embd: width of the layer input; fox needs it.
+        **options: options of the scheme and, after `+gape`, of :class:`gape.GAPEGates`.
+
+    Raises:
+        ValueError: unknown name or option, `+gape` where it has no meaning, or a value out of range; the message
+            names the argument, what came and what was expected.
+    """
+    scheme, gated = _find(name)
+    gate_options = keyword_defaults(GAPEGates) if gated else {}
+    _refuse_unknown(name, options, [*scheme.options(), *gate_options])
+    base = scheme(
+        n_heads=n_heads,
+        head_dim=head_dim,
+        n_kv_heads=n_kv_heads,
+        context_length=context_length,
+        n_embd=n_embd,
+        **{option: value for option, value in options.items() if option not in gate_options},
+    )
+    if not gated:
+        return base
+    return Gated(base, **{option: value for option, value in options.items() if option in gate_options})
+
+
+def rotary_frequencies(
+    name: str,
+    head_dim: int,
+    theta: float = 10000.0,
+    fraction: float = 0.75,
+    context_length: float | None = None,
+    factor: float | None = None,
+    *,
+    fast_rotations: float = 32.0,
+    slow_rotations: float = 1.0,
+    truncate: bool = True,
+    factors: Sequence[float] | None = None,
+) -> tuple[Tensor, float]:
+    """The spectrum of a rotary scheme.
+
+    Args:
+        name: a rotary scheme, with or without `+gape`, which changes nothing here.
+        head_dim: D, even.
+        theta: the base of the frequencies.
+        fraction: share of the pairs that p-rope rotates.
+        context_length: the length the model was trained at; yarn needs it, longrope above factor 1.
+        factor: by how much the context is extended; None means 4 for pi, ntk and yarn and 1 for longrope.
+        fast_rotations, slow_rotations, truncate: yarn's ramp.
+        factors: longrope's D/2 divisors; None means ones.
+
+    Returns:
+        inv_freq (D/2,) in float64 on the CPU, and the factor on both cos and sin.
+
+    Raises:
+        ValueError: the scheme does not rotate, an option that it does not take departs from its default, or a
+            value is out of range.
+    """
+    scheme, _ = _find(name)
+    if not issubclass(scheme, Rotary):
+        rotary = [known for known, candidate in _SCHEMES.items() if issubclass(candidate, Rotary)]
+        raise refuse("name", name, f"a scheme that rotates, one of {rotary}")
+    given = {
+        "theta": theta,
+        "fraction": fraction,
+        "factor": factor,
+        "fast_rotations": fast_rotations,
+        "slow_rotations": slow_rotations,
+        "truncate": truncate,
+        "factors": factors,
+    }
+    defaults = keyword_defaults(rotary_frequencies)
+    options = {option: value for option, value in given.items() if value != defaults[option]}
+    _refuse_unknown(name, options, [*scheme.options()])
+    if context_length is not None:
+        positive_number("context_length", context_length)
+    values, attention_scale = scheme.frequencies(even("head_dim", head_dim), context_length, **options)
+    return torch.tensor(values, dtype=torch.float64, device="cpu"), attention_scale
+
+
+def _find(name: str) -> tuple[type[Scheme], bool]:
+    """The base scheme that a name speaks of, and whether gates follow it."""
+    base = name.removesuffix(_GATES) if isinstance(name, str) else name
+    gated = base != name
+    if not isinstance(base, str) or base not in _SCHEMES:
+        close = get_close_matches(str(name), available(), n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise refuse("name", name, f"one of {', '.join(available())}{hint}")
+    scheme = _SCHEMES[base]
+    if gated and scheme.refuses_gates is not None:
+        raise refuse("name", name, f"a base that +gape may follow; {base} is none: {scheme.refuses_gates}")
+    return scheme, gated
+
+
+def _refuse_unknown(name: str, options: dict[str, Any], taken: list[str]) -> None:
+    unknown = [option for option in options if option not in taken]
+    if unknown:
+        takes = f"the options {', '.join(taken)}" if taken else "no options"
+        raise ValueError(f"{', '.join(unknown)}: {name} does not take this; it takes {takes}")

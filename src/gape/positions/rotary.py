@@ -1,0 +1,121 @@
+"""The rotation that all rotary schemes share; they differ in their frequencies alone.
+
+Pair k of a head is (x_k, x_{k+D/2}), the half-split order of `transformers`, and turns by position · inv_freq_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gape.ops.checks import positive_number, refuse
+from gape.positions.base import Scheme, keyword_defaults, wide
+from gape.positions.checks import even
+from gape.positions.constant import Constant
+
+#: Inverse frequencies, one per pair, and the factor on cos and sin.
+Spectrum = tuple[list[float], float]
+
+
+class Rotary(Scheme):
+    """Rotates q and k by angles proportional to position; adds nothing to the logits.
+
+    A subclass gives `frequencies(head_dim, context_length, *, ...)`, whose keyword-only arguments are the
+    options of the scheme. It is called once: the frequencies never depend on the length at hand, so keys
+    rotated earlier and cached stay right.
+
+    Attributes:
+        attention_scale: factor on both cos and sin, 1 for most schemes.
+
+    Raises:
+        ValueError: head_dim is odd, or an option is out of its range.
+    """
+
+    #: Maps (head_dim, context_length) and the options to a Spectrum.
+    frequencies: ClassVar[Callable[..., Spectrum]]
+
+    def __init__(
+        self,
+        *,
+        n_heads: int,
+        head_dim: int,
+        n_kv_heads: int | None = None,
+        context_length: float | None = None,
+        n_embd: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            n_heads=n_heads,
+            head_dim=even("head_dim", head_dim),
+            n_kv_heads=n_kv_heads,
+            context_length=context_length,
+            n_embd=n_embd,
+        )
+        values, self.attention_scale = type(self).frequencies(head_dim, context_length, **options)
+        self._spectrum = Constant(values)
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Names and defaults of the options, read off `frequencies`."""
+        return keyword_defaults(cls.frequencies)
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """Inverse frequencies (D/2,), float64 on the CPU whatever dtype or device the module went to."""
+        return self._spectrum.on(torch.device("cpu"))
+
+    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Rotate q (B, Hq, N, D) at `positions` (N,) or (B, N); no side."""
+        return self.rotate(q, positions), None
+
+    def keys(
+        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rotate k (B, Hk, N, D) at `positions` (N,) or (B, N); no side."""
+        return self.rotate(k, positions), None
+
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles, times `attention_scale`, each (..., N, D/2) in `dtype`.
+
+        The angles are float64: in float32, position 131,072 times frequency 1 is already off by 0.004.
+        """
+        device = positions.device
+        # Apple's GPUs have no float64 at all.
+        wide_device = torch.device("cpu") if device.type == "mps" else device
+        angles = positions.to(wide_device, torch.float64).unsqueeze(-1) * self._spectrum.on(wide_device)
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_scale != 1.0:
+            cos, sin = cos * self.attention_scale, sin * self.attention_scale
+        return cos.to(dtype).to(device), sin.to(dtype).to(device)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x (B, H, N, D) at `positions` (N,) or (B, N); returns x's shape and dtype.
+
+        Raises:
+            ValueError: x has another last dimension than head_dim.
+        """
+        if x.shape[-1] != self.head_dim:
+            raise refuse("q or k", x, f"head dim {self.head_dim}, which the scheme was built for")
+        cos, sin = self.cos_sin(positions, wide(x.dtype))
+        if positions.dim() == 2:
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        first, second = x.to(cos.dtype).chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        return f"head_dim={self.head_dim}, attention_scale={self.attention_scale:g}"
+
+
+def spectrum(head_dim: int, theta: float) -> list[float]:
+    """theta^(−2k/D) for pair k = 0 … D/2 − 1.
+
+    Raises:
+        ValueError: head_dim is odd or theta is not positive.
+    """
+    even("head_dim", head_dim)
+    positive_number("theta", theta)
+    return [theta ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]

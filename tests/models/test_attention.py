@@ -1,0 +1,164 @@
+"""The layer under every scheme: cached equals whole, padding and packing change nothing, wrong input is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gape
+from gape.models.cache import KVCache
+
+T, N, E = 16, 40, 48
+SCHEMES = gape.positions.available()
+GATED = [name for name in SCHEMES if gape.positions.is_gated(name)]
+
+
+def layer(position: str, **options: object) -> gape.GAPEAttention:
+    torch.manual_seed(0)
+    made = gape.GAPEAttention(E, 4, 2, context_length=T, position=position, **options).double()
+    # Gates and biases as large as trained ones, so that losing them would show.
+    for name, parameter in made.named_parameters():
+        if "qkv" in name or "projection" in name:
+            parameter.data.normal_(std=0.5)
+    return made
+
+
+def tokens(batch: int = 2, n: int = N) -> torch.Tensor:
+    return torch.randn(batch, n, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("position", SCHEMES)
+@torch.no_grad()
+def test_one_token_at_a_time_equals_the_whole(position: str) -> None:
+    """Also across and beyond the training length."""
+    attention, x = layer(position), tokens()
+    whole = attention(x)
+    for chunk in (1, 7):
+        cache = KVCache()
+        parts = [attention(part, cache=cache) for part in x.split(chunk, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("position", ["rope+gape", "alibi", "fox"])
+@torch.no_grad()
+def test_bias_at_decode_is_missed_when_absent(position: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above must be able to fail: a decode step without the keys' side is another function."""
+    attention, x = layer(position), tokens()
+    whole = attention(x)
+    cache = KVCache()
+    attention(x[:, :-1], cache=cache)
+    plain = gape.ops.attention
+    drop = ("bias", "key_bias", "impl", "context_length")
+
+    def without_bias(q, k, v, *_, **keywords):
+        return plain(q, k, v, **{name: value for name, value in keywords.items() if name not in drop})
+
+    for module in ("gated", "alibi"):
+        monkeypatch.setattr(f"gape.positions.{module}.gated_attention", without_bias)
+    monkeypatch.setattr("gape.positions.fox.attention", without_bias)
+    assert (attention(x[:, -1:], cache=cache) - whole[:, -1:]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("position", SCHEMES)
+@torch.no_grad()
+def test_left_padded_equals_alone(position: str) -> None:
+    attention, x = layer(position), tokens(batch=1)
+    alone = attention(x)
+    padded = torch.cat([torch.randn(1, 9, E, dtype=torch.float64), x], dim=1)
+    positions = (torch.arange(N + 9) - 9)[None]
+    out = attention(padded, positions=positions, documents=(positions >= 0).long())
+    torch.testing.assert_close(out[:, 9:], alone, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("position", SCHEMES)
+@torch.no_grad()
+def test_packed_documents_equal_each_alone(position: str) -> None:
+    attention, x = layer(position), tokens(batch=1)
+    documents = torch.tensor([[0] * 15 + [1] * 25])
+    positions = torch.cat([torch.arange(15), torch.arange(25)])
+    packed = attention(x, positions=positions, documents=documents)
+    torch.testing.assert_close(packed[:, :15], attention(x[:, :15]), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(packed[:, 15:], attention(x[:, 15:]), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("position", SCHEMES)
+def test_later_tokens_do_not_reach_earlier_ones(position: str) -> None:
+    attention = layer(position)
+    x = tokens().requires_grad_()
+    attention(x)[:, 10].sum().backward()
+    assert (x.grad[:, 11:] == 0).all()
+    assert (x.grad[:, :11] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("position", GATED)
+def test_reserved_coordinates_keep_the_head_dim(position: str) -> None:
+    """The bias fits into the head: the backend sees the width of a head without gates."""
+    attention = gape.GAPEAttention(256, 4, context_length=T, position=position, impl="split")
+    seen = []
+    call = gape.ops.sdpa.prepare
+
+    def spy(*arguments, **keywords):
+        seen.append(call(*arguments, **keywords))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gape.ops.sdpa.prepare", spy)
+        attention(torch.randn(1, 5, 256))
+    assert {(c.q.size(-1), c.v.size(-1), c.scale) for c in seen} == {(64, 64, 64**-0.5)}
+
+
+@pytest.mark.parametrize("reserve", [0, 2, 6])
+def test_every_parameter_learns(reserve: int) -> None:
+    attention = gape.GAPEAttention(E, 4, 2, context_length=T, reserve=reserve, bias=True)
+    attention(tokens().float()).square().sum().backward()
+    for name, parameter in attention.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+@torch.no_grad()
+def test_saved_and_loaded_is_the_same() -> None:
+    first, second = layer("p-rope+gape"), layer("p-rope+gape")
+    for parameter in second.parameters():
+        parameter.zero_()
+    second.load_state_dict(first.state_dict())
+    assert (second(tokens()) == first(tokens())).all()
+    assert not [name for name in first.state_dict() if "gamma" in name or "beta" in name]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("n_embd", 50),
+        ("n_kv_heads", 3),
+        ("reserve", 12),
+        ("context_length", 0),
+        ("context_length", None),
+        ("name", "ropee"),
+        ("flavour", 1),
+    ],
+)
+def test_wrong_argument_is_named(argument: str, value: object) -> None:
+    arguments = {"n_embd": E, "n_heads": 4, "context_length": T}
+    arguments["position" if argument == "name" else argument] = value
+    with pytest.raises(ValueError, match=f"^{argument}: "):
+        gape.GAPEAttention(**arguments)
+
+
+@torch.no_grad()
+def test_wrong_input_is_named_and_leaves_the_cache_whole() -> None:
+    attention, x = layer("p-rope+gape"), tokens()
+    cache = KVCache()
+    attention(x[:, :5], positions=torch.arange(5), cache=cache)
+    with pytest.raises(ValueError, match="^x: "):
+        attention(x[0], cache=cache)
+    with pytest.raises(ValueError, match="^positions: "):
+        attention(x[:, 5:], cache=cache)
+    with pytest.raises(ValueError, match="^positions: "):
+        attention(x[:, 5:], positions=torch.arange(3), cache=cache)
+    with pytest.raises(ValueError, match="^documents: "):
+        attention(x[:, 5:6], positions=torch.tensor([5]), documents=torch.zeros(2, 1).long(), cache=cache)
+    with pytest.raises(ValueError, match="^k: "):
+        attention(x[:1, 5:6], positions=torch.tensor([5]), cache=cache)
+    assert cache.length == 5
+    rest = attention(x[:, 5:], positions=torch.arange(5, N), cache=cache)
+    torch.testing.assert_close(rest, attention(x)[:, 5:], atol=1e-9, rtol=1e-9)

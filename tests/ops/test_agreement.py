@@ -1,0 +1,92 @@
+"""Every implementation is the same function: outputs and gradients against the definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gape
+from tests.ops.cases import Case, layouts, random_case
+
+LAYOUTS = layouts()
+FUSED = ["rank2", "split"]
+
+
+def run(case: Case, impl: str) -> dict[str, torch.Tensor]:
+    leaves = case.leaves()
+    out = gape.gated_attention(**leaves, **case.options, impl=impl)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    (out * weight).sum().backward()
+    return {"out": out.detach()} | {name: x.grad for name, x in leaves.items()}
+
+
+@pytest.mark.parametrize("impl", FUSED)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_float64_equals_reference(name: str, impl: str) -> None:
+    expected, got = run(LAYOUTS[name], "reference"), run(LAYOUTS[name], impl)
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, atol=1e-9, rtol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("impl", FUSED)
+def test_chunked_queries_equal_reference(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gape.ops.sdpa.MASK_ROWS", 17)
+    for name in ("packed", "shuffled", "mask with empty rows", "left padding"):
+        expected, got = run(LAYOUTS[name], "reference"), run(LAYOUTS[name], impl)
+        for key, value in expected.items():
+            torch.testing.assert_close(got[key], value, atol=1e-9, rtol=1e-9)
+
+
+def test_reference_passes_gradcheck() -> None:
+    case = random_case(batch=1, heads=2, kv_heads=1, n_q=4, n_k=6, dim=3, value_dim=2)
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    mask[2] = False
+
+    def operator(*tensors: torch.Tensor) -> torch.Tensor:
+        return gape.gated_attention(*tensors, context_length=5, attn_mask=mask, impl="reference")
+
+    assert torch.autograd.gradcheck(operator, tuple(case.leaves().values()))
+
+
+@pytest.mark.parametrize("impl", ["reference", *FUSED])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_see_nothing_are_zero(impl: str, dtype: torch.dtype) -> None:
+    case = random_case(attn_mask=torch.zeros(1, 1, 63, 63, dtype=torch.bool))
+    leaves = case.leaves(dtype)
+    out = gape.gated_attention(**leaves, **case.options, impl=impl)
+    out.sum().backward()
+    assert (out == 0).all()
+    assert all((x.grad == 0).all() for x in leaves.values())
+
+
+@pytest.mark.parametrize("impl", ["reference", *FUSED])
+def test_documents_share_no_gradient(impl: str) -> None:
+    case = LAYOUTS["packed"]
+    leaves = case.leaves()
+    gape.gated_attention(**leaves, **case.options, impl=impl)[0, :, 20:50].sum().backward()
+    for name in ("k", "v", "landmark"):
+        assert (leaves[name].grad[0, :, :20] == 0).all(), name
+        assert (leaves[name].grad[0, :, 50:] == 0).all(), name
+
+
+def test_padding_side_does_not_matter() -> None:
+    """The same 40 tokens alone, behind 23 pads and before 23 pads."""
+    alone = random_case(batch=1, n_q=40, n_k=40)
+    expected = gape.gated_attention(**alone.tensors, **alone.options)
+    for side, pads in (("left", (23, 0)), ("right", (0, 23))):
+        padded = {n: x if n == "amplitude" else _pad(x, pads) for n, x in alone.tensors.items()}
+        positions = torch.arange(63)[None] - pads[0]
+        real = (positions >= 0) & (positions < 40)
+        out = gape.gated_attention(
+            **padded,
+            **alone.options,
+            q_positions=positions,
+            k_positions=positions,
+            attn_mask=real[:, None, None],
+        )
+        torch.testing.assert_close(out[:, :, real[0]], expected, atol=1e-12, rtol=1e-12, msg=side)
+
+
+def _pad(x: torch.Tensor, pads: tuple[int, int]) -> torch.Tensor:
+    before, after = (torch.randn(*x.shape[:2], n, *x.shape[3:], dtype=x.dtype) for n in pads)
+    return torch.cat([before, x, after], dim=2)

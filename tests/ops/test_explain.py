@@ -1,0 +1,56 @@
+"""What runs can be asked, and a quadratic backend can be refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import gape
+from gape.ops import sdpa
+from tests.ops.cases import layouts, random_case
+
+
+@pytest.mark.parametrize(
+    ("dtype", "impl"),
+    [(torch.float64, "rank2"), (torch.float32, "rank2"), (torch.bfloat16, "split"), (torch.float16, "split")],
+)
+def test_auto_goes_by_dtype(dtype: torch.dtype, impl: str) -> None:
+    case = random_case(dtype=dtype)
+    plan = gape.explain(**case.tensors, **case.options)
+    assert plan.impl == impl
+    assert str(dtype).removeprefix("torch.") in plan.reason
+    assert plan.backends == ("flash",)
+    assert not plan.quadratic
+    assert "flash" in str(plan)
+
+
+@pytest.mark.parametrize(("name", "case"), layouts().items())
+def test_no_layout_falls_to_the_math_backend(name: str, case: object) -> None:
+    for impl in ("rank2", "split"):
+        out = gape.gated_attention(**case.tensors, **case.options, impl=impl, strict=True)
+        assert out.isfinite().all()
+
+
+def test_strict_refuses_quadratic_ways(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    case = random_case()
+    with pytest.raises(ValueError, match=r"^strict: .*reference"):
+        gape.gated_attention(**case.tensors, **case.options, impl="reference", strict=True)
+    monkeypatch.setattr(sdpa.Call, "backend", lambda self: "math")
+    assert gape.explain(**case.tensors, **case.options).quadratic
+    with pytest.raises(ValueError, match=r"^strict: .*math backend"):
+        gape.gated_attention(**case.tensors, **case.options, strict=True)
+    with caplog.at_level(logging.WARNING, logger="gape.ops"):
+        for _ in range(3):
+            gape.gated_attention(**case.tensors, **case.options)
+    assert len(caplog.records) == 1
+    assert "math backend" in caplog.text
+
+
+def test_explain_refuses_what_the_operator_refuses() -> None:
+    case = random_case()
+    with pytest.raises(ValueError, match="^dropout: "):
+        gape.explain(**case.tensors, **case.options, dropout=0.1)
+    with pytest.raises(ValueError, match="^impl: "):
+        gape.explain(**case.tensors, **case.options, impl="fast")

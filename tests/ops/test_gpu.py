@@ -1,0 +1,98 @@
+"""On a CUDA device: real fused kernels, half precision, TF32, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gape
+from gape.ops import attention
+from tests.ops.cases import Case, layouts, random_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LAYOUTS = layouts()
+
+
+def on_gpu(case: Case, dtype: torch.dtype) -> Case:
+    def move(x: object) -> object:
+        return x.cuda() if isinstance(x, torch.Tensor) else x
+
+    tensors = {n: x.cuda().to(dtype if n in "qkv" else torch.float32) for n, x in case.tensors.items()}
+    return Case(tensors, {n: move(x) for n, x in case.options.items()})
+
+
+def results(case: Case, impl: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    leaves = {n: x.detach().clone().to(dtype or x.dtype).requires_grad_() for n, x in case.tensors.items()}
+    out = gape.gated_attention(**leaves, **case.options, impl=impl)
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    (out * weight.to(torch.bfloat16).to(out.dtype)).sum().backward()
+    return {"out": out.detach()} | {n: x.grad for n, x in leaves.items()}
+
+
+def distance(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-9))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_definition_without_math_backend(name: str, dtype: torch.dtype) -> None:
+    case = on_gpu(LAYOUTS[name], dtype)
+    exact = results(case, "reference", torch.float64)
+    got = results(case, "split")
+    bound = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 1e-4}[dtype]
+    for key, value in exact.items():
+        assert got[key].isfinite().all(), key
+        assert distance(got[key], value) < bound, key
+    gape.gated_attention(**case.tensors, **case.options, impl="split", strict=True)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_tf32_stays_out_of_the_bias(tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "n_q": 64, "n_k": 65536, "dim": 64, "value_dim": 64}
+    case = on_gpu(random_case(**sizes, strength=100.0, context_length=1024), torch.float32)
+    plan = gape.explain(**case.tensors, **case.options)
+    assert plan.impl == ("split" if tf32 else "rank2")
+    q, k, v = (case.tensors[n] for n in "qkv")
+    plain = distance(attention(q, k, v), attention(q.double(), k.double(), v.double()))
+    exact = gape.gated_attention(
+        **{n: x.double() for n, x in case.tensors.items()}, **case.options, impl="reference"
+    )
+    error = distance(gape.gated_attention(**case.tensors, **case.options), exact)
+    assert error < max(2 * plain, 1e-3)
+
+
+@pytest.mark.parametrize("layout", ["causal", "packed"])
+def test_memory_is_linear(layout: str) -> None:
+    peaks = []
+    for n in (4096, 16384):
+        sizes = {"batch": 1, "heads": 8, "kv_heads": 2, "n_q": n, "n_k": n, "dim": 64, "value_dim": 64}
+        options = {}
+        if layout == "packed":
+            documents = (torch.arange(n) // 1000)[None]
+            options = {"q_documents": documents, "k_documents": documents}
+        case = on_gpu(random_case(**sizes, context_length=1024, **options), torch.bfloat16)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            gape.gated_attention(**case.tensors, **case.options)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 6 * peaks[0]
+
+
+def test_compiled_equals_eager() -> None:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "n_q": 2048, "n_k": 2048, "dim": 58, "value_dim": 64}
+    case = on_gpu(random_case(**sizes, strength=20.0, context_length=1024), torch.bfloat16)
+    leaves = case.leaves()
+
+    def operator(**tensors: torch.Tensor) -> torch.Tensor:
+        return gape.gated_attention(**tensors, **case.options, scale=0.125)
+
+    outs = [operator(**leaves), torch.compile(operator, fullgraph=True)(**leaves)]
+    grads = [torch.autograd.grad(out.float().square().sum(), list(leaves.values())) for out in outs]
+    assert distance(outs[1].detach(), outs[0].detach()) < 5e-3
+    for name, a, b in zip(leaves, *grads, strict=True):
+        assert distance(b, a) < 2e-2, name

@@ -1,0 +1,141 @@
+"""Half precision: the split bias loses nothing that plain attention keeps, at any length; rank2 does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gape
+from gape.ops import attention, split
+from gape.ops.rounding import pieces, round_significand
+from tests.ops.cases import Case, random_case
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+def distance(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def long_case(keys: int, strength: float, dtype: torch.dtype, **options: object) -> Case:
+    return random_case(
+        batch=1, heads=2, kv_heads=2, n_q=16, n_k=keys, dim=64, value_dim=64, strength=strength,
+        context_length=1024, dtype=dtype, **options,
+    )  # fmt: skip
+
+
+def output_error(case: Case, impl: str) -> float:
+    exact = gape.gated_attention(
+        **{name: x.double() for name, x in case.tensors.items()}, **case.options, impl="reference"
+    )
+    return distance(gape.gated_attention(**case.tensors, **case.options, impl=impl), exact)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("strength", [1.0, 10.0, 100.0])
+@pytest.mark.parametrize("keys", [1000, 8192, 131072])
+def test_split_is_as_exact_as_attention_without_bias(keys: int, strength: float, dtype: torch.dtype) -> None:
+    case = long_case(keys, strength, dtype)
+    q, k, v = (case.tensors[n] for n in "qkv")
+    plain = distance(attention(q, k, v), attention(q.double(), k.double(), v.double()))
+    assert output_error(case, "split") <= 2 * plain
+
+
+def test_rank2_degrades_with_length_in_bfloat16() -> None:
+    errors = [output_error(long_case(keys, 10.0, torch.bfloat16), "rank2") for keys in (1024, 8192, 65536)]
+    assert errors[1] > 3 * errors[0]
+    assert errors[2] > 3 * errors[1]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rates_beyond_the_dtype_saturate(dtype: torch.dtype) -> None:
+    """A rate that float16 cannot hold still means: only the nearest unprotected key."""
+    case = long_case(65536, 1e9, dtype)
+    case.tensors["landmark"].zero_()
+    case.tensors["gate"] += 1e8
+    out = gape.gated_attention(**case.tensors, **case.options, impl="split")
+    torch.testing.assert_close(out, case.tensors["v"][:, :, -16:], atol=2e-2, rtol=0)
+
+
+def gate_gradients(case: Case, impl: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    leaves = case.leaves(dtype)
+    out = gape.gated_attention(**leaves, **case.options, impl=impl)
+    g = torch.Generator().manual_seed(3)
+    out.backward(torch.randn(out.shape, generator=g).to(torch.bfloat16).to(out.dtype))
+    return {name: leaves[name].grad for name in ("gate", "landmark", "amplitude")}
+
+
+@pytest.mark.parametrize("strength", [1.0, 10.0])
+@pytest.mark.parametrize("length", [1024, 2049])
+def test_gate_gradients_at_training_lengths(length: int, strength: float) -> None:
+    case = random_case(
+        batch=1, heads=4, kv_heads=4, n_q=length, n_k=length, dim=64, value_dim=64, strength=2 * strength,
+        context_length=1024, dtype=torch.bfloat16,
+    )  # fmt: skip
+    exact = gate_gradients(case, "reference", torch.float64)
+    got = gate_gradients(case, "split", torch.bfloat16)
+    for name, grad in got.items():
+        assert distance(grad, exact[name]) < 0.02, name
+
+
+def test_anchors_are_what_keeps_gate_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = random_case(
+        batch=1, heads=1, kv_heads=1, n_q=3000, n_k=3000, dim=64, value_dim=64, strength=200.0,
+        context_length=1024, dtype=torch.bfloat16,
+    )  # fmt: skip
+    exact = gate_gradients(case, "reference", torch.float64)["gate"]
+    anchored = distance(gate_gradients(case, "split", torch.bfloat16)["gate"], exact)
+    monkeypatch.setattr(split, "ANCHOR_ROWS", 3000)
+    alone = distance(gate_gradients(case, "split", torch.bfloat16)["gate"], exact)
+    assert anchored < 0.03
+    assert alone > 3 * anchored
+
+
+@given(
+    st.lists(st.floats(-(2.0**30), 2.0**30, width=32).filter(lambda x: x == 0 or abs(x) > 1e-20), min_size=1),
+    st.sampled_from([8, 11]),
+)
+@settings(deadline=None, max_examples=200)
+def test_pieces_add_up_and_fit(values: list[float], bits: int) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    first, second, third = pieces(x, bits)
+    assert (first.double() + second.double() + third.double() == x.double()).all()
+    # Eleven bits reach below bfloat16's eight; float64 arithmetic shows that no more are used.
+    for piece in (first, second, third):
+        mantissa, _ = torch.frexp(piece.double())
+        assert (mantissa * 2**bits == (mantissa * 2**bits).round()).all()
+
+
+def test_rounding_is_the_casts() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 100
+    assert (round_significand(x, 8) == x.to(torch.bfloat16).float()).all()
+    assert (round_significand(x, 11) == x.to(torch.float16).float()).all()
+
+
+def test_autocast_casts_content_and_spares_the_bias() -> None:
+    case = random_case(n_q=63, n_k=63, dtype=torch.float32)
+    low = {n: x.to(torch.bfloat16) if n in "qkv" else x for n, x in case.tensors.items()}
+    expected = gape.gated_attention(**low, **case.options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = gape.gated_attention(**case.tensors, **case.options)
+        assert gape.explain(**case.tensors, **case.options).impl == "split"
+    assert out.dtype == torch.bfloat16
+    assert (out == expected).all()
+
+
+def test_compiled_split_keeps_its_pieces() -> None:
+    """Compilers remove casts there and back; the pieces must survive that, and no graph may break."""
+    case = long_case(16384, 100.0, torch.bfloat16)
+    leaves = case.leaves()
+
+    def operator(**tensors: torch.Tensor) -> torch.Tensor:
+        return gape.gated_attention(**tensors, **case.options, impl="split")
+
+    eager = operator(**leaves)
+    compiled = torch.compile(operator, fullgraph=True)(**leaves)
+    assert distance(compiled.detach(), eager.detach().double()) < 5e-3
+    grads = [torch.autograd.grad(out.float().square().sum(), list(leaves.values())) for out in (eager, compiled)]
+    for name, a, b in zip(leaves, *grads, strict=True):
+        assert distance(b, a.double()) < 2e-2, name

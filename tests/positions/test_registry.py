@@ -1,0 +1,100 @@
+"""Names, options and refusals."""
+
+import pytest
+
+from gape.positions import Gated, Scheme, available, build
+
+BASES = ["nope", "rope", "p-rope", "pi", "ntk", "yarn", "longrope", "alibi", "kerple", "fire", "t5", "fox"]
+TAKE_GATES = BASES[:7]
+
+
+def make(name: str, **arguments: object) -> Scheme:
+    sizes = {"n_heads": 4, "head_dim": 8, "context_length": 64, "n_embd": 16}
+    return build(name, **{**sizes, **arguments})
+
+
+def test_names() -> None:
+    assert available() == BASES + [f"{base}+gape" for base in TAKE_GATES]
+
+
+@pytest.mark.parametrize("name", available())
+def test_every_name_builds_with_defaults(name: str) -> None:
+    scheme = make(name)
+    assert scheme.n_kv_heads == 4
+    assert isinstance(scheme, Gated) == name.endswith("+gape")
+    for parameter, value in scheme.named_parameters():
+        assert value.dim() > 0
+        assert "gamma" not in parameter
+        assert "beta" not in parameter
+
+
+@pytest.mark.parametrize("base", BASES[7:])
+def test_gates_are_refused_with_the_reason(base: str) -> None:
+    with pytest.raises(ValueError, match="gape may follow") as refusal:
+        make(f"{base}+gape")
+    assert make(base).refuses_gates in str(refusal.value)
+
+
+def test_unknown_name_suggests_and_lists() -> None:
+    with pytest.raises(ValueError, match=r"name: .*did you mean p-rope\b") as refusal:
+        make("prope")
+    assert all(name in str(refusal.value) for name in available())
+    for nonsense in ("", "rope+gape+gape", "rope+", None, 7):
+        with pytest.raises(ValueError, match="name"):
+            make(nonsense)
+
+
+def test_unknown_option_names_scheme_and_options() -> None:
+    with pytest.raises(ValueError, match=r"thetta: rope does not take this; it takes the options theta"):
+        make("rope", thetta=1.0)
+    with pytest.raises(ValueError, match=r"theta: nope does not take this; it takes no options"):
+        make("nope", theta=1.0)
+    with pytest.raises(ValueError, match=r"gate_floor: rope does not take this"):
+        make("rope", gate_floor=1.0)
+    with pytest.raises(ValueError, match=r"fraction: rope\+gape does not take this.*theta, learn_gate"):
+        make("rope+gape", fraction=0.5)
+
+
+def test_options_reach_base_and_gates() -> None:
+    scheme = make("p-rope+gape", n_kv_heads=2, fraction=0.5, gate_floor=4.0, learn_landmark=False)
+    assert isinstance(scheme, Gated)
+    assert scheme.base.inv_freq.count_nonzero() == 2
+    assert min(scheme.gates.gate_floor) == 4.0
+    assert scheme.gates.landmark_projection is None
+    assert scheme.context_length == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("nope", {"head_dim": 0}),
+        ("rope", {"head_dim": 7}),
+        ("ntk", {"head_dim": 2}),
+        ("nope", {"n_heads": 0}),
+        ("nope", {"n_heads": 2.0}),
+        ("nope", {"n_heads": 3, "n_kv_heads": 2}),
+        ("nope", {"n_kv_heads": 0}),
+        ("nope", {"context_length": 0}),
+        ("nope", {"context_length": float("nan")}),
+        ("nope", {"n_embd": 0}),
+        ("rope+gape", {"context_length": None}),
+        ("yarn", {"context_length": None}),
+        ("longrope", {"factor": 2.0, "context_length": None}),
+        ("rope", {"theta": -1.0}),
+        ("yarn", {"theta": 1.0}),
+        ("pi", {"factor": 0.0}),
+        ("pi", {"factor": None}),
+        ("p-rope", {"fraction": -0.1}),
+        ("kerple", {"variant": "cubic"}),
+        ("fire", {"hidden": 0}),
+        ("fire", {"init_c": 0.0}),
+        ("fire", {"init_threshold": -1}),
+        ("t5", {"n_buckets": 31}),
+        ("t5", {"max_distance": 16}),
+        ("fox", {"n_embd": None}),
+        ("fox", {"init_forget_bias": float("inf")}),
+    ],
+)
+def test_values_out_of_range_are_named(name: str, arguments: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        make(name, **arguments)
