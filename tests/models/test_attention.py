@@ -112,7 +112,8 @@ def test_every_parameter_learns(reserve: int) -> None:
     attention = gape.GAPEAttention(E, 4, 2, context_length=T, reserve=reserve, bias=True)
     attention(tokens().float()).square().sum().backward()
     for name, parameter in attention.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
 
 
 @torch.no_grad()
@@ -149,15 +150,15 @@ def test_wrong_input_is_named_and_leaves_the_cache_whole() -> None:
     attention, x = layer("p-rope+gape"), tokens()
     cache = KVCache()
     attention(x[:, :5], positions=torch.arange(5), cache=cache)
-    with pytest.raises(ValueError, match="^x: "):
+    with pytest.raises(ValueError, match=r"^x: "):
         attention(x[0], cache=cache)
-    with pytest.raises(ValueError, match="^positions: "):
+    with pytest.raises(ValueError, match=r"^positions: "):
         attention(x[:, 5:], cache=cache)
-    with pytest.raises(ValueError, match="^positions: "):
+    with pytest.raises(ValueError, match=r"^positions: "):
         attention(x[:, 5:], positions=torch.arange(3), cache=cache)
-    with pytest.raises(ValueError, match="^documents: "):
+    with pytest.raises(ValueError, match=r"^documents: "):
         attention(x[:, 5:6], positions=torch.tensor([5]), documents=torch.zeros(2, 1).long(), cache=cache)
-    with pytest.raises(ValueError, match="^k: "):
+    with pytest.raises(ValueError, match=r"^k: "):
         attention(x[:1, 5:6], positions=torch.tensor([5]), cache=cache)
     assert cache.length == 5
     rest = attention(x[:, 5:], positions=torch.arange(5, N), cache=cache)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -60,7 +59,8 @@ def test_wrong_argument_is_named(argument: str, value: Any, named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("gate", -0.1), ("gate", float("inf")), ("landmark", 1.1), ("landmark", -0.1), ("amplitude", -1)]
+    ("name", "value"),
+    [("gate", -0.1), ("gate", float("inf")), ("landmark", 1.1), ("landmark", -0.1), ("amplitude", -1)],
 )
 def test_check_reads_the_gates(name: str, value: float) -> None:
     case = random_case()
@@ -72,7 +72,7 @@ def test_check_reads_the_gates(name: str, value: float) -> None:
 
 def test_more_queries_than_keys_need_positions() -> None:
     case = random_case(n_q=8, n_k=3)
-    with pytest.raises(ValueError, match="^q_positions: "):
+    with pytest.raises(ValueError, match=r"^q_positions: "):
         gape.gated_attention(**case.tensors, **case.options)
 
 
@@ -132,11 +132,14 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_works_or_names_the_argument(call: dict[str, Any]) -> None:
+    refusal = ""
     try:
         out = gape.gated_attention(**call)
     except ValueError as error:
-        named = re.match(r"^(\w+): ", str(error))
-        assert named is not None and named[1] in call.keys() | {"q_positions", "q_documents", "k_documents"}, error
+        refusal = str(error)
+    if refusal:
+        named = refusal.split(": ")[0]
+        assert named in call.keys() | {"q_positions", "q_documents", "k_documents"}, refusal
         return
     event("worked")
     q, v = call["q"], call["v"]

@@ -50,7 +50,7 @@ def test_strict_refuses_quadratic_ways(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 def test_explain_refuses_what_the_operator_refuses() -> None:
     case = random_case()
-    with pytest.raises(ValueError, match="^dropout: "):
+    with pytest.raises(ValueError, match=r"^dropout: "):
         gape.explain(**case.tensors, **case.options, dropout=0.1)
-    with pytest.raises(ValueError, match="^impl: "):
+    with pytest.raises(ValueError, match=r"^impl: "):
         gape.explain(**case.tensors, **case.options, impl="fast")

@@ -58,9 +58,7 @@ def test_tf32_stays_out_of_the_bias(tf32: bool, monkeypatch: pytest.MonkeyPatch)
     assert plan.impl == ("split" if tf32 else "rank2")
     q, k, v = (case.tensors[n] for n in "qkv")
     plain = distance(attention(q, k, v), attention(q.double(), k.double(), v.double()))
-    exact = gape.gated_attention(
-        **{n: x.double() for n, x in case.tensors.items()}, **case.options, impl="reference"
-    )
+    exact = gape.gated_attention(**{n: x.double() for n, x in case.tensors.items()}, **case.options, impl="reference")
     error = distance(gape.gated_attention(**case.tensors, **case.options), exact)
     assert error < max(2 * plain, 1e-3)
 

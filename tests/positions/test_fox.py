@@ -8,12 +8,12 @@ from gape.positions import build
 from gape.positions.fox import FoX
 
 
-def make(n_heads: int = 4, n_kv_heads: int = 2, **options: object) -> FoX:
+def make(n_kv_heads: int = 2, **options: object) -> FoX:
     torch.manual_seed(0)
-    scheme = build("fox", n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=8, n_embd=12, **options)
+    scheme = build("fox", n_heads=4, n_kv_heads=n_kv_heads, head_dim=8, n_embd=12, **options)
     assert isinstance(scheme, FoX)
     torch.nn.init.normal_(scheme.forget.weight)
-    return scheme
+    return scheme.requires_grad_(False)
 
 
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
@@ -40,6 +40,15 @@ def test_sum_is_float64_and_continues() -> None:
     _, first = scheme.keys(k[:, :, :1999], positions[:1999], x[:, :1999])
     _, second = scheme.keys(k[:, :, 1999:], positions[1999:], x[:, 1999:], past=first)
     torch.testing.assert_close(torch.cat((first, second), -1), whole, rtol=1e-6, atol=0.0)
+
+
+def test_autocast_does_not_shorten_the_sum() -> None:
+    scheme = make()
+    k, x, positions = torch.randn(1, 2, 9, 8), torch.randn(1, 9, 12), torch.arange(9)
+    _, want = scheme.keys(k, positions, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, got = scheme.keys(k, positions, x)
+    assert torch.equal(got, want)
 
 
 def test_starts_at_the_authors_bias() -> None:

@@ -139,6 +139,7 @@ def test_scheme_holds_the_same_spectrum() -> None:
         ({"name": "rope", "head_dim": 8, "fraction": 0.5}, "fraction"),
         ({"name": "p-rope", "head_dim": 8, "fraction": 1.5}, "fraction"),
         ({"name": "pi", "head_dim": 8, "factor": -1.0}, "factor"),
+        ({"name": "pi", "head_dim": 8, "truncate": False}, "truncate: pi does not take this"),
         ({"name": "pi", "head_dim": 8, "context_length": 0}, "context_length"),
         ({"name": "yarn", "head_dim": 8}, "context_length"),
         ({"name": "yarn", "head_dim": 8, "context_length": 8, "slow_rotations": 40.0}, "fast_rotations"),

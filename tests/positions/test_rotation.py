@@ -121,6 +121,7 @@ def test_inference_first_then_training() -> None:
     q = torch.randn(1, 4, 3, 16, requires_grad=True)
     with torch.inference_mode():
         scheme.rotate(q, torch.arange(3))
+    assert not scheme.inv_freq.is_inference()
     scheme.rotate(q, torch.arange(3)).square().sum().backward()
     assert q.grad is not None
 

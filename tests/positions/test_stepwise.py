@@ -6,7 +6,8 @@ import torch
 from gape.positions import Scheme, available, build
 
 T, N, D, E = 16, 50, 8, 12
-SCALE = D**-0.5
+# Not the default of any operator.
+SCALE = 0.4
 
 
 def make(name: str) -> Scheme:
@@ -115,6 +116,15 @@ def test_every_parameter_learns(name: str) -> None:
         assert value.grad is not None, parameter
         assert bool(value.grad.isfinite().all()), parameter
         assert float(value.grad.abs().max()) > 0, parameter
+
+
+@pytest.mark.parametrize("name", ["rope+gape", "alibi", "fox"])
+def test_scale_is_passed_on(name: str) -> None:
+    scheme, (q, k, v, x) = make(name), inputs()
+    want = full(scheme, q, k, v, x, torch.arange(N))
+    (q, q_side), (k, k_side) = scheme.queries(q, torch.arange(N), x), scheme.keys(k, torch.arange(N), x)
+    got = scheme.attend(q * SCALE, k, v, q_side, k_side, scale=1.0)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
 def test_gates_read_unrotated_tensors() -> None:

@@ -97,7 +97,9 @@ class KVCache:
             came = "given" if part is not None else "left out"
             raise ValueError(f"{name}: {came}, expected as for the {self.length} tokens already cached")
         if store is not None and part is not None and not store.fits(part):
-            raise ValueError(f"{name}: got shape {tuple(part.shape)}, expected to go on from {tuple(store.view().shape)}")
+            raise ValueError(
+                f"{name}: got shape {tuple(part.shape)}, expected to go on from {tuple(store.view().shape)}"
+            )
 
 
 class _Store:

@@ -180,11 +180,15 @@ _SEEN: dict[str, Any] = {
 }
 
 
+# Asking torch which devices have autocast would break a compiled graph in torch 2.11 and earlier.
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+
+
 @contextmanager
 def leave_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Cast tensors as autocast would and switch it off inside, so that no bias is ever cast with them."""
     device = next((x.device.type for x in tensors if isinstance(x, Tensor)), "cpu")
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in _AUTOCAST or not torch.is_autocast_enabled(device):
         yield tensors
         return
     low = torch.get_autocast_dtype(device)

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from gape.ops import checks, sdpa
 from gape.ops.api import leave_autocast
+from gape.ops.problem import bias_dtype
 from gape.ops.rounding import pieces, significand_bits
 from gape.ops.visibility import Visibility
 
 Bias = Callable[[Tensor, Tensor], Tensor]
+
+UNIT = 256.0
 
 
 def attention(
@@ -87,14 +90,12 @@ def _carry(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> t
     if q.size(1) != k.size(1):
         groups = q.size(1) // k.size(1)
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    # Counted from the newest key, nearby keys carry small numbers.
-    logits = (key_bias - key_bias[..., -1:].detach()) / scale
+    # Counted from the newest key, nearby keys carry small numbers; a power of two keeps far ones within float16.
+    wide = key_bias.to(torch.promote_types(key_bias.dtype, bias_dtype(q.dtype)))
+    logits = (wide - wide[..., -1:].detach()) / (scale * UNIT)
     if q.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     limit = torch.finfo(q.dtype).max / 2
     columns = torch.stack(pieces(logits.clamp(-limit, limit), significand_bits(q)), dim=-1).to(k.dtype)
-    return (
-        torch.cat([q, torch.ones_like(q[..., :1]).expand(*q.shape[:-1], 3)], -1),
-        torch.cat([k, columns], -1),
-        v,
-    )
+    units = torch.full_like(q[..., :1], UNIT).expand(-1, -1, -1, columns.size(-1))
+    return torch.cat([q, units], dim=-1), torch.cat([k, columns], dim=-1), v

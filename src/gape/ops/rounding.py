@@ -34,12 +34,13 @@ def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
     return x + (rounded - x).detach()
 
 
-def pieces(x: Tensor, bits: int) -> list[Tensor]:
-    """Three tensors of `bits` significand that add up to x to three times as many bits.
+def pieces(x: Tensor, bits: int, count: int = 3) -> list[Tensor]:
+    """Tensors of `bits` significand that add up to x, to `count` times as many bits.
 
-    The first carries x's gradient: all three meet the same partner, so one of them has the whole of it.
+    The first carries x's gradient: all of them meet the same partner, so one has the whole of it.
     """
-    first = round_significand(x, bits)
-    second = round_significand(x.detach() - first, bits)
-    third = round_significand(x.detach() - first - second, bits)
-    return [straight_through(x, first), second, third]
+    rest, parts = x.detach(), []
+    for _ in range(count):
+        parts.append(round_significand(rest, bits))
+        rest = rest - parts[-1]
+    return [straight_through(x, parts[0]), *parts[1:]]

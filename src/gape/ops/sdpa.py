@@ -73,7 +73,7 @@ class Call:
             scale=self.scale,
             enable_gqa=self.grouped,
         )
-        return _NAMES.get(SDPBackend(choice), "unknown")
+        return _NAMES.get(int(choice), "unknown")
 
     def run(self) -> Tensor:
         """The attention output, (B, Hq, Nq, value_width)."""
@@ -91,10 +91,10 @@ class Call:
 
 
 _NAMES = {
-    SDPBackend.MATH: "math",
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.EFFICIENT_ATTENTION: "efficient",
-    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.MATH.value: "math",
+    SDPBackend.FLASH_ATTENTION.value: "flash",
+    SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+    SDPBackend.CUDNN_ATTENTION.value: "cudnn",
 }
 
 
@@ -120,7 +120,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, bia
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
     if mask is not None:
         mask = mask.expand(-1, -1, q.size(2), k.size(2))
-    q, k, v = _equal_widths(q, k, v)
+    q, k, v = _legal_widths(q, k, v, equal=not q.is_cuda or kind == "lower-right")
     if q.size(1) != k.size(1) and q.is_cuda and (mask is not None or q.dtype == torch.float32):
         # No fused CUDA backend takes grouped heads together with a mask, nor in float32.
         groups = q.size(1) // k.size(1)
@@ -147,13 +147,16 @@ def chunks(n_q: int, size: int) -> list[tuple[int, int]]:
     return [(s, min(s + size, n_q)) for s in range(0, max(n_q, 1), size)]
 
 
-def _equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad with zero coordinates until every width is one a fused backend takes."""
+def _legal_widths(q: Tensor, k: Tensor, v: Tensor, *, equal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad with zero coordinates until every width is one a fused backend takes.
+
+    CUDA kernels want multiples of eight. The flash kernels, which alone know the lower-right triangle and are all
+    there is on a CPU, want q, k and v equally wide; cuDNN takes unequal widths up to 128.
+    """
     width, value_width = q.size(-1), v.size(-1)
     if q.is_cuda:
-        # Kernels want multiples of eight; unequal widths up to 128 are fine for cuDNN and efficient.
         width, value_width = -(-width // 8) * 8, -(-value_width // 8) * 8
-    if not q.is_cuda or max(width, value_width) > 128:
+    if equal or max(width, value_width) > 128:
         width = value_width = max(width, value_width)
     return _pad(q, width), _pad(k, width), _pad(v, value_width)
 

@@ -114,10 +114,9 @@ class Scheme(nn.Module):
 
 
 def keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Names and defaults of the named arguments of `function`, the sizes of a scheme left out."""
+    """Names and defaults of the arguments of `function` that have one, the sizes of a scheme left out."""
     parameters = inspect.signature(function).parameters.values()
-    unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {p.name: p.default for p in parameters if p.kind not in unnamed and p.name not in _SIZES}
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in _SIZES}
 
 
 _SIZES = frozenset(Sizes.__annotations__)

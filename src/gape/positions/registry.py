@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -108,11 +107,7 @@ def rotary_frequencies(
     fraction: float = 0.75,
     context_length: float | None = None,
     factor: float | None = None,
-    *,
-    fast_rotations: float = 32.0,
-    slow_rotations: float = 1.0,
-    truncate: bool = True,
-    factors: Sequence[float] | None = None,
+    **options: Any,
 ) -> tuple[Tensor, float]:
     """The spectrum of a rotary scheme.
 
@@ -120,39 +115,29 @@ def rotary_frequencies(
         name: a rotary scheme, with or without `+gape`, which changes nothing here.
         head_dim: D, even.
         theta: the base of the frequencies.
-        fraction: share of the pairs that p-rope rotates.
+        fraction: share of the pairs that p-rope rotates; elsewhere only the default is accepted.
         context_length: the length the model was trained at; yarn needs it, longrope above factor 1.
         factor: by how much the context is extended; None means 4 for pi, ntk and yarn and 1 for longrope.
-        fast_rotations, slow_rotations, truncate: yarn's ramp.
-        factors: longrope's D/2 divisors; None means ones.
+        **options: yarn's fast_rotations, slow_rotations and truncate, longrope's factors.
 
     Returns:
         inv_freq (D/2,) in float64 on the CPU, and the factor on both cos and sin.
 
     Raises:
-        ValueError: the scheme does not rotate, an option that it does not take departs from its default, or a
-            value is out of range.
+        ValueError: the scheme does not rotate or does not take an option, or a value is out of range.
     """
     scheme, _ = _find(name)
     if not issubclass(scheme, Rotary):
         rotary = [known for known, candidate in _SCHEMES.items() if issubclass(candidate, Rotary)]
         raise refuse("name", name, f"a scheme that rotates, one of {rotary}")
-    given = {
-        "theta": theta,
-        "fraction": fraction,
-        "factor": factor,
-        "fast_rotations": fast_rotations,
-        "slow_rotations": slow_rotations,
-        "truncate": truncate,
-        "factors": factors,
-    }
-    defaults = keyword_defaults(rotary_frequencies)
-    options = {option: value for option, value in given.items() if value != defaults[option]}
+    defaults = {"fraction": 0.75, "factor": None}
+    given = {"fraction": fraction, "factor": factor}
+    options |= {option: value for option, value in given.items() if value != defaults[option]}
     _refuse_unknown(name, options, [*scheme.options()])
     if context_length is not None:
         positive_number("context_length", context_length)
-    values, attention_scale = scheme.frequencies(even("head_dim", head_dim), context_length, **options)
-    return torch.tensor(values, dtype=torch.float64, device="cpu"), attention_scale
+    values, scale = scheme.frequencies(even("head_dim", head_dim), context_length, theta=theta, **options)
+    return torch.tensor(values, dtype=torch.float64, device="cpu"), scale
 
 
 def _find(name: str) -> tuple[type[Scheme], bool]:
