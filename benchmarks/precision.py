@@ -195,6 +195,7 @@ def save(rows: list[Row]) -> None:
     """Replace the stored rows of these rows' device."""
     devices = {row["device"] for row in rows}
     kept = [row for row in load() if row["device"] not in devices] if ROWS.exists() else []
+    ROWS.parent.mkdir(parents=True, exist_ok=True)
     temporary = ROWS.with_suffix(".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, FIELDS, lineterminator="\n")

@@ -1,0 +1,60 @@
+"""The package as a whole: what README says runs, importing is cheap and silent, pages are drawn from rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import gape
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_readme_examples_run(number: int) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    exec(compile(blocks[number], f"README example {number}", "exec"), {})
+
+
+def test_import_is_quick_and_silent() -> None:
+    script = "import torch, time; t = time.perf_counter(); import gape; print(time.perf_counter() - t)"
+    # Warnings of torch's own import are not ours: errors are switched on after it.
+    script = script.replace("import torch, time;", "import torch, time, warnings; warnings.simplefilter('error');")
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert float(said.stdout) < 0.5
+    assert said.stderr == ""
+
+
+def test_public_names_exist_and_are_documented() -> None:
+    started = time.perf_counter()
+    for name in gape.__all__:
+        assert getattr(gape, name) is not None
+        assert name == "__version__" or getattr(gape, name).__doc__, name
+    assert set(gape.__all__) <= set(dir(gape))
+    assert time.perf_counter() - started < 30
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = gape.no_such_name
+
+
+def test_precision_page_is_drawn_from_its_rows() -> None:
+    spec = importlib.util.spec_from_file_location("precision", ROOT / "benchmarks" / "precision.py")
+    precision = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(precision)
+    rows = precision.load()
+    assert precision.rendered(rows) in precision.PAGE.read_text(encoding="utf-8")
+    assert precision.verdict(rows) == []
+    promised = [row for row in rows if row["quantity"] == "output" and row["dtype"] == "bfloat16"]
+    assert {int(row["keys"]) for row in promised} >= {1024, 8192, 131072}
+
+
+def test_no_parameter_is_named_after_letters_that_loaders_rename() -> None:
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"(self\.|register_\w+\(\s*[\"'])\w*(gamma|beta)\w*", text), path
