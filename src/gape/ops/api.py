@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +25,26 @@ class Implementation(Protocol):
         ...
 
 
-#: Implementations that go through `scaled_dot_product_attention`. `reference` stands apart: it is the definition.
+#: Implementations that go through `scaled_dot_product_attention`.
 FUSED: dict[str, Implementation] = {"rank2": rank2, "split": split}
+
+
+def _triton(problem: Problem) -> Tensor:
+    """Run the Triton kernels, which are imported here so that nothing else needs triton."""
+    if find_spec("triton") is None:
+        raise ValueError("impl: got 'triton', which is not installed: pip install triton")
+    if not problem.q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise checks.refuse("impl", "triton", "a CUDA device for it (or TRITON_INTERPRET=1, to test)")
+    from gape.ops.triton import launch  # noqa: PLC0415
+
+    return launch.run(problem)
+
+
+#: Implementations that run by themselves, and whether they keep an Nq × Nk matrix.
+DIRECT: dict[str, tuple[Callable[[Problem], Tensor], bool]] = {
+    "reference": (reference.run, True),
+    "triton": (_triton, False),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +80,7 @@ class Plan:
 
 def available_implementations() -> list[str]:
     """Names that `impl=` accepts besides "auto"."""
-    return ["reference", *FUSED]
+    return [*DIRECT, *FUSED]
 
 
 def gated_attention(
@@ -101,7 +121,7 @@ def gated_attention(
             a later key would gain what an earlier one loses: meant for callers whose mask hides later keys.
         scale: softmax scale, D ** −0.5 of the D given by default. A model that reserves coordinates for the
             bias passes that of its full head dim.
-        impl: "auto", "reference", "rank2" or "split".
+        impl: "auto", "reference", "rank2", "split" or "triton".
         check: also check the values of the gates (this waits for the device).
         strict: refuse an implementation or backend that keeps an Nq × Nk matrix.
 
@@ -123,9 +143,10 @@ def gated_attention(
         name, _ = _choose(impl, problem)
         if name in FUSED:
             return sdpa.run_all(FUSED[name].calls(problem), strict=strict)
-        if strict:
-            raise ValueError("strict: impl 'reference' keeps an Nq × Nk matrix of logits")
-        return reference.run(problem)
+        run, quadratic = DIRECT[name]
+        if strict and quadratic:
+            raise ValueError(f"strict: impl {name!r} keeps an Nq × Nk matrix of logits")
+        return run(problem)
 
 
 def explain(
@@ -156,8 +177,8 @@ def explain(
         name, reason = _choose(impl, problem)
         if name not in FUSED:
             return Plan(
-                impl=name, reason=reason, backends=("dense",), quadratic=True, pairs=problem.seen.kind, chunks=1,
-                width=q.size(-1), value_width=v.size(-1),
+                impl=name, reason=reason, backends=(name,), quadratic=DIRECT[name][1], pairs=problem.seen.kind,
+                chunks=1, width=q.size(-1), value_width=v.size(-1),
             )  # fmt: skip
         backends, count = [], 0
         for call in FUSED[name].calls(problem):
