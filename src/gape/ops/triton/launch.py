@@ -80,9 +80,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, scale: float
     lse = torch.empty(batch, n_heads, n_q, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    blocks = _blocks(q, v, backward=False)
-    arguments = _arguments(q, k, v, c, u, scale, where, blocks)
-    grid = (-(-n_q // blocks["BLOCK_M"]), batch * n_heads)
+    tile = tiles_for(q, v, "attend")
+    arguments = _arguments(q, k, v, c, u, where, tile)
+    grid = (-(-n_q // tile["BLOCK_M"]), batch * n_heads)
     forward.attend[grid](
         *arguments.tensors, out, lse, *arguments.strides, n_heads, *arguments.sizes, scale * LOG2E, **arguments.flags
     )
@@ -100,14 +100,17 @@ def _backward(
     dc, du = (blank(x, memory_format=torch.contiguous_format) for x in (c, u))
     if q.numel() == 0 or k.numel() == 0:
         return dq, dk, dv, dc, du
-    blocks = _blocks(q, v, backward=True)
-    a = _arguments(q, k, v, c, u, scale, where, blocks)
-    upstream = (grad, lse, delta)
-    rows = (-(-q.size(2) // blocks["BLOCK_M"]), q.size(0) * q.size(1))
+    # A row that saw nothing has −inf; +inf makes its weights zero without a test in the kernels.
+    upstream = (grad, lse.masked_fill(lse == -torch.inf, torch.inf), delta)
+    tile = tiles_for(q, v, "by_rows")
+    a = _arguments(q, k, v, c, u, where, tile)
+    rows = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
     backward.by_rows[rows](
         *a.tensors, *upstream, dq, dc, *a.strides, q.size(1), *a.sizes, scale * LOG2E, scale, **a.flags
     )
-    columns = (-(-k.size(2) // blocks["BLOCK_N"]), k.size(0) * k.size(1))
+    tile = tiles_for(q, v, "by_columns")
+    a = _arguments(q, k, v, c, u, where, tile)
+    columns = (-(-k.size(2) // tile["BLOCK_N"]), k.size(0) * k.size(1))
     backward.by_columns[columns](
         *a.tensors, *upstream, dk, dv, du, *a.strides, k.size(1), *a.sizes, scale * LOG2E, scale, LOG2E, **a.flags
     )
@@ -122,20 +125,20 @@ class _Arguments(NamedTuple):
 
 
 def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, scale: float, where: Layout, blocks: dict[str, int]
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, where: Layout, tile: dict[str, int]
 ) -> _Arguments:
     """What all kernels take, in their order."""
     n_q, n_k, d, d_v = q.size(2), k.size(2), q.size(3), v.size(3)
     positions = [(0, 0) if p is None else p.stride() for p in (where.q_positions, where.k_positions)]
     mask = (0, 0, 0, 0) if where.mask is None else where.mask.stride()
-    ragged = n_q % blocks["BLOCK_M"] or n_k % blocks["BLOCK_N"] or d != blocks["BLOCK_D"] or d_v != blocks["BLOCK_V"]
     flags = {
         "CAUSAL": where.causal,
         "HAS_POSITIONS": where.q_positions is not None,
         "HAS_DOCUMENTS": where.q_documents is not None,
         "HAS_MASK": where.mask is not None,
-        "MASKED": bool(ragged),
-        # The interpreter and the compiler agree on IEEE products; TF32 would shorten float32 content.
+        "PARTIAL_D": d != tile["BLOCK_D"],
+        "PARTIAL_V": d_v != tile["BLOCK_V"],
+        # TF32 would shorten float32 content; it does not touch half precision.
         "PRECISION": "ieee",
     }
     # A pointer that is never followed stands in for what is not there: kernels do arithmetic on all of them.
@@ -144,15 +147,22 @@ def _arguments(
         tensors=(q, k, v, (c * LOG2E).contiguous(), u.contiguous(), *optional),
         strides=(*q.stride(), *k.stride(), *v.stride(), *positions[0], *positions[1], *mask),
         sizes=(q.size(1) // k.size(1), n_q, n_k, d, d_v),
-        flags=flags | blocks,
+        flags=flags | tile,
     )
 
 
-def _blocks(q: Tensor, v: Tensor, *, backward: bool) -> dict[str, int]:
-    """Tile sizes: powers of two of at least 16, which matrix units want."""
+#: Tile sizes and launch options by kernel, for half precision with heads of up to 64 and up to 128, and for float32.
+TILES: dict[str, dict[str, tuple[int, int, int, int]]] = {
+    "narrow": {"attend": (128, 64, 4, 3), "by_rows": (128, 64, 8, 3), "by_columns": (64, 128, 8, 3)},
+    "wide": {"attend": (128, 64, 8, 3), "by_rows": (64, 64, 4, 2), "by_columns": (64, 64, 4, 2)},
+    "float32": {"attend": (32, 32, 4, 2), "by_rows": (32, 32, 4, 2), "by_columns": (32, 32, 4, 2)},
+}
+
+
+def tiles_for(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
+    """Tile sizes and launch options of a kernel; widths are powers of two of at least 16, which matrix units want."""
     width, value_width = (max(16, 1 << (x.size(-1) - 1).bit_length()) for x in (q, v))
-    wide = max(width, value_width) > 64 or q.dtype == torch.float32
-    rows, columns = (64, 64) if backward or wide else (128, 64)
-    if q.dtype == torch.float32:
-        rows, columns = 32, 32
-    return {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_D": width, "BLOCK_V": value_width}
+    kind = "wide" if max(width, value_width) > 64 else "narrow"
+    rows, columns, warps, stages = TILES["float32" if q.dtype == torch.float32 else kind][kernel]
+    tile = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_D": width, "BLOCK_V": value_width}
+    return tile | {"num_warps": warps, "num_stages": stages}
