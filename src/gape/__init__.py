@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gape import gates, models, ops, positions, theory
     from gape.gates import GAPEGates
     from gape.models.attention import GAPEAttention
+    from gape.models.gpt import GPT, GPTConfig
     from gape.ops import explain, gated_attention
 
 _HOMES = {
@@ -21,12 +22,16 @@ _HOMES = {
     "explain": "gape.ops",
     "GAPEGates": "gape.gates",
     "GAPEAttention": "gape.models.attention",
+    "GPT": "gape.models.gpt",
+    "GPTConfig": "gape.models.gpt",
 }
 _ROOMS = ("gates", "models", "ops", "positions", "theory")
 
 __all__ = [
+    "GPT",
     "GAPEAttention",
     "GAPEGates",
+    "GPTConfig",
     "__version__",
     "explain",
     "gated_attention",

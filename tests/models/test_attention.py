@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 import gape
 from gape.models.cache import KVCache
@@ -39,11 +40,13 @@ def test_one_token_at_a_time_equals_the_whole(position: str) -> None:
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("position", ["rope+gape", "alibi", "fox"])
+@pytest.mark.parametrize(
+    ("position", "reserve"), [("rope+gape", 0), ("rope+gape", 2), ("rope+gape", 6), ("alibi", 0), ("fox", 0)]
+)
 @torch.no_grad()
-def test_bias_at_decode_is_missed_when_absent(position: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bias_at_decode_is_missed_when_absent(position: str, reserve: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above must be able to fail: a decode step without the keys' side is another function."""
-    attention, x = layer(position), tokens()
+    attention, x = layer(position, reserve=reserve), tokens()
     whole = attention(x)
     cache = KVCache()
     attention(x[:, :-1], cache=cache)
@@ -56,6 +59,7 @@ def test_bias_at_decode_is_missed_when_absent(position: str, monkeypatch: pytest
     for module in ("gated", "alibi"):
         monkeypatch.setattr(f"gape.positions.{module}.gated_attention", without_bias)
     monkeypatch.setattr("gape.positions.fox.attention", without_bias)
+    monkeypatch.setattr("gape.ops.carried._joined", lambda x, _, width: F.pad(x, (0, width - x.size(-1))))
     assert (attention(x[:, -1:], cache=cache) - whole[:, -1:]).abs().max() > 1e-6
 
 

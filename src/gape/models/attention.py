@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gape import positions as schemes
+from gape.gates import GAPEGates
 from gape.models.cache import KVCache
+from gape.ops.carried import carried_attention, carried_form, carry
 from gape.ops.checks import INTEGERS, refuse
 
 
@@ -23,10 +25,15 @@ class GAPEAttention(nn.Module):
         position: a name of :func:`gape.positions.available`.
         reserve: coordinates of each head's q and k given up for the bias, so that it fits into the head dim
             (6 for `split`, 2 for the paper's `rank2`, 0 lets the head dim grow instead). By default 6 for gated
-            schemes and 0 for others. The softmax scale is always that of the full head.
+            schemes and 0 for others. The softmax scale is always that of the full head. Where the bias fits, cached
+            keys carry it and nothing is stored beside them.
         bias: whether the projections have biases.
         impl: which implementation of the gated operator runs.
         **options: options of the scheme and of its gates, such as theta, fraction or gate_floor.
+
+    Attributes:
+        keep_landmark: whether a forward pass leaves the mean landmark of its keys, with its gradient, in
+        landmark_mean: a tensor of one number, else None.
 
     Raises:
         ValueError: for sizes that do not fit together, an unknown scheme or option; names the argument.
@@ -52,11 +59,12 @@ class GAPEAttention(nn.Module):
         if n_kv_heads < 1 or n_heads % n_kv_heads:
             raise refuse("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, n_embd // n_heads
-        self.reserve = self._reserve(position, reserve)
+        self.reserve = reserved(position, self.head_dim, reserve)
         self.content_dim = self.head_dim - self.reserve
         self.scale = self.head_dim**-0.5
         self.impl = impl
         self.position = position
+        self.context_length = context_length
         self.scheme = schemes.build(
             position,
             n_heads=n_heads,
@@ -69,6 +77,8 @@ class GAPEAttention(nn.Module):
         self._widths = [n_heads * self.content_dim, n_kv_heads * self.content_dim, n_kv_heads * self.head_dim]
         self.qkv = nn.Linear(n_embd, sum(self._widths), bias=bias)
         self.out = nn.Linear(n_embd, n_embd, bias=bias)
+        self.keep_landmark = False
+        self.landmark_mean: Tensor | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -105,38 +115,51 @@ class GAPEAttention(nn.Module):
         where = torch.arange(past, past + n, device=x.device) if positions is None else positions
         q, gate = self.scheme.queries(q, where, x)
         k, side = self.scheme.keys(k, where, x, None if cache is None else cache.side)
-        k_positions, k_documents = positions, documents
-        if cache is not None:
-            kept = cache.append(k, v, side, positions, documents)
-            k, v, side, k_positions, k_documents = kept.k, kept.v, kept.side, kept.positions, kept.documents
-        y = self.scheme.attend(
-            q,
-            k,
-            v,
-            gate,
-            side,
-            scale=self.scale,
-            impl=self.impl,
-            q_positions=positions,
-            k_positions=k_positions,
-            q_documents=documents,
-            k_documents=k_documents,
-            attn_mask=attn_mask,
-        )
+        if self.keep_landmark and side is not None and self.gates is not None:
+            self.landmark_mean = self.gates.landmark_penalty(side)
+        seen = {"q_positions": positions, "q_documents": documents, "attn_mask": attn_mask}
+        if cache is None:
+            seen |= {"k_positions": positions, "k_documents": documents}
+            y = self.scheme.attend(q, k, v, gate, side, scale=self.scale, impl=self.impl, **seen)
+        else:
+            y = self._attend_cached(q, k, v, gate, side, where, cache, seen)
         projected: Tensor = self.out(y.transpose(1, 2).reshape(batch, n, -1))
         return projected
+
+    def _attend_cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor | None,
+        side: Tensor | None,
+        where: Tensor,
+        cache: KVCache,
+        seen: dict[str, Tensor | None],
+    ) -> Tensor:
+        """Add the tokens at positions `where` to the cache and attend to all that it holds."""
+        gates, form = self.gates, carried_form(self.impl, self.reserve, k)
+        told = (seen["q_positions"], seen["q_documents"])
+        if gates is None or gate is None or side is None or form is None:
+            kept = cache.append(k, v, side, *told)
+            seen |= {"k_positions": kept.positions, "k_documents": kept.documents}
+            return self.scheme.attend(q, kept.k, kept.v, gate, kept.side, scale=self.scale, impl=self.impl, **seen)
+        k = carry(k, side, where, form=form, context_length=self.context_length, width=self.head_dim)
+        kept = cache.append(k, v, None, *told)
+        seen |= {"k_positions": kept.positions, "k_documents": kept.documents}
+        return carried_attention(
+            q, kept.k, kept.v, gate, gates.amplitude, where,
+            form=form, context_length=self.context_length, scale=self.scale, **seen,
+        )  # fmt: skip
+
+    @property
+    def gates(self) -> GAPEGates | None:
+        """The gates of a `+gape` scheme, None under others."""
+        return self.scheme.gates if isinstance(self.scheme, schemes.Gated) else None
 
     @property
     def _head_widths(self) -> tuple[int, int, int]:
         return self.content_dim, self.content_dim, self.head_dim
-
-    def _reserve(self, position: str, reserve: int | None) -> int:
-        if reserve is None:
-            # A head too narrow to give coordinates up grows instead.
-            reserve = 6 if schemes.is_gated(position) and self.head_dim > 6 else 0
-        if not 0 <= reserve < self.head_dim:
-            raise refuse("reserve", reserve, f"a whole number from 0 to {self.head_dim - 1}, the head dim less one")
-        return reserve
 
     def _checked(self, x: Tensor, positions: Tensor | None) -> tuple[int, int]:
         if not isinstance(x, Tensor) or x.dim() != 3 or x.size(2) != self.qkv.in_features:
@@ -153,3 +176,17 @@ class GAPEAttention(nn.Module):
     def extra_repr(self) -> str:
         """Sizes and scheme, for repr()."""
         return f"position={self.position!r}, heads={self.n_heads}/{self.n_kv_heads}, reserve={self.reserve}"
+
+
+def reserved(position: str, head_dim: int, reserve: int | None = None) -> int:
+    """Coordinates of a head that are given up for the bias: `reserve`, or its default for the scheme.
+
+    Raises:
+        ValueError: unknown scheme, or no coordinate would be left.
+    """
+    if reserve is None:
+        # A head too narrow to give coordinates up grows instead.
+        return 6 if schemes.is_gated(position) and head_dim > 6 else 0
+    if isinstance(reserve, bool) or not isinstance(reserve, int) or not 0 <= reserve < head_dim:
+        raise refuse("reserve", reserve, f"a whole number from 0 to {head_dim - 1}, the head dim less one")
+    return reserve

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gape.ops.checks import described, refuse
+
 
 @dataclass(frozen=True, kw_only=True)
 class Remembered:
     """Everything cached so far, newest last.
 
     Attributes:
-        k, v: (B, Hk, N, D) and (B, Hk, N, Dv), k as it enters the dot product.
+        k, v: (B, Hk, N, D) and (B, Hk, N, Dv), k as it enters the dot product, with the coordinates that carry a
+            bias where the layer reserves them.
         side: (B, H, N), the scheme's number per key (landmark, cumulative decay), or None.
         positions: int64 (B, N); None while every token came in order without explicit positions.
         documents: integer (B, N), or None.
@@ -30,11 +33,20 @@ class KVCache:
     """The cache of one attention layer, for inference: what is stored carries no gradient.
 
     Room grows by doubling, so appending a token costs no copy of the rest on average.
+
+    Args:
+        capacity: tokens to make room for at once; past that, room grows as ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 0) -> None:
         self._stores: dict[str, _Store] = {}
+        self._capacity = capacity
         self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is remembered, room to grow left out."""
+        return sum(store.view(self.length).nbytes for store in self._stores.values())
 
     @property
     def side(self) -> Tensor | None:
@@ -57,74 +69,132 @@ class KVCache:
             documents: (B, n) or None.
 
         Raises:
-            ValueError: the tokens do not go with the cached ones (another batch or width, documents or a side
-                on one part only, positions left out after explicit ones).
+            ValueError: the tokens do not go with the cached ones (another batch, width or dtype, documents or a
+                side on one part only, positions left out after explicit ones).
         """
         batch, added = k.size(0), k.size(2)
         if positions is None and "positions" in self._stores:
             raise ValueError("positions: got None, expected positions, since cached tokens have explicit ones")
+        stores = dict(self._stores)
         if positions is not None:
-            positions = positions.expand(batch, added)
-            if self.length and "positions" not in self._stores:
+            positions = positions.to(torch.int64).expand(batch, added)
+            if self.length and "positions" not in stores:
                 counted = torch.arange(self.length, device=k.device).expand(batch, -1)
-                self._stores["positions"] = _Store(1, counted)
+                stores["positions"] = _Store(counted, self._capacity)
+                stores["positions"].write(0, counted)
         parts = {"k": k, "v": v, "side": side, "positions": positions, "documents": documents}
         for name, part in parts.items():
-            self._check(name, part)
+            self._check(name, part, stores.get(name))
         for name, part in parts.items():
-            if part is None:
-                continue
-            if name in self._stores:
-                self._stores[name].append(part)
-            else:
-                self._stores[name] = _Store(1 if part.dim() == 2 else 2, part)
-        self.length += added
+            if part is not None:
+                if name not in stores:
+                    stores[name] = _Store(part, self._capacity)
+                stores[name].write(self.length, part)
+        # Nothing counts before this: a call that breaks off above leaves the cache as it was.
+        self._stores, self.length = stores, self.length + added
         return Remembered(
-            k=self._stores["k"].view(),
-            v=self._stores["v"].view(),
+            k=stores["k"].view(self.length),
+            v=stores["v"].view(self.length),
             side=self._view("side"),
             positions=self._view("positions"),
             documents=self._view("documents"),
         )
 
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens.
+
+        Raises:
+            ValueError: length is negative or beyond what is cached.
+        """
+        if not 0 <= length <= self.length:
+            raise refuse("length", length, f"a whole number from 0 to {self.length}, the tokens cached")
+        if length == 0:
+            # An empty cache goes with anything: other sizes, explicit positions or none.
+            self._stores = {}
+        self.length = length
+
     def _view(self, name: str) -> Tensor | None:
         store = self._stores.get(name)
-        return None if store is None else store.view()
+        return None if store is None else store.view(self.length)
 
-    def _check(self, name: str, part: Tensor | None) -> None:
-        store = self._stores.get(name)
+    def _check(self, name: str, part: Tensor | None, store: _Store | None) -> None:
         if self.length and (store is None) != (part is None):
             came = "given" if part is not None else "left out"
             raise ValueError(f"{name}: {came}, expected as for the {self.length} tokens already cached")
         if store is not None and part is not None and not store.fits(part):
+            raise refuse(name, part, f"to go on from {described(store.view(self.length))}")
+
+
+class ModelCache:
+    """The caches of a model's layers, first layer first.
+
+    Args:
+        n_layer: number of layers.
+        capacity: tokens to make room for at once, as in :class:`KVCache`.
+    """
+
+    def __init__(self, n_layer: int, capacity: int = 0) -> None:
+        self.layers = [KVCache(capacity) for _ in range(n_layer)]
+
+    @property
+    def length(self) -> int:
+        """Tokens cached.
+
+        Raises:
+            ValueError: the layers hold different numbers, since an earlier call did not come to its end.
+        """
+        lengths = sorted({layer.length for layer in self.layers})
+        if len(lengths) != 1:
             raise ValueError(
-                f"{name}: got shape {tuple(part.shape)}, expected to go on from {tuple(store.view().shape)}"
+                f"cache: layers hold from {lengths[0]} to {lengths[-1]} tokens, expected as many in each; "
+                f"a call broke off, truncate({lengths[0]}) makes the cache whole again"
             )
+        return lengths[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is remembered, room to grow left out."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens.
+
+        Raises:
+            ValueError: length is negative or beyond what is cached.
+        """
+        for layer in self.layers:
+            layer.truncate(length)
 
 
 class _Store:
-    """A tensor that grows along one dimension."""
+    """A tensor that grows along the dimension of its tokens: the third, or the second of (B, N).
 
-    def __init__(self, dim: int, start: Tensor) -> None:
-        self._dim = dim
-        self._used = start.size(dim)
-        self._buffer = start.detach().clone()
+    Args:
+        like: what is to be stored, for its sizes, dtype and device.
+        capacity: tokens to make room for.
+    """
 
-    def view(self) -> Tensor:
-        return self._buffer.narrow(self._dim, 0, self._used)
+    def __init__(self, like: Tensor, capacity: int) -> None:
+        self._dim = 1 if like.dim() == 2 else 2
+        self._buffer = self._empty(like, max(capacity, like.size(self._dim)))
+
+    def view(self, length: int) -> Tensor:
+        return self._buffer.narrow(self._dim, 0, length)
 
     def fits(self, part: Tensor) -> bool:
         ours, theirs = list(self._buffer.shape), list(part.shape)
         ours[self._dim] = theirs[self._dim] = 0
-        return ours == theirs
+        return ours == theirs and self._buffer.dtype == part.dtype
 
-    def append(self, part: Tensor) -> None:
-        needed = self._used + part.size(self._dim)
-        if needed > self._buffer.size(self._dim):
-            shape = list(self._buffer.shape)
-            shape[self._dim] = max(needed, 2 * shape[self._dim])
-            grown = self._buffer.new_empty(shape)
-            grown.narrow(self._dim, 0, self._used).copy_(self.view())
+    def write(self, start: int, part: Tensor) -> None:
+        stop, room = start + part.size(self._dim), self._buffer.size(self._dim)
+        if stop > room:
+            grown = self._empty(self._buffer, max(stop, 2 * room))
+            grown.narrow(self._dim, 0, start).copy_(self.view(start))
             self._buffer = grown
-        self._buffer.narrow(self._dim, self._used, needed - self._used).copy_(part.detach())
-        self._used = needed
+        self._buffer.narrow(self._dim, start, stop - start).copy_(part.detach())
+
+    def _empty(self, like: Tensor, size: int) -> Tensor:
+        shape = list(like.shape)
+        shape[self._dim] = size
+        return like.new_empty(shape)

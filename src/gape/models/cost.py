@@ -1,0 +1,121 @@
+"""What a GPT costs: floating-point operations and bytes of cache, counted from its configuration.
+
+Counted are matrix products, two operations per multiplication and addition, attention with the pairs that causality
+leaves (half of N²). Not counted is what is linear in the tokens, such as norms, rotations and gates, nor the dense
+biases of KERPLE, FIRE and T5, nor zeros with which a backend fills a head up. Per layer, with one key head per query
+head and RoPE, that is the paper's 2·B·H·N²·d + 24·B·N·C²; its vocabulary is not in that formula and is here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from gape.models.gpt import GPTConfig
+from gape.ops.carried import COLUMNS, carried_form
+from gape.positions import is_gated
+from gape.positions.checks import whole
+
+
+class Flops(NamedTuple):
+    """Operations by what they are for, all layers together.
+
+    Attributes:
+        projections: q, k, v and the output of attention.
+        attention: logits and weighted values.
+        mlp: both layers.
+        head: the logits over the vocabulary.
+    """
+
+    projections: int
+    attention: int
+    mlp: int
+    head: int
+
+
+def breakdown(config: GPTConfig, batch: int, length: int, dtype: torch.dtype = torch.bfloat16) -> Flops:
+    """Operations of a forward pass over (batch, length) tokens, by what they are for.
+
+    Args:
+        config: the model.
+        batch, length: B and N.
+        dtype: of q and k; where no coordinates are reserved, it decides how many the bias adds.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    tokens = whole("batch", batch) * whole("length", length)
+    return _flops(config, tokens, tokens * length // 2, dtype)
+
+
+def flops(config: GPTConfig, batch: int, length: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Operations of a forward pass over (batch, length) tokens; see :func:`breakdown`.
+
+    GAPE with reserved coordinates costs what RoPE does, less the projections of these coordinates, which it does
+    without: 2 · batch · length · n_embd · reserve for each query head and key head.
+    """
+    return sum(breakdown(config, batch, length, dtype))
+
+
+def training_flops(config: GPTConfig, batch: int, length: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Operations of a forward and a backward pass: three times those of the forward pass."""
+    return 3 * flops(config, batch, length, dtype)
+
+
+def decode_flops(config: GPTConfig, length: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Operations of one more token for each of `batch` rows, itself the last of `length` keys.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    return sum(_flops(config, whole("batch", batch), batch * whole("length", length), dtype))
+
+
+def cache_bytes(config: GPTConfig, length: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes that all layers remember of (batch, length) tokens.
+
+    The same for RoPE and for GAPE whose bias fits into the reserved coordinates: keys and values, nothing else. Where
+    it does not fit, a landmark in float32 (float64 beside float64) is kept for each key and key head; FoX keeps its
+    running sum in float64 for each query head. Batches padded on the left also keep positions and documents, nine
+    bytes a token and layer under any scheme.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    like = torch.empty(0, dtype=dtype)
+    key, side = config.head_dim - config.reserved, 0
+    if is_gated(config.position):
+        if carried_form(config.impl, config.reserved, like) is None:
+            side = config.kv_heads * (8 if dtype == torch.float64 else 4)
+        else:
+            key = config.head_dim
+    elif config.position == "fox":
+        side = config.n_head * 8
+    per_token = config.kv_heads * (key + config.head_dim) * like.element_size() + side
+    return config.n_layer * whole("batch", batch) * whole("length", length) * per_token
+
+
+def _flops(config: GPTConfig, tokens: int, pairs: int, dtype: torch.dtype) -> Flops:
+    """`tokens` new tokens that make `pairs` pairs of a query and a key it may see, over all rows."""
+    width, content = config.head_dim, config.head_dim - config.reserved
+    projected = (config.n_head + config.kv_heads) * content + config.kv_heads * width + config.n_embd
+    per_layer = Flops(
+        projections=2 * tokens * config.n_embd * projected,
+        attention=2 * pairs * config.n_head * (max(width, content + _columns(config, dtype)) + width),
+        mlp=16 * tokens * config.n_embd**2,
+        head=0,
+    )
+    every_layer = Flops(*(config.n_layer * part for part in per_layer))
+    return every_layer._replace(head=2 * tokens * config.n_embd * config.vocab_size)
+
+
+def _columns(config: GPTConfig, dtype: torch.dtype) -> int:
+    """Coordinates that a bias adds to q and k."""
+    if config.position == "fox":
+        return 3
+    if config.position != "alibi" and not is_gated(config.position):
+        return 0
+    half = dtype in (torch.bfloat16, torch.float16)
+    impl = ("split" if half else "rank2") if config.impl == "auto" else config.impl
+    return COLUMNS.get(impl, 0)

@@ -1,0 +1,171 @@
+"""Text by the token: prompts of one length or padded on the left, greedy or drawn, with a cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gape.ops.checks import refuse
+from gape.positions.checks import whole
+
+if TYPE_CHECKING:
+    from gape.models.gpt import GPT
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    ids: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    pad_id: int | None = None,
+    eos_id: int | None = None,
+) -> Tensor:
+    """Continue prompts. The model is put into eval mode meanwhile, and back whatever happens.
+
+    Args:
+        model: the model.
+        ids: int64 (B, N) with N ≥ 1; shorter prompts are padded on the left.
+        max_new_tokens: how many tokens to add at most.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens only.
+        top_p: draw from the fewest likeliest tokens whose probabilities add up to p.
+        seed: of a generator of this call's own, so that the same call gives the same tokens; None draws from torch's.
+        attention_mask: bool or integer (B, N), 0 for pads. Each row counts its positions from its first token.
+        pad_id: without a mask, the run of this id that a row begins with is padding. Any number, also outside the
+            vocabulary.
+        eos_id: a row that has drawn it is complete, and the call ends when all are. Its rest is filled with pad_id,
+            or with eos_id where that is None.
+
+    Returns:
+        int64 (B, N + new), the prompts and what follows.
+
+    Raises:
+        ValueError: for an argument out of range, a row of pads alone or pads behind a token; names the argument.
+    """
+    vocab_size = model.config.vocab_size
+    _check(ids, max_new_tokens, vocab_size, temperature, top_k, top_p, seed, pad_id, eos_id)
+    real = _real(ids, attention_mask, pad_id)
+    if not bool(((ids >= 0) & (ids < vocab_size) | ~real).all()):
+        raise refuse("ids", ids, f"values from 0 to {vocab_size - 1}")
+    generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
+    # Pads need a document of their own, and no embedding.
+    padded = not bool(real.all())
+    fed = ids.masked_fill(~real, 0)
+    positions = (real.cumsum(1) - 1).clamp(min=0) if padded else None
+    documents = real.to(torch.uint8) if padded else None
+    done = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
+    with evaluating(model):
+        cache = model.new_cache(ids.size(1) + max_new_tokens)
+        for _ in range(max_new_tokens):
+            out = model(fed, positions=positions, documents=documents, cache=cache, logits_to_keep=1)
+            token = _draw(out.logits[:, -1], temperature, top_k, top_p, generator)
+            if eos_id is not None:
+                token = token.masked_fill(done, eos_id if pad_id is None else pad_id)
+                done |= token == eos_id
+            ids = torch.cat([ids, token[:, None]], dim=1)
+            if eos_id is not None and bool(done.all()):
+                break
+            # A complete row is fed something until the others are: nobody reads what it says.
+            fed = token.masked_fill(done, 0)[:, None]
+            positions = None if positions is None else positions[:, -1:] + 1
+            documents = None if documents is None else documents[:, -1:]
+    return ids
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which a model is in eval mode; each module is then put back into the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _draw(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Tensor:
+    """One token for each row of logits (B, V), int64 (B,)."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    # Shifted first: a temperature near 0 may send all but the largest to −∞, not that to ∞.
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if top_k is not None:
+        # By rank, not by value: of equal logits no more than k remain.
+        values, kept = logits.topk(top_k)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, values)
+    probabilities = logits.softmax(-1)
+    if top_p is not None:
+        ordered, order = probabilities.sort(-1, descending=True)
+        # A token stays while those before it do not add up to p: the likeliest always does.
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+
+
+def _real(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None) -> Tensor:
+    """Which of ids (B, N) are tokens and not pads, bool (B, N)."""
+    if attention_mask is None:
+        if pad_id is None:
+            return torch.ones_like(ids, dtype=torch.bool)
+        # Only what stands before the first token: a prompt may well hold the id that pads.
+        real = (ids != pad_id).long().cummax(1).values.bool()
+    else:
+        mask = attention_mask
+        if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != ids.device:
+            raise refuse("attention_mask", mask, f"a bool or integer tensor {tuple(ids.shape)} on {ids.device}")
+        real = mask != 0
+        if bool((real[:, :-1] & ~real[:, 1:]).any()):
+            raise ValueError("attention_mask: got pads behind a token, expected padding on the left")
+    if not bool(real[:, -1].all()):
+        name = "ids" if attention_mask is None else "attention_mask"
+        raise ValueError(f"{name}: got a row of pads alone, expected at least one token in each")
+    return real
+
+
+def _check(
+    ids: Any,
+    max_new_tokens: Any,
+    vocab_size: int,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    seed: Any,
+    pad_id: Any,
+    eos_id: Any,
+) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2 or ids.numel() == 0:
+        raise refuse("ids", ids, "an int64 tensor (batch, tokens) of at least one token")
+    whole("max_new_tokens", max_new_tokens, at_least=0)
+    if not _number(temperature) or temperature < 0:
+        raise refuse("temperature", temperature, "a finite number of at least 0")
+    if top_k is not None and whole("top_k", top_k) > vocab_size:
+        raise refuse("top_k", top_k, f"a whole number from 1 to {vocab_size}, the vocabulary")
+    if top_p is not None and not (_number(top_p) and 0 < top_p <= 1):
+        raise refuse("top_p", top_p, "a number above 0, at most 1")
+    if seed is not None and whole("seed", seed, at_least=0) >= 2**63:
+        raise refuse("seed", seed, "a whole number below 2⁶³")
+    for name, token in (("pad_id", pad_id), ("eos_id", eos_id)):
+        if token is not None and (isinstance(token, bool) or not isinstance(token, int)):
+            raise refuse(name, token, "a whole number")
+    if eos_id is not None and not 0 <= eos_id < vocab_size:
+        raise refuse("eos_id", eos_id, f"a whole number from 0 to {vocab_size - 1}")
+
+
+def _number(x: Any) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(x)
