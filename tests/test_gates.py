@@ -89,9 +89,37 @@ def test_finite_far_from_zero() -> None:
     assert all(y.isfinite().all() for y in (gate, landmark, x.grad))
 
 
+def test_reset_restores_the_start() -> None:
+    gates = gape.GAPEGates(4, 8, 2)
+    with torch.no_grad():
+        for parameter in gates.parameters():
+            parameter.fill_(7.0)
+    gates.reset_parameters()
+    torch.testing.assert_close(gates.amplitude, torch.ones(4), atol=1e-4, rtol=0)
+    assert (gates.gate_projection.bias == -3).all()
+    assert gates.landmark_projection.weight.std() < 0.1
+
+
+@pytest.mark.parametrize(("name", "shape"), [("q", (2, 2, 7, 8)), ("q", (2, 4, 7, 9)), ("k", (2, 4, 9, 8))])
+def test_wrong_input_is_named(name: str, shape: tuple[int, ...]) -> None:
+    q, k = inputs()
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        gape.GAPEGates(4, 8, 2)(**{"q": q, "k": k, name: torch.randn(shape)})
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("n_heads", 0), ("head_dim", 0), ("n_kv_heads", 3), ("gate_floor", -1.0), ("gate_floor", [1.0, 2.0])],
+    [
+        ("n_heads", 0),
+        ("n_heads", 2.0),
+        ("head_dim", 0),
+        ("n_kv_heads", 3),
+        ("gate_floor", -1.0),
+        ("gate_floor", [1.0, 2.0]),
+        ("gate_floor", "abcd"),
+        ("init_amplitude", float("nan")),
+        ("learn_gate", "no"),
+    ],
 )
 def test_wrong_argument_is_named(argument: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{argument}: "):

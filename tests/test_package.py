@@ -6,7 +6,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,18 +26,17 @@ def test_import_is_quick_and_silent() -> None:
     script = "import torch, time; t = time.perf_counter(); import gape; print(time.perf_counter() - t)"
     # Warnings of torch's own import are not ours: errors are switched on after it.
     script = script.replace("import torch, time;", "import torch, time, warnings; warnings.simplefilter('error');")
+    script = script.replace("import gape;", "import gape; gape.gated_attention; gape.GAPEAttention;")
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert float(said.stdout) < 0.5
     assert said.stderr == ""
 
 
 def test_public_names_exist_and_are_documented() -> None:
-    started = time.perf_counter()
     for name in gape.__all__:
         assert getattr(gape, name) is not None
         assert name == "__version__" or getattr(gape, name).__doc__, name
     assert set(gape.__all__) <= set(dir(gape))
-    assert time.perf_counter() - started < 30
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = gape.no_such_name
 
@@ -55,6 +53,7 @@ def test_precision_page_is_drawn_from_its_rows() -> None:
 
 
 def test_no_parameter_is_named_after_letters_that_loaders_rename() -> None:
-    for path in (ROOT / "src").rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        assert not re.search(r"(self\.|register_\w+\(\s*[\"'])\w*(gamma|beta)\w*", text), path
+    sizes = {"n_embd": 64, "n_heads": 4, "context_length": 16}
+    for position in gape.positions.available():
+        names = [name for name, _ in gape.GAPEAttention(**sizes, position=position).named_parameters()]
+        assert not [name for name in names if "gamma" in name or "beta" in name]

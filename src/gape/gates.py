@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gape.ops.checks import refuse
+from gape.constant import Constant
+from gape.ops.checks import finite, flag, refuse, whole
 
 
 class HeadProjection(nn.Module):
@@ -77,25 +78,37 @@ class GAPEGates(nn.Module):
         init_gate_bias: float = -3.0,
         init_landmark_bias: float = 0.0,
         init_amplitude: float = 0.5413,
-        gate_floor: float | Sequence[float] = 0.0,
+        gate_floor: float | Sequence[float] | Tensor = 0.0,
     ) -> None:
         super().__init__()
-        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        for name, size in (("n_heads", n_heads), ("head_dim", head_dim), ("n_kv_heads", n_kv_heads)):
-            if size < 1:
-                raise refuse(name, size, "a whole number of at least 1")
+        n_heads, head_dim = whole("n_heads", n_heads), whole("head_dim", head_dim)
+        n_kv_heads = n_heads if n_kv_heads is None else whole("n_kv_heads", n_kv_heads)
         if n_heads % n_kv_heads:
             raise refuse("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
-        self.n_heads, self.n_kv_heads = n_heads, n_kv_heads
-        self.init_gate_bias, self.init_landmark_bias = init_gate_bias, init_landmark_bias
-        self.init_amplitude = init_amplitude
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
+        self.init_gate_bias = finite("init_gate_bias", init_gate_bias)
+        self.init_landmark_bias = finite("init_landmark_bias", init_landmark_bias)
+        self.init_amplitude = finite("init_amplitude", init_amplitude)
         self.gate_floor = _floors(gate_floor, n_heads)
-        self.gate_projection = HeadProjection(n_heads, head_dim, init_bias=init_gate_bias) if learn_gate else None
+        self._floors = Constant(self.gate_floor)
+        self.gate_projection = (
+            HeadProjection(n_heads, head_dim, init_bias=init_gate_bias) if flag("learn_gate", learn_gate) else None
+        )
         self.landmark_projection = (
-            HeadProjection(n_kv_heads, head_dim, init_bias=init_landmark_bias) if learn_landmark else None
+            HeadProjection(n_kv_heads, head_dim, init_bias=init_landmark_bias)
+            if flag("learn_landmark", learn_landmark)
+            else None
         )
         # Not called after the paper's letter: some versions of transformers rename such keys on load.
-        self.raw_amplitude = nn.Parameter(torch.full((n_heads,), float(init_amplitude)))
+        self.raw_amplitude = nn.Parameter(torch.empty(n_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projections anew and set biases and amplitudes back."""
+        for projection in (self.gate_projection, self.landmark_projection):
+            if projection is not None:
+                projection.reset_parameters()
+        nn.init.constant_(self.raw_amplitude, self.init_amplitude)
 
     @property
     def amplitude(self) -> Tensor:
@@ -103,12 +116,22 @@ class GAPEGates(nn.Module):
         return F.softplus(self.raw_amplitude.to(torch.promote_types(self.raw_amplitude.dtype, torch.float32)))
 
     def gate(self, q: Tensor) -> Tensor:
-        """g of unrotated q (B, Hq, Nq, D) → (B, Hq, Nq), at least the floor."""
+        """g of unrotated q (B, Hq, Nq, D) → (B, Hq, Nq), at least the floor.
+
+        Raises:
+            ValueError: for another number of heads or coordinates.
+        """
+        self._check("q", q, self.n_heads)
         raw = _constant(q, self.init_gate_bias) if self.gate_projection is None else self.gate_projection(q)
         return F.softplus(raw) + self._floor(raw)
 
     def landmark(self, k: Tensor) -> Tensor:
-        """l of unrotated k (B, Hk, Nk, D) → (B, Hk, Nk), between 0 and 1."""
+        """l of unrotated k (B, Hk, Nk, D) → (B, Hk, Nk), between 0 and 1.
+
+        Raises:
+            ValueError: for another number of heads or coordinates.
+        """
+        self._check("k", k, self.n_kv_heads)
         if self.landmark_projection is None:
             return torch.sigmoid(_constant(k, self.init_landmark_bias))
         return torch.sigmoid(self.landmark_projection(k))
@@ -122,11 +145,14 @@ class GAPEGates(nn.Module):
         """The mean landmark, which `lambda_l1` weighs in the loss."""
         return landmark.mean()
 
+    def _check(self, name: str, x: Tensor, n_heads: int) -> None:
+        if not isinstance(x, Tensor) or x.dim() != 4 or (x.size(1), x.size(3)) != (n_heads, self.head_dim):
+            raise refuse(name, x, f"a tensor (batch, {n_heads} heads, tokens, {self.head_dim})")
+
     def _floor(self, like: Tensor) -> float | Tensor:
         if len(set(self.gate_floor)) == 1:
             return self.gate_floor[0]
-        # Rebuilt each time: a buffer would be rounded by .to(bfloat16) and lost by meta-device loading.
-        return torch.tensor(self.gate_floor, dtype=like.dtype, device=like.device).unsqueeze(-1)
+        return self._floors.on(like.device, like.dtype).unsqueeze(-1)
 
     def extra_repr(self) -> str:
         """Sizes and the floor, for repr()."""
@@ -138,8 +164,11 @@ def _constant(x: Tensor, value: float) -> Tensor:
     return torch.full(x.shape[:-1], value, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
-def _floors(floor: float | Sequence[float], n_heads: int) -> tuple[float, ...]:
-    floors = tuple(float(f) for f in floor) if isinstance(floor, Sequence) else (float(floor),) * n_heads
-    if len(floors) != n_heads or not all(0 <= f < float("inf") for f in floors):
-        raise refuse("gate_floor", floor, f"a number ≥ 0, or {n_heads} of them")
+def _floors(floor: float | Sequence[float] | Tensor, n_heads: int) -> tuple[float, ...]:
+    expected = f"a number ≥ 0, or {n_heads} of them"
+    given = floor.tolist() if isinstance(floor, Tensor) else floor
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * n_heads
+    floors = tuple(finite("gate_floor", value, expected) for value in each)
+    if len(floors) != n_heads or min(floors) < 0:
+        raise refuse("gate_floor", floor, expected)
     return floors

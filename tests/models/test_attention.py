@@ -140,6 +140,8 @@ def test_saved_and_loaded_is_the_same() -> None:
         ("context_length", None),
         ("name", "ropee"),
         ("flavour", 1),
+        ("n_heads", 0),
+        ("impl", "fast"),
     ],
 )
 def test_wrong_argument_is_named(argument: str, value: object) -> None:
@@ -147,6 +149,17 @@ def test_wrong_argument_is_named(argument: str, value: object) -> None:
     arguments["position" if argument == "name" else argument] = value
     with pytest.raises(ValueError, match=f"^{argument}: "):
         gape.GAPEAttention(**arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, E), (2, 0, E)])
+@pytest.mark.parametrize("position", ["p-rope+gape", "alibi", "fox", "t5"])
+def test_nothing_in_gives_nothing_out(position: str, shape: tuple[int, ...]) -> None:
+    assert layer(position)(torch.randn(shape, dtype=torch.float64)).shape == shape
+
+
+def test_a_cache_refuses_to_lose_gradients() -> None:
+    with pytest.raises(ValueError, match=r"^cache: .*no_grad"):
+        layer("rope")(tokens(), cache=KVCache())
 
 
 @torch.no_grad()
@@ -162,6 +175,9 @@ def test_wrong_input_is_named_and_leaves_the_cache_whole() -> None:
         attention(x[:, 5:], positions=torch.arange(3), cache=cache)
     with pytest.raises(ValueError, match=r"^documents: "):
         attention(x[:, 5:6], positions=torch.tensor([5]), documents=torch.zeros(2, 1).long(), cache=cache)
+    for wrong in (torch.ones(3, 9).bool(), torch.ones(2, 1, 1, 6)):
+        with pytest.raises(ValueError, match=r"^attn_mask: "):
+            attention(x[:, 5:6], positions=torch.tensor([5]), cache=cache, attn_mask=wrong)
     with pytest.raises(ValueError, match=r"^k: "):
         attention(x[:1, 5:6], positions=torch.tensor([5]), cache=cache)
     assert cache.length == 5

@@ -37,6 +37,29 @@ def test_chunked_queries_equal_reference(impl: str, monkeypatch: pytest.MonkeyPa
             torch.testing.assert_close(got[key], value, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_anchors_equal_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What half precision does where gates learn, in float64: several chunks, two anchors each."""
+    monkeypatch.setattr("gape.ops.split.SHORT_BITS", 53)
+    monkeypatch.setattr("gape.ops.split.ANCHORED_ROWS", 25)
+    expected, got = run(LAYOUTS[name], "reference"), run(LAYOUTS[name], "split")
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, atol=1e-9, rtol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("impl", FUSED)
+def test_masks_are_drawn_for_few_queries_at_a_time(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the triangle of queries that come last, which a CPU cannot be told of."""
+    monkeypatch.setattr("gape.ops.sdpa.MASK_ROWS", 8)
+    drawn = []
+    prepare = gape.ops.sdpa.prepare
+    monkeypatch.setattr("gape.ops.sdpa.prepare", lambda *a: (drawn.append(prepare(*a)), drawn[-1])[1])
+    case = random_case(n_q=40, n_k=63)
+    got = gape.gated_attention(**case.tensors, **case.options, impl=impl)
+    assert max(call.mask.size(2) for call in drawn if call.mask is not None) == 8
+    torch.testing.assert_close(got, gape.gated_attention(**case.tensors, **case.options, impl="reference"))
+
+
 def test_reference_passes_gradcheck() -> None:
     case = random_case(batch=1, heads=2, kv_heads=1, n_q=4, n_k=6, dim=3, value_dim=2)
     mask = torch.ones(4, 6, dtype=torch.bool)

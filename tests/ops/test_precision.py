@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -57,6 +60,38 @@ def test_rates_beyond_the_dtype_saturate(dtype: torch.dtype) -> None:
     case.tensors["gate"] += 1e8
     out = gape.gated_attention(**case.tensors, **case.options, impl="split")
     torch.testing.assert_close(out, case.tensors["v"][:, :, -16:], atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("impl", ["auto", "split"])
+@pytest.mark.parametrize("offset", [10**5, 2**24, 10**9])
+def test_float32_keeps_the_bias_at_large_positions(offset: int, impl: str) -> None:
+    positions = torch.arange(63) + offset
+    case = random_case(dtype=torch.float32, q_positions=positions, k_positions=positions)
+    assert output_error(case, impl) < 1e-6
+
+
+@pytest.mark.parametrize("pad", [-(10**6), -(2**31), 2**31 - 1])
+def test_positions_of_pads_do_not_matter(pad: int) -> None:
+    positions = torch.arange(100)
+    positions[:30] = pad
+    real = torch.arange(100) >= 30
+    case = random_case(
+        n_q=100, n_k=100, dtype=torch.bfloat16, q_positions=positions, k_positions=positions,
+        attn_mask=real[None, :] & real[:, None],
+    )  # fmt: skip
+    assert output_error(case, "split") < 6e-3
+
+
+def test_scattered_positions_keep_learning_gates_exact() -> None:
+    g = torch.Generator().manual_seed(2)
+    positions = torch.randperm(131072, generator=g)[:512].sort().values
+    case = random_case(
+        batch=1, n_q=512, n_k=512, dim=64, value_dim=64, strength=200.0, context_length=1024, dtype=torch.bfloat16,
+        q_positions=positions, k_positions=positions,
+    )  # fmt: skip
+    still = gape.gated_attention(**case.tensors, **case.options)
+    learning = gape.gated_attention(**case.leaves(), **case.options)
+    assert distance(learning.detach(), still.double()) < 4e-3
 
 
 def gate_gradients(case: Case, impl: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -124,6 +159,29 @@ def test_autocast_casts_content_and_spares_the_bias() -> None:
         assert gape.explain(**case.tensors, **case.options).impl == "split"
     assert out.dtype == torch.bfloat16
     assert (out == expected).all()
+
+
+def test_one_compilation_serves_many_lengths() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(gape.gated_attention, backend=counter, fullgraph=True)
+    for length in (33, 40, 57, 64, 90, 101):
+        case = random_case(n_q=length, n_k=length, dtype=torch.bfloat16)
+        compiled(**case.tensors, **case.options)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("way", ["new", "old"])
+def test_tf32_is_seen_in_both_ways_of_setting_it(way: str) -> None:
+    script = {
+        "new": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "old": "torch.backends.cuda.matmul.allow_tf32 = True",
+    }[way]
+    code = f"import torch; from gape.ops.rounding import tf32_allowed as t; a = t(); {script}; print(a, t())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["False", "True"]
 
 
 def test_compiled_split_keeps_its_pieces() -> None:

@@ -59,6 +59,8 @@ def test_refuses_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match=r"^impl: .*CUDA"):
             gape.gated_attention(**moved(case, torch.float32).tensors, **case.options, impl="triton")
+        with pytest.raises(ValueError, match=r"^impl: .*CUDA"):
+            gape.explain(**moved(case, torch.float32).tensors, **case.options, impl="triton")
     monkeypatch.setattr("gape.ops.api.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^impl: .*pip install triton"):
         gape.gated_attention(**moved(case, torch.float32).tensors, **case.options, impl="triton")

@@ -79,7 +79,7 @@ def test_options_reach_base_and_gates() -> None:
         ("nope", {"n_embd": 0}),
         ("rope+gape", {"context_length": None}),
         ("yarn", {"context_length": None}),
-        ("longrope", {"factor": 2.0, "context_length": None}),
+        ("longrope", {"context_length": None, "factor": 2.0}),
         ("rope", {"theta": -1.0}),
         ("yarn", {"theta": 1.0}),
         ("pi", {"factor": 0.0}),
@@ -96,5 +96,5 @@ def test_options_reach_base_and_gates() -> None:
     ],
 )
 def test_values_out_of_range_are_named(name: str, arguments: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
+    with pytest.raises(ValueError, match=f"^{next(iter(arguments))}: "):
         make(name, **arguments)

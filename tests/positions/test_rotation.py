@@ -142,5 +142,11 @@ def test_compiles_into_one_graph(name: str) -> None:
 
 
 def test_wrong_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="head dim 16"):
+    with pytest.raises(ValueError, match=r"^x: .*16"):
         make("rope").queries(torch.randn(1, 4, 3, 8), torch.arange(3))
+
+
+@pytest.mark.parametrize("positions", [torch.arange(4), torch.zeros(2, 3).long(), torch.arange(3.0), [0, 1, 2]])
+def test_wrong_positions_are_refused(positions: object) -> None:
+    with pytest.raises(ValueError, match=r"^positions: "):
+        make("rope").rotate(torch.randn(1, 4, 3, 16), positions)

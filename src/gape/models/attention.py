@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from gape import positions as schemes
 from gape.gates import GAPEGates
 from gape.models.cache import KVCache
+from gape.ops import available_implementations, checks
 from gape.ops.carried import carried_attention, carried_form, carry
-from gape.ops.checks import INTEGERS, refuse
+from gape.ops.checks import refuse
 
 
 class GAPEAttention(nn.Module):
@@ -53,11 +54,14 @@ class GAPEAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if n_heads < 1 or n_embd < 1 or n_embd % n_heads:
-            raise refuse("n_embd", n_embd, f"a positive multiple of n_heads = {n_heads}")
-        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        if n_kv_heads < 1 or n_heads % n_kv_heads:
+        n_embd, n_heads = checks.whole("n_embd", n_embd), checks.whole("n_heads", n_heads)
+        if n_embd % n_heads:
+            raise refuse("n_embd", n_embd, f"a multiple of n_heads = {n_heads}")
+        n_kv_heads = n_heads if n_kv_heads is None else checks.whole("n_kv_heads", n_kv_heads)
+        if n_heads % n_kv_heads:
             raise refuse("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
+        if impl not in ("auto", *available_implementations()):
+            raise refuse("impl", impl, f"'auto' or one of {available_implementations()}")
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, n_embd // n_heads
         self.reserve = reserved(position, self.head_dim, reserve)
         self.content_dim = self.head_dim - self.reserve
@@ -108,22 +112,24 @@ class GAPEAttention(nn.Module):
         Returns:
             (B, N, E).
         """
-        batch, n = self._checked(x, positions)
-        q, k, v = self.qkv(x).split(self._widths, dim=-1)
-        q, k, v = (y.view(batch, n, -1, w).transpose(1, 2) for y, w in zip((q, k, v), self._head_widths, strict=True))
         past = 0 if cache is None else cache.length
+        batch, n = self._checked(x, positions, documents, cache, attn_mask)
+        q, k, v = (
+            y.view(batch, n, heads, width).transpose(1, 2)
+            for y, (heads, width) in zip(self.qkv(x).split(self._widths, dim=-1), self._heads, strict=True)
+        )
         where = torch.arange(past, past + n, device=x.device) if positions is None else positions
         q, gate = self.scheme.queries(q, where, x)
         k, side = self.scheme.keys(k, where, x, None if cache is None else cache.side)
-        if self.keep_landmark and side is not None and self.gates is not None:
-            self.landmark_mean = self.gates.landmark_penalty(side)
+        kept = self.keep_landmark and side is not None and self.gates is not None
+        self.landmark_mean = GAPEGates.landmark_penalty(side) if kept and side is not None else None
         seen = {"q_positions": positions, "q_documents": documents, "attn_mask": attn_mask}
         if cache is None:
             seen |= {"k_positions": positions, "k_documents": documents}
             y = self.scheme.attend(q, k, v, gate, side, scale=self.scale, impl=self.impl, **seen)
         else:
             y = self._attend_cached(q, k, v, gate, side, where, cache, seen)
-        projected: Tensor = self.out(y.transpose(1, 2).reshape(batch, n, -1))
+        projected: Tensor = self.out(y.transpose(1, 2).reshape(batch, n, self.n_heads * self.head_dim))
         return projected
 
     def _attend_cached(
@@ -158,19 +164,35 @@ class GAPEAttention(nn.Module):
         return self.scheme.gates if isinstance(self.scheme, schemes.Gated) else None
 
     @property
-    def _head_widths(self) -> tuple[int, int, int]:
-        return self.content_dim, self.content_dim, self.head_dim
+    def _heads(self) -> tuple[tuple[int, int], ...]:
+        """(heads, width) of q, k and v."""
+        return (
+            (self.n_heads, self.content_dim),
+            (self.n_kv_heads, self.content_dim),
+            (self.n_kv_heads, self.head_dim),
+        )
 
-    def _checked(self, x: Tensor, positions: Tensor | None) -> tuple[int, int]:
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.size(2) != self.qkv.in_features:
-            raise refuse("x", x, f"a tensor (batch, tokens, {self.qkv.in_features})")
+    def _checked(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        cache: KVCache | None,
+        attn_mask: Tensor | None,
+    ) -> tuple[int, int]:
+        """Refuse what would break off later, when the cache has been written to; (batch, tokens)."""
+        weight = self.qkv.weight
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.size(2) != weight.size(1) or not x.is_floating_point():
+            raise refuse("x", x, f"a floating tensor (batch, tokens, {weight.size(1)})")
+        if cache is not None and not isinstance(cache, KVCache):
+            raise refuse("cache", cache, "a KVCache")
+        if cache is not None and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            raise ValueError("cache: what is cached carries no gradient, expected torch.no_grad() around the call")
         batch, n, _ = x.shape
-        if positions is not None and (
-            not isinstance(positions, Tensor)
-            or positions.dtype not in INTEGERS
-            or positions.shape not in ((n,), (batch, n))
-        ):
-            raise refuse("positions", positions, f"an integer tensor ({n},) or ({batch}, {n})")
+        past = 0 if cache is None else cache.length
+        checks.positions("positions", positions, batch, n, x.device)
+        checks.documents("documents", documents, batch, n, x.device)
+        checks.mask(attn_mask, (batch, self.n_heads, n, past + n), x.device)
         return batch, n
 
     def extra_repr(self) -> str:

@@ -31,13 +31,19 @@ FUSED: dict[str, Implementation] = {"rank2": rank2, "split": split}
 
 def _triton(problem: Problem) -> Tensor:
     """Run the Triton kernels, which are imported here so that nothing else needs triton."""
+    from gape.ops.triton import launch  # noqa: PLC0415
+
+    return launch.run(problem)
+
+
+def _triton_ready(problem: Problem) -> None:
+    """Refuse where the Triton kernels cannot run."""
     if find_spec("triton") is None:
         raise ValueError("impl: got 'triton', which is not installed: pip install triton")
     if not problem.q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise checks.refuse("impl", "triton", "a CUDA device for it (or TRITON_INTERPRET=1, to test)")
-    from gape.ops.triton import launch  # noqa: PLC0415
-
-    return launch.run(problem)
+    if problem.q.dtype == torch.float64:
+        raise checks.refuse("impl", "triton", "bfloat16, float16 or float32 beside it, q is float64")
 
 
 #: Implementations that run by themselves, and whether they keep an Nq × Nk matrix.
@@ -160,6 +166,7 @@ def explain(
     context_length: float,
     scale: float | None = None,
     impl: str = "auto",
+    check: bool = False,
     **seen: Any,
 ) -> Plan:
     """Say what :func:`gated_attention` would run for these arguments, without running the attention.
@@ -167,13 +174,13 @@ def explain(
     `seen` are the operator's q_positions, k_positions, q_documents, k_documents, attn_mask and is_causal.
 
     Raises:
-        ValueError: as the operator would.
+        ValueError: as the operator would without `strict`; whether that would refuse is the plan's `quadratic`.
     """
     unknown = set(seen) - set(_SEEN)
     if unknown:
         raise ValueError(f"{sorted(unknown)[0]}: not an argument of explain, expected one of {sorted(_SEEN)}")
     with leave_autocast(q, k, v) as (q, k, v):
-        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, False, **(_SEEN | seen))
+        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **(_SEEN | seen))
         name, reason = _choose(impl, problem)
         if name not in FUSED:
             return Plan(
@@ -258,9 +265,11 @@ def _choose(impl: str, problem: Problem) -> tuple[str, str]:
     if impl != "auto":
         if impl not in available_implementations():
             raise checks.refuse("impl", impl, f"'auto' or one of {available_implementations()}")
+        if impl == "triton":
+            _triton_ready(problem)
         return impl, "asked for"
     if problem.q.dtype in (torch.bfloat16, torch.float16):
         return "split", f"exact bias in {str(problem.q.dtype).removeprefix('torch.')}"
     if significand_bits(problem.q) <= 11:
         return "split", "TF32 products would ruin the two-coordinate form"
-    return "rank2", f"two coordinates are exact in {str(problem.q.dtype).removeprefix('torch.')}"
+    return "rank2", f"two coordinates are enough in {str(problem.q.dtype).removeprefix('torch.')}"

@@ -9,7 +9,7 @@ choose anew for each call cannot be chosen here: positions are counted from 0, t
 
 c·i and u·j are good to 24 bits, in half precision too, so a logit is off by about 2⁻²⁴·c·i. Beside the rounding of half
 precision that is nothing while c·i = Γ·g·i/T, what a query would lose at position 0, stays below 100,000, and positions
-below 2²⁴. `docs/model.md` has the figures.
+below 2²⁴ (2²³ in float16). `docs/model.md` has the figures.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gape.ops import checks, split
+from gape.ops import checks, rank2, split
 from gape.ops.plain import attention
-from gape.ops.problem import bias_dtype
 from gape.ops.rounding import significand_bits
 
 #: Coordinates that each form takes.
-COLUMNS = {"rank2": 2, "split": split.COLUMNS}
+COLUMNS = {"rank2": rank2.COLUMNS, "split": split.COLUMNS}
 
 
 def carried_form(impl: str, room: int, like: Tensor) -> str | None:
@@ -60,12 +59,10 @@ def carry(
     Raises:
         ValueError: unknown form, or a width that is too small.
     """
-    exposure = 1 - landmark
     if _known(form) == "split":
-        columns = split.key_columns(exposure, [positions], k.dtype, significand_bits(k))
+        columns = split.key_columns(1 - landmark, [positions], k.dtype, significand_bits(k))
     else:
-        j = _beside_heads(positions, k.dtype)
-        columns = torch.stack([exposure * (j / context_length), landmark], dim=-1).to(k.dtype)
+        columns = rank2.key_columns(landmark, positions, context_length, k.dtype)
     return _joined(k, columns, k.size(-1) + COLUMNS[form] if width is None else width)
 
 
@@ -104,9 +101,8 @@ def carried_attention(
         rate = amplitude[:, None] * gate / context_length
         columns = split.query_columns(rate, [positions], scale, q.dtype, significand_bits(q))
     else:
-        i = _beside_heads(positions, q.dtype)
         strength = amplitude[:, None] * gate / scale
-        columns = torch.stack([strength, strength * (i / context_length)], dim=-1).to(q.dtype)
+        columns = rank2.query_columns(strength, positions, context_length, q.dtype)
     return attention(_joined(q, columns, k.size(-1)), k, v, scale=scale, **seen)
 
 
@@ -121,9 +117,3 @@ def _joined(x: Tensor, columns: Tensor, width: int) -> Tensor:
     if spare < 0:
         raise checks.refuse("width", width, f"at least {x.size(-1)} + {columns.size(-1)}, content and bias")
     return torch.cat([x, F.pad(columns, (0, spare))], dim=-1)
-
-
-def _beside_heads(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positions as floats that broadcast against (B, H, N)."""
-    positions = positions.to(bias_dtype(dtype))
-    return positions if positions.dim() == 1 else positions.unsqueeze(1)

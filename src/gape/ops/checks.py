@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -29,9 +29,29 @@ def refuse(name: str, came: Any, expected: str) -> ValueError:
 
 def positive_number(name: str, x: Any) -> float:
     """A finite number above zero, as a float."""
-    if isinstance(x, bool) or not isinstance(x, Real) or not math.isfinite(x) or x <= 0:
+    if finite(name, x, "a positive finite number") <= 0:
         raise refuse(name, x, "a positive finite number")
     return float(x)
+
+
+def finite(name: str, x: Any, expected: str = "a finite number") -> float:
+    """A finite number, as a float."""
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise refuse(name, x, expected)
+    try:
+        value = float(x)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise refuse(name, x, expected)
+    return value
+
+
+def whole(name: str, x: Any, at_least: int = 1) -> int:
+    """A whole number of at least `at_least`, as an int."""
+    if isinstance(x, bool) or not isinstance(x, Integral) or x < at_least:
+        raise refuse(name, x, f"a whole number of at least {at_least}")
+    return int(x)
 
 
 def flag(name: str, x: Any) -> bool:
@@ -43,8 +63,8 @@ def flag(name: str, x: Any) -> bool:
 
 def floats(name: str, x: Any, shape: tuple[int, ...] | None, device: torch.device, what: str) -> Tensor:
     """A floating tensor on `device`, of `shape` when one is given."""
-    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-        raise refuse(name, x, f"a floating tensor {what}")
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.layout != torch.strided:
+        raise refuse(name, x, f"a dense floating tensor {what}")
     if shape is not None and x.shape != shape:
         raise refuse(name, x, f"shape {what} = {shape}")
     if x.device != device:
@@ -55,8 +75,9 @@ def floats(name: str, x: Any, shape: tuple[int, ...] | None, device: torch.devic
 def heads(q: Any, k: Any, v: Any) -> None:
     """q (B, Hq, Nq, D), k (B, Hk, Nk, D), v (B, Hk, Nk, Dv): one dtype, one device, Hq a multiple of Hk."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() != 4 or min(x.size(1), x.size(3)) < 1:
-            raise refuse(name, x, "a floating tensor (batch, heads ≥ 1, tokens, head dim ≥ 1)")
+        dense = isinstance(x, Tensor) and x.layout == torch.strided and x.dtype in FLOATS and x.dim() == 4
+        if not dense or min(x.size(1), x.size(3)) < 1:
+            raise refuse(name, x, "a dense floating tensor (batch, heads ≥ 1, tokens, head dim ≥ 1)")
         if x.device != q.device:
             raise refuse(name, x, f"a tensor on {q.device}, where q is")
         if x.dtype != q.dtype:
@@ -93,8 +114,8 @@ def visibility(
 ) -> Visibility:
     """Check everything that says who sees whom, fill in defaults."""
     batch, n_q, n_k, device = q.size(0), q.size(2), k.size(2), q.device
-    k_positions = _positions("k_positions", k_positions, batch, n_k, device)
-    q_positions = _positions("q_positions", q_positions, batch, n_q, device)
+    k_positions = positions("k_positions", k_positions, batch, n_k, device)
+    q_positions = positions("q_positions", q_positions, batch, n_q, device)
     if q_positions is None and n_q > n_k:
         raise ValueError(f"q_positions: got None, expected positions for {n_q} queries and only {n_k} keys")
     if q_positions is None and k_positions is not None:
@@ -110,14 +131,15 @@ def visibility(
         device=device,
         q_positions=q_positions,
         k_positions=k_positions,
-        q_documents=_documents("q_documents", q_documents, batch, n_q, device),
-        k_documents=_documents("k_documents", k_documents, batch, n_k, device),
-        attn_mask=_mask(attn_mask, (batch, q.size(1), n_q, n_k), device),
+        q_documents=documents("q_documents", q_documents, batch, n_q, device),
+        k_documents=documents("k_documents", k_documents, batch, n_k, device),
+        attn_mask=mask(attn_mask, (batch, q.size(1), n_q, n_k), device),
         is_causal=flag("is_causal", is_causal),
     )
 
 
-def _positions(name: str, x: Any, batch: int, n: int, device: torch.device) -> Tensor | None:
+def positions(name: str, x: Any, batch: int, n: int, device: torch.device) -> Tensor | None:
+    """Integer positions (n,) or (batch, n) as int64; None stays."""
     if x is None:
         return None
     if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
@@ -129,7 +151,8 @@ def _positions(name: str, x: Any, batch: int, n: int, device: torch.device) -> T
     return x.to(torch.int64)
 
 
-def _documents(name: str, x: Any, batch: int, n: int, device: torch.device) -> Tensor | None:
+def documents(name: str, x: Any, batch: int, n: int, device: torch.device) -> Tensor | None:
+    """Integer document ids (batch, n); None stays."""
     if x is None:
         return None
     if not isinstance(x, Tensor) or x.dtype not in INTEGERS or x.shape != (batch, n) or x.device != device:
@@ -137,10 +160,11 @@ def _documents(name: str, x: Any, batch: int, n: int, device: torch.device) -> T
     return x
 
 
-def _mask(x: Any, full: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
+def mask(x: Any, full: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
+    """A bool mask in four dimensions that broadcasts to `full`; None stays."""
     if x is None:
         return None
-    if not isinstance(x, Tensor) or x.dtype != torch.bool or x.device != device:
+    if not isinstance(x, Tensor) or x.dtype != torch.bool or x.layout != torch.strided or x.device != device:
         raise refuse("attn_mask", x, f"a bool tensor on {device}")
     sizes = (1,) * (4 - x.dim()) + tuple(x.shape)
     if len(sizes) != 4 or any(s not in (1, f) for s, f in zip(sizes, full, strict=True)):

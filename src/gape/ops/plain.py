@@ -10,12 +10,10 @@ from torch import Tensor
 from gape.ops import checks, sdpa
 from gape.ops.api import leave_autocast
 from gape.ops.problem import bias_dtype
-from gape.ops.rounding import pieces, significand_bits
+from gape.ops.rounding import UNIT, pieces, significand_bits
 from gape.ops.visibility import Visibility
 
 Bias = Callable[[Tensor, Tensor], Tensor]
-
-UNIT = 256.0
 
 
 def attention(
@@ -64,6 +62,8 @@ def attention(
             attn_mask=attn_mask,
             is_causal=is_causal,
         )
+        if bias is not None and not callable(bias):
+            raise checks.refuse("bias", bias, "a function of query and key positions")
         scale = q.size(-1) ** -0.5 if scale is None else checks.positive_number("scale", scale)
         if key_bias is not None:
             shape = (q.size(0), q.size(1), k.size(2))
@@ -75,8 +75,8 @@ def attention(
 
 
 def _calls(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, bias: Bias | None) -> Iterator[sdpa.Call]:
-    dense = bias is not None or seen.kind == "dense"
-    for start, stop in sdpa.chunks(seen.n_q, sdpa.MASK_ROWS if dense else max(seen.n_q, 1)):
+    drawn = bias is not None or sdpa.draws_mask(seen, q)
+    for start, stop in sdpa.chunks(seen.n_q, sdpa.MASK_ROWS if drawn else None):
         part = seen.rows(start, stop)
         values = None
         if bias is not None:

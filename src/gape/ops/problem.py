@@ -15,6 +15,12 @@ def bias_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def beside_heads(positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positions (N,) or (B, N) in `dtype`, in a shape that broadcasts against (B, H, N)."""
+    positions = positions.to(dtype)
+    return positions if positions.dim() == 1 else positions.unsqueeze(1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """Checked arguments. Shapes: B batch, Hq / Hk query / key heads, Nq / Nk tokens, D and Dv head dims.

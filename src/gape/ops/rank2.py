@@ -1,7 +1,8 @@
 """The paper's form: two extra coordinates carry M = c_i · (j·u_j + i·l_j), equal to the bias after softmax.
 
-Exact in float32 and float64. In bfloat16 and float16 the two terms are large and cancel, so the error grows
-with position: it is kept for fidelity to the paper; `split` is the form to use there.
+Its two terms are large and cancel, so what a dtype rounds grows with position. In float32 and float64 positions are
+counted from the middle of the queries, which softmax does not see, and little is lost. In bfloat16 and float16 the
+form is kept as the paper has it, absolute positions included, to compare with; `split` is the one to use there.
 """
 
 from __future__ import annotations
@@ -12,35 +13,34 @@ import torch
 from torch import Tensor
 
 from gape.ops import sdpa
-from gape.ops.problem import Problem, bias_dtype
+from gape.ops.problem import Problem, beside_heads, bias_dtype
+
+#: Width of the columns.
+COLUMNS = 2
 
 
-def query_columns(problem: Problem) -> Tensor:
-    """[Γ·g, Γ·g·i/T] / scale, (B, Hq, Nq, 2) in q's dtype."""
-    i, _ = problem.seen.positions()
-    i = _beside_heads(i.to(bias_dtype(problem.q.dtype)))
-    strength = problem.amplitude[:, None] * problem.gate / problem.scale
-    return torch.stack([strength, strength * (i / problem.context_length)], dim=-1).to(problem.q.dtype)
+def query_columns(strength: Tensor, positions: Tensor, context_length: float, dtype: torch.dtype) -> Tensor:
+    """[Γ·g, Γ·g·i/T] / scale for strength Γ·g/scale (B, Hq, Nq); (B, Hq, Nq, 2) in `dtype`."""
+    i = beside_heads(positions, bias_dtype(dtype))
+    return torch.stack([strength, strength * (i / context_length)], dim=-1).to(dtype)
 
 
-def key_columns(problem: Problem) -> Tensor:
-    """[j·(1 − l)/T, l], (B, Hk, Nk, 2) in k's dtype."""
-    _, j = problem.seen.positions()
-    j = _beside_heads(j.to(bias_dtype(problem.q.dtype)))
-    columns = [problem.exposure * (j / problem.context_length), problem.landmark]
-    return torch.stack(columns, dim=-1).to(problem.k.dtype)
+def key_columns(landmark: Tensor, positions: Tensor, context_length: float, dtype: torch.dtype) -> Tensor:
+    """[j·(1 − l)/T, l] for landmark (B, Hk, Nk); (B, Hk, Nk, 2) in `dtype`."""
+    j = beside_heads(positions, bias_dtype(dtype))
+    return torch.stack([(1 - landmark) * (j / context_length), landmark], dim=-1).to(dtype)
 
 
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
     """The prepared attention calls, one per chunk of queries."""
-    q = torch.cat([problem.q, query_columns(problem)], dim=-1)
-    k = torch.cat([problem.k, key_columns(problem)], dim=-1)
-    size = sdpa.MASK_ROWS if problem.seen.kind == "dense" else max(problem.seen.n_q, 1)
-    for start, stop in sdpa.chunks(problem.seen.n_q, size):
-        seen = problem.seen.rows(start, stop)
-        yield sdpa.prepare(q[:, :, start:stop], k[:, :, : seen.n_k], problem.v[:, :, : seen.n_k], seen, problem.scale)
-
-
-def _beside_heads(positions: Tensor) -> Tensor:
-    """(N,) or (B, N) to a shape that broadcasts against (B, H, N)."""
-    return positions if positions.dim() == 1 else positions.unsqueeze(1)
+    seen, dtype, length = problem.seen, problem.q.dtype, problem.context_length
+    i, j = seen.positions()
+    if dtype in (torch.float32, torch.float64):
+        anchor = seen.anchor(0, seen.n_q)
+        i, j = i - anchor, j - anchor
+    strength = problem.amplitude[:, None] * problem.gate / problem.scale
+    q = torch.cat([problem.q, query_columns(strength, i, length, dtype)], dim=-1)
+    k = torch.cat([problem.k, key_columns(problem.landmark, j, length, dtype)], dim=-1)
+    for start, stop in sdpa.chunks(seen.n_q, sdpa.MASK_ROWS if sdpa.draws_mask(seen, q) else None):
+        part = seen.rows(start, stop)
+        yield sdpa.prepare(q[:, :, start:stop], k[:, :, : part.n_k], problem.v[:, :, : part.n_k], part, problem.scale)

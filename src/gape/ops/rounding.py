@@ -5,14 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: A power of two that moves magnitude between the two sides of a product, so that float16 does not overflow.
+UNIT = 256.0
+
 _SIGNIFICAND = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 
 
 def significand_bits(x: Tensor) -> int:
     """Bits of significand that a matrix product of x's dtype keeps; TF32 keeps 11 of float32's 24."""
-    if x.dtype == torch.float32 and x.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+    if x.dtype == torch.float32 and x.is_cuda and tf32_allowed():
         return 11
     return _SIGNIFICAND[x.dtype]
+
+
+def tf32_allowed() -> bool:
+    """Whether matrix products in float32 may run in TF32 on a GPU, in whichever way that was set."""
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        return bool(matmul.allow_tf32)
+    # Asking the older switch raises once the newer one was used.
+    chosen = matmul.fp32_precision
+    if chosen == "none":
+        chosen = getattr(torch.backends, "fp32_precision", "none")
+    return bool(chosen == "tf32")
 
 
 def round_significand(x: Tensor, bits: int) -> Tensor:

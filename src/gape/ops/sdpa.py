@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.bias import causal_lower_right
 
 from gape.ops.visibility import Visibility
 
@@ -49,7 +48,8 @@ class Call:
     @property
     def grouped(self) -> bool:
         """Whether several query heads share a key head."""
-        return self.q.size(1) != self.k.size(1)
+        # A comparison of traced sizes is no bool until it is asked for one.
+        return True if self.q.size(1) != self.k.size(1) else False  # noqa: SIM210
 
     @property
     def bare_triangle(self) -> bool:
@@ -77,11 +77,14 @@ class Call:
 
     def run(self) -> Tensor:
         """The attention output, (B, Hq, Nq, value_width)."""
+        if self.k.size(2) == 0:
+            # Backends divide nothing by nothing; without keys every row sees nothing.
+            return (self.q[..., :1] * 0).expand(-1, -1, -1, self.value_width)
         out = F.scaled_dot_product_attention(
             self.q,
             self.k,
             self.v,
-            attn_mask=causal_lower_right(self.q.size(2), self.k.size(2)) if self.bare_triangle else self.mask,
+            attn_mask=_lower_right(self.q.size(2), self.k.size(2)) if self.bare_triangle else self.mask,
             is_causal=self.kind == "causal",
             scale=self.scale,
             enable_gqa=self.grouped,
@@ -110,7 +113,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, bia
     value_width = v.size(-1)
     kind = "dense" if bias is not None else seen.kind
     mask, empty = None, None
-    if kind == "dense" or (kind == "lower-right" and not _has_lower_right(q)):
+    if draws_mask(seen, q) or kind == "dense":
         mask = seen.mask()
     if mask is not None and kind == "dense":
         reachable = mask.any(-1, keepdim=True)
@@ -142,9 +145,18 @@ def run_all(calls: Iterable[Call], *, strict: bool = False) -> Tensor:
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
-def chunks(n_q: int, size: int) -> list[tuple[int, int]]:
-    """Consecutive (start, stop) of at most `size` queries; one empty chunk for n_q = 0."""
-    return [(s, min(s + size, n_q)) for s in range(0, max(n_q, 1), size)]
+def draws_mask(seen: Visibility, q: Tensor) -> bool:
+    """Whether the pairs take a mask tensor, because neither they nor the device allow a description."""
+    if seen.kind == "lower-right":
+        return not q.is_cuda or torch.compiler.is_compiling()
+    return seen.kind == "dense"
+
+
+def chunks(n_q: int, size: int | None) -> list[tuple[int, int]]:
+    """Consecutive (start, stop) of at most `size` queries; None is no limit."""
+    if size is None or n_q <= size:
+        return [(0, n_q)]
+    return [(start, min(start + size, n_q)) for start in range(0, n_q, size)]
 
 
 def _legal_widths(q: Tensor, k: Tensor, v: Tensor, *, equal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,12 +174,17 @@ def _legal_widths(q: Tensor, k: Tensor, v: Tensor, *, equal: bool) -> tuple[Tens
 
 
 def _pad(x: Tensor, width: int) -> Tensor:
-    return x if x.size(-1) == width else F.pad(x, (0, width - x.size(-1)))
+    """Zero coordinates up to `width`, and neighbouring ones side by side in memory, as fused backends want."""
+    if x.size(-1) != width:
+        return F.pad(x, (0, width - x.size(-1)))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _has_lower_right(q: Tensor) -> bool:
-    """Whether torch can be told of the lower-right triangle instead of being handed a mask."""
-    return q.is_cuda and not torch.compiler.is_compiling()
+def _lower_right(n_q: int, n_k: int) -> Tensor:
+    """The lower-right triangle by description; its module takes two seconds to import, hence here."""
+    from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
+
+    return causal_lower_right(n_q, n_k)
 
 
 def _lower_right_backend(call: Call) -> str:

@@ -10,7 +10,8 @@ UNIT, moves magnitude between the sides so that float16 does not overflow. Round
 
 A fused backward returns dq and dk in the working dtype, and the gradient of a gate is the difference of two such
 columns, so it loses what the distance to the anchor costs. Where gates learn, queries therefore go in chunks whose two
-halves have an anchor each; near an anchor two pieces are enough, so this takes six coordinates too:
+halves have an anchor each. In index order both are near their queries and two pieces are enough, so this takes six
+coordinates too (explicit positions may be anywhere: there three pieces stay, and it takes nine):
 
     query [−(c·i)₁, −(c·i)₂, c, c, 0, 0] or [−(c·i)₁, −(c·i)₂, 0, 0, c, c]
     key   [u, u, (u·j)₁, (u·j)₂, (u·j′)₁, (u·j′)₂]      i from its own anchor, j from the first, j′ from the second
@@ -26,21 +27,22 @@ import torch
 from torch import Tensor
 
 from gape.ops import sdpa
-from gape.ops.problem import Problem
-from gape.ops.rounding import pieces, round_significand, significand_bits, straight_through
+from gape.ops.problem import Problem, beside_heads
+from gape.ops.rounding import UNIT, pieces, round_significand, significand_bits, straight_through
 
 #: Queries of one call where gates learn through a half-precision backward: two anchors, 1,024 queries each.
 ANCHORED_ROWS = 2048
 
-#: Width of the columns.
+#: Width of the columns of one anchor and three pieces.
 COLUMNS = 6
 
-UNIT = 256.0
+#: Significands up to which a backward pass is too short for one anchor.
+SHORT_BITS = 11
 
-Anchor = int | Tensor
 
-
-def query_columns(rate: Tensor, positions: Sequence[Tensor], scale: float, dtype: torch.dtype, bits: int) -> Tensor:
+def query_columns(
+    rate: Tensor, positions: Sequence[Tensor], scale: float, dtype: torch.dtype, bits: int, count: int = 3
+) -> Tensor:
     """The query side for rate (B, Hq, Nq).
 
     Args:
@@ -50,11 +52,11 @@ def query_columns(rate: Tensor, positions: Sequence[Tensor], scale: float, dtype
         scale: the softmax scale.
         dtype: of the columns.
         bits: significand that each piece may use.
+        count: pieces of a product.
 
     Returns:
-        (B, Hq, Nq, 6) in `dtype`.
+        (B, Hq, Nq, count · (groups + 1)) in `dtype`.
     """
-    groups, count = len(positions), COLUMNS // (len(positions) + 1)
     i = _wide(torch.cat(list(positions), dim=-1), dtype)
     c = rate.to(i.dtype) * (UNIT / scale)
     # A rate that float16 cannot hold saturates, consistently for every key of the query.
@@ -62,7 +64,7 @@ def query_columns(rate: Tensor, positions: Sequence[Tensor], scale: float, dtype
     c = torch.minimum(c, limit / (i.abs() / UNIT**2).clamp(min=1.0))
     c = straight_through(c, round_significand(c, bits))
     columns = [-piece for piece in pieces(c * (i / UNIT**2), bits, count)]
-    if groups == 1:
+    if len(positions) == 1:
         columns += [c] * count
     else:
         first = torch.arange(rate.size(-1), device=rate.device) < positions[0].size(-1)
@@ -70,13 +72,12 @@ def query_columns(rate: Tensor, positions: Sequence[Tensor], scale: float, dtype
     return torch.stack(columns, dim=-1).to(dtype)
 
 
-def key_columns(exposure: Tensor, positions: Sequence[Tensor], dtype: torch.dtype, bits: int) -> Tensor:
+def key_columns(exposure: Tensor, positions: Sequence[Tensor], dtype: torch.dtype, bits: int, count: int = 3) -> Tensor:
     """The key side for exposure (B, Hk, Nk), whose `positions` are given once for every anchor.
 
     Returns:
-        (B, Hk, Nk, 6) in `dtype`.
+        (B, Hk, Nk, count · (anchors + 1)) in `dtype`.
     """
-    count = COLUMNS // (len(positions) + 1)
     counted = [_wide(j, dtype) for j in positions]
     u = exposure.to(counted[0].dtype)
     u = straight_through(u, round_significand(u, bits))
@@ -90,7 +91,8 @@ def key_columns(exposure: Tensor, positions: Sequence[Tensor], dtype: torch.dtyp
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
     """The prepared attention calls, one per chunk of queries."""
     bits = significand_bits(problem.q)
-    learns = bits <= 11 and _gates_learn(problem)
+    learns = bits <= SHORT_BITS and _gates_learn(problem)
+    count = 2 if learns and problem.seen.index_order else 3
     spans = sdpa.chunks(problem.seen.n_q, _chunk_rows(problem, learns))
     q_positions, k_positions = problem.seen.positions()
     rate, exposure = problem.rate, problem.exposure
@@ -102,11 +104,11 @@ def calls(problem: Problem) -> Iterator[sdpa.Call]:
         seen = problem.seen.rows(start, stop)
         middle = (start + stop) // 2
         groups = [(start, middle), (middle, stop)] if learns and middle > start else [(start, stop)]
-        anchors = [_anchor(problem, q_positions, *group) for group in groups]
+        anchors = [problem.seen.anchor(*group) for group in groups]
         i = [q_positions[..., a:b] - anchor for (a, b), anchor in zip(groups, anchors, strict=True)]
         j = [k_positions[..., : seen.n_k] - anchor for anchor in anchors]
-        q_columns = query_columns(rate[:, :, start:stop], i, problem.scale, problem.q.dtype, bits)
-        k_columns = key_columns(exposure[:, :, : seen.n_k], j, problem.k.dtype, bits)
+        q_columns = query_columns(rate[:, :, start:stop], i, problem.scale, problem.q.dtype, bits, count)
+        k_columns = key_columns(exposure[:, :, : seen.n_k], j, problem.k.dtype, bits, count)
         yield sdpa.prepare(
             torch.cat([problem.q[:, :, start:stop], q_columns], dim=-1),
             torch.cat([k[:, :, : seen.n_k].to(problem.k.dtype), k_columns], dim=-1),
@@ -121,19 +123,10 @@ def _gates_learn(problem: Problem) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in gates)
 
 
-def _chunk_rows(problem: Problem, learns: bool) -> int:
-    rows = ANCHORED_ROWS if learns else max(problem.seen.n_q, 1)
-    return min(rows, sdpa.MASK_ROWS) if problem.seen.kind == "dense" else rows
-
-
-def _anchor(problem: Problem, positions: Tensor, start: int, stop: int) -> Anchor:
-    """A position in the middle of queries start … stop − 1, one per sequence where positions differ."""
-    if problem.seen.index_order:
-        return problem.seen.n_k - problem.seen.n_q + (start + stop) // 2
-    if start == stop:
-        return 0
-    part = positions[..., start:stop]
-    return (part.amin(-1, keepdim=True) + part.amax(-1, keepdim=True)) // 2
+def _chunk_rows(problem: Problem, learns: bool) -> int | None:
+    if sdpa.draws_mask(problem.seen, problem.q):
+        return min(ANCHORED_ROWS, sdpa.MASK_ROWS)
+    return ANCHORED_ROWS if learns else None
 
 
 def _wide(positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,5 +134,4 @@ def _wide(positions: Tensor, dtype: torch.dtype) -> Tensor:
     half = dtype in (torch.bfloat16, torch.float16)
     # Apple's GPUs have no float64.
     wide = torch.float32 if half or positions.device.type == "mps" else torch.float64
-    positions = positions.to(wide)
-    return positions if positions.dim() == 1 else positions.unsqueeze(1)
+    return beside_heads(positions, wide)

@@ -63,6 +63,17 @@ class Visibility:
         keys = torch.arange(self.n_k, device=self.device)
         return keys[self.n_k - self.n_q :], keys
 
+    def anchor(self, start: int, stop: int) -> int | Tensor:
+        """A position among queries start … stop − 1 to count from: an int in index order, else (1,) or (B, 1).
+
+        It is the middle one, or the median: pads may have any position without moving it much.
+        """
+        if self.q_positions is None:
+            return self.n_k - self.n_q + (start + stop) // 2
+        if start == stop:
+            return 0
+        return self.q_positions[..., start:stop].median(dim=-1, keepdim=True).values
+
     def rows(self, start: int, stop: int) -> Visibility:
         """The same for queries start … stop − 1, without the keys that causality hides from all of them."""
         n_k = self.n_k

@@ -124,8 +124,7 @@ _SIZES = frozenset(Sizes.__annotations__)
 
 def distance(q_positions: Tensor, k_positions: Tensor) -> Tensor:
     """i − j as (1 or B, 1, Nq, Nk) int64, from positions of shape (N,) or (B, N)."""
-    delta = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
-    delta = delta.to(torch.int64)
+    delta = q_positions.to(torch.int64).unsqueeze(-1) - k_positions.to(torch.int64).unsqueeze(-2)
     return delta.unsqueeze(0).unsqueeze(0) if delta.dim() == 2 else delta.unsqueeze(1)
 
 

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Any
 
-from gape.ops.checks import positive_number, refuse
+from gape.ops.checks import finite, positive_number, refuse, whole
 
-
-def whole(name: str, value: Any, at_least: int = 1) -> int:
-    """Return `value` if it is an integer of at least `at_least`.
-
-    Raises:
-        ValueError: it is not an integer, or too small.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise refuse(name, value, f"a whole number of at least {at_least}")
-    return value
+__all__ = ["above", "even", "finite", "whole"]
 
 
 def even(name: str, value: Any, at_least: int = 2) -> int:
@@ -39,15 +28,4 @@ def above(name: str, value: Any, bound: float) -> float:
     """
     if positive_number(name, value) <= bound:
         raise refuse(name, value, f"a number greater than {bound:g}")
-    return float(value)
-
-
-def finite(name: str, value: Any) -> float:
-    """Return `value` as a float if it is a finite number.
-
-    Raises:
-        ValueError: it is not a number, or infinite, or NaN.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise refuse(name, value, "a finite number")
     return float(value)

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gape.constant import Constant
+from gape.ops import checks
 from gape.ops.checks import positive_number, refuse
 from gape.positions.base import Scheme, keyword_defaults, wide
 from gape.positions.checks import even
-from gape.positions.constant import Constant
 
 #: Inverse frequencies, one per pair, and the factor on cos and sin.
 Spectrum = tuple[list[float], float]
@@ -97,8 +98,9 @@ class Rotary(Scheme):
         Raises:
             ValueError: x has another last dimension than head_dim.
         """
-        if x.shape[-1] != self.head_dim:
-            raise refuse("q or k", x, f"head dim {self.head_dim}, which the scheme was built for")
+        if not isinstance(x, Tensor) or x.dim() != 4 or x.size(-1) != self.head_dim:
+            raise refuse("x", x, f"a tensor (batch, heads, tokens, {self.head_dim})")
+        checks.positions("positions", positions, x.size(0), x.size(2), x.device)
         cos, sin = self.cos_sin(positions, wide(x.dtype))
         if positions.dim() == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
