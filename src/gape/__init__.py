@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from gape import gates, models, ops, positions, theory
+    from gape import analysis, gates, models, ops, positions, report, tasks, theory, train
     from gape.gates import GAPEGates
     from gape.models.attention import GAPEAttention
     from gape.models.gpt import GPT, GPTConfig
@@ -25,7 +25,7 @@ _HOMES = {
     "GPT": "gape.models.gpt",
     "GPTConfig": "gape.models.gpt",
 }
-_ROOMS = ("gates", "models", "ops", "positions", "theory")
+_ROOMS = ("analysis", "gates", "models", "ops", "positions", "report", "tasks", "theory", "train")
 
 __all__ = [
     "GPT",
@@ -33,13 +33,17 @@ __all__ = [
     "GAPEGates",
     "GPTConfig",
     "__version__",
+    "analysis",
     "explain",
     "gated_attention",
     "gates",
     "models",
     "ops",
     "positions",
+    "report",
+    "tasks",
     "theory",
+    "train",
 ]
 
 

@@ -1,0 +1,26 @@
+"""Training that loses nothing. `docs/training.md` has the formats and the rules."""
+
+from gape.train.checkpoint import verify
+from gape.train.config import TrainConfig
+from gape.train.errors import CheckpointError, DiskFullError, NonFiniteError
+from gape.train.load import load_model
+from gape.train.loop import Trainer
+from gape.train.optimizer import learning_rate, parameter_groups
+from gape.train.signals import Interrupted, StopFlag
+from gape.train.source import Batch, Source
+
+__all__ = [
+    "Batch",
+    "CheckpointError",
+    "DiskFullError",
+    "Interrupted",
+    "NonFiniteError",
+    "Source",
+    "StopFlag",
+    "TrainConfig",
+    "Trainer",
+    "learning_rate",
+    "load_model",
+    "parameter_groups",
+    "verify",
+]

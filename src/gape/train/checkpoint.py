@@ -1,0 +1,268 @@
+"""Checkpoints: safetensors and JSON, written aside, sealed, then given their name.
+
+A checkpoint is a directory `step-00000100` with `model.safetensors`, `optimizer.safetensors`, `state.json` and the
+seal, `manifest.json`: size and SHA-256 of the other three, written last. Nothing in it is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+from safetensors.torch import save as pack_tensors
+from torch import Tensor, nn
+
+from gape.train import files
+from gape.train.errors import CheckpointError, DiskFullError
+from gape.train.optimizer import bare
+
+MODEL, OPTIMIZER, STATE, SEAL = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+SEALED = (MODEL, OPTIMIZER, STATE)
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+# What reading bytes that somebody else wrote may raise.
+_BAD = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError)
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint holds: the step, tensors by name, and the rest of the state."""
+
+    path: Path
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def name(step: int) -> str:
+    """The directory name of a step."""
+    return f"step-{step:08d}"
+
+
+def found(root: Path) -> list[Path]:
+    """The checkpoints in a directory by name alone, newest first."""
+    if not root.is_dir():
+        return []
+    steps = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(steps, reverse=True)]
+
+
+def pack(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, bytes]:
+    """The three files in memory, so that a full disk is met before anything is half written.
+
+    Raises:
+        CheckpointError: for a floating tensor that is not finite: a poisoned checkpoint is never written.
+    """
+    return {MODEL: _packed(model), OPTIMIZER: _packed(optimizer), STATE: files.to_json(state)}
+
+
+def save(root: Path, step: int, packed: Mapping[str, bytes], *, keep_last: int) -> Path:
+    """Write a checkpoint, verify it, and only then delete all but the `keep_last` newest.
+
+    Returns:
+        The directory.
+
+    Raises:
+        DiskFullError: when there is no room; what was written aside is gone, earlier checkpoints are untouched.
+        CheckpointError: when the disk gives back something else than was written; nothing is deleted then.
+    """
+    target = root / name(step)
+    aside = root / f".tmp-{target.name}-{os.getpid()}"
+    root.mkdir(parents=True, exist_ok=True)
+    needed = sum(map(len, packed.values()))
+    seal = _seal(step, packed)
+    with files.room(f"checkpoint {target.name}", root, needed):
+        try:
+            aside.mkdir()
+            for key in SEALED:
+                files.write(aside / key, packed[key])
+            files.write(aside / SEAL, seal)
+            files.settle(aside)
+            if target.exists():
+                set_aside(target)
+            aside.replace(target)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        files.settle(root)
+    if problems := verify(target):
+        raise CheckpointError(f"{target} was written and cannot be read back; older checkpoints are kept", problems)
+    for old in found(root)[keep_last:]:
+        files.discard(old)
+    return target
+
+
+def verify(checkpoint: str | os.PathLike[str]) -> list[str]:
+    """What is wrong with a checkpoint directory, one line each; empty when it is whole.
+
+    Every file is read: its size, its SHA-256, and whether it parses.
+    """
+    return _read(Path(checkpoint))[1]
+
+
+def load(checkpoint: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint; every byte is checked against the seal before it is parsed.
+
+    Raises:
+        CheckpointError: when anything is wrong, with all that is.
+    """
+    content, problems = _read(Path(checkpoint))
+    if content is None:
+        raise CheckpointError(f"{checkpoint} is not a whole checkpoint", problems)
+    return content
+
+
+def newest(root: Path, say: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
+    """The newest valid checkpoint of a directory, None where there is none at all.
+
+    Args:
+        root: a run's `checkpoints/`.
+        say: is told why a broken one was passed over.
+
+    Raises:
+        CheckpointError: when there are checkpoints and none is valid: starting anew would throw the run away.
+    """
+    complaints = []
+    for path in found(root):
+        content, problems = _read(path)
+        if content is not None:
+            return content
+        complaints.append(f"{path.name}: {', '.join(problems)}")
+        say(f"passed over {complaints[-1]}")
+    if complaints:
+        raise CheckpointError(f"no checkpoint in {root} is whole; move them away to start anew", complaints)
+    return None
+
+
+def set_aside(path: Path) -> Path:
+    """Move a checkpoint out of the way under the name `step-00000100.aside`; it is not looked at any more."""
+    taken = sum(1 for _ in path.parent.glob(f"{path.name}.aside*"))
+    return path.replace(path.with_name(f"{path.name}.aside{taken or ''}"))
+
+
+def resolve(path: str | os.PathLike[str], say: Callable[[str], None] = lambda message: None) -> Checkpoint:
+    """The checkpoint at `path`, or the newest valid one of the run at `path`.
+
+    Raises:
+        CheckpointError: when there is none.
+    """
+    place = Path(path)
+    if _NAME.fullmatch(place.name) or ((place / SEAL).is_file() and (place / STATE).is_file()):
+        return load(place)
+    checkpoint = newest(place / "checkpoints", say)
+    if checkpoint is None:
+        raise CheckpointError(f"{place} is neither a checkpoint nor a run with checkpoints")
+    return checkpoint
+
+
+def preflight(root: Path, one: int, keep_last: int) -> None:
+    """Refuse to start where the checkpoints of a run will not fit.
+
+    Args:
+        root: where they go; it exists.
+        one: bytes of one.
+        keep_last: how many are kept; one more is there while it is being written.
+
+    Raises:
+        DiskFullError: says how much is needed and how much there is.
+    """
+    needed = one * (keep_last + 1) - sum(files.occupied(path) for path in found(root))
+    if needed > files.free(root):
+        raise DiskFullError(f"{keep_last} checkpoints and one in the making", root, needed, files.free(root))
+
+
+def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, aliases): the model's state without prefixes of wrappers; tied tensors come once."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for key, value in model.state_dict().items():
+        place = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and place in seen:
+            aliases[bare(key)] = seen[place]
+        else:
+            seen[place] = bare(key)
+            tensors[bare(key)] = value
+    return tensors, aliases
+
+
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
+    """Put back what :func:`model_tensors` gave, in place, whatever wrapper the model wears.
+
+    Raises:
+        CheckpointError: names the tensors that are missing, unknown or of another shape.
+    """
+    complete = {**tensors, **{alias: tensors[of] for alias, of in aliases.items() if of in tensors}}
+    own = model.state_dict()
+    problems = [f"{bare(key)} is missing" for key in own if bare(key) not in complete]
+    problems += [f"{key} is unknown to the model" for key in complete if key not in {bare(k) for k in own}]
+    problems += [
+        f"{bare(key)} has shape {tuple(complete[bare(key)].shape)}, the model's has {tuple(value.shape)}"
+        for key, value in own.items()
+        if bare(key) in complete and complete[bare(key)].shape != value.shape
+    ]
+    if problems:
+        raise CheckpointError("the checkpoint is of another model", problems)
+    model.load_state_dict({key: complete[bare(key)] for key in own})
+
+
+def _packed(tensors: Mapping[str, Tensor]) -> bytes:
+    here = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    for key, value in here.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise CheckpointError(f"{key} is not finite; nothing was saved, earlier checkpoints stand")
+    return pack_tensors(here, {"format": "pt"})
+
+
+def _seal(step: int, packed: Mapping[str, bytes]) -> bytes:
+    contents = {key: {"size": len(packed[key]), "sha256": files.sha256(packed[key])} for key in SEALED}
+    return files.to_json({"format": FORMAT, "step": step, "files": contents})
+
+
+def _read(path: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The content when all is well, else None and what is not."""
+    try:
+        raw = (path / SEAL).read_bytes()
+        seal = files.from_json(raw)
+        # Written again it must be the same bytes: the seal has no other seal over it.
+        if files.to_json(seal) != raw or seal.get("format") != FORMAT:
+            raise ValueError("changed, or of another format")
+        step, contents = int(seal["step"]), {key: dict(seal["files"][key]) for key in SEALED}
+    except FileNotFoundError:
+        return None, [f"{SEAL} is missing: the checkpoint was never sealed"]
+    except _BAD as error:
+        return None, [f"{SEAL} cannot be read ({error})"]
+    problems: list[str] = []
+    parsed: dict[str, Any] = {}
+    for key, expected in contents.items():
+        try:
+            parsed[key] = _parsed(path / key, expected)
+        except (*_BAD, SafetensorError) as error:
+            problems.append(f"{key} {_reason(error)}")
+    if problems:
+        return None, problems
+    if parsed[STATE].get("step") != step:
+        return None, [f"{STATE} is of step {parsed[STATE].get('step')}, the seal of step {step}"]
+    return Checkpoint(path, step, parsed[MODEL], parsed[OPTIMIZER], parsed[STATE]), []
+
+
+def _parsed(path: Path, expected: Mapping[str, Any]) -> Any:
+    data = path.read_bytes()
+    if len(data) != expected.get("size"):
+        raise ValueError(f"has {len(data)} bytes, the seal says {expected.get('size')}")
+    if files.sha256(data) != expected.get("sha256"):
+        raise ValueError("does not match its SHA-256")
+    return files.from_json(data) if path.suffix == ".json" else parse_tensors(data)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "is missing"
+    text = str(error)
+    return text if text.startswith(("has ", "does ")) else f"cannot be read ({text})"

@@ -1,0 +1,161 @@
+"""What a run is told, checked and with every default written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gape.ops.checks import flag, refuse
+
+# What may differ between a checkpoint and the run that resumes it: nothing here changes a weight. `decay_steps` is
+# not among them, so that more steps never bend the schedule of those already taken.
+MAY_CHANGE = frozenset(
+    {"max_steps", "log_every", "check_every", "checkpoint_every", "keep_last", "tensorboard", "progress"}
+)
+_AT_LEAST = {
+    "max_steps": 1,
+    "warmup_steps": 0,
+    "accumulation": 1,
+    "seed": 0,
+    "validate_every": 0,
+    "stop_after_perfect": 0,
+    "checkpoint_every": 0,
+    "keep_last": 1,
+    "log_every": 1,
+}
+_NOT_NEGATIVE = ("min_learning_rate", "weight_decay", "gate_lr_multiplier", "clip", "lambda_l1")
+_CHOICES = {
+    "precision": ("auto", "float32", "bfloat16"),
+    "compile": ("auto", "on", "off"),
+    "progress": ("auto", "bar", "plain", "off"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The settings of a :class:`gape.train.Trainer`. Defaults are the paper's where it gives one.
+
+    Attributes:
+        max_steps: updates in all.
+        learning_rate, min_learning_rate: where the cosine begins and ends.
+        warmup_steps: updates in which the rate rises linearly.
+        decay_steps: the update at which the cosine ends; `max_steps` when None. Give it to be able to add steps later.
+        betas, eps, weight_decay: of AdamW; the decay is for tensors of two dimensions or more that are not gates.
+        gate_lr_multiplier: times the rate, for gates and amplitudes.
+        clip: largest norm of the gradient; 0 leaves it.
+        accumulation: micro-batches per update.
+        lambda_l1: weight of the mean landmark in the loss.
+        seed: of the random states at the start (dropout); the source has a seed of its own.
+        precision: "bfloat16" autocasts, "float32" does not; "auto" is bfloat16 on a GPU only.
+        compile: "on", "off"; "auto" compiles on a GPU only.
+        deterministic: ask torch for deterministic algorithms while training.
+        validate_every: updates between validations; 0 never validates.
+        stop_after_perfect: end after so many validations in a row with accuracy 1; 0 never ends early.
+        checkpoint_every: updates between checkpoints; 0 saves only at the end and when stopped.
+        keep_last: checkpoints kept.
+        log_every: updates between log lines.
+        check_every: updates between looks at the loss and gradient for non-finite values (the weights are safe in
+            between); None is 1 on a CPU and `log_every` on a GPU.
+        tensorboard: also write TensorBoard files.
+        progress: "bar", "plain" lines, "off"; "auto" is a bar on a terminal and lines elsewhere.
+
+    Raises:
+        ValueError: for a value outside its range; names the key.
+    """
+
+    max_steps: int
+    learning_rate: float = 3e-4
+    min_learning_rate: float = 3e-5
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    gate_lr_multiplier: float = 1.0
+    clip: float = 1.0
+    accumulation: int = 1
+    lambda_l1: float = 0.0
+    seed: int = 0
+    precision: str = "auto"
+    compile: str = "auto"
+    deterministic: bool = False
+    validate_every: int = 100
+    stop_after_perfect: int = 3
+    checkpoint_every: int = 500
+    keep_last: int = 2
+    log_every: int = 10
+    check_every: int | None = None
+    tensorboard: bool = False
+    progress: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in _AT_LEAST.items():
+            _whole(name, getattr(self, name), least)
+        for name in ("decay_steps", "check_every"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1)
+        for name in ("learning_rate", "eps"):
+            _number(name, getattr(self, name), above=True)
+        for name in _NOT_NEGATIVE:
+            _number(name, getattr(self, name), above=False)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise refuse(name, getattr(self, name), f"one of {', '.join(choices)}")
+        for name in ("deterministic", "tensorboard"):
+            flag(name, getattr(self, name))
+        betas = self.betas
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+            raise refuse("betas", betas, "two numbers from 0 to below 1")
+        if self.min_learning_rate > self.learning_rate:
+            raise refuse("min_learning_rate", self.min_learning_rate, f"at most learning_rate = {self.learning_rate}")
+        # Lists come from JSON and TOML; a frozen dataclass is set through object.
+        object.__setattr__(self, "betas", (float(betas[0]), float(betas[1])))
+        object.__setattr__(self, "decay_steps", self.max_steps if self.decay_steps is None else self.decay_steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every key with its value, in the types JSON has."""
+        return {**dataclasses.asdict(self), "betas": list(self.betas)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """The config of a mapping.
+
+        Raises:
+            ValueError: for an unknown key, with the nearest known one, and for what the class refuses.
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+                raise ValueError(f"{key}: got a key that TrainConfig does not have{hint}")
+        if "max_steps" not in values:
+            raise ValueError("max_steps: got nothing, expected a whole number of at least 1")
+        return cls(**values)
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between a stored training config and this one and may not, a line per key."""
+    lines = []
+    for key in sorted(before.keys() | now.keys()):
+        if key in MAY_CHANGE or before.get(key) == now.get(key):
+            continue
+        line = f"{key} was {before.get(key)!r} and is now {now.get(key)!r}"
+        if key == "decay_steps":
+            line += f" (to add steps, give decay_steps={before.get(key)} with the new max_steps)"
+        lines.append(line)
+    return lines
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise refuse(name, value, f"a whole number of at least {least}")
+
+
+def _number(name: str, value: Any, *, above: bool) -> None:
+    low = isinstance(value, (int, float)) and (value <= 0 if above else value < 0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or low or not math.isfinite(value):
+        raise refuse(name, value, f"a finite number {'above' if above else 'of at least'} 0")

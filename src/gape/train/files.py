@@ -1,0 +1,138 @@
+"""Files that are either whole or not there: one function writes, everything else is built on it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gape.train.errors import DiskFullError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a new file and wait until the disk has it. Every file of a run but the logs goes through here."""
+    with path.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Put data in the place of `path` at once: a reader sees the old file or the new one, never a part.
+
+    Raises:
+        DiskFullError: when there is no room; the old file stays.
+    """
+    aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    with room(f"{path.name}", path.parent, len(data)):
+        try:
+            write(aside, data)
+            aside.replace(path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        settle(path.parent)
+
+
+def settle(directory: Path) -> None:
+    """Wait until the disk has the names in a directory."""
+    # Windows cannot open a directory; its rename is journalled.
+    if os.name == "nt":
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network file systems cannot do this for a directory, and say so in this way.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(handle)
+
+
+def discard(directory: Path) -> None:
+    """Delete a directory so that a death on the way never leaves half of it under its name."""
+    aside = directory.with_name(f".tmp-discarded-{directory.name}-{os.getpid()}")
+    directory.replace(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what a death left: everything called .tmp-* in a directory."""
+    for leftover in directory.glob(".tmp-*"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def room(what: str, where: Path, needed: int) -> Iterator[None]:
+    """Turn the system's "disk full" into an error that says how much was needed."""
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise DiskFullError(what, where, needed, free(where)) from error
+
+
+def free(where: Path) -> int:
+    """Bytes that may still be written in a directory."""
+    return shutil.disk_usage(where).free
+
+
+def occupied(directory: Path) -> int:
+    """Bytes of the files under a directory."""
+    return sum(f.stat().st_size for f in directory.rglob("*") if f.is_file())
+
+
+def sha256(data: bytes) -> str:
+    """The digest in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def to_json(value: Any, *, indent: int | None = 2) -> bytes:
+    """UTF-8 JSON, keys in the order given, floats exact; what JSON has no number for becomes "nan" or "inf"."""
+    text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def from_json(data: bytes) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: when the bytes are anything else.
+    """
+    try:
+        value = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("JSON nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def plain(value: Any) -> Any:
+    """The value in the types JSON has."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    # Tensors and arrays.
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,65 @@
+"""Around a run: nobody else in its directory, and torch's switches as asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+# Sources of difference that torch's switch does not take away, recorded with the run.
+NOT_COVERED = {
+    "cpu": [],
+    "cuda": ["attention backends chosen by torch.compile", "another GPU, driver or version of torch"],
+}
+
+
+@contextlib.contextmanager
+def alone(run_dir: Path) -> Iterator[None]:
+    """Hold a run's directory. The system lets go of it when the process dies, however it dies.
+
+    Raises:
+        RuntimeError: when another process trains there.
+    """
+    if os.name == "nt":
+        yield
+        return
+    import fcntl  # noqa: PLC0415
+
+    with (run_dir / ".lock").open("ab") as handle:
+        try:
+            # Not flock: a forked worker that outlives its parent would go on holding that one.
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise RuntimeError(f"{run_dir} is being trained by another process; wait for it or use another") from error
+        except OSError:
+            # A file system without locks: better to train unguarded than not at all.
+            pass
+        yield
+
+
+@contextlib.contextmanager
+def determinism(asked: bool, device: torch.device) -> Iterator[None]:
+    """Ask torch for deterministic algorithms while a run lasts.
+
+    Raises:
+        ValueError: on a GPU without CUBLAS_WORKSPACE_CONFIG, without which the promise is empty.
+    """
+    if not asked:
+        yield
+        return
+    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        raise ValueError(
+            "deterministic: got True, expected CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment beside it"
+        )
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark

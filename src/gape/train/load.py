@@ -1,0 +1,52 @@
+"""Trained models back from disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from gape.train import checkpoint
+from gape.train.errors import CheckpointError
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def load_model(
+    path: str | PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    build: Callable[[Mapping[str, Any]], nn.Module] | None = None,
+    say: Callable[[str], None] = _LOGGER.warning,
+) -> Any:
+    """The model of a checkpoint, in eval mode. Its config comes from the checkpoint; the seal is verified first.
+
+    Args:
+        path: a checkpoint, or a run directory, whose newest valid checkpoint is taken.
+        device: where to put it.
+        build: makes an untrained model from the stored config; :class:`gape.GPT` when None.
+        say: is told why a broken checkpoint was passed over; a logged warning by default.
+
+    Raises:
+        CheckpointError: when nothing valid is there, or it is of another model.
+    """
+    chosen = checkpoint.resolve(path, say)
+    stored = chosen.state["model"]
+    if build is None:
+        if stored["class"] != "GPT":
+            raise CheckpointError(f"{chosen.path} holds a {stored['class']}; say how to make one with build=")
+        build = _gpt
+    model = build(stored["config"])
+    checkpoint.load_model_tensors(model, chosen.model, chosen.state["aliases"])
+    return model.to(device).eval()
+
+
+def _gpt(config: Mapping[str, Any]) -> nn.Module:
+    from gape.models.gpt import GPT, GPTConfig  # noqa: PLC0415
+
+    model: nn.Module = GPT(GPTConfig.from_dict(config))
+    return model

@@ -1,0 +1,99 @@
+"""The log of a run: lines of JSON that a resumed run writes again byte for byte.
+
+`log.jsonl` holds what follows from config, data and seed. `runtime.jsonl` holds what depends on the moment: times,
+starts, stops, warnings. They are apart so that two logs can be compared as files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gape.train import files
+
+
+class JSONLines:
+    """A file of JSON objects, one a line, only ever added to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # Unbuffered: a line that could not be written must not come back when the file is closed.
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, **record: Any) -> None:
+        """Add a line; it is with the system before this returns.
+
+        Raises:
+            DiskFullError: when there is no room for it.
+        """
+        line = files.to_json(record, indent=None)
+        with files.room("a log line", self.path.parent, len(line)):
+            left = memoryview(line)
+            while left:
+                left = left[self._file.write(left) :]
+
+    def settle(self) -> int:
+        """Wait until the disk has it; returns the length in bytes."""
+        with files.room("the log", self.path.parent, 0):
+            os.fsync(self._file.fileno())
+        return self.path.stat().st_size
+
+    def cut(self, length: int) -> bool:
+        """Drop everything after `length` bytes, a torn last line among it; False where there is less than that."""
+        enough = self.path.stat().st_size >= length
+        if enough:
+            self._file.truncate(length)
+        return enough
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard; a failure is told once and never stops a run.
+
+    Args:
+        directory: where the event files go.
+        step: what is already there after this step is hidden, so that a resumed curve is one curve.
+        warn: is told of a failure.
+
+    Raises:
+        ImportError: without the `tensorboard` package; says how to install it.
+    """
+
+    def __init__(self, directory: Path, step: int, warn: Callable[[str], None]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+        except ImportError as error:
+            raise ImportError("tensorboard=True needs TensorBoard: pip install 'gape[log]'") from error
+        self._warn = warn
+        self._writer: Any = None
+        self._guard(lambda: SummaryWriter(str(directory), purge_step=step + 1), keep=True)
+
+    def scalars(self, prefix: str, values: Mapping[str, Any], step: int) -> None:
+        """Write the numbers among `values`."""
+
+        def write() -> None:
+            for key, value in values.items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    self._writer.add_scalar(f"{prefix}/{key}", value, step)
+
+        if self._writer is not None:
+            self._guard(write)
+
+    def close(self) -> None:
+        """Close the event files."""
+        if self._writer is not None:
+            self._guard(self._writer.close)
+
+    def _guard(self, action: Callable[[], Any], *, keep: bool = False) -> None:
+        try:
+            result = action()
+        except Exception as error:
+            self._writer = None
+            self._warn(f"TensorBoard failed and is off from here on: {type(error).__name__}: {error}")
+        else:
+            self._writer = result if keep else self._writer

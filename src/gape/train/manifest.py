@@ -1,0 +1,94 @@
+"""Where and with what a run was made: enough to make it again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gape
+
+_PACKAGE = Path(gape.__file__).parent
+_RECORDED = ("torch", "numpy", "safetensors", "triton")
+
+
+def manifest(
+    device: torch.device, *, seed: int, data: Any = None, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What `manifest.json` holds: versions, machine, code and data.
+
+    Args:
+        device: where the model is.
+        seed: of the run.
+        data: a source's fingerprint.
+        more: added as it is.
+    """
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {"gape": gape.__version__, "python": platform.python_version(), **_versions()},
+        "machine": machine(device),
+        "code": {"commit": commit(), "sha256": code_hash()},
+        "seed": seed,
+        "data": data,
+        **(more or {}),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """System, device and threads."""
+    described: dict[str, Any] = {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "device": device.type,
+        "name": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        described["name"] = torch.cuda.get_device_name(device)
+        described["cuda"] = torch.version.cuda
+    return described
+
+
+def commit() -> str | None:
+    """The commit gape's own files are of, with "+changes" where they differ; None outside a checkout."""
+    # An environment may lie inside somebody else's checkout: the file itself must be tracked.
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    head = _git("rev-parse", "HEAD")
+    changed = _git("status", "--porcelain", "--", ".")
+    return f"{head}+changes" if head and changed else head
+
+
+def code_hash() -> str:
+    """A SHA-256 over gape's Python files, which says what ran where there is no checkout."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _RECORDED:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=_PACKAGE, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,122 @@
+"""AdamW with three groups, and the learning rate of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gape.gates import GAPEGates, HeadProjection
+from gape.positions.fox import ForgetGate
+from gape.train.config import TrainConfig
+
+# Modules whose own parameters decide what is forgotten: decay would pull them to "half open", which is no prior at all.
+GATES = (HeadProjection, GAPEGates, ForgetGate)
+
+
+def bare(name: str) -> str:
+    """A parameter's name without what `torch.compile` puts in it."""
+    return name.replace("_orig_mod.", "")
+
+
+def parameter_groups(
+    model: nn.Module, *, weight_decay: float = 0.1, gate_lr_multiplier: float = 1.0
+) -> list[dict[str, Any]]:
+    """The groups AdamW gets: `decayed`, `plain` and `gates`.
+
+    - `decayed`: every tensor of two dimensions or more, embeddings too, as nanoGPT does.
+    - `plain`: norms, biases and other vectors, undecayed.
+    - `gates`: all parameters of gape's gates, by module type: projections, their biases and amplitudes; FoX's forget
+      gate too. Undecayed, at `gate_lr_multiplier` times the rate.
+
+    Frozen parameters are left out, tied ones come once, empty groups are dropped.
+
+    Returns:
+        Dictionaries with `name`, `params`, `names` (without prefixes of wrappers), `weight_decay` and `lr_multiplier`.
+    """
+    gates = {id(p) for m in model.modules() if isinstance(m, GATES) for p in m.parameters(recurse=False)}
+    groups: dict[str, dict[str, Any]] = {
+        name: {"name": name, "params": [], "names": [], "weight_decay": decay, "lr_multiplier": multiplier}
+        for name, decay, multiplier in (
+            ("decayed", weight_decay, 1.0),
+            ("plain", 0.0, 1.0),
+            ("gates", 0.0, gate_lr_multiplier),
+        )
+    }
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = "gates" if id(parameter) in gates else "decayed" if parameter.dim() >= 2 else "plain"
+            groups[kind]["params"].append(parameter)
+            groups[kind]["names"].append(bare(name))
+    return [group for group in groups.values() if group["params"]]
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of update `step` (from 1): linear to the top, then half a cosine, then the least."""
+    done, end = step - 1, config.decay_steps or config.max_steps
+    if done < config.warmup_steps:
+        return config.learning_rate * step / (config.warmup_steps + 1)
+    if done >= end:
+        return config.min_learning_rate
+    share = (done - config.warmup_steps) / (end - config.warmup_steps)
+    fall = 0.5 * (1 + math.cos(math.pi * share))
+    return config.min_learning_rate + fall * (config.learning_rate - config.min_learning_rate)
+
+
+def build(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over the groups of :func:`parameter_groups`.
+
+    It is the fused one on every device: that one alone skips an update on the device, without asking the host.
+
+    Raises:
+        ValueError: when the model has nothing to train.
+    """
+    groups = parameter_groups(model, weight_decay=config.weight_decay, gate_lr_multiplier=config.gate_lr_multiplier)
+    if not groups:
+        raise ValueError("model: got no parameter that requires a gradient, expected at least one")
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group its rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_multiplier"]
+
+
+def named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The trained parameters by name, group after group."""
+    return {n: p for group in optimizer.param_groups for n, p in zip(group["names"], group["params"], strict=True)}
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's state, flat: `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`."""
+    return {
+        f"{key}/{name}": value
+        for name, parameter in named(optimizer).items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_state_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what :func:`state_tensors` gave.
+
+    Raises:
+        ValueError: for a name this optimiser does not train, or another shape.
+    """
+    parameters = named(optimizer)
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    for full, value in tensors.items():
+        key, _, name = full.partition("/")
+        if name not in parameters:
+            raise ValueError(f"optimizer state {full!r}: got a parameter that is not trained here")
+        parameter = parameters[name]
+        if key != "step" and value.shape != parameter.shape:
+            raise ValueError(
+                f"optimizer state {full!r}: got shape {tuple(value.shape)}, expected {tuple(parameter.shape)}"
+            )
+        state.setdefault(parameter, {})[key] = value.to(parameter.device, copy=True)
+    optimizer.state.clear()
+    optimizer.state.update(state)

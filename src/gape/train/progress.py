@@ -1,0 +1,88 @@
+"""What a person sees while a run goes on: a bar on a terminal, lines elsewhere. Nothing here can stop a run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+# Lines in a log file should be readable next morning.
+SECONDS_BETWEEN_LINES = 2.0
+
+
+class Reporter:
+    """Shows progress on standard error.
+
+    Args:
+        style: "bar", "plain", "off" or "auto".
+        total: steps in all.
+        label: what is being trained, in front of the bar.
+        console: where to; standard error when None.
+    """
+
+    def __init__(self, style: str, total: int, label: str, console: Console | None = None) -> None:
+        self.console = console or _Console(stderr=True)
+        self.style = ("bar" if self.console.is_terminal else "plain") if style == "auto" else style
+        self.total, self.label = total, label
+        self._bar: Progress | None = None
+        self._last = -SECONDS_BETWEEN_LINES
+
+    def __enter__(self) -> Reporter:
+        if self.style == "bar":
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+            )
+            with _harmless():
+                self._bar = Progress(*columns, console=self.console, transient=True)
+                self._bar.add_task(escape(self.label), total=self.total, note="")
+                self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            with _harmless():
+                self._bar.stop()
+
+    def say(self, message: str) -> None:
+        """A line, unless nothing is to be shown."""
+        if self.style != "off":
+            self.warn(message)
+
+    def warn(self, message: str) -> None:
+        """A line that matters whatever the style."""
+        with _harmless():
+            self.console.print(f"{self.label}: {message}", markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, step: int, note: str) -> None:
+        """Where the run is."""
+        with _harmless():
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], completed=step, note=escape(note))
+            elif self.style == "plain" and (time.monotonic() - self._last >= SECONDS_BETWEEN_LINES):
+                self._last = time.monotonic()
+                self.say(f"step {step}/{self.total}  {note}")
+
+
+class _Console(Console):
+    """A console that falls silent when nobody reads it, where rich's would close standard output and exit."""
+
+    def on_broken_pipe(self) -> None:
+        """Show nothing from here on."""
+        self.quiet = True
+
+
+@contextlib.contextmanager
+def _harmless() -> Iterator[None]:
+    """A closed pipe or an odd terminal costs the display, not the run."""
+    # SystemExit is what rich makes of a broken pipe; what follows one has no type to name.
+    with contextlib.suppress(Exception, SystemExit):
+        yield

@@ -1,0 +1,86 @@
+"""Stopping when asked: a signal sets a flag, the work looks at it between steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(Exception):  # noqa: N818
+    """The work stopped because a signal asked for it, after it was made safe.
+
+    Attributes:
+        code: what the process should exit with: 130 after SIGINT, 143 after SIGTERM.
+    """
+
+    def __init__(self, code: int, message: str | None = None) -> None:
+        super().__init__(message or f"stopped by {signal.Signals(code - 128).name}")
+        self.code = code
+
+
+class StopFlag:
+    """Set by SIGINT or SIGTERM while entered; polled by whatever should stop in good order.
+
+    The first signal sets the flag. A second one ends the process at once, with the same code. Handlers do no I/O,
+    are installed in the main thread only, and the earlier ones come back on leaving; entering twice is harmless, so a
+    command can hold the flag around a trainer that uses it too.
+
+    >>> with StopFlag() as stop:
+    ...     for batch in range(3):
+    ...         stop.check()  # raises Interrupted once a signal has come
+    """
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        self._depth = 0
+        self._owner = os.getpid()
+        self._before: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether to stop."""
+        return self._signal is not None
+
+    @property
+    def code(self) -> int | None:
+        """128 + the signal, None while none has come."""
+        return None if self._signal is None else 128 + self._signal
+
+    def request(self, signum: int = signal.SIGTERM) -> None:
+        """Ask for a stop without a signal, for instance from another thread."""
+        self._signal = int(signum)
+
+    def check(self) -> None:
+        """Go on, or raise :class:`Interrupted`."""
+        if self.code is not None:
+            raise Interrupted(self.code)
+
+    def __enter__(self) -> StopFlag:
+        if _in_main_thread():
+            self._depth += 1
+            if self._depth == 1:
+                self._owner = os.getpid()
+                self._before = {s: signal.signal(s, self._handle) for s in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if _in_main_thread():
+            self._depth -= 1
+            if self._depth == 0:
+                for signum, handler in self._before.items():
+                    signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        # A forked worker inherits the handler and polls nothing: it should simply die.
+        if self.requested or os.getpid() != self._owner:
+            os._exit(128 + signum)
+        self._signal = signum
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

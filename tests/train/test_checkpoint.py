@@ -1,0 +1,195 @@
+"""A checkpoint is whole or it is refused, whatever happened to its files."""
+
+import errno
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from gape.train import CheckpointError, DiskFullError, checkpoint, files, load_model, verify
+from tests.train.toy import gpt, lines, outcome, trainer
+
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "run"
+    trainer(run).run()
+    return run
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_to_any_byte_is_seen(run, name):
+    path = run / "checkpoints/step-00000012" / name
+    whole = path.read_bytes()
+    places = [0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 2, len(whole) - 1]
+    damaged = [whole[:n] for n in (0, 1, len(whole) // 2, len(whole) - 1)] + [whole + b" "]
+    damaged += [whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :] for at in places for bit in (1, 128)]
+    for content in damaged:
+        path.write_bytes(content)
+        # A changed digest in the seal reads as a change of the file it stands for.
+        assert any(name in problem or name == "manifest.json" for problem in verify(path.parent)), content[:20]
+    path.unlink()
+    assert name in verify(path.parent)[0]
+    path.write_bytes(whole)
+    assert verify(path.parent) == []
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("resealed", [False, True])
+def test_a_pickle_in_any_place_is_refused_unopened(run, tmp_path, name, resealed):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    shutil.rmtree(run / "checkpoints/step-00000009")
+    place = run / "checkpoints/step-00000012"
+    (place / name).write_bytes(pickle.dumps(Evil()))
+    if resealed:
+        seal = json.loads((run / "checkpoints/step-00000012/manifest.json").read_bytes()) if name != FILES[3] else {}
+        for file, entry in seal.get("files", {}).items():
+            data = (place / file).read_bytes()
+            entry.update(size=len(data), sha256=files.sha256(data))
+        if seal:
+            (place / "manifest.json").write_bytes(files.to_json(seal))
+    for use in (lambda: load_model(place), lambda: load_model(run), lambda: trainer(run).run()):
+        with pytest.raises(CheckpointError, match=name):
+            use()
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_seal_names_no_file_outside(run):
+    place = run / "checkpoints/step-00000012"
+    seal = json.loads((place / "manifest.json").read_bytes())
+    seal["files"]["../../log.jsonl"] = seal["files"].pop("state.json")
+    (place / "manifest.json").write_bytes(files.to_json(seal))
+    assert "manifest.json cannot be read" in verify(place)[0]
+
+
+class FullDisk:
+    """The write function on a disk that is full after so many bytes' worth of files."""
+
+    def __init__(self, monkeypatch, after, half=False, code=errno.ENOSPC):
+        self.after, self.half, self.code, self.really = after, half, code, files.write
+        monkeypatch.setattr(files, "write", self)
+
+    def __call__(self, path, data):
+        if self.after == 0:
+            if self.half:
+                path.write_bytes(data[: len(data) // 2])
+            raise OSError(self.code, os.strerror(self.code))
+        self.after -= 1
+        self.really(path, data)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("after", range(4))
+def test_a_full_disk_keeps_what_was_there(run, monkeypatch, after, half):
+    before = outcome(run)
+    more = trainer(run, max_steps=13, decay_steps=12)
+    monkeypatch.setattr(files, "replace", lambda path, data: None)
+    FullDisk(monkeypatch, after, half)
+    with pytest.raises(DiskFullError, match=r"no room for checkpoint step-00000013 .* KiB needed, .* free"):
+        more.run()
+    assert outcome(run) == before
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000009", "step-00000012"]
+    assert all(verify(path) == [] for path in (run / "checkpoints").iterdir())
+
+
+def test_a_full_disk_keeps_the_file_that_was_to_be_replaced(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    files.replace(path, b"old")
+    FullDisk(monkeypatch, 0, half=True)
+    with pytest.raises(DiskFullError, match=r"no room for config\.json .* 5 B needed"):
+        files.replace(path, b"newer")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("config.json", b"old")]
+
+
+def test_another_disk_error_is_told_as_it_is(run, monkeypatch):
+    monkeypatch.setattr(files, "replace", lambda path, data: None)
+    FullDisk(monkeypatch, 2, code=errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        trainer(run, max_steps=13, decay_steps=12).run()
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000009", "step-00000012"]
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "free", lambda where: 1000)
+    one = trainer(tmp_path)
+    with pytest.raises(DiskFullError, match=r"2 checkpoints and one in the making .* 1000 B free") as caught:
+        one.run()
+    assert (one.state.step, caught.value.free) == (0, 1000)
+    monkeypatch.undo()
+    one.run()
+    size = sum(path.stat().st_size for path in (tmp_path / "checkpoints/step-00000012").iterdir())
+    assert 3 * size <= caught.value.needed <= 3 * size + 3 * 2**16
+
+
+def test_old_ones_go_only_when_the_new_one_can_be_read(run, monkeypatch):
+    really = files.write
+
+    def lying(path, data):
+        really(path, data[:-1] + b"?" if path.name == "optimizer.safetensors" else data)
+
+    monkeypatch.setattr(files, "write", lying)
+    with pytest.raises(CheckpointError, match="cannot be read back; older checkpoints are kept"):
+        trainer(run, max_steps=13, decay_steps=12, keep_last=1).run()
+    assert verify(run / "checkpoints/step-00000012") == verify(run / "checkpoints/step-00000009") == []
+
+
+def test_weights_that_are_not_finite_are_never_saved(run):
+    poisoned = trainer(run, max_steps=13, decay_steps=12)
+    step = poisoned._step
+
+    def poison():
+        step()
+        with torch.no_grad():
+            poisoned.model.norm.weight[0] = float("inf")
+
+    poisoned._step = poison
+    with pytest.raises(CheckpointError, match=r"norm\.weight is not finite; nothing was saved"):
+        poisoned.run()
+    assert not (run / "checkpoints/step-00000013").exists()
+
+
+def test_what_a_death_left_is_cleared_away(run):
+    shutil.copytree(run / "checkpoints/step-00000012", run / "checkpoints/.tmp-step-00000015-123")
+    (run / ".tmp-config.json-123").write_text("{")
+    trainer(run).run()
+    assert not [*run.glob(".tmp*"), *run.glob("checkpoints/.tmp*")]
+
+
+def test_tied_tensors_are_stored_once_and_come_back_tied():
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    model["b"].weight = model["a"].weight
+    tensors, aliases = checkpoint.model_tensors(model)
+    assert (sorted(tensors), aliases) == (["a.bias", "a.weight", "b.bias"], {"b.weight": "a.weight"})
+    other = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    other["b"].weight = other["a"].weight
+    checkpoint.load_model_tensors(other, tensors, aliases)
+    assert torch.equal(other["b"].weight, model["a"].weight)
+
+
+def test_another_model_is_refused_by_name(run):
+    content = checkpoint.load(run / "checkpoints/step-00000012")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up\.weight is missing"):
+        checkpoint.load_model_tensors(gpt(n_layer=2), content.model, content.state["aliases"])
+    with pytest.raises(CheckpointError, match=r"embedding\.weight has shape \(11, 16\), the model's has \(11, 32\)"):
+        checkpoint.load_model_tensors(gpt(n_embd=32), content.model, content.state["aliases"])
+
+
+def test_every_checkpoint_is_noted_in_a_log_that_was_there_first(run):
+    state = json.loads((run / "checkpoints/step-00000009/state.json").read_bytes())
+    kept = (run / "log.jsonl").read_bytes()[: state["log_bytes"]]
+    assert kept.endswith(b"\n")
+    assert [r["step"] for r in lines(run / "log.jsonl")][: kept.count(b"\n")] == [4, 5, 8]

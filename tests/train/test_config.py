@@ -1,0 +1,47 @@
+"""Settings: every bad one is refused by name, every good one survives being written down."""
+
+import json
+
+import pytest
+
+from gape.train import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_steps", 0),
+        ("max_steps", 1.5),
+        ("learning_rate", 0.0),
+        ("learning_rate", float("nan")),
+        ("min_learning_rate", 1.0),
+        ("warmup_steps", -1),
+        ("decay_steps", 0),
+        ("betas", (0.9,)),
+        ("betas", (0.9, 1.0)),
+        ("weight_decay", -0.1),
+        ("clip", "1"),
+        ("accumulation", True),
+        ("precision", "float16"),
+        ("compile", True),
+        ("deterministic", 1),
+        ("keep_last", 0),
+        ("progress", "loud"),
+    ],
+)
+def test_bad_values_are_refused_by_name(key, value):
+    with pytest.raises(ValueError, match=f"^{key}: got "):
+        TrainConfig(**({"max_steps": 10} | {key: value}))
+
+
+def test_a_config_survives_json():
+    config = TrainConfig(max_steps=10, betas=(0.8, 0.9), check_every=3)
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.to_dict()["decay_steps"] == 10
+
+
+def test_unknown_keys_are_errors_with_a_suggestion():
+    with pytest.raises(ValueError, match=r"^learning_rat: .*did you mean learning_rate\?"):
+        TrainConfig.from_dict({"max_steps": 1, "learning_rat": 1.0})
+    with pytest.raises(ValueError, match=r"^max_steps: got nothing"):
+        TrainConfig.from_dict({})

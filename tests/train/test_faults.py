@@ -1,0 +1,141 @@
+"""Real processes that are stopped, killed and crowded."""
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gape.train import CheckpointError, StopFlag, checkpoint, verify
+from tests.train.child import KINDS
+from tests.train.toy import Numbers, outcome, trainer
+
+ROOT = Path(__file__).parents[2]
+
+
+def child(run, kind):
+    command = [sys.executable, "-m", "tests.train.child", str(run), kind]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(process, word):
+    for line in process.stdout:
+        if line.strip() == word:
+            return
+    pytest.fail(f"the process ended before it was {word}: {process.communicate()[1]}")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_training_finishes_the_step_and_saves(tmp_path, sent, code):
+    process = child(tmp_path, "training")
+    wait_for(process, "training")
+    time.sleep(0.2)
+    process.send_signal(sent)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == code, told
+    content = checkpoint.newest(tmp_path / "checkpoints")
+    assert content.step > 0
+    assert f"after step {content.step}; saved" in told
+    more = KINDS["training"] | {"max_steps": content.step + 2, "decay_steps": 100_000}
+    assert trainer(tmp_path, **more).run()["step"] == content.step + 2
+
+
+def test_a_signal_in_validation_saves_and_the_validation_is_done_again(tmp_path):
+    process = child(tmp_path / "run", "validating")
+    wait_for(process, "validating")
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 143, told
+    trainer(tmp_path / "run", **KINDS["validating"]).run()
+    trainer(tmp_path / "whole", **KINDS["validating"]).run()
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    process = child(tmp_path, "deaf")
+    wait_for(process, "validating")
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=5) == 143
+    process.communicate()
+
+
+def test_handlers_come_back_and_other_threads_install_none():
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    flag = StopFlag()
+    with flag, flag:
+        assert signal.getsignal(signal.SIGTERM) == flag._handle
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+    seen = []
+
+    def elsewhere():
+        with StopFlag() as other:
+            seen.append(signal.getsignal(signal.SIGTERM))
+            other.request(signal.SIGTERM)
+            seen.append(other.code)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [before[1], 143]
+
+
+def test_one_process_at_a_time(tmp_path):
+    tmp_path.joinpath(".lock").touch()
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'ab'); fcntl.lockf(f, fcntl.LOCK_EX); print('held'); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-uc", hold, str(tmp_path / ".lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(process, "held")
+    with pytest.raises(RuntimeError, match="is being trained by another process"):
+        trainer(tmp_path).run()
+    process.communicate("\n")
+    assert trainer(tmp_path).run()["step"] == 12
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments_nothing_is_lost(tmp_path):
+    run, moments = tmp_path / "run", random.Random(0)
+    reached, inside = [], 0
+    for kill in range(20):
+        process = child(run, "saving")
+        if kill % 7:
+            wait_for(process, "training")
+            time.sleep(moments.uniform(0.0, 0.4))
+        else:
+            time.sleep(moments.uniform(0.5, 3.0))
+        process.kill()
+        process.communicate()
+        inside += len(list(run.glob("checkpoints/.tmp-*")))
+        kept = checkpoint.found(run / "checkpoints")
+        assert all(verify(path) == [] for path in kept)
+        reached.append(checkpoint.newest(run / "checkpoints").step if kept else 0)
+    assert reached == sorted(reached), "a kill took steps back"
+    assert inside, "no kill fell into a save, the test has lost its point"
+    assert reached[-1] < 600, "the run was over too soon"
+    assert child(run, "saving").wait(timeout=120) == 0
+    trainer(tmp_path / "whole", **KINDS["saving"]).run()
+    assert outcome(run) == outcome(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+def test_no_single_flipped_bit_passes(tmp_path, name):
+    trainer(tmp_path, max_steps=3, source=Numbers(batch_size=1)).run()
+    path = tmp_path / "checkpoints/step-00000003" / name
+    whole, places = path.read_bytes(), random.Random(0)
+    for at in places.sample(range(len(whole)), min(len(whole), 1000)):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << places.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError):
+            checkpoint.load(path.parent)

@@ -1,0 +1,151 @@
+"""Logs, manifest and display: useful with nothing installed, and never the end of a run."""
+
+import io
+import json
+import sys
+import types
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from rich.console import Console
+
+from gape.train import DiskFullError, verify
+from gape.train.manifest import code_hash, manifest
+from tests.train.toy import Numbers, lines, outcome, trainer
+
+
+class Writer:
+    """Stands in for TensorBoard's; fails where told to."""
+
+    made: ClassVar[list] = []
+    fails = False
+
+    def __init__(self, directory, purge_step):
+        self.purge_step, self.scalars, self.closed = purge_step, [], False
+        Writer.made.append(self)
+
+    def add_scalar(self, name, value, step):
+        if Writer.fails:
+            raise RuntimeError("no route to host")
+        self.scalars.append((name, step))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def tensorboard(monkeypatch):
+    Writer.made, Writer.fails = [], False
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+
+
+def test_tensorboard_gets_one_curve_also_after_resuming(tmp_path, tensorboard):
+    trainer(tmp_path, max_steps=6, decay_steps=12, tensorboard=True).run()
+    trainer(tmp_path, tensorboard=True).run()
+    first, second = Writer.made
+    assert (first.purge_step, second.purge_step) == (1, 7)
+    assert ("train/loss", 5) in first.scalars
+    assert ("validation/accuracy", 12) in second.scalars
+    assert first.closed
+
+
+def test_a_failing_logger_is_told_once_and_changes_nothing(tmp_path, tensorboard):
+    Writer.fails, told = True, io.StringIO()
+    trainer(tmp_path / "failing", tensorboard=True, console=Console(file=told)).run()
+    assert told.getvalue().count("TensorBoard failed and is off from here on: RuntimeError: no route to host") == 1
+    trainer(tmp_path / "without").run()
+    assert outcome(tmp_path / "failing") == outcome(tmp_path / "without")
+
+
+def test_without_tensorboard_the_flag_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install 'gape\[log\]'"):
+        trainer(tmp_path, tensorboard=True).run()
+
+
+@pytest.mark.parametrize("style", ["bar", "plain", "off"])
+def test_a_broken_display_does_not_stop_training(tmp_path, style):
+    class Broken(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    console = Console(file=Broken(), force_terminal=style == "bar")
+    assert trainer(tmp_path, progress=style, console=console).run()["step"] == 12
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path):
+    told = io.StringIO()
+    trainer(tmp_path / "seen", progress="auto", console=Console(file=told)).run()
+    assert "seen: step 1/12  loss " in told.getvalue()
+    assert "seen: step 4: validation accuracy 0.5000" in told.getvalue()
+    assert "\x1b" not in told.getvalue()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_under_the_log_says_so(tmp_path):
+    run = trainer(tmp_path)
+    step = run._step
+
+    def replaced():
+        if run.state.step == 4:
+            for log in (run._log, run._runtime):
+                log._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+        step()
+
+    run._step = replaced
+    with pytest.raises(DiskFullError, match=r"no room for a log line .* B needed"):
+        run.run()
+    assert [verify(path) for path in (tmp_path / "checkpoints").iterdir()] == [[]]
+
+
+def test_numbers_that_json_has_not_become_words(tmp_path):
+    trainer(tmp_path, check=lambda model, step: {"accuracy": float("nan")}).run()
+    validations = [r["metrics"] for r in lines(tmp_path / "log.jsonl") if r["event"] == "validation"]
+    assert validations == [{"accuracy": "nan"}] * 3
+
+
+def test_config_and_manifest_say_how_to_do_it_again(tmp_path):
+    run = trainer(tmp_path)
+    run.run()
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["train"] == run.config.to_dict()
+    assert config["model"] == {"class": "GPT", "config": run.model.config.to_dict()}
+    record = json.loads((tmp_path / "manifest.json").read_text())
+    assert (
+        record["versions"]["torch"] == torch.__version__.split("+")[0]
+        or record["versions"]["torch"] == torch.__version__
+    )
+    assert record["data"] == Numbers().fingerprint()
+    assert record["code"]["sha256"] == code_hash()
+    assert (record["precision"], record["compiled"], record["seed"]) == ("float32", False, 0)
+
+
+def test_the_manifest_stays_that_of_the_first_start(tmp_path):
+    trainer(tmp_path, max_steps=6, decay_steps=12).run()
+    before = (tmp_path / "manifest.json").read_bytes()
+    trainer(tmp_path).run()
+    assert (tmp_path / "manifest.json").read_bytes() == before
+    assert [r["step"] for r in lines(tmp_path / "runtime.jsonl") if r["event"] == "started"] == [0, 6]
+
+
+def test_a_run_can_ask_for_deterministic_algorithms(tmp_path):
+    seen = []
+    trainer(
+        tmp_path,
+        deterministic=True,
+        check=lambda model, step: {"on": float(seen.append(torch.are_deterministic_algorithms_enabled()) or 0)},
+    ).run()
+    assert seen == [True] * 3
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert json.loads((tmp_path / "manifest.json").read_text())["deterministic"] == {"not covered": []}
+
+
+def test_versions_and_machine_are_there_without_a_checkout(monkeypatch):
+    monkeypatch.setattr("gape.train.manifest._git", lambda *arguments: None)
+    record = manifest(torch.device("cpu"), seed=1)
+    assert record["code"]["commit"] is None
+    assert len(record["code"]["sha256"]) == 64
