@@ -8,10 +8,11 @@ INSTALLED := $(VENV)/.installed
 # bfloat16 matrix products of oneDNN die with SIGILL on some virtual CPUs unless the instruction set is capped.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo precision test test-all lint format clean
 
 help:
-	@echo "make demo      the precision table: what each implementation loses in bfloat16 and float16"
+	@echo "make demo      train small models with and without gates, and see who finds the needle at four times the length"
+	@echo "make precision what each implementation loses in bfloat16 and float16"
 	@echo "make test      the tests that fit in five minutes on two cores"
 	@echo "make test-all  the same and the slow ones"
 	@echo "make lint      ruff and mypy"
@@ -23,6 +24,9 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 demo: $(INSTALLED)
+	$(BIN)/gape demo
+
+precision: $(INSTALLED)
 	$(BIN)/python benchmarks/precision.py --quick
 
 test: $(INSTALLED)

@@ -20,8 +20,8 @@ paper sets l_i = 1). Arguments, the same in every function:
 Each is a Python number or a tensor of any shape, and they broadcast together. Python numbers alone give a
 Python number. Otherwise the result is a tensor of the broadcast shape: float64 when no argument is a floating
 tensor, else the floating tensors' promoted dtype, at least float32 because bfloat16 and float16 cannot hold a
-position (float32 holds them to 2²⁴; pass float64 beyond). Gradients flow. A value outside its argument's domain raises ValueError; that check waits for the
-device.
+position (float32 holds them to 2²⁴; pass float64 beyond). Gradients flow. A value outside its argument's domain
+raises ValueError; that check waits for the device.
 """
 
 import math
