@@ -1,0 +1,149 @@
+"""One look inside a model trained on the needle task, as numbers that can be stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gape.analysis.entropy import statistics
+from gape.analysis.maps import attention_map
+from gape.analysis.routing import horizon
+from gape.analysis.tap import Attended, attended
+from gape.ops.checks import refuse
+from gape.positions.gated import Gated
+from gape.tasks import niah
+
+#: The kinds of token whose landmarks are averaged apart.
+KINDS = ("filler", "key", "equals", "digit", "query")
+
+
+@torch.no_grad()
+def look_inside(
+    model: nn.Module,
+    config: niah.NIAHConfig,
+    *,
+    factors: Sequence[int] = (1, 2, 4),
+    samples: int = 10,
+    seed: int = 0,
+    trace: bool = True,
+    map_size: int = 64,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Entropy at several lengths, gates at the training length, one sequence in full.
+
+    Args:
+        model: a :class:`gape.GPT` in eval mode; read one sequence at a time, so memory is that of one sequence.
+        config: the haystack it was trained on.
+        factors: multiples of the length at which entropy is taken.
+        samples: sequences of the "test" split, the same for every model.
+        seed: which.
+        trace: whether to keep the landmarks along the first sequence.
+        map_size: cells along each side of the first sequence's attention maps; 0 for none.
+        check: called before every sequence; may raise to stop.
+
+    Returns:
+        Plain lists and numbers of six significant digits. `spread` has an entry per factor with `entropy`, `distance`,
+        `sink` (means over all queries) and `query_entropy` (of the final query), each by sample, layer and head.
+        `gates` has, at the final query and the training length, the amplitude, query gate, rate, effective context
+        length, required and actual landmark of the asked-for digit, each by sample, layer and head, and mean
+        landmarks by kind of token; None for a scheme without gates. `trace` and `maps` are of the first sequence.
+
+    Raises:
+        ValueError: factors without 1, the length at which gates are read.
+    """
+    if 1 not in factors:
+        raise refuse("factors", factors, "multiples of the length, 1 among them")
+    device = next(model.parameters()).device
+    found: dict[str, Any] = {"spread": [], "gates": None, "trace": None, "maps": None}
+    gates: list[dict[str, Any]] = []
+    for factor in factors:
+        at = config.at(config.length * factor)
+        spread: list[dict[str, Any]] = []
+        for index in range(samples):
+            check()
+            drawn = niah.sample(at, 1, seed=seed, first=index, split="test", device=device)
+            layers = attended(model, drawn.ids, logits_to_keep=1)
+            spread.append(_spread(layers))
+            if factor == 1 and isinstance(layers[0].scheme, Gated):
+                gates.append(_gates(layers, drawn, at))
+            if factor == 1 and index == 0:
+                found |= _first_sequence(layers, drawn, at, trace, map_size)
+        found["spread"].append({"factor": factor, "length": at.length, "needles": at.needles} | _columns(spread))
+    if gates:
+        found["gates"] = _columns(gates)
+    return found
+
+
+def _spread(layers: list[Attended]) -> dict[str, Any]:
+    """By layer and head: means over the queries of one sequence, and the last query's entropy."""
+    each = [statistics(layer) for layer in layers]
+    return {
+        "entropy": [_rounded(s.entropy[0].mean(-1)) for s in each],
+        "distance": [_rounded(s.distance[0].mean(-1)) for s in each],
+        "sink": [_rounded(s.sink[0].mean(-1)) for s in each],
+        "query_entropy": [_rounded(s.entropy[0, :, -1]) for s in each],
+    }
+
+
+def _gates(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any]:
+    """By layer and head: what the final query and the asked-for digit are given."""
+    digit = drawn.needles[:, config.target_index] + niah.NEEDLE - 1
+    kinds = _kinds(drawn.ids[0])
+    columns = ("amplitude", "query_gate", "rate", "effective", "required", "target_landmark")
+    rows: dict[str, Any] = {name: [] for name in columns} | {"landmark": {kind: [] for kind in KINDS}}
+    for layer in layers:
+        if not isinstance(layer.scheme, Gated) or layer.gate is None or layer.landmark is None:
+            continue
+        theory = horizon(layer, digit)
+        rows["amplitude"].append(_rounded(layer.scheme.gates.amplitude))
+        rows["query_gate"].append(_rounded(layer.gate[0, :, -1]))
+        rows["rate"].append(_rounded(theory.rate[0]))
+        rows["effective"].append(_rounded(theory.effective[0]))
+        rows["required"].append(_rounded(theory.required[0]))
+        rows["target_landmark"].append(_rounded(layer.landmark[0, :, digit[0]]))
+        for number, kind in enumerate(KINDS):
+            rows["landmark"][kind].append(_rounded(layer.landmark[0, :, kinds == number].mean(-1)))
+    return rows
+
+
+def _first_sequence(
+    layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig, trace: bool, map_size: int
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    where = {
+        "length": config.length,
+        "needles": drawn.needles[0].tolist(),
+        "target_at": int(drawn.needles[0, config.target_index]) + niah.NEEDLE - 1,
+    }
+    landmarks = [layer.landmark[0] for layer in layers if layer.landmark is not None]
+    if trace and landmarks:
+        found["trace"] = where | {"landmark": [[_rounded(head, 4) for head in layer] for layer in landmarks]}
+    if map_size:
+        maps = [attention_map(layer, map_size)[0] for layer in layers]
+        found["maps"] = where | {"weights": [[[_rounded(row, 3) for row in head] for head in layer] for layer in maps]}
+    return found
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Lists by sample instead of one record per sample; nested records likewise."""
+    if not rows:
+        return {}
+    return {
+        name: _columns([row[name] for row in rows]) if isinstance(value, dict) else [row[name] for row in rows]
+        for name, value in rows[0].items()
+    }
+
+
+def _kinds(ids: Tensor) -> Tensor:
+    """The index in KINDS of each token."""
+    edges = torch.tensor([niah.KEY, niah.EQUALS, niah.QUERY, niah.DIGIT_0], device=ids.device)
+    return torch.tensor([0, 1, 2, 4, 3], device=ids.device)[torch.bucketize(ids, edges, right=True)]
+
+
+def _rounded(x: Tensor, digits: int = 6) -> list[float | None]:
+    """A vector as numbers of `digits` significant digits; None for what is not finite, which JSON has no number for."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in x.tolist()]

@@ -1,0 +1,55 @@
+"""What the gates of a trained model let through, and what the theory says of the same numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gape import theory
+from gape.analysis.tap import Attended
+from gape.ops.checks import refuse
+
+
+class Horizon(NamedTuple):
+    """What the theory says about one query of every head; each (B, Hq), float32 (float64 beside float64).
+
+    Attributes:
+        rate: Γ·g/T, logits taken off an unprotected key per token of distance.
+        s_max: a bound on this query's scores with any key, from the norms of q and k.
+        effective: the effective context length: unprotected keys from this distance on hold at most p together.
+        required: the landmark a key at the asked-for position has to exceed to beat the query's own key.
+    """
+
+    rate: Tensor
+    s_max: Tensor
+    effective: Tensor
+    required: Tensor
+
+
+@torch.no_grad()
+def horizon(attended: Attended, at: Tensor, query: int = -1, p: float = 0.01) -> Horizon:
+    """The theory's numbers for a query of a gated layer and the key at position `at` of each sequence.
+
+    Args:
+        attended: what a gated layer did, in index order.
+        at: integer (B,), positions of the keys that should be retrieved, before the query.
+        query: index of the query, the last one by default.
+        p: the attention that may be given up, in (0, 1).
+
+    Raises:
+        ValueError: a layer without gates, positions given out of order, or p out of range.
+    """
+    if attended.rate is None or not attended.seen.index_order:
+        raise refuse("attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order")
+    n_q, n_k = attended.seen.n_q, attended.seen.n_k
+    i = n_k - n_q + query % n_q
+    groups = attended.q.size(1) // attended.k.size(1)
+    k = attended.k[:, :, : i + 1].repeat_interleave(groups, dim=1)
+    rate = attended.rate[:, :, query]
+    s_max = theory.score_bound(attended.q[:, :, query].unsqueeze(-2), k, attended.scale)
+    effective = theory.effective_context_length(rate, s_max, i, p)
+    depth = at.to(rate.dtype).unsqueeze(-1) / max(i, 1)
+    required = theory.required_landmark(i, depth, rate, s_max)
+    return Horizon(*(torch.as_tensor(x) for x in (rate, s_max, effective, required)))

@@ -1,0 +1,168 @@
+"""Listening to a model's attention layers: what each hands to its scheme, and the weights that follow from it.
+
+The model keeps running its fused kernels; the weights are computed beside it, for as many queries at a time as the
+caller asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gape.models.attention import GAPEAttention
+from gape.ops import checks, reference
+from gape.ops.checks import refuse
+from gape.ops.problem import Problem, bias_dtype
+from gape.ops.visibility import Visibility
+from gape.positions.base import Scheme
+from gape.positions.fox import FoX
+from gape.positions.gated import Gated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended:
+    """What one attention layer did in one forward pass, ready to be looked at.
+
+    Attributes:
+        scheme: the layer's positional scheme.
+        q, k: (B, Hq, Nq, D) and (B, Hk, Nk, D) as they enter the dot product, detached.
+        q_side, k_side: (B, Hq, Nq) and (B, H, Nk), the scheme's numbers per query and key, or None. For gated
+            schemes these are the query gate g and the landmark l.
+        scale: the softmax scale.
+        seen: which pairs may be used.
+    """
+
+    scheme: Scheme
+    q: Tensor
+    k: Tensor
+    q_side: Tensor | None
+    k_side: Tensor | None
+    scale: float
+    seen: Visibility
+
+    @property
+    def gate(self) -> Tensor | None:
+        """The query gate g, (B, Hq, Nq), None without gates."""
+        return self.q_side if isinstance(self.scheme, Gated) else None
+
+    @property
+    def landmark(self) -> Tensor | None:
+        """The landmark l, (B, Hk, Nk), None without gates."""
+        return self.k_side if isinstance(self.scheme, Gated) else None
+
+    @property
+    def rate(self) -> Tensor | None:
+        """Γ·g/T, the logits a query takes off an unprotected key per token of distance, (B, Hq, Nq), or None."""
+        return None if self.gate is None else self.problem(0, self.seen.n_q).rate
+
+    def problem(self, start: int, stop: int) -> Problem:
+        """Queries start … stop − 1 as a problem of the operator; without gates they are zero."""
+        part = self.seen.rows(start, stop)
+        q, k = self.q[:, :, start:stop], self.k[:, :, : part.n_k]
+        dtype = bias_dtype(q.dtype)
+        gate, landmark = q.new_zeros(q.shape[:3], dtype=dtype), k.new_zeros(k.shape[:3], dtype=dtype)
+        amplitude, context_length = gate.new_zeros(q.size(1)), 1.0
+        if isinstance(self.scheme, Gated) and self.q_side is not None and self.k_side is not None:
+            gate, landmark = self.q_side[:, :, start:stop].to(dtype), self.k_side[:, :, : part.n_k].to(dtype)
+            amplitude, context_length = self.scheme.gates.amplitude.detach().to(dtype), self.scheme.context_length
+        return Problem(
+            q=q, k=k, v=k, gate=gate, landmark=landmark, amplitude=amplitude,
+            context_length=context_length, scale=self.scale, seen=part,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def weights(self, start: int, stop: int) -> Tensor:
+        """The attention of queries start … stop − 1 to the keys that any of them may see.
+
+        Returns:
+            (B, Hq, stop − start, n) in float32 (float64 beside float64), n ≤ Nk: later keys than the last of these
+            queries are left out where the order is that of the tensors. A row that sees nothing is zero.
+        """
+        problem = self.problem(start, stop)
+        bias = self._bias(problem.seen, start, stop)
+        if bias is None:
+            return reference.weights(problem)
+        a = reference.logits(problem) + bias
+        mask = problem.seen.mask()
+        if mask is None:
+            return a.softmax(-1)
+        return a.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+    def _bias(self, part: Visibility, start: int, stop: int) -> Tensor | None:
+        """What the scheme adds to the logits besides the gates, broadcastable to (B, Hq, stop − start, n)."""
+        if isinstance(self.scheme, FoX) and self.k_side is not None:
+            decay = self.k_side[..., : part.n_k]
+            # Counted from the newest key, so that the keys that matter carry small numbers.
+            return (decay[..., -1:] - decay).to(bias_dtype(self.q.dtype)).unsqueeze(-2)
+        i, j = self.seen.positions()
+        return self.scheme.bias(i[..., start:stop], j[..., : part.n_k])
+
+
+Receiver = Callable[[int, Attended], None]
+
+
+@contextmanager
+def tap(model: nn.Module, receive: Receiver) -> Iterator[None]:
+    """While open, call `receive(layer, attended)` whenever an attention layer of the model has run.
+
+    Layers are counted from 0 in the order of `model.modules()`. Each layer's own scheme is wrapped and unwrapped on
+    leaving; classes and other models are not touched. Meant for models that are not compiled.
+
+    Raises:
+        ValueError: the model has no :class:`gape.GAPEAttention`.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GAPEAttention)]
+    if not layers:
+        raise refuse("model", type(model).__name__, "a module with GAPEAttention layers")
+    for index, layer in enumerate(layers):
+        # An attribute of the instance hides the method of the class until it is deleted.
+        layer.scheme.__dict__["attend"] = _listening(layer.scheme, index, receive)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.scheme.__dict__.pop("attend", None)
+
+
+def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
+    """Run the model on ids (B, N) and return what each layer attended with, first layer first.
+
+    The options go to the model. Nothing carries gradients.
+    """
+    caught: dict[int, Attended] = {}
+    with torch.no_grad(), tap(model, caught.__setitem__):
+        model(ids, **options)
+    return [caught[index] for index in sorted(caught)]
+
+
+def _listening(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., Tensor]:
+    attend = scheme.attend
+
+    def listening(
+        q: Tensor, k: Tensor, v: Tensor, q_side: Tensor | None, k_side: Tensor | None, **options: Any
+    ) -> Tensor:
+        y = attend(q, k, v, q_side, k_side, **options)
+        given = {name: value for name, value in options.items() if name not in ("scale", "impl")}
+        seen = checks.visibility(q, k, **(_SEEN | given))
+        q_side, k_side = (None if side is None else side.detach() for side in (q_side, k_side))
+        q, k = q.detach(), k.detach()
+        scale = options["scale"]
+        receive(index, Attended(scheme=scheme, q=q, k=k, q_side=q_side, k_side=k_side, scale=scale, seen=seen))
+        return y
+
+    return listening
+
+
+_SEEN: dict[str, Any] = {
+    "q_positions": None,
+    "k_positions": None,
+    "q_documents": None,
+    "k_documents": None,
+    "attn_mask": None,
+    "is_causal": True,
+}

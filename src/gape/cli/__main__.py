@@ -1,0 +1,5 @@
+"""`python -m gape.cli`."""
+
+from gape.cli import main
+
+main()

@@ -1,0 +1,71 @@
+"""Talking to whoever started the command: results on standard output, progress on standard error."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+#: Lines in a log file should be readable next morning.
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Voice:
+    """Lines of progress on standard error; `console` is where they go."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True)
+
+    def say(self, message: str) -> None:
+        """A line about how it goes."""
+        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+class Board:
+    """Where several runs are at once: a bar each on a terminal, a line each now and then elsewhere.
+
+    Args:
+        voice: whose console it is shown on.
+    """
+
+    def __init__(self, voice: Voice) -> None:
+        self._voice = voice
+        self._bars = (
+            Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                console=voice.console, transient=True,
+            )
+            if voice.console.is_terminal
+            else None
+        )  # fmt: skip
+        self._tasks: dict[str, TaskID] = {}
+        self._told: dict[str, tuple[float, int]] = {}
+
+    def __enter__(self) -> Board:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def show(self, name: str, step: int, total: int) -> None:
+        """A run has done `step` of `total`."""
+        if self._bars is not None:
+            if name not in self._tasks:
+                self._tasks[name] = self._bars.add_task(escape(name), total=total)
+            self._bars.update(self._tasks[name], completed=step)
+            return
+        when, before = self._told.setdefault(name, (time.monotonic(), 0))
+        if step != before and time.monotonic() - when >= SECONDS_BETWEEN_LINES:
+            self._told[name] = (time.monotonic(), step)
+            self._voice.say(f"{name}: step {step}/{total}")
+
+    def drop(self, name: str) -> None:
+        """A run is over."""
+        if self._bars is not None and name in self._tasks:
+            self._bars.remove_task(self._tasks.pop(name))

@@ -1,0 +1,30 @@
+"""`gape report`: tables, figures and one page out of stored runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Runs, sweeps, or earlier reports.")],
+    out: Annotated[Path, typer.Option(help="The report's directory.")] = Path("report"),
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Needle in a haystack",
+) -> None:
+    """Write results, tables, figures and a self-contained page from what runs left behind; nothing is run."""
+    typer.echo(f"Report: {write_report(runs, out, title)}")
+
+
+def write_report(runs: list[Path], out: Path, title: str) -> Path:
+    """Gather runs and write their report; the page's path.
+
+    Raises:
+        ValueError: a path without results.
+    """
+    from gape.cli.console import Voice  # noqa: PLC0415
+    from gape.report import write  # noqa: PLC0415
+    from gape.report.results import gather  # noqa: PLC0415
+
+    return write.report(gather(runs), out, title=title, say=Voice().say)

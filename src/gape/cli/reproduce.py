@@ -1,0 +1,70 @@
+"""`gape reproduce`: the figures of the paper by name, from committed results or from a run of the recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gape.report.catalogue import Entry
+    from gape.report.results import Results
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="A figure; see --list.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the figures.")] = False,
+    results: Annotated[Path, typer.Option(help="Where committed results are.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Where the figure goes.")] = Path("figures"),
+    run: Annotated[bool, typer.Option("--run", help="Run the recipe first; days on a CPU, hours on a GPU.")] = False,
+    jobs: Annotated[int, typer.Option(help="With --run: runs at once.")] = 1,
+    runs: Annotated[Path | None, typer.Option(help="With --run: where the runs go; runs/RECIPE by default.")] = None,
+) -> None:
+    """Draw a figure of the paper: NAME.png, NAME.pdf and NAME.json with its numbers."""
+    from gape.report import catalogue  # noqa: PLC0415
+
+    if listing or name is None:
+        for entry in catalogue.FIGURES.values():
+            where = "drawn from the theory" if entry.measure is None else str(home(entry, results))
+            state = "" if entry.measure is None or _there(home(entry, results)) else " (no results yet)"
+            typer.echo(f"{entry.name:15} {entry.paper or 'our own':27} {where}{state}")
+        return
+    entry = catalogue.figure(name)
+    found = None
+    if entry.measure is not None:
+        found = _run(entry, runs, jobs) if run else _committed(entry, results)
+    for path in catalogue.write(entry, found, out):
+        typer.echo(path)
+
+
+def home(entry: Entry, results: Path) -> Path:
+    """Where the committed results of a figure's recipe lie."""
+    return results / entry.recipe
+
+
+def _there(path: Path) -> bool:
+    return (path / "results.jsonl").is_file()
+
+
+def _committed(entry: Entry, results: Path) -> Results:
+    from gape.report.results import gather  # noqa: PLC0415
+
+    path = home(entry, results)
+    if not _there(path):
+        raise ValueError(
+            f"{entry.name}: there are no results in {path}; gape reproduce {entry.name} --run makes them, or "
+            f"gape niah train {entry.recipe} and then gape report runs/{entry.recipe} --out {path}"
+        )
+    return gather([path])
+
+
+def _run(entry: Entry, runs: Path | None, jobs: int) -> Results:
+    from gape import recipes  # noqa: PLC0415
+    from gape.cli.niah import RUNS, run_all  # noqa: PLC0415
+    from gape.report.results import gather  # noqa: PLC0415
+
+    recipe = recipes.load(entry.recipe)
+    directory = runs or RUNS / entry.recipe
+    run_all(recipe, directory, jobs, "auto")
+    return gather([directory])

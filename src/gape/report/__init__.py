@@ -1,0 +1,1 @@
+"""Figures, tables and a page, drawn from stored results alone."""

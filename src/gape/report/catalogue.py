@@ -1,0 +1,159 @@
+"""Every figure by name: what it shows, where the paper has it, the data behind it and how it is drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gape.report import diagrams, figures, series
+from gape.report.results import Results
+from gape.report.series import Data
+from gape.report.style import house_style, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A figure.
+
+    Attributes:
+        name: what `gape reproduce` calls it.
+        paper: the label of the paper's figure that it answers; None for one of our own.
+        caption: what it shows.
+        draw: makes the figure from its data.
+        measure: makes the data from results; None for a figure of the theory.
+        derive: makes the data of a figure of the theory.
+        recipe: the recipe whose results it shows.
+    """
+
+    name: str
+    paper: str | None
+    caption: str
+    draw: Callable[[Data], Figure]
+    measure: Callable[[Results], Data] | None = None
+    derive: Callable[[], Data] | None = None
+    recipe: str = "niah/paper"
+
+    def data(self, results: Results | None) -> Data:
+        """The numbers of the figure.
+
+        Raises:
+            NoData: it needs results that are not there.
+        """
+        if self.derive is not None:
+            return self.derive()
+        if self.measure is None or results is None:
+            raise series.NoData(f"{self.name}: got no results, expected those of the recipe {self.recipe}")
+        return self.measure(results)
+
+
+_ALL = (
+    Entry(
+        name="accuracy", paper="fig:GAPE_accuracy_analysis", measure=series.accuracy, draw=figures.draw_accuracy,
+        caption="Accuracy by context length for needles close to the query and far from it, each base with and without "
+        "gates, ALiBi beside them. Means and deviations over seeds.",
+    ),
+    Entry(
+        name="gates-entropy", paper="fig:GAPE_gate_analysis", measure=series.gates_entropy,
+        draw=figures.draw_gates_entropy,
+        caption="Left: the landmark gate along a sequence (layer 2, head 1), the landmark that the theory asks of the "
+        "wanted needle, and the query's effective context. Right: attention entropy, means over layers, heads and "
+        "queries, deviations over samples and seeds.",
+    ),
+    Entry(
+        name="entropy-change", paper="app:niah_entropy", measure=series.entropy_change,
+        draw=figures.draw_entropy_change,
+        caption="Change of the mean attention entropy that gates bring, by needle, layer and length, on the same "
+        "samples and seeds; below zero is sharper.",
+    ),
+    Entry(
+        name="query-gate", paper="fig:niah_gi_close_far", measure=series.query_gate, draw=figures.draw_query_gate,
+        caption="Query gate at the final query token, by layer (L) and head (H). Means and deviations over samples and "
+        "seeds.",
+    ),
+    Entry(
+        name="fox", paper="fig:fox_comparison_niah", measure=series.fox, draw=figures.draw_accuracy,
+        caption="FoX beside NoPE with and without gates and ALiBi.",
+    ),
+    Entry(
+        name="yarn", paper="fig:yarn_comparison_niah", measure=series.yarn, draw=figures.draw_accuracy,
+        caption="YaRN with factor 4, fixed in training and switched on for evaluation only, with and without gates.",
+    ),
+    Entry(
+        name="logit-gap", paper="fig:theorem3_desmos", derive=diagrams.logit_gap, draw=diagrams.draw_logit_gap,
+        caption="Theorem 3: (a) the least logit gap between a query's own key and an unprotected one; (b) the least "
+        "query gate that makes it positive.",
+    ),
+    Entry(
+        name="retrieval", paper="fig:prop3_desmos", derive=diagrams.retrieval, draw=diagrams.draw_retrieval,
+        caption="Proposition 3 and Corollary 2: (a) what the score of a needle must overcome; (b) the landmark it "
+        "needs beyond the length at which scores alone fail.",
+    ),
+    Entry(
+        name="mask", paper="fig:gated_adaptive_pe", derive=diagrams.mask_toy, draw=diagrams.draw_mask_toy,
+        caption="The mask M of a toy sequence with two landmarks under a weak and a strong query gate, and what the "
+        "last query takes off each key.",
+    ),
+    Entry(
+        name="overview", paper=None, measure=series.overview, draw=figures.draw_accuracy,
+        caption="Accuracy by context length for every scheme. Means and deviations over seeds.",
+    ),
+    Entry(
+        name="variants", paper=None, measure=series.variants, draw=figures.draw_accuracy, recipe="niah/landmarks",
+        caption="Accuracy by context length for every variant. Means and deviations over seeds.",
+    ),
+    Entry(
+        name="landmarks", paper=None, measure=series.landmarks, draw=figures.draw_landmarks,
+        caption="The landmark gate along one sequence in every layer and head.",
+    ),
+    Entry(
+        name="landmark-kinds", paper=None, measure=series.landmark_kinds, draw=figures.draw_landmark_kinds,
+        recipe="niah/landmarks",
+        caption="Mean landmarks by kind of token. Sparse peaks on needles would be high digits and low fillers.",
+    ),
+    Entry(
+        name="attention-maps", paper=None, measure=series.attention_maps, draw=figures.draw_attention_maps,
+        caption="Attention of one sequence in cells of queries and keys.",
+    ),
+)  # fmt: skip
+
+FIGURES = {entry.name: entry for entry in _ALL}
+
+
+def figure(name: str) -> Entry:
+    """The figure of that name.
+
+    Raises:
+        ValueError: there is none; says which there are.
+    """
+    if name not in FIGURES:
+        close = get_close_matches(name, FIGURES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"figure: got {name!r}, expected one of {', '.join(FIGURES)}{hint}")
+    return FIGURES[name]
+
+
+def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
+    """Draw a figure: NAME.json with its numbers, NAME.png and NAME.pdf.
+
+    The same results give the same bytes.
+
+    Returns:
+        The three paths.
+
+    Raises:
+        NoData: the results have nothing for it.
+        ImportError: Matplotlib is missing; says how to install it.
+    """
+    data = entry.data(results)
+    with house_style():
+        drawn = save(entry.draw(data), directory, entry.name)
+    numbers = directory / f"{entry.name}.json"
+    numbers.write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
+    return [numbers, *drawn]

@@ -1,0 +1,1 @@
+"""Tasks that models are trained on and measured by."""

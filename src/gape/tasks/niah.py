@@ -1,0 +1,222 @@
+"""Needle in a haystack as the paper's appendix gives it: KEY = digit, hidden among fillers, asked for by a final ?.
+
+The 27 tokens: fillers 0 … 13, KEY 14, = 15, ? 16, the digits 17 … 26. A sequence of L tokens has the query at its
+end; the L − 1 places before it are cut into n nearly equal chunks, each with one needle (three tokens) at a place
+drawn uniformly inside it. The answer is the digit of the first, the last or the middle needle.
+
+Data are a function of (split, seed, step, micro) and the same on every device; the splits never share a draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gape.ops.checks import refuse, whole
+from gape.tasks.counter import below, words
+from gape.train.source import Batch
+
+N_FILLERS = 14
+KEY, EQUALS, QUERY, DIGIT_0 = 14, 15, 16, 17
+N_DIGITS = 10
+VOCAB_SIZE = DIGIT_0 + N_DIGITS
+NEEDLE = 3
+#: What a loss does not count.
+IGNORED = -100
+
+TARGETS = ("first", "last", "middle")
+SPLITS = ("train", "validation", "test")
+#: Tokens of one evaluation batch, whatever its length: the memory of 64 sequences of 2,048.
+EVAL_TOKENS = 2**17
+
+
+@dataclass(frozen=True, kw_only=True)
+class NIAHConfig:
+    """What a haystack looks like.
+
+    Args:
+        length: L, tokens of a sequence, the query included.
+        n_needles: needles in it; None means max(1, L // 64), the paper's rule.
+        target: whose digit is asked for, "first", "last" or "middle" (needle n // 2, counted from 0).
+
+    Raises:
+        ValueError: an unknown target, or chunks too short for a needle of three tokens.
+    """
+
+    length: int
+    n_needles: int | None = None
+    target: str = "last"
+
+    def __post_init__(self) -> None:
+        whole("length", self.length, NEEDLE + 1)
+        if self.n_needles is not None:
+            whole("n_needles", self.n_needles)
+        if self.target not in TARGETS:
+            raise refuse("target", self.target, f"one of {', '.join(TARGETS)}")
+        if (self.length - 1) // self.needles < NEEDLE:
+            most = (self.length - 1) // NEEDLE
+            raise refuse("n_needles", self.needles, f"at most {most} needles of 3 tokens in length {self.length}")
+
+    @property
+    def needles(self) -> int:
+        """n, the number of needles."""
+        return max(1, self.length // 64) if self.n_needles is None else self.n_needles
+
+    @property
+    def target_index(self) -> int:
+        """Which needle is asked for, counted from 0."""
+        return {"first": 0, "last": self.needles - 1, "middle": self.needles // 2}[self.target]
+
+    def at(self, length: int) -> NIAHConfig:
+        """The same haystack at another length: as many needles per token, by the paper's rule where that was used."""
+        n = None if self.n_needles is None else max(1, self.n_needles * length // self.length)
+        return replace(self, length=length, n_needles=n)
+
+
+class Haystack(NamedTuple):
+    """A batch of B sequences.
+
+    Attributes:
+        ids: int64 (B, L).
+        targets: int64 (B, L), the digit's token at the last place and −100 elsewhere.
+        needles: int64 (B, n), where each KEY stands; its digit is two further on.
+    """
+
+    ids: Tensor
+    targets: Tensor
+    needles: Tensor
+
+
+class LanguageModel(Protocol):
+    """As much of :class:`gape.GPT` as an evaluation needs."""
+
+    def __call__(self, ids: Tensor, /, *, logits_to_keep: int = 0) -> Any:
+        """Return an object with `logits` (B, logits_to_keep, vocabulary)."""
+        ...
+
+
+def sample(
+    config: NIAHConfig,
+    batch: int,
+    *,
+    seed: int = 0,
+    step: int = 0,
+    micro: int = 0,
+    first: int = 0,
+    split: str = "train",
+    device: torch.device | str = "cpu",
+) -> Haystack:
+    """Draw `batch` sequences, a function of the arguments that is the same on every device.
+
+    Args:
+        config: the haystack.
+        batch: B ≥ 1.
+        seed, step, micro: which series of sequences; any whole numbers.
+        first: where in the series to begin: sequences 0 … 9 are 0 … 3 followed by 4 … 9.
+        split: "train", "validation" or "test": the series of different splits are independent.
+        device: where the tensors are made.
+
+    Raises:
+        ValueError: batch below 1, an unknown split, or a series longer than 2³² words.
+    """
+    whole("batch", batch)
+    if split not in SPLITS:
+        raise refuse("split", split, f"one of {', '.join(SPLITS)}")
+    length, n = config.length, config.needles
+    row = length + 2 * n
+    drawn = words(f"niah/{split}/{seed}/{step}/{micro}", batch * row, start=first * row, device=device)
+    drawn = drawn.view(batch, row)
+    ids = below(drawn[:, :length], N_FILLERS)
+    bounds = torch.arange(n + 1, device=device) * (length - 1) // n
+    needles = bounds[:-1] + below(drawn[:, length : length + n], bounds.diff() - (NEEDLE - 1))
+    digits = below(drawn[:, length + n :], N_DIGITS) + DIGIT_0
+    ids.scatter_(1, needles, KEY).scatter_(1, needles + 1, EQUALS).scatter_(1, needles + 2, digits)
+    ids[:, -1] = QUERY
+    targets = torch.full_like(ids, IGNORED)
+    targets[:, -1] = digits[:, config.target_index]
+    return Haystack(ids, targets, needles)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NIAHSource:
+    """Training batches for a trainer: a pure function of (seed, step, micro).
+
+    Args:
+        config: the haystack.
+        batch_size: sequences of one micro-batch.
+        seed: which stream of batches.
+        device: where they are made.
+    """
+
+    config: NIAHConfig
+    batch_size: int = 64
+    seed: int = 0
+    device: torch.device | str = "cpu"
+
+    def batch(self, step: int, micro: int) -> Batch:
+        """The micro-batch `micro` of step `step`."""
+        drawn = sample(self.config, self.batch_size, seed=self.seed, step=step, micro=micro, device=self.device)
+        return Batch(drawn.ids, drawn.targets)
+
+    def fingerprint(self) -> str:
+        """What the data are, in words: equal for two sources exactly if they give the same batches."""
+        c = self.config
+        return f"niah length={c.length} needles={c.needles} target={c.target} batch={self.batch_size} seed={self.seed}"
+
+
+@torch.no_grad()
+def hits(
+    model: LanguageModel,
+    config: NIAHConfig,
+    *,
+    samples: int = 1000,
+    batch: int | None = None,
+    seed: int = 0,
+    split: str = "test",
+    device: torch.device | str = "cpu",
+    stop: Callable[[], bool] | None = None,
+) -> Tensor:
+    """Which samples the model answers, judged by the largest of the ten digits' logits at the query.
+
+    Args:
+        model: takes ids (B, L) and `logits_to_keep=1`; put it into eval mode first.
+        config: the haystack.
+        samples: how many sequences; the same ones for every model.
+        batch: sequences at a time; None means as many as make 2¹⁷ tokens. It does not change the samples.
+        seed, split: which samples.
+        device: the model's.
+        stop: asked before every batch; True ends the evaluation.
+
+    Returns:
+        bool (samples,) on the CPU, shorter if stopped.
+
+    Raises:
+        ValueError: samples or batch below 1.
+    """
+    whole("samples", samples)
+    batch = max(1, EVAL_TOKENS // config.length) if batch is None else whole("batch", batch)
+    right = []
+    for first in range(0, samples, batch):
+        if stop is not None and stop():
+            break
+        size = min(batch, samples - first)
+        drawn = sample(config, size, seed=seed, first=first, split=split, device=device)
+        logits = model(drawn.ids, logits_to_keep=1).logits[:, -1, DIGIT_0 : DIGIT_0 + N_DIGITS]
+        right.append(logits.argmax(-1) + DIGIT_0 == drawn.targets[:, -1])
+    return torch.cat(right).cpu() if right else torch.zeros(0, dtype=torch.bool)
+
+
+def accuracy(model: LanguageModel, config: NIAHConfig, **options: Any) -> float:
+    """The share of samples answered, from 0 to 1 (chance is 0.1); the options are those of :func:`hits`.
+
+    Raises:
+        ValueError: as :func:`hits`, or stopped before the first batch.
+    """
+    right = hits(model, config, **options)
+    if len(right) == 0:
+        raise refuse("stop", True, "at least one batch before it")
+    return float(right.double().mean())
