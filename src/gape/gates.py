@@ -100,8 +100,7 @@ class GAPEGates(nn.Module):
             else None
         )
         # Not called after the paper's letter: some versions of transformers rename such keys on load.
-        self.raw_amplitude = nn.Parameter(torch.empty(n_heads))
-        self.reset_parameters()
+        self.raw_amplitude = nn.Parameter(torch.full((n_heads,), self.init_amplitude))
 
     def reset_parameters(self) -> None:
         """Draw the projections anew and set biases and amplitudes back."""

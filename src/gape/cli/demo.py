@@ -27,4 +27,8 @@ def demo(
     # At this size a core per run is quicker than all cores for each.
     run_all(recipe, out, jobs or min(len(recipe.runs), os.cpu_count() or 1), "auto")
     page = write_report([out / run.name for run in recipe.runs], out / "report", "The needle task, small")
+    faster = recipe.runs[0].train.gate_lr_multiplier
+    if faster != 1:
+        typer.echo(f"\nGates learn at {faster:g} times the rate of the rest here, which is not the paper's setting:")
+        typer.echo("gape demo train.gate_lr_multiplier=1 --out runs/niah/plain is the plain one.")
     typer.echo(f"\nReport: {page}")

@@ -124,7 +124,7 @@ def _start(run: Run, directory: Path, jobs: int, resume: str) -> _Child:
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     output = (home / OUTPUT).open("ab")
     command = [sys.executable, "-m", "gape.cli", "niah", "run", str(home), "--resume", resume]
-    # A session of its own: Ctrl-C reaches the parent alone, which passes one signal on; two would cut the child short.
+    # Apart from the terminal: Ctrl-C reaches the parent alone, which passes one signal on; two would cut a child short.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True
     )
