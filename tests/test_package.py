@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import re
 import subprocess
@@ -50,6 +51,35 @@ def test_precision_page_is_drawn_from_its_rows() -> None:
     assert precision.verdict(rows) == []
     promised = [row for row in rows if row["quantity"] == "output" and row["dtype"] == "bfloat16"]
     assert {int(row["keys"]) for row in promised} >= {1024, 8192, 131072}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip(" *`") for cell in line.strip().strip("|").split("|")]
+
+
+def test_readme_figures_are_the_stored_ones() -> None:
+    with (ROOT / "benchmarks" / "data" / "precision.csv").open(encoding="utf-8") as f:
+        rows = [row for row in csv.DictReader(f) if row["device"] == "NVIDIA H200" and row["quantity"] == "output"]
+    stored = {row["keys"]: row for row in rows if (row["dtype"], row["strength"]) == ("bfloat16", "10")}
+    shown = [cells(line) for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| [\d,]+ \| 0", line)]
+    assert len(shown) == 3
+    for keys, *figures in shown:
+        row = stored[keys.replace(",", "")]
+        for figure, name in zip(figures, ("plain", "rank2", "split"), strict=True):
+            digits = len(figure.split(".")[1])
+            assert float(figure) == pytest.approx(float(row[name]), abs=0.51 * 10**-digits), (keys, name)
+
+
+def test_reproduction_figures_are_the_stored_ones() -> None:
+    """The page's table has columns 1×, 4× and 16× of the two stored ones, close needle first."""
+    tables = (ROOT / "results" / "niah" / "paper" / "tables.md").read_text(encoding="utf-8").split("**Accuracy")[1:3]
+    stored = [{c[0]: c for c in map(cells, table.splitlines()) if len(c) == 7} for table in tables]
+    page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8").splitlines()
+    shown = [c for c in map(cells, page) if len(c) == 7 and "±" in c[1]]
+    assert len(shown) == 9
+    for scheme, *figures in shown:
+        expected = [table[scheme][column] for table in stored for column in (2, 4, 6)]
+        assert figures == expected, scheme
 
 
 def test_no_parameter_is_named_after_letters_that_loaders_rename() -> None:

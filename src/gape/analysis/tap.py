@@ -85,13 +85,8 @@ class Attended:
         """
         problem = self.problem(start, stop)
         bias = self._bias(problem.seen, start, stop)
-        if bias is None:
-            return reference.weights(problem)
-        a = reference.logits(problem) + bias
-        mask = problem.seen.mask()
-        if mask is None:
-            return a.softmax(-1)
-        return a.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+        logits = reference.logits(problem)
+        return reference.visible_softmax(logits if bias is None else logits + bias, problem.seen.mask())
 
     def _bias(self, part: Visibility, start: int, stop: int) -> Tensor | None:
         """What the scheme adds to the logits besides the gates, broadcastable to (B, Hq, stop − start, n)."""
@@ -148,7 +143,7 @@ def _listening(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., T
     ) -> Tensor:
         y = attend(q, k, v, q_side, k_side, **options)
         given = {name: value for name, value in options.items() if name not in ("scale", "impl")}
-        seen = checks.visibility(q, k, **(_SEEN | given))
+        seen = checks.visibility(q, k, **given)
         q_side, k_side = (None if side is None else side.detach() for side in (q_side, k_side))
         q, k = q.detach(), k.detach()
         scale = options["scale"]
@@ -156,13 +151,3 @@ def _listening(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., T
         return y
 
     return listening
-
-
-_SEEN: dict[str, Any] = {
-    "q_positions": None,
-    "k_positions": None,
-    "q_documents": None,
-    "k_documents": None,
-    "attn_mask": None,
-    "is_causal": True,
-}

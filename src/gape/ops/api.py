@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -176,11 +177,11 @@ def explain(
     Raises:
         ValueError: as the operator would without `strict`; whether that would refuse is the plan's `quadratic`.
     """
-    unknown = set(seen) - set(_SEEN)
+    unknown = set(seen) - _SEEN
     if unknown:
         raise ValueError(f"{sorted(unknown)[0]}: not an argument of explain, expected one of {sorted(_SEEN)}")
     with leave_autocast(q, k, v) as (q, k, v):
-        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **(_SEEN | seen))
+        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **seen)
         name, reason = _choose(impl, problem)
         if name not in FUSED:
             return Plan(
@@ -198,14 +199,8 @@ def explain(
         )  # fmt: skip
 
 
-_SEEN: dict[str, Any] = {
-    "q_positions": None,
-    "k_positions": None,
-    "q_documents": None,
-    "k_documents": None,
-    "attn_mask": None,
-    "is_causal": True,
-}
+#: What says who sees whom.
+_SEEN = frozenset(signature(checks.visibility).parameters) - {"q", "k"}
 
 
 # Asking torch which devices have autocast would break a compiled graph in torch 2.11 and earlier.

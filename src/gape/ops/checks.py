@@ -105,12 +105,12 @@ def visibility(
     q: Tensor,
     k: Tensor,
     *,
-    q_positions: Any,
-    k_positions: Any,
-    q_documents: Any,
-    k_documents: Any,
-    attn_mask: Any,
-    is_causal: Any,
+    q_positions: Any = None,
+    k_positions: Any = None,
+    q_documents: Any = None,
+    k_documents: Any = None,
+    attn_mask: Any = None,
+    is_causal: Any = True,
 ) -> Visibility:
     """Check everything that says who sees whom, fill in defaults."""
     batch, n_q, n_k, device = q.size(0), q.size(2), k.size(2), q.device

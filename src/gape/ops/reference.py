@@ -27,8 +27,11 @@ def logits(problem: Problem) -> Tensor:
 
 def weights(problem: Problem) -> Tensor:
     """The attention weights, (B, Hq, Nq, Nk) in `bias_dtype`; a row that sees nothing is all zeros."""
-    a = logits(problem)
-    mask = problem.seen.mask()
+    return visible_softmax(logits(problem), problem.seen.mask())
+
+
+def visible_softmax(a: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax of logits a (B, Hq, Nq, Nk) over the pairs of a bool mask; a row that sees nothing is all zeros."""
     if mask is None:
         return a.softmax(-1)
     # An empty row attends to everything first and is then set to zero: no NaN, and no gradient.
