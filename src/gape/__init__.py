@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from gape import analysis, gates, models, ops, positions, report, tasks, theory, train
+    from gape import analysis, data, gates, models, ops, positions, report, tasks, theory, train
     from gape.gates import GAPEGates
     from gape.models.attention import GAPEAttention
     from gape.models.gpt import GPT, GPTConfig
-    from gape.ops import explain, gated_attention
+    from gape.ops import detailed_attention, explain, gated_attention
 
 _HOMES = {
     "gated_attention": "gape.ops",
+    "detailed_attention": "gape.ops",
     "explain": "gape.ops",
     "GAPEGates": "gape.gates",
     "GAPEAttention": "gape.models.attention",
     "GPT": "gape.models.gpt",
     "GPTConfig": "gape.models.gpt",
 }
-_ROOMS = ("analysis", "gates", "models", "ops", "positions", "report", "tasks", "theory", "train")
+_ROOMS = ("analysis", "data", "gates", "models", "ops", "positions", "report", "tasks", "theory", "train")
 
 __all__ = [
     "GPT",
@@ -34,6 +35,8 @@ __all__ = [
     "GPTConfig",
     "__version__",
     "analysis",
+    "data",
+    "detailed_attention",
     "explain",
     "gated_attention",
     "gates",

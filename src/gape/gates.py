@@ -148,6 +148,10 @@ class GAPEGates(nn.Module):
         if not isinstance(x, Tensor) or x.dim() != 4 or (x.size(1), x.size(3)) != (n_heads, self.head_dim):
             raise refuse(name, x, f"a tensor (batch, {n_heads} heads, tokens, {self.head_dim})")
 
+    def floors(self, device: torch.device) -> Tensor:
+        """The least gate of each query head, (Hq,) in float32."""
+        return self._floors.on(device, torch.float32)
+
     def _floor(self, like: Tensor) -> float | Tensor:
         if len(set(self.gate_floor)) == 1:
             return self.gate_floor[0]

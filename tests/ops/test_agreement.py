@@ -42,7 +42,7 @@ def test_two_anchors_equal_reference(name: str, monkeypatch: pytest.MonkeyPatch)
     """What half precision does where gates learn, in float64: several chunks, two anchors each."""
     monkeypatch.setattr("gape.ops.split.SHORT_BITS", 53)
     monkeypatch.setattr("gape.ops.split.ANCHORED_ROWS", 25)
-    expected, got = run(LAYOUTS[name], "reference"), run(LAYOUTS[name], "split")
+    expected, got = run(LAYOUTS[name], "reference"), run(LAYOUTS[name], "anchored")
     for key, value in expected.items():
         torch.testing.assert_close(got[key], value, atol=1e-9, rtol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
 

@@ -110,7 +110,7 @@ def test_gate_gradients_at_training_lengths(length: int, strength: float) -> Non
         context_length=1024, dtype=torch.bfloat16,
     )  # fmt: skip
     exact = gate_gradients(case, "reference", torch.float64)
-    got = gate_gradients(case, "split", torch.bfloat16)
+    got = gate_gradients(case, "auto", torch.bfloat16)
     for name, grad in got.items():
         assert distance(grad, exact[name]) < 0.02, name
 
@@ -124,7 +124,7 @@ def test_anchors_are_what_keeps_gate_gradients(monkeypatch: pytest.MonkeyPatch) 
     errors = []
     for rows in (256, 4096):
         monkeypatch.setattr(split, "ANCHORED_ROWS", rows)
-        errors.append(distance(gate_gradients(case, "split", torch.bfloat16)["gate"], exact))
+        errors.append(distance(gate_gradients(case, "anchored", torch.bfloat16)["gate"], exact))
     assert errors[0] < 0.02
     assert errors[1] > 3 * errors[0]
 

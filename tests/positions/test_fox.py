@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from fla.ops.forgetting_attn.naive import naive_forgetting_attn
 
 from gape.positions import build
 from gape.positions.fox import FoX
+
+naive_forgetting_attn = pytest.importorskip("fla.ops.forgetting_attn.naive").naive_forgetting_attn
 
 
 def make(n_kv_heads: int = 2, **options: object) -> FoX:

@@ -106,33 +106,50 @@ def tap(model: nn.Module, receive: Receiver) -> Iterator[None]:
     """While open, call `receive(layer, attended)` whenever an attention layer of the model has run.
 
     Layers are counted from 0 in the order of `model.modules()`. Each layer's own scheme is wrapped and unwrapped on
-    leaving; classes and other models are not touched. Meant for models that are not compiled.
+    leaving, so that taps may stand inside one another; classes and other models are not touched. Meant for models that
+    are not compiled. Decoding with a cache whose keys carry the bias does not pass the scheme, and is not heard.
 
     Raises:
         ValueError: the model has no :class:`gape.GAPEAttention`.
     """
-    layers = [module for module in model.modules() if isinstance(module, GAPEAttention)]
-    if not layers:
-        raise refuse("model", type(model).__name__, "a module with GAPEAttention layers")
+    layers = _layers(model)
+    before = [(layer.stepwise, layer.scheme.__dict__.get("attend")) for layer in layers]
     for index, layer in enumerate(layers):
         # An attribute of the instance hides the method of the class until it is deleted.
+        layer.stepwise = True
         layer.scheme.__dict__["attend"] = _listening(layer.scheme, index, receive)
     try:
         yield
     finally:
-        for layer in layers:
-            layer.scheme.__dict__.pop("attend", None)
+        for layer, (stepwise, attend) in zip(layers, before, strict=True):
+            layer.stepwise = stepwise
+            del layer.scheme.__dict__["attend"]
+            if attend is not None:
+                layer.scheme.__dict__["attend"] = attend
 
 
 def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
     """Run the model on ids (B, N) and return what each layer attended with, first layer first.
 
     The options go to the model. Nothing carries gradients.
+
+    Raises:
+        ValueError: the model has no :class:`gape.GAPEAttention`, or a cache in the options kept a layer from being
+            heard.
     """
     caught: dict[int, Attended] = {}
     with torch.no_grad(), tap(model, caught.__setitem__):
         model(ids, **options)
+    if len(caught) < len(_layers(model)):
+        raise refuse("cache", options.get("cache"), "None, since keys that carry the bias do not pass the scheme")
     return [caught[index] for index in sorted(caught)]
+
+
+def _layers(model: nn.Module) -> list[GAPEAttention]:
+    layers = [module for module in model.modules() if isinstance(module, GAPEAttention)]
+    if not layers:
+        raise refuse("model", type(model).__name__, "a module with GAPEAttention layers")
+    return layers
 
 
 def _listening(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., Tensor]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape import positions as schemes
 from gape.gates import GAPEGates
 from gape.models.cache import KVCache
-from gape.ops import available_implementations, checks
+from gape.ops import available_implementations, checks, prologue, split
 from gape.ops.carried import carried_attention, carried_form, carry
 from gape.ops.checks import refuse
 
@@ -35,6 +36,8 @@ class GAPEAttention(nn.Module):
     Attributes:
         keep_landmark: whether a forward pass leaves the mean landmark of its keys, with its gradient, in
         landmark_mean: a tensor of one number, else None.
+        stepwise: whether a forward pass always takes the scheme's steps one by one, so that others can listen to them;
+            without, a GPU runs them in one pass where it can.
 
     Raises:
         ValueError: for sizes that do not fit together, an unknown scheme or option; names the argument.
@@ -83,6 +86,7 @@ class GAPEAttention(nn.Module):
         self.out = nn.Linear(n_embd, n_embd, bias=bias)
         self.keep_landmark = False
         self.landmark_mean: Tensor | None = None
+        self.stepwise = False
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -114,6 +118,10 @@ class GAPEAttention(nn.Module):
         """
         past = 0 if cache is None else cache.length
         batch, n = self._checked(x, positions, documents, cache, attn_mask)
+        if cache is None and positions is None and documents is None and attn_mask is None:
+            y = self._attend_in_one_pass(x)
+            if y is not None:
+                return self._joined(y)
         q, k, v = (
             y.view(batch, n, heads, width).transpose(1, 2)
             for y, (heads, width) in zip(self.qkv(x).split(self._widths, dim=-1), self._heads, strict=True)
@@ -129,8 +137,41 @@ class GAPEAttention(nn.Module):
             y = self.scheme.attend(q, k, v, gate, side, scale=self.scale, impl=self.impl, **seen)
         else:
             y = self._attend_cached(q, k, v, gate, side, where, cache, seen)
-        projected: Tensor = self.out(y.transpose(1, 2).reshape(batch, n, self.n_heads * self.head_dim))
+        return self._joined(y)
+
+    def _joined(self, y: Tensor) -> Tensor:
+        """Heads (B, H, N, D) side by side and projected, (B, N, E)."""
+        projected: Tensor = self.out(y.transpose(1, 2).reshape(y.size(0), y.size(2), self.n_heads * self.head_dim))
         return projected
+
+    def _attend_in_one_pass(self, x: Tensor) -> Tensor | None:
+        """Project and attend through the fused prologue where it can run and `split` would; None elsewhere."""
+        far = self.gates is not None and torch.is_grad_enabled() and x.size(1) > split.ANCHORED_ROWS
+        asked = self.impl == "split" or (self.impl == "auto" and not far)
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        if not asked or not x.is_cuda or self.stepwise or self.keep_landmark or not prologue.ready(x.device, dtype):
+            return None
+        width = self.content_dim if self.gates is None else prologue.room(self.content_dim, self.head_dim)
+        steps = None if width is None else self.scheme.one_pass(x.size(1), x.device)
+        if steps is None or width is None:
+            return None
+        y = self.qkv(x) if self.gates is None else self._project_with_gaps(x, width)
+        heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+        widths = (width, width, self.head_dim)
+        parts = torch.split(y, [h * w for h, w in zip(heads, widths, strict=True)], dim=-1)
+        q, k, v = (part.view(*part.shape[:2], h, -1).transpose(1, 2) for part, h in zip(parts, heads, strict=True))
+        return prologue.fused_attention(q, k, v, *steps, scale=self.scale)
+
+    def _project_with_gaps(self, x: Tensor, width: int) -> Tensor:
+        """The projection of x with q and k as the prologue wants them: the gaps are columns of zero weights."""
+
+        def spread(columns: Tensor) -> Tensor:
+            content = sum(self._widths[:2])
+            heads = columns[..., :content].reshape(*columns.shape[:-1], -1, self.content_dim)
+            return torch.cat([prologue.spread(heads, width).flatten(-2), columns[..., content:]], dim=-1)
+
+        bias = None if self.qkv.bias is None else spread(self.qkv.bias)
+        return F.linear(x, spread(self.qkv.weight.mT).mT, bias)
 
     def _attend_cached(
         self,

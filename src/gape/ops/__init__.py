@@ -1,6 +1,14 @@
 """One operator, several implementations that agree. `docs/operator.md` tells them apart."""
 
-from gape.ops.api import Plan, available_implementations, explain, gated_attention
+from gape.ops.api import Details, Plan, available_implementations, detailed_attention, explain, gated_attention
 from gape.ops.plain import attention
 
-__all__ = ["Plan", "attention", "available_implementations", "explain", "gated_attention"]
+__all__ = [
+    "Details",
+    "Plan",
+    "attention",
+    "available_implementations",
+    "detailed_attention",
+    "explain",
+    "gated_attention",
+]

@@ -2,56 +2,85 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gape.ops import checks, rank2, reference, sdpa, split
+from gape.ops import checks, dispatch, rank2, reference, sdpa, split
 from gape.ops.problem import Problem, bias_dtype
-from gape.ops.rounding import significand_bits
+
+#: Implementations that go through `scaled_dot_product_attention`: what turns a problem into prepared calls.
+FUSED: dict[str, Callable[[Problem], Iterator[sdpa.Call]]] = {
+    "rank2": rank2.calls,
+    "split": split.calls,
+    "anchored": split.anchored_calls,
+}
 
 
-class Implementation(Protocol):
-    """A module that turns a problem into prepared attention calls."""
+class Details(NamedTuple):
+    """What :func:`detailed_attention` returns.
 
-    def calls(self, problem: Problem) -> Iterator[sdpa.Call]:
-        """One call per chunk of queries."""
-        ...
+    Attributes:
+        out: (B, Hq, Nq, Dv) in q's dtype.
+        lse: natural log-sum-exp of each query's logits, float32 (B, Hq, Nq), without gradient; −inf where a query sees
+            nothing.
+        visited: fraction of the visible key tiles that were looked at, one number; 1 where none may be skipped.
+    """
+
+    out: Tensor
+    lse: Tensor
+    visited: Tensor
 
 
-#: Implementations that go through `scaled_dot_product_attention`.
-FUSED: dict[str, Implementation] = {"rank2": rank2, "split": split}
+# Kernels are imported when they run, so that nothing else needs Triton or waits for FlexAttention's import.
 
 
-def _triton(problem: Problem) -> Tensor:
-    """Run the Triton kernels, which are imported here so that nothing else needs triton."""
+def _reference(problem: Problem, eps: float) -> Details:
+    lse = reference.log_sum_exp(problem)
+    return Details(reference.run(problem), lse, lse.new_ones(()))
+
+
+def _triton(problem: Problem, eps: float) -> Details:
     from gape.ops.triton import launch  # noqa: PLC0415
 
-    return launch.run(problem)
+    return Details(*launch.answer(problem, eps))
 
 
-def _triton_ready(problem: Problem) -> None:
-    """Refuse where the Triton kernels cannot run."""
-    if find_spec("triton") is None:
-        raise ValueError("impl: got 'triton', which is not installed: pip install triton")
-    if not problem.q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise checks.refuse("impl", "triton", "a CUDA device for it (or TRITON_INTERPRET=1, to test)")
-    if problem.q.dtype == torch.float64:
-        raise checks.refuse("impl", "triton", "bfloat16, float16 or float32 beside it, q is float64")
+def _decode(problem: Problem, eps: float) -> Details:
+    from gape.ops.triton import decode  # noqa: PLC0415
+
+    out, lse = decode.attend(problem)
+    return Details(out, lse, lse.new_ones(()))
 
 
-#: Implementations that run by themselves, and whether they keep an Nq × Nk matrix.
-DIRECT: dict[str, tuple[Callable[[Problem], Tensor], bool]] = {
-    "reference": (reference.run, True),
-    "triton": (_triton, False),
+def _flex(problem: Problem, eps: float) -> Tensor:
+    from gape.ops import flex  # noqa: PLC0415
+
+    return flex.run(problem, eps)
+
+
+#: Implementations that know more than the output.
+DETAILED: dict[str, Callable[[Problem, float], Details]] = {
+    "triton": _triton,
+    "decode": _decode,
+    "reference": _reference,
 }
+
+#: Implementations that run by themselves; they may drop a weight of eps.
+DIRECT: dict[str, Callable[[Problem, float], Tensor]] = {
+    "reference": lambda problem, eps: reference.run(problem),
+    "flex": _flex,
+    "triton": lambda problem, eps: _triton(problem, eps).out,
+    "decode": lambda problem, eps: _decode(problem, eps).out,
+}
+
+#: Implementations that keep an Nq × Nk matrix.
+QUADRATIC = ("reference",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +116,7 @@ class Plan:
 
 def available_implementations() -> list[str]:
     """Names that `impl=` accepts besides "auto"."""
-    return [*DIRECT, *FUSED]
+    return list(dispatch.CANNOT)
 
 
 def gated_attention(
@@ -107,6 +136,7 @@ def gated_attention(
     is_causal: bool = True,
     scale: float | None = None,
     impl: str = "auto",
+    eps: float = 0.0,
     check: bool = False,
     strict: bool = False,
 ) -> Tensor:
@@ -128,7 +158,9 @@ def gated_attention(
             a later key would gain what an earlier one loses: meant for callers whose mask hides later keys.
         scale: softmax scale, D ** −0.5 of the D given by default. A model that reserves coordinates for the
             bias passes that of its full head dim.
-        impl: "auto", "reference", "rank2", "split" or "triton".
+        impl: "auto", or one of :func:`available_implementations`.
+        eps: weight that may be dropped, in all and for any query; 0 drops nothing. Kernels that skip tiles leave away
+            what provably has no more (`docs/skipping.md`), others ignore it. Forward and backward agree.
         check: also check the values of the gates (this waits for the device).
         strict: refuse an implementation or backend that keeps an Nq × Nk matrix.
 
@@ -147,13 +179,45 @@ def gated_attention(
             k_documents=k_documents, attn_mask=attn_mask, is_causal=is_causal,
         )  # fmt: skip
         checks.flag("strict", strict)
-        name, _ = _choose(impl, problem)
-        if name in FUSED:
-            return sdpa.run_all(FUSED[name].calls(problem), strict=strict)
-        run, quadratic = DIRECT[name]
-        if strict and quadratic:
+        eps = _weight(eps)
+        name, _ = _choose(impl, problem, eps)
+        if strict and name in QUADRATIC:
             raise ValueError(f"strict: impl {name!r} keeps an Nq × Nk matrix of logits")
-        return run(problem)
+        return DIRECT[name](problem, eps) if name in DIRECT else sdpa.run_all(FUSED[name](problem), strict=strict)
+
+
+def detailed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    landmark: Tensor,
+    amplitude: Tensor,
+    *,
+    context_length: float,
+    scale: float | None = None,
+    impl: str = "auto",
+    eps: float = 0.0,
+    check: bool = False,
+    **seen: Any,
+) -> Details:
+    """The operator with each query's log-sum-exp and the fraction of key tiles that were looked at.
+
+    Args are those of :func:`gated_attention`; `impl` is "triton", "decode", "reference", or "auto" for the first that
+    can run. Gradients go through the output alone.
+
+    Raises:
+        ValueError: as :func:`gated_attention`, and for an implementation that does not know these things.
+    """
+    with leave_autocast(q, k, v) as (q, k, v):
+        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
+        eps = _weight(eps)
+        if impl == "auto":
+            impl = "triton" if dispatch.cannot("triton", problem) is None else "reference"
+        name, _ = _choose(impl, problem, eps)
+        if name not in DETAILED:
+            raise checks.refuse("impl", name, f"one of {list(DETAILED)}")
+        return DETAILED[name](problem, eps)
 
 
 def explain(
@@ -167,6 +231,7 @@ def explain(
     context_length: float,
     scale: float | None = None,
     impl: str = "auto",
+    eps: float = 0.0,
     check: bool = False,
     **seen: Any,
 ) -> Plan:
@@ -177,19 +242,16 @@ def explain(
     Raises:
         ValueError: as the operator would without `strict`; whether that would refuse is the plan's `quadratic`.
     """
-    unknown = set(seen) - _SEEN
-    if unknown:
-        raise ValueError(f"{sorted(unknown)[0]}: not an argument of explain, expected one of {sorted(_SEEN)}")
     with leave_autocast(q, k, v) as (q, k, v):
-        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **seen)
-        name, reason = _choose(impl, problem)
+        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
+        name, reason = _choose(impl, problem, _weight(eps))
         if name not in FUSED:
             return Plan(
-                impl=name, reason=reason, backends=(name,), quadratic=DIRECT[name][1], pairs=problem.seen.kind,
+                impl=name, reason=reason, backends=(name,), quadratic=name in QUADRATIC, pairs=problem.seen.kind,
                 chunks=1, width=q.size(-1), value_width=v.size(-1),
             )  # fmt: skip
         backends, count = [], 0
-        for call in FUSED[name].calls(problem):
+        for call in FUSED[name](problem):
             count += 1
             backends.append(call.backend())
         distinct = tuple(dict.fromkeys(backends))
@@ -201,6 +263,14 @@ def explain(
 
 #: What says who sees whom.
 _SEEN = frozenset(signature(checks.visibility).parameters) - {"q", "k"}
+
+
+def _known(seen: dict[str, Any]) -> dict[str, Any]:
+    """`seen`, if it says no more than who sees whom."""
+    unknown = set(seen) - _SEEN
+    if unknown:
+        raise ValueError(f"{sorted(unknown)[0]}: not an argument, expected one of {sorted(_SEEN)}")
+    return seen
 
 
 # Asking torch which devices have autocast would break a compiled graph in torch 2.11 and earlier.
@@ -255,16 +325,20 @@ def _problem(
     )
 
 
-def _choose(impl: str, problem: Problem) -> tuple[str, str]:
+def _weight(eps: float) -> float:
+    """eps, if it is a weight that may be dropped."""
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
+        raise checks.refuse("eps", eps, "a number from 0 to below 1")
+    return float(eps)
+
+
+def _choose(impl: str, problem: Problem, eps: float) -> tuple[str, str]:
     """The implementation's name and why it was chosen."""
-    if impl != "auto":
-        if impl not in available_implementations():
-            raise checks.refuse("impl", impl, f"'auto' or one of {available_implementations()}")
-        if impl == "triton":
-            _triton_ready(problem)
-        return impl, "asked for"
-    if problem.q.dtype in (torch.bfloat16, torch.float16):
-        return "split", f"exact bias in {str(problem.q.dtype).removeprefix('torch.')}"
-    if significand_bits(problem.q) <= 11:
-        return "split", "TF32 products would ruin the two-coordinate form"
-    return "rank2", f"two coordinates are enough in {str(problem.q.dtype).removeprefix('torch.')}"
+    if impl == "auto":
+        return dispatch.choose(problem, eps)
+    if impl not in available_implementations():
+        raise checks.refuse("impl", impl, f"'auto' or one of {available_implementations()}")
+    why = dispatch.cannot(impl, problem)
+    if why is not None:
+        raise ValueError(f"impl: got {impl!r}, which {why}")
+    return impl, "asked for"

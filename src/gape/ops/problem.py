@@ -49,6 +49,11 @@ class Problem:
         return self.amplitude[:, None] * self.gate / self.context_length
 
     @property
+    def gates_learn(self) -> bool:
+        """Whether a gradient will be asked of the gates."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.gate, self.landmark, self.amplitude))
+
+    @property
     def exposure(self) -> Tensor:
         """u_j = 1 − l_j, how unprotected a key is, (B, Hk, Nk)."""
         return 1 - self.landmark

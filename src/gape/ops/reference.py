@@ -30,6 +30,12 @@ def weights(problem: Problem) -> Tensor:
     return visible_softmax(logits(problem), problem.seen.mask())
 
 
+def log_sum_exp(problem: Problem) -> Tensor:
+    """Natural log-sum-exp of the logits, (B, Hq, Nq) in `bias_dtype`, without gradient; −inf for an empty row."""
+    a, mask = logits(problem).detach(), problem.seen.mask()
+    return (a if mask is None else a.masked_fill(~mask, -torch.inf)).logsumexp(-1)
+
+
 def visible_softmax(a: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax of logits a (B, Hq, Nq, Nk) over the pairs of a bool mask; a row that sees nothing is all zeros."""
     if mask is None:

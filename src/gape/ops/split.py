@@ -9,14 +9,15 @@ Positions are counted from an anchor among the queries (softmax does not see a c
 UNIT, moves magnitude between the sides so that float16 does not overflow. Rounding is straight-through for gradients.
 
 A fused backward returns dq and dk in the working dtype, and the gradient of a gate is the difference of two such
-columns, so it loses what the distance to the anchor costs. Where gates learn, queries therefore go in chunks whose two
-halves have an anchor each. In index order both are near their queries and two pieces are enough, so this takes six
+columns, so it loses what the distance to the anchor costs. Where gates learn, up to 2,048 queries therefore have two
+anchors, one for each half. In index order both are near their queries and two pieces are enough, so this takes six
 coordinates too (explicit positions may be anywhere: there three pieces stay, and it takes nine):
 
     query [−(c·i)₁, −(c·i)₂, c, c, 0, 0] or [−(c·i)₁, −(c·i)₂, 0, 0, c, c]
     key   [u, u, (u·j)₁, (u·j)₂, (u·j′)₁, (u·j′)₂]      i from its own anchor, j from the first, j′ from the second
 
-`docs/precision.md` has the figures.
+More queries go in one call all the same, with one anchor, and gate gradients get noisier with length;
+`anchored` takes them in chunks of 2,048, which costs time and keeps them exact. `docs/precision.md` has the figures.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gape.ops import sdpa
 from gape.ops.problem import Problem, beside_heads
 from gape.ops.rounding import UNIT, pieces, round_significand, significand_bits, straight_through
 
-#: Queries of one call where gates learn through a half-precision backward: two anchors, 1,024 queries each.
+#: Queries that two anchors are near enough to, 1,024 each, for gates that learn through a half-precision backward.
 ANCHORED_ROWS = 2048
 
 #: Width of the columns of one anchor and three pieces.
@@ -89,11 +90,23 @@ def key_columns(exposure: Tensor, positions: Sequence[Tensor], dtype: torch.dtyp
 
 
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
-    """The prepared attention calls, one per chunk of queries."""
+    """The prepared attention calls: one, or one per chunk of queries where a mask has to be drawn."""
+    rows = min(ANCHORED_ROWS, sdpa.MASK_ROWS) if sdpa.draws_mask(problem.seen, problem.q) else None
+    return _calls(problem, rows)
+
+
+def anchored_calls(problem: Problem) -> Iterator[sdpa.Call]:
+    """As `calls`, in chunks whose queries are all near an anchor where gates learn through a short backward."""
+    if sdpa.draws_mask(problem.seen, problem.q) or not _learns(problem):
+        return calls(problem)
+    return _calls(problem, ANCHORED_ROWS)
+
+
+def _calls(problem: Problem, rows: int | None) -> Iterator[sdpa.Call]:
     bits = significand_bits(problem.q)
-    learns = bits <= SHORT_BITS and _gates_learn(problem)
-    count = 2 if learns and problem.seen.index_order else 3
-    spans = sdpa.chunks(problem.seen.n_q, _chunk_rows(problem, learns))
+    spans = sdpa.chunks(problem.seen.n_q, rows)
+    near = _learns(problem) and spans[0][1] <= ANCHORED_ROWS
+    count = 2 if near and problem.seen.index_order else 3
     q_positions, k_positions = problem.seen.positions()
     rate, exposure = problem.rate, problem.exposure
     k, v = problem.k, problem.v
@@ -103,7 +116,7 @@ def calls(problem: Problem) -> Iterator[sdpa.Call]:
     for start, stop in spans:
         seen = problem.seen.rows(start, stop)
         middle = (start + stop) // 2
-        groups = [(start, middle), (middle, stop)] if learns and middle > start else [(start, stop)]
+        groups = [(start, middle), (middle, stop)] if near and middle > start else [(start, stop)]
         anchors = [problem.seen.anchor(*group) for group in groups]
         i = [q_positions[..., a:b] - anchor for (a, b), anchor in zip(groups, anchors, strict=True)]
         j = [k_positions[..., : seen.n_k] - anchor for anchor in anchors]
@@ -118,15 +131,9 @@ def calls(problem: Problem) -> Iterator[sdpa.Call]:
         )
 
 
-def _gates_learn(problem: Problem) -> bool:
-    gates = (problem.gate, problem.landmark, problem.amplitude)
-    return torch.is_grad_enabled() and any(x.requires_grad for x in gates)
-
-
-def _chunk_rows(problem: Problem, learns: bool) -> int | None:
-    if sdpa.draws_mask(problem.seen, problem.q):
-        return min(ANCHORED_ROWS, sdpa.MASK_ROWS)
-    return ANCHORED_ROWS if learns else None
+def _learns(problem: Problem) -> bool:
+    """Whether gates learn through a backward pass too short for one anchor."""
+    return significand_bits(problem.q) <= SHORT_BITS and problem.gates_learn
 
 
 def _wide(positions: Tensor, dtype: torch.dtype) -> Tensor:

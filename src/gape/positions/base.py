@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gape.ops import attention
 from gape.ops.checks import positive_number, refuse
+from gape.ops.prologue import OnePass
 from gape.positions.checks import whole
 
 
@@ -107,6 +108,13 @@ class Scheme(nn.Module):
         is_causal of :func:`gape.gated_attention`. Returns (B, Hq, Nq, Dv).
         """
         return attention(q, k, v, scale=scale, **seen)
+
+    def one_pass(self, n: int, device: torch.device) -> OnePass | None:
+        """What a fused pass over q and k of n tokens in index order has to do.
+
+        It takes the place of `queries` and `keys`; None where the scheme does more, or nothing.
+        """
+        return None
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor | None:
         """Additive logits (1 or B, Hq, Nq, Nk) in float32, or None where positions alone fix none."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from gape.gates import GAPEGates
 from gape.ops import gated_attention
 from gape.ops.checks import refuse
+from gape.ops.prologue import GateReading, OnePass
 from gape.positions.base import Scheme
+from gape.positions.nope import NoPE
 
 
 class Gated(Scheme):
@@ -84,4 +87,26 @@ class Gated(Scheme):
             scale=scale,
             impl=impl,
             **seen,
+        )
+
+    def one_pass(self, n: int, device: torch.device) -> OnePass | None:
+        """What the base does, and the gates; None where the base does more than turn, or a gate is fixed."""
+        reading, base = self.reading(device), self.base.one_pass(n, device)
+        if reading is None or (base is None and not isinstance(self.base, NoPE)):
+            return None
+        return OnePass(None if base is None else base.angles, reading)
+
+    def reading(self, device: torch.device) -> GateReading | None:
+        """What a fused pass needs to read the gates on `device`; None where one of them is fixed."""
+        gates = self.gates
+        if gates.gate_projection is None or gates.landmark_projection is None:
+            return None
+        return GateReading(
+            gate_weight=gates.gate_projection.weight.float(),
+            gate_bias=gates.gate_projection.bias.float(),
+            landmark_weight=gates.landmark_projection.weight.float(),
+            landmark_bias=gates.landmark_projection.bias.float(),
+            amplitude=gates.amplitude,
+            floor=gates.floors(device),
+            context_length=self.context_length,
         )

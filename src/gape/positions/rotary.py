@@ -14,6 +14,7 @@ from torch import Tensor
 from gape.constant import Constant
 from gape.ops import checks
 from gape.ops.checks import positive_number, refuse
+from gape.ops.prologue import OnePass
 from gape.positions.base import Scheme, keyword_defaults, wide
 from gape.positions.checks import even
 
@@ -106,6 +107,10 @@ class Rotary(Scheme):
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         first, second = x.to(cos.dtype).chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+    def one_pass(self, n: int, device: torch.device) -> OnePass | None:
+        """The angles of n tokens in index order."""
+        return OnePass(self.cos_sin(torch.arange(n, device=device)), None)
 
     def extra_repr(self) -> str:
         """What `print` shows."""

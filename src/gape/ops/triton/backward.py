@@ -1,11 +1,12 @@
 """The backward kernels: gradients by rows (dq, dc) and by columns (dk, dv, du).
 
-With p = exp2(s − lse), dS = p·(dP − delta) and natural logits:
+With p = exp2(s − lse), delta = Σ dO·O, dS = p·(dP − delta) and natural logits:
 
-    dc_i = −Σ_j dS·u_j·(i − j),    du_j = −Σ_i dS·c_i·(i − j)
+    dc_i = Σ_j dS·u_j·(j − i),    du_j = Σ_i dS·c_i·(j − i)
 
 Both sums are taken tile by tile in float32, with positions counted from the tile's first key. There are no atomics, so
-two runs give the same bits. Rows that saw nothing come with lse = +inf, which makes their p zero.
+two runs give the same bits. Rows that saw nothing come with lse = +inf, which makes their p zero. With SKIP both leave
+away exactly the tiles that the forward pass left away: they judge by the same numbers.
 """
 
 from __future__ import annotations
@@ -13,39 +14,93 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gape.ops.triton.tiles import anchor_of, biased_logits, document_of, load_rows, local_positions, visible
+from gape.ops.triton.tiles import (
+    GROUP,
+    anchor_of,
+    document_of,
+    load_rows,
+    load_vector,
+    local_positions,
+    needed,
+    store_rows,
+    visible,
+)
+
+
+@triton.jit
+def row_products(a_ptr, b_ptr, out_ptr, n, d, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Σ a·b of each of n rows of two contiguous (n, d) matrices, in float32."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    a = load_rows(a_ptr, start, d, 1, n, d, BLOCK, BLOCK_D, True, True).to(tl.float32)
+    b = load_rows(b_ptr, start, d, 1, n, d, BLOCK, BLOCK_D, True, True).to(tl.float32)
+    rows = start + tl.arange(0, BLOCK)
+    tl.store(out_ptr + rows, tl.sum(a * b, 1), mask=rows < n)
+
+
+@triton.jit
+def rows_tile(
+    q, grad, c, lse, delta, i_first, dq, dc, start_n,
+    k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+    k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+    CHECK: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Add what one tile of keys gives to dq and dc."""
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
+    i = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
+    j = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
+    k = load_rows(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, CHECK, PARTIAL_D)
+    v = load_rows(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, CHECK, PARTIAL_V)
+    u = load_vector(u_ptr, offs_n, n_k, 0.0, CHECK)
+    lost = (u * j)[None, :] - i[:, None] * u[None, :]
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + (c[:, None] * lost - lse[:, None])
+    if CHECK:
+        k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
+        seen = visible(
+            i[:, None], j[None, :], offs_m[:, None], offs_n[None, :], n_q, n_k, q_doc[:, None], k_doc[None, :],
+            mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
+        )  # fmt: skip
+        s = tl.where(seen, s, float("-inf"))
+    p = tl.exp2(s)
+    ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    dc += tl.sum(ds * lost, 1)
+    return dq, dc
 
 
 @triton.jit
 def by_rows(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
-    grad_ptr, lse_ptr, delta_ptr, dq_ptr, dc_ptr,
+    grad_ptr, lse_ptr, delta_ptr, dq_ptr, dc_ptr, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
     n_heads, groups, n_q, n_k, d, d_v, scale, content_scale,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
-    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Hq, Nq, D) and dc (B, Hq, Nq), contiguous; one program per tile of queries."""
     batch = (tl.program_id(1) // n_heads).to(tl.int64)
     head = (tl.program_id(1) % n_heads).to(tl.int64)
     key_head = head // groups
+    key_row = batch * (n_heads // groups) + key_head
     start_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     row = (batch * n_heads + head) * n_q
     k_ptr += batch * k_b + key_head * k_h
     v_ptr += batch * v_b + key_head * v_h
-    u_ptr += (batch * (n_heads // groups) + key_head) * n_k
+    u_ptr += key_row * n_k
     qp_ptr += batch * qp_b
     kp_ptr += batch * kp_b
+    kd_ptr += batch * n_k
     mask_ptr += batch * mask_b + head * mask_h
-    q = load_rows(q_ptr + batch * q_b + head * q_h, q_n, q_d, offs_m, n_q, dims, d, True, PARTIAL_D)
-    grad = load_rows(grad_ptr + row * d_v, d_v, 1, offs_m, n_q, value_dims, d_v, True, PARTIAL_V)
-    c = tl.load(c_ptr + row + offs_m, mask=offs_m < n_q, other=0.0)
-    lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < n_q, other=float("inf"))
-    delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < n_q, other=0.0)
+    q = load_rows(q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, True, PARTIAL_D)
+    grad = load_rows(grad_ptr + row * d_v, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, True, PARTIAL_V)
+    c = load_vector(c_ptr + row, offs_m, n_q, 0.0, True)
+    lse = load_vector(lse_ptr + row, offs_m, n_q, float("inf"), True)
+    delta = load_vector(delta_ptr + row, offs_m, n_q, 0.0, True)
     q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
 
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -58,63 +113,112 @@ def by_rows(
         if CAUSAL:
             whole = tl.minimum(n_k, first + start_m + 1)
         whole = (whole // BLOCK_N) * BLOCK_N
-    for CHECK in tl.static_range(2):
-        low, high = 0, whole
-        if CHECK:
-            low, high = whole, stop
-        for start_n in range(low, high, BLOCK_N):
-            offs_n = start_n + tl.arange(0, BLOCK_N)
-            anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
-            i = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, first, HAS_POSITIONS)
-            j = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
-            k = load_rows(k_ptr, k_n, k_d, offs_n, n_k, dims, d, CHECK, PARTIAL_D)
-            v = load_rows(v_ptr, v_n, v_d, offs_n, n_k, value_dims, d_v, CHECK, PARTIAL_V)
-            u = tl.load(u_ptr + offs_n, mask=offs_n < n_k, other=0.0)
-            s = biased_logits(q, k, c, u, i, j, scale, PRECISION)
-            if CHECK:
-                k_doc = document_of(kd_ptr + batch * n_k, offs_n, n_k, -1, HAS_DOCUMENTS)
-                seen = visible(
-                    i, j, offs_m, offs_n, n_q, n_k, q_doc, k_doc, mask_ptr, mask_m, mask_n,
-                    CAUSAL, HAS_DOCUMENTS, HAS_MASK,
-                )  # fmt: skip
-                s = tl.where(seen, s, float("-inf"))
-            p = tl.exp2(s - lse[:, None])
-            ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-            dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
-            dc += tl.sum(ds * (u * j)[None, :], 1) - i * tl.sum(ds * u[None, :], 1)
-
-    where = dq_ptr + (row + offs_m[:, None]) * d + dims[None, :]
-    inside = (offs_m[:, None] < n_q) & (dims[None, :] < d)
-    tl.store(where, (dq * content_scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    for start_n in range(whole, stop, BLOCK_N):
+        dq, dc = rows_tile(
+            q, grad, c, lse, delta, first, dq, dc, start_n,
+            k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+            k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+            True, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+            BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
+    if SKIP:
+        count, n_tiles = whole // BLOCK_N, tl.cdiv(n_k, BLOCK_N)
+        k_reach_ptr += key_row * n_tiles
+        u_least_ptr += key_row * n_tiles
+        reach = load_vector(reach_ptr + row, offs_m, n_q, 0.0, True)
+        low = load_vector(low_ptr + row, offs_m, n_q, float("inf"), True)
+        for step in range(0, count, GROUP):
+            tiles = count - 1 - step - tl.arange(0, GROUP)
+            k_reach = tl.load(k_reach_ptr + tiles, mask=tiles >= 0, other=0.0)
+            u_least = tl.load(u_least_ptr + tiles, mask=tiles >= 0, other=0.0)
+            distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
+            keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance)
+            keep = (tl.max(keep.to(tl.int32), 0) > 0) & (tiles >= 0)
+            if tl.max(keep.to(tl.int32), 0) > 0:
+                for tile in range(count - 1 - step, tl.maximum(count - 1 - step - GROUP, -1), -1):
+                    if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
+                        dq, dc = rows_tile(
+                            q, grad, c, lse, delta, first, dq, dc, tile * BLOCK_N,
+                            k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+                            k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+                            False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                            BLOCK_N, BLOCK_D, BLOCK_V,
+                        )  # fmt: skip
+    else:
+        for start_n in range(0, whole, BLOCK_N):
+            dq, dc = rows_tile(
+                q, grad, c, lse, delta, first, dq, dc, start_n,
+                k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+                k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+                False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                BLOCK_N, BLOCK_D, BLOCK_V,
+            )  # fmt: skip
+    store_rows(dq_ptr + row * d, dq * content_scale, start_m, n_q, d, BLOCK_M, BLOCK_D)
     tl.store(dc_ptr + row + offs_m, dc, mask=offs_m < n_q)
+
+
+@triton.jit
+def columns_tile(
+    k, v, u, j, dk, dv, du, start_m, anchor, i_first,
+    q_ptr, grad_ptr, c_ptr, lse_ptr, delta_ptr, qp_ptr, qd_ptr, mask_ptr, k_doc, offs_n,
+    q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+    CHECK: tl.constexpr, RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Add what one tile of queries gives to dk, dv and du. Pairs lie (key, query), so that sums run along a row."""
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q = load_rows(q_ptr, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, RAGGED, PARTIAL_D)
+    grad = load_rows(grad_ptr, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, RAGGED, PARTIAL_V)
+    c = load_vector(c_ptr, offs_m, n_q, 0.0, RAGGED)
+    lse = load_vector(lse_ptr, offs_m, n_q, float("inf"), RAGGED)
+    delta = load_vector(delta_ptr, offs_m, n_q, 0.0, RAGGED)
+    i = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
+    lost = j[:, None] * c[None, :] - (c * i)[None, :]
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + (u[:, None] * lost - lse[None, :])
+    if CHECK:
+        q_doc = document_of(qd_ptr, offs_m, n_q, 0, HAS_DOCUMENTS)
+        seen = visible(
+            i[None, :], j[:, None], offs_m[None, :], offs_n[:, None], n_q, n_k, q_doc[None, :], k_doc[:, None],
+            mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
+        )  # fmt: skip
+        s = tl.where(seen, s, float("-inf"))
+    p = tl.exp2(s)
+    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+    ds = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    du += tl.sum(ds * lost, 1)
+    return dk, dv, du
 
 
 @triton.jit
 def by_columns(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
-    grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, du_ptr,
+    grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, du_ptr, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
     n_kv_heads, groups, n_q, n_k, d, d_v, scale, content_scale, log2e,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
-    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr, SKIP: tl.constexpr,
+    RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """dk (B, Hk, Nk, D), dv (B, Hk, Nk, Dv), du (B, Hk, Nk), contiguous; one program per tile of keys.
 
-    The program goes through all query heads that share the key head, so their sum needs no atomics.
+    The program goes through all query heads that share the key head, so their sum needs no atomics. RAGGED: the
+    queries do not fill their last tile.
     """
     batch = (tl.program_id(1) // n_kv_heads).to(tl.int64)
     key_head = (tl.program_id(1) % n_kv_heads).to(tl.int64)
     start_n = tl.program_id(0) * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     column = (batch * n_kv_heads + key_head) * n_k
     qp_ptr += batch * qp_b
     kp_ptr += batch * kp_b
-    k = load_rows(k_ptr + batch * k_b + key_head * k_h, k_n, k_d, offs_n, n_k, dims, d, True, PARTIAL_D)
-    v = load_rows(v_ptr + batch * v_b + key_head * v_h, v_n, v_d, offs_n, n_k, value_dims, d_v, True, PARTIAL_V)
-    u = tl.load(u_ptr + column + offs_n, mask=offs_n < n_k, other=0.0)
+    qd_ptr += batch * n_q
+    k = load_rows(k_ptr + batch * k_b + key_head * k_h, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, True, PARTIAL_D)
+    v = load_rows(v_ptr + batch * v_b + key_head * v_h, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, True, PARTIAL_V)
+    u = load_vector(u_ptr + column, offs_n, n_k, 0.0, True)
     k_doc = document_of(kd_ptr + batch * n_k, offs_n, n_k, -1, HAS_DOCUMENTS)
     anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
     j = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
@@ -130,40 +234,53 @@ def by_columns(
         whole = 0
         if CAUSAL:
             whole = tl.minimum(n_q, tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - first, 0), BLOCK_M) * BLOCK_M)
+    if SKIP:
+        tile = (batch * n_kv_heads + key_head) * tl.num_programs(0) + tl.program_id(0)
+        k_reach = tl.load(k_reach_ptr + tile)
+        u_least = tl.load(u_least_ptr + tile)
     for member in range(0, groups):
         head = key_head * groups + member
         row = (batch * n_kv_heads * groups + head) * n_q
-        for CHECK in tl.static_range(2):
-            low, high = whole, n_q
-            if CHECK:
-                low, high = begin, whole
-            for start_m in range(low, high, BLOCK_M):
-                offs_m = start_m + tl.arange(0, BLOCK_M)
-                q = load_rows(q_ptr + batch * q_b + head * q_h, q_n, q_d, offs_m, n_q, dims, d, True, PARTIAL_D)
-                grad = load_rows(grad_ptr + row * d_v, d_v, 1, offs_m, n_q, value_dims, d_v, True, PARTIAL_V)
-                c = tl.load(c_ptr + row + offs_m, mask=offs_m < n_q, other=0.0)
-                lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < n_q, other=float("inf"))
-                delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < n_q, other=0.0)
-                i = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, first, HAS_POSITIONS)
-                s = biased_logits(q, k, c, u, i, j, scale, PRECISION)
-                if CHECK:
-                    q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
-                    seen = visible(
-                        i, j, offs_m, offs_n, n_q, n_k, q_doc, k_doc,
-                        mask_ptr + batch * mask_b + head * mask_h, mask_m, mask_n,
-                        CAUSAL, HAS_DOCUMENTS, HAS_MASK,
-                    )  # fmt: skip
-                    s = tl.where(seen, s, float("-inf"))
-                p = tl.exp2(s - lse[:, None])
-                dv += tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)
-                ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-                dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision=PRECISION)
-                du += j * tl.sum(ds * c[:, None], 0) - tl.sum(ds * (c * i)[:, None], 0)
-
-    inside = offs_n[:, None] < n_k
-    dk_where = dk_ptr + (column + offs_n[:, None]) * d + dims[None, :]
-    dv_where = dv_ptr + (column + offs_n[:, None]) * d_v + value_dims[None, :]
-    tl.store(dk_where, (dk * content_scale).to(dk_ptr.dtype.element_ty), mask=inside & (dims[None, :] < d))
-    tl.store(dv_where, dv.to(dv_ptr.dtype.element_ty), mask=inside & (value_dims[None, :] < d_v))
+        queries = q_ptr + batch * q_b + head * q_h
+        grads = grad_ptr + row * d_v
+        masked = mask_ptr + batch * mask_b + head * mask_h
+        for start_m in range(begin, whole, BLOCK_M):
+            dk, dv, du = columns_tile(
+                k, v, u, j, dk, dv, du, start_m, anchor, first,
+                queries, grads, c_ptr + row, lse_ptr + row, delta_ptr + row, qp_ptr, qd_ptr, masked, k_doc, offs_n,
+                q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+                True, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                BLOCK_M, BLOCK_D, BLOCK_V,
+            )  # fmt: skip
+        if SKIP:
+            for start in range(whole, n_q, GROUP * BLOCK_M):
+                blocks = tl.arange(0, GROUP)
+                rows = start + blocks[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+                reach = tl.load(reach_ptr + row + rows, mask=rows < n_q, other=0.0)
+                low = tl.load(low_ptr + row + rows, mask=rows < n_q, other=float("inf"))
+                c = tl.load(c_ptr + row + rows, mask=rows < n_q, other=0.0)
+                distance = (first + rows - (start_n + BLOCK_N - 1)).to(tl.float32)
+                keep = tl.max(needed(reach, c, low, k_reach, u_least, distance).to(tl.int32), 1)
+                if tl.max(keep, 0) > 0:
+                    for block in range(0, GROUP):
+                        if tl.sum(tl.where(blocks == block, keep, 0), 0) > 0:
+                            dk, dv, du = columns_tile(
+                                k, v, u, j, dk, dv, du, start + block * BLOCK_M, anchor, first,
+                                queries, grads, c_ptr + row, lse_ptr + row, delta_ptr + row, qp_ptr, qd_ptr, masked,
+                                k_doc, offs_n, q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+                                False, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
+                                PRECISION, BLOCK_M, BLOCK_D, BLOCK_V,
+                            )  # fmt: skip
+        else:
+            for start_m in range(whole, n_q, BLOCK_M):
+                dk, dv, du = columns_tile(
+                    k, v, u, j, dk, dv, du, start_m, anchor, first,
+                    queries, grads, c_ptr + row, lse_ptr + row, delta_ptr + row, qp_ptr, qd_ptr, masked, k_doc, offs_n,
+                    q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+                    False, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                    BLOCK_M, BLOCK_D, BLOCK_V,
+                )  # fmt: skip
+    store_rows(dk_ptr + column * d, dk * content_scale, start_n, n_k, d, BLOCK_N, BLOCK_D)
+    store_rows(dv_ptr + column * d_v, dv, start_n, n_k, d_v, BLOCK_N, BLOCK_V)
     # c came in base 2; the gradient is that of natural logits.
     tl.store(du_ptr + column + offs_n, du / log2e, mask=offs_n < n_k)

@@ -1,40 +1,96 @@
-"""The forward kernel: one program per tile of queries walks the tiles of keys with a running softmax."""
+"""The forward kernel: one program per tile of queries walks the tiles of keys with a running softmax.
+
+Keys are taken from the diagonal outwards. With SKIP, what the tiles on the diagonal gave is each query's lower bound of
+its log-sum-exp, and a tile further out is left away when its best possible logit is too far below it.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from gape.ops.triton.tiles import anchor_of, biased_logits, document_of, load_rows, local_positions, visible
+from gape.ops.triton.tiles import (
+    GROUP,
+    anchor_of,
+    document_of,
+    load_rows,
+    load_vector,
+    local_positions,
+    needed,
+    store_rows,
+    visible,
+)
+
+
+@triton.jit
+def attend_tile(
+    q, c, i_first, top, total, acc, start_n,
+    k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+    k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+    CHECK: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Take one tile of keys into the running softmax (top, total, acc)."""
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
+    i = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
+    j = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
+    k = load_rows(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, CHECK, PARTIAL_D)
+    u = load_vector(u_ptr, offs_n, n_k, 0.0, CHECK)
+    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s = products * scale + (c[:, None] * (u * j)[None, :] - (c * i)[:, None] * u[None, :])
+    if CHECK:
+        k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
+        seen = visible(
+            i[:, None], j[None, :], offs_m[:, None], offs_n[None, :], n_q, n_k, q_doc[:, None], k_doc[None, :],
+            mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
+        )  # fmt: skip
+        s = tl.where(seen, s, float("-inf"))
+    higher = tl.maximum(top, tl.max(s, 1))
+    # A row that has seen nothing yet keeps −inf; 0 stands in for it so that no inf − inf arises.
+    level = tl.where(higher == float("-inf"), 0.0, higher) if CHECK else higher
+    p = tl.exp2(s - level[:, None])
+    fade = tl.exp2(top - level)
+    total = total * fade + tl.sum(p, 1)
+    v = load_rows(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, CHECK, PARTIAL_V)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return higher, total, acc
 
 
 @triton.jit
 def attend(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
+    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
-    n_heads, groups, n_q, n_k, d, d_v, scale,
+    n_heads, groups, n_q, n_k, d, d_v, scale, eps,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
-    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, u, documents too."""
+    """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, u, documents too.
+
+    With SKIP: reach (B, Hq, Nq) and k_reach, u_least (B, Hk, tiles) are read, low (B, Hq, Nq) and visited
+    (B, Hq, row tiles) written.
+    """
     batch = (tl.program_id(1) // n_heads).to(tl.int64)
     head = (tl.program_id(1) % n_heads).to(tl.int64)
     key_head = head // groups
+    key_row = batch * (n_heads // groups) + key_head
     # The longest rows of a triangle go first, so that no program is left over at the end.
     start_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     row = (batch * n_heads + head) * n_q
     k_ptr += batch * k_b + key_head * k_h
     v_ptr += batch * v_b + key_head * v_h
-    u_ptr += (batch * (n_heads // groups) + key_head) * n_k
+    u_ptr += key_row * n_k
     qp_ptr += batch * qp_b
     kp_ptr += batch * kp_b
+    kd_ptr += batch * n_k
     mask_ptr += batch * mask_b + head * mask_h
-    q = load_rows(q_ptr + batch * q_b + head * q_h, q_n, q_d, offs_m, n_q, dims, d, True, PARTIAL_D)
-    c = tl.load(c_ptr + row + offs_m, mask=offs_m < n_q, other=0.0)
+    q = load_rows(q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, True, PARTIAL_D)
+    c = load_vector(c_ptr + row, offs_m, n_q, 0.0, True)
     q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -49,38 +105,57 @@ def attend(
         if CAUSAL:
             whole = tl.minimum(n_k, first + start_m + 1)
         whole = (whole // BLOCK_N) * BLOCK_N
-    for CHECK in tl.static_range(2):
-        low, high = 0, whole
-        if CHECK:
-            low, high = whole, stop
-        for start_n in range(low, high, BLOCK_N):
-            offs_n = start_n + tl.arange(0, BLOCK_N)
-            anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
-            i = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, first, HAS_POSITIONS)
-            j = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
-            k = load_rows(k_ptr, k_n, k_d, offs_n, n_k, dims, d, CHECK, PARTIAL_D)
-            u = tl.load(u_ptr + offs_n, mask=offs_n < n_k, other=0.0)
-            s = biased_logits(q, k, c, u, i, j, scale, PRECISION)
-            if CHECK:
-                k_doc = document_of(kd_ptr + batch * n_k, offs_n, n_k, -1, HAS_DOCUMENTS)
-                seen = visible(
-                    i, j, offs_m, offs_n, n_q, n_k, q_doc, k_doc, mask_ptr, mask_m, mask_n,
-                    CAUSAL, HAS_DOCUMENTS, HAS_MASK,
-                )  # fmt: skip
-                s = tl.where(seen, s, float("-inf"))
-            higher = tl.maximum(top, tl.max(s, 1))
-            # A row that has seen nothing yet keeps −inf; 0 stands in for it so that no inf − inf arises.
-            level = tl.where(higher == float("-inf"), 0.0, higher) if CHECK else higher
-            p = tl.exp2(s - level[:, None])
-            fade = tl.exp2(top - level)
-            total = total * fade + tl.sum(p, 1)
-            v = load_rows(v_ptr, v_n, v_d, offs_n, n_k, value_dims, d_v, CHECK, PARTIAL_V)
-            acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-            top = higher
+    for start_n in range(whole, stop, BLOCK_N):
+        top, total, acc = attend_tile(
+            q, c, first, top, total, acc, start_n,
+            k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+            k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+            True, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+            BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
+    count = whole // BLOCK_N
+    if SKIP:
+        n_tiles = tl.cdiv(n_k, BLOCK_N)
+        k_reach_ptr += key_row * n_tiles
+        u_least_ptr += key_row * n_tiles
+        reach = load_vector(reach_ptr + row, offs_m, n_q, 0.0, True)
+        low = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        low += tl.log2(eps / n_k)
+        # Rows past the end need nothing.
+        low = tl.where(offs_m < n_q, low, float("inf"))
+        tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
+        visited = tl.cdiv(stop, BLOCK_N) - count
+        for step in range(0, count, GROUP):
+            tiles = count - 1 - step - tl.arange(0, GROUP)
+            k_reach = tl.load(k_reach_ptr + tiles, mask=tiles >= 0, other=0.0)
+            u_least = tl.load(u_least_ptr + tiles, mask=tiles >= 0, other=0.0)
+            distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
+            keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance)
+            keep = (tl.max(keep.to(tl.int32), 0) > 0) & (tiles >= 0)
+            if tl.max(keep.to(tl.int32), 0) > 0:
+                for tile in range(count - 1 - step, tl.maximum(count - 1 - step - GROUP, -1), -1):
+                    if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
+                        visited += 1
+                        top, total, acc = attend_tile(
+                            q, c, first, top, total, acc, tile * BLOCK_N,
+                            k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+                            k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+                            False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                            BLOCK_N, BLOCK_D, BLOCK_V,
+                        )  # fmt: skip
+        tl.store(visited_ptr + tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M, visited)
+    else:
+        for start_n in range(0, whole, BLOCK_N):
+            top, total, acc = attend_tile(
+                q, c, first, top, total, acc, start_n,
+                k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+                k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+                False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                BLOCK_N, BLOCK_D, BLOCK_V,
+            )  # fmt: skip
 
     empty = total == 0.0
     out = acc / tl.where(empty, 1.0, total)[:, None]
     lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
-    where = out_ptr + (row + offs_m[:, None]) * d_v + value_dims[None, :]
-    tl.store(where, out.to(out_ptr.dtype.element_ty), mask=(offs_m[:, None] < n_q) & (value_dims[None, :] < d_v))
+    store_rows(out_ptr + row * d_v, out, start_m, n_q, d_v, BLOCK_M, BLOCK_V)
     tl.store(lse_ptr + row + offs_m, lse, mask=offs_m < n_q)

@@ -1,4 +1,8 @@
-"""`impl="triton"`: the bias made in float32 registers, every coordinate free for content, any length and layout."""
+"""`impl="triton"`: the bias made in float32 registers, every coordinate free for content, any length and layout.
+
+The kernels are operators of torch (`gape::attend` and `gape::attend_backward`), so a compiler carries them along and
+autograd knows their gradients.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,21 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gape.ops.problem import Problem
 from gape.ops.triton import backward, forward
+from gape.ops.triton.registered import traceable
 
 LOG2E = math.log2(math.e)
 
-Saved = tuple[Tensor, Tensor]
+#: What a norm in float32 may have been rounded down by.
+SLACK = 1 + 2**-16
 
 
 class Layout(NamedTuple):
-    """Who sees whom, as the kernels take it: tensors or None, and flags."""
+    """Who sees whom, as the kernels take it: tensors or None, and a flag."""
 
     q_positions: Tensor | None
     k_positions: Tensor | None
@@ -26,13 +33,41 @@ class Layout(NamedTuple):
     mask: Tensor | None
     causal: bool
 
+    @property
+    def plain(self) -> bool:
+        """Whether the order is that of the tensors and causality is all there is: where tiles may be skipped."""
+        return self.causal and all(x is None for x in self[:5])
 
-def run(problem: Problem) -> Tensor:
+
+class Answer(NamedTuple):
+    """What the kernels return.
+
+    Attributes:
+        out: (B, Hq, Nq, Dv) in q's dtype.
+        lse: natural log-sum-exp of the logits, (B, Hq, Nq) in float32, without gradient; −inf for a row that saw
+            nothing.
+        visited: fraction of the visible key tiles that were looked at, one number.
+    """
+
+    out: Tensor
+    lse: Tensor
+    visited: Tensor
+
+
+def run(problem: Problem, eps: float = 0.0) -> Tensor:
     """The operator, (B, Hq, Nq, Dv) in q's dtype, which is not float64."""
-    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        problem.q, problem.k, problem.v, problem.rate, problem.exposure, problem.scale, layout(problem)
+    return answer(problem, eps).out
+
+
+def answer(problem: Problem, eps: float = 0.0) -> Answer:
+    """The operator with what else is known when it has run."""
+    where = layout(problem)
+    eps = eps if where.plain else 0.0
+    out, lse, _, visited = torch.ops.gape.attend(
+        problem.q, problem.k, problem.v, problem.rate, problem.exposure, *where, problem.scale, eps
     )
-    return out
+    fraction = visited.sum() / _tiles_seen(problem.q, problem.k, problem.v) if visited.numel() else lse.new_ones(())
+    return Answer(out, lse / LOG2E, fraction)
 
 
 def layout(problem: Problem) -> Layout:
@@ -51,75 +86,141 @@ def layout(problem: Problem) -> Layout:
     )
 
 
-class _Attention(torch.autograd.Function):
-    """Forward and backward through the kernels; the rate and the exposure get float32 gradients."""
+@torch.library.triton_op("gape::attend", mutates_args={})
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    u: Tensor,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Forward: out, base-2 log-sum-exp, and with eps > 0 each query's threshold and each row tile's visits."""
+    where = Layout(q_positions, k_positions, q_documents, k_documents, mask, causal)
+    tile = tiles_for(q, v, "attend", skip=eps > 0)
+    out, lse, low, visited = _blank(q, v, eps)
+    if out.numel() == 0:
+        return out, lse, low, visited
+    a = _arguments(q, k, v, c, u, where, tile, scale, eps)
+    grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
+    reach, k_reach, u_least = a.bounds
+    traceable(forward.attend)[grid](
+        *a.tensors, out, lse, reach, low, k_reach, u_least, visited, *a.strides, q.size(1), *a.sizes, scale * LOG2E,
+        eps, **a.flags,
+    )  # fmt: skip
+    return out, lse, low, visited
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, scale: float, where: Layout) -> Tensor:
-        out, lse = _forward(q, k, v, c, u, scale, where)
-        ctx.save_for_backward(q, k, v, c, u, out, lse, *where[:5])
-        ctx.scale, ctx.causal = scale, where.causal
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, c, u, out, lse, *where = ctx.saved_tensors
-        grads = _backward(q, k, v, c, u, out, lse, grad, ctx.scale, Layout._make([*where, ctx.causal]))
-        return (*grads, None, None)
+@torch.library.triton_op("gape::attend_backward", mutates_args={})
+def attend_backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    low: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    u: Tensor,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Backward: gradients of q, k, v in their dtypes and of c, u in float32."""
+    where = Layout(q_positions, k_positions, q_documents, k_documents, mask, causal)
+    grad = grad.contiguous()
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, c, u))
+    if q.numel() == 0 or k.numel() == 0:
+        return tuple(x.zero_() for x in grads)  # type: ignore[return-value]
+    dq, dk, dv, dc, du = grads
+    delta = torch.empty_like(lse)
+    traceable(backward.row_products)[(-(-lse.numel() // 64),)](
+        grad, out, delta, lse.numel(), v.size(3), BLOCK=64, BLOCK_D=tiles_for(q, v, "by_rows")["BLOCK_V"]
+    )
+    # A row that saw nothing has −inf; +inf makes its weights zero without a test in the kernels.
+    upstream = (grad, lse.masked_fill(lse == -torch.inf, torch.inf), delta)
+    tile = tiles_for(q, v, "by_rows", skip=eps > 0)
+    a = _arguments(q, k, v, c, u, where, tile, scale, eps)
+    reach, k_reach, u_least = a.bounds
+    rows = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
+    traceable(backward.by_rows)[rows](
+        *a.tensors, *upstream, dq, dc, reach, low, k_reach, u_least, *a.strides, q.size(1), *a.sizes, scale * LOG2E,
+        scale, **a.flags,
+    )  # fmt: skip
+    tile = tiles_for(q, v, "by_columns", skip=eps > 0)
+    a = a._replace(flags=a.flags | tile)
+    columns = (-(-k.size(2) // tile["BLOCK_N"]), k.size(0) * k.size(1))
+    traceable(backward.by_columns)[columns](
+        *a.tensors, *upstream, dk, dv, du, reach, low, k_reach, u_least, *a.strides, k.size(1), *a.sizes,
+        scale * LOG2E, scale, LOG2E, **a.flags, RAGGED=q.size(2) % tile["BLOCK_M"] != 0,
+    )  # fmt: skip
+    return dq, dk, dv, dc, du
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, scale: float, where: Layout) -> Saved:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    out, lse, low, visited = output
+    ctx.save_for_backward(out, lse, low, *inputs[:10])
+    ctx.settings = inputs[10:]
+    ctx.mark_non_differentiable(lse, low, visited)
+
+
+def _backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
+    grads = torch.ops.gape.attend_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return (*grads, *(None,) * 8)
+
+
+attend.register_autograd(_backward, setup_context=_setup)
+
+
+def _blank(q: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for what the forward pass returns; nothing where tiles are not skipped."""
     batch, n_heads, n_q, _ = q.shape
     out = torch.empty(batch, n_heads, n_q, v.size(-1), dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, n_heads, n_q, dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out, lse
-    tile = tiles_for(q, v, "attend")
-    arguments = _arguments(q, k, v, c, u, where, tile)
-    grid = (-(-n_q // tile["BLOCK_M"]), batch * n_heads)
-    forward.attend[grid](
-        *arguments.tensors, out, lse, *arguments.strides, n_heads, *arguments.sizes, scale * LOG2E, **arguments.flags
-    )
-    return out, lse
+    rows = tiles_for(q, v, "attend", skip=True)["BLOCK_M"]
+    tiles = (n_q + rows - 1) // rows if eps else 0
+    visited = torch.empty(batch, n_heads, tiles, dtype=torch.float32, device=q.device)
+    return out, lse, torch.empty_like(lse) if eps else lse.new_empty(0), visited
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
-    where: Layout,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    grad = grad.contiguous()
-    delta = (grad.float() * out.float()).sum(-1)
-    blank = torch.empty_like if q.numel() and k.numel() else torch.zeros_like
-    dq, dk, dv = (blank(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    dc, du = (blank(x, memory_format=torch.contiguous_format) for x in (c, u))
-    if q.numel() == 0 or k.numel() == 0:
-        return dq, dk, dv, dc, du
-    # A row that saw nothing has −inf; +inf makes its weights zero without a test in the kernels.
-    upstream = (grad, lse.masked_fill(lse == -torch.inf, torch.inf), delta)
-    tile = tiles_for(q, v, "by_rows")
-    a = _arguments(q, k, v, c, u, where, tile)
-    rows = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
-    backward.by_rows[rows](
-        *a.tensors, *upstream, dq, dc, *a.strides, q.size(1), *a.sizes, scale * LOG2E, scale, **a.flags
-    )
-    tile = tiles_for(q, v, "by_columns")
-    a = _arguments(q, k, v, c, u, where, tile)
-    columns = (-(-k.size(2) // tile["BLOCK_N"]), k.size(0) * k.size(1))
-    backward.by_columns[columns](
-        *a.tensors, *upstream, dk, dv, du, *a.strides, k.size(1), *a.sizes, scale * LOG2E, scale, LOG2E, **a.flags
-    )
-    return dq, dk, dv, dc, du
+def _tiles_seen(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Key tiles that causality leaves to all row tiles of all heads."""
+    tile = tiles_for(q, v, "attend", skip=True)
+    rows, columns, n_q, n_k = tile["BLOCK_M"], tile["BLOCK_N"], q.size(2), k.size(2)
+    ends = (min(n_k, n_k - n_q + start + rows) for start in range(0, n_q, rows))
+    return q.size(0) * q.size(1) * sum(-(-end // columns) for end in ends)
 
 
 class _Arguments(NamedTuple):
     tensors: tuple[Tensor, ...]
     strides: tuple[int, ...]
     sizes: tuple[int, ...]
+    bounds: tuple[Tensor, Tensor, Tensor]
     flags: dict[str, Any]
 
 
 def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, where: Layout, tile: dict[str, int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    u: Tensor,
+    where: Layout,
+    tile: dict[str, int],
+    scale: float,
+    eps: float,
 ) -> _Arguments:
     """What all kernels take, in their order."""
     n_q, n_k, d, d_v = q.size(2), k.size(2), q.size(3), v.size(3)
@@ -134,6 +235,7 @@ def _arguments(
         "PARTIAL_V": d_v != tile["BLOCK_V"],
         # TF32 would shorten float32 content; it does not touch half precision.
         "PRECISION": "ieee",
+        "SKIP": eps > 0,
     }
     # A pointer that is never followed stands in for what is not there: kernels do arithmetic on all of them.
     optional = tuple(q if x is None else x for x in where[:5])
@@ -141,22 +243,43 @@ def _arguments(
         tensors=(q, k, v, (c * LOG2E).contiguous(), u.contiguous(), *optional),
         strides=(*q.stride(), *k.stride(), *v.stride(), *positions[0], *positions[1], *mask),
         sizes=(q.size(1) // k.size(1), n_q, n_k, d, d_v),
+        bounds=_bounds(q, k, u, scale, tile["BLOCK_N"]) if eps else (c, c, c),
         flags=flags | tile,
     )
 
 
+def _bounds(q: Tensor, k: Tensor, u: Tensor, scale: float, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """How far a query's products reach, (B, Hq, Nq), and of each tile of keys the largest norm and least exposure.
+
+    The softmax scale and log₂e are on the query's side; :func:`gape.ops.triton.tiles.needed` says how they are used.
+    """
+    reach = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32) * (scale * LOG2E * SLACK)
+    norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32) * SLACK
+    spare = -k.size(2) % columns
+    tiles = (*k.shape[:2], -1, columns)
+    k_reach = F.pad(norms, (0, spare)).view(tiles).amax(-1)
+    u_least = F.pad(u, (0, spare), value=1.0).view(tiles).amin(-1)
+    return reach, k_reach.contiguous(), u_least.contiguous()
+
+
 #: Tile sizes and launch options by kernel, for half precision with heads of up to 64 and up to 128, and for float32.
+#: Where tiles are skipped, all kernels judge the same tiles, so theirs are equal.
 TILES: dict[str, dict[str, tuple[int, int, int, int]]] = {
-    "narrow": {"attend": (128, 64, 4, 3), "by_rows": (64, 64, 4, 3), "by_columns": (64, 64, 4, 3)},
-    "wide": {"attend": (128, 128, 8, 3), "by_rows": (64, 64, 4, 2), "by_columns": (64, 64, 4, 2)},
+    "narrow": {"attend": (64, 128, 4, 3), "by_rows": (64, 64, 4, 3), "by_columns": (64, 64, 4, 2)},
+    "wide": {"attend": (128, 64, 8, 3), "by_rows": (128, 64, 8, 3), "by_columns": (64, 128, 8, 3)},
     "float32": {"attend": (32, 32, 4, 2), "by_rows": (32, 32, 4, 2), "by_columns": (32, 32, 4, 2)},
+    "skipping": {"attend": (64, 64, 4, 2), "by_rows": (64, 64, 4, 2), "by_columns": (64, 64, 4, 2)},
 }
 
 
-def tiles_for(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
+def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[str, int]:
     """Tile sizes and launch options of a kernel; widths are powers of two of at least 16, which matrix units want."""
     width, value_width = (max(16, 1 << (x.size(-1) - 1).bit_length()) for x in (q, v))
     kind = "wide" if max(width, value_width) > 64 else "narrow"
-    rows, columns, warps, stages = TILES["float32" if q.dtype == torch.float32 else kind][kernel]
+    if q.dtype == torch.float32:
+        kind = "float32"
+    elif skip:
+        kind = "skipping"
+    rows, columns, warps, stages = TILES[kind][kernel]
     tile = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_D": width, "BLOCK_V": value_width}
     return tile | {"num_warps": warps, "num_stages": stages}

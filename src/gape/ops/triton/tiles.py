@@ -1,8 +1,7 @@
-"""What forward and backward kernels share: the pairs of a tile, and its logits with the bias made in registers.
+"""What forward and backward kernels share: the rows of a tile, who sees whom in it, and which tiles may be skipped.
 
 Everything is in base 2: `scale` and `c` come multiplied by log₂e. Positions enter a tile counted from the tile's first
-key, so that the two products of the bias, c·(u·j) and (c·i)·u, stay as small as the tile is near, and each logit
-costs two fused multiply-adds in float32.
+key, so that distances are small whole numbers that float32 holds exactly.
 """
 
 from __future__ import annotations
@@ -10,58 +9,76 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+#: Neighbouring tiles that are looked at together when some may be skipped.
+GROUP = tl.constexpr(16)
+
 
 @triton.jit
 def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr):
     """The position of the tile's first key."""
-    if HAS_POSITIONS:
-        return tl.load(ptr + start * stride)
-    return start
+    return tl.load(ptr + start * stride) if HAS_POSITIONS else start
 
 
 @triton.jit
 def local_positions(ptr, stride, offsets, n, anchor, first, HAS_POSITIONS: tl.constexpr):
     """Positions of tokens `offsets`, counted from `anchor`, as float32; `first` is that of token 0 in index order."""
     if HAS_POSITIONS:
-        position = tl.load(ptr + offsets * stride, mask=offsets < n, other=0)
-        return (position - anchor).to(tl.float32)
-    return (offsets + (first - anchor)).to(tl.float32)
+        local = tl.load(ptr + offsets * stride, mask=offsets < n, other=0) - anchor
+    else:
+        local = offsets + (first - anchor)
+    return local.to(tl.float32)
 
 
 @triton.jit
-def load_rows(ptr, stride_n, stride_d, offsets, n, dims, d, CHECK_N: tl.constexpr, CHECK_D: tl.constexpr):
-    """Rows `offsets` of a (N, D) matrix, zero past its ends; a check that is not needed costs nothing."""
-    where = ptr + offsets[:, None].to(tl.int64) * stride_n + dims[None, :] * stride_d
+def load_rows(
+    ptr, start, stride_n, stride_d, n, d,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECK_N: tl.constexpr, CHECK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows start … start + ROWS − 1 of a (N, D) matrix, zero past its ends; a check that is not needed costs nothing.
+
+    Only the tile's first row is far away, so only its offset takes 64 bits.
+    """
+    rows, dims = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    where = ptr + tl.cast(start, tl.int64) * stride_n + (rows * stride_n + dims * stride_d)
     if CHECK_N and CHECK_D:
-        return tl.load(where, mask=(offsets[:, None] < n) & (dims[None, :] < d), other=0.0)
+        return tl.load(where, mask=(rows < n - start) & (dims < d), other=0.0)
     if CHECK_N:
-        return tl.load(where, mask=offsets[:, None] < n, other=0.0)
+        return tl.load(where, mask=rows < n - start, other=0.0)
     if CHECK_D:
-        return tl.load(where, mask=dims[None, :] < d, other=0.0)
+        return tl.load(where, mask=dims < d, other=0.0)
     return tl.load(where)
 
 
 @triton.jit
-def biased_logits(q, k, c, u, i, j, scale, PRECISION: tl.constexpr):
-    """scale·qᵀk − c·u·(i − j) for q (M, D), k (N, D), c and i (M,), u and j (N,); float32 (M, N)."""
-    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    return products * scale + c[:, None] * (u * j)[None, :] - (c * i)[:, None] * u[None, :]
+def store_rows(ptr, tile, start, n, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Write a tile as rows start … of a contiguous (n, d) matrix, in the matrix's dtype."""
+    rows, dims = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    where = ptr + tl.cast(start, tl.int64) * d + (rows * d + dims)
+    tl.store(where, tile.to(ptr.dtype.element_ty), mask=(rows < n - start) & (dims < d))
+
+
+@triton.jit
+def load_vector(ptr, offsets, n, other, CHECK: tl.constexpr):
+    """Numbers at `offsets`, `other` past the end."""
+    if CHECK:
+        return tl.load(ptr + offsets, mask=offsets < n, other=other)
+    return tl.load(ptr + offsets)
 
 
 @triton.jit
 def visible(
-    i, j, offs_m, offs_n, n_q, n_k, q_doc, k_doc, mask_ptr, mask_m, mask_n,
+    i, j, offs_i, offs_j, n_q, n_k, q_doc, k_doc, mask_ptr, mask_m, mask_n,
     CAUSAL: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Which pairs of the tile may be used, (BLOCK_M, BLOCK_N)."""
-    inside = (offs_m[:, None] < n_q) & (offs_n[None, :] < n_k)
+    """Which pairs of the tile may be used; what is the query's comes as (M, 1) and the key's as (1, N), or turned."""
+    inside = (offs_i < n_q) & (offs_j < n_k)
     seen = inside
     if CAUSAL:
-        seen = seen & (j[None, :] <= i[:, None])
+        seen = seen & (j <= i)
     if HAS_DOCUMENTS:
-        seen = seen & (q_doc[:, None] == k_doc[None, :])
+        seen = seen & (q_doc == k_doc)
     if HAS_MASK:
-        where = mask_ptr + offs_m[:, None].to(tl.int64) * mask_m + offs_n[None, :].to(tl.int64) * mask_n
+        where = mask_ptr + offs_i.to(tl.int64) * mask_m + offs_j.to(tl.int64) * mask_n
         seen = seen & (tl.load(where, mask=inside, other=0) != 0)
     return seen
 
@@ -69,6 +86,14 @@ def visible(
 @triton.jit
 def document_of(ptr, offsets, n, other, HAS_DOCUMENTS: tl.constexpr):
     """Document ids of tokens `offsets`, `other` past the end; anything where there are no documents."""
-    if HAS_DOCUMENTS:
-        return tl.load(ptr + offsets, mask=offsets < n, other=other)
-    return offsets
+    return tl.load(ptr + offsets, mask=offsets < n, other=other) if HAS_DOCUMENTS else offsets
+
+
+@triton.jit
+def needed(reach, c, low, k_reach, u_least, distance):
+    """Whether a key tile may matter to a query: its best possible logit against what the query has already seen.
+
+    reach: scale·‖q‖ (≥ 0); k_reach: the largest ‖k‖ of the tile; u_least: its smallest exposure; distance: to the
+    tile's last key; low: a lower bound of the query's log-sum-exp, plus log₂(eps / N). The proof: `docs/skipping.md`.
+    """
+    return reach * k_reach - c * u_least * distance > low

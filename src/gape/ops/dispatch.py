@@ -1,0 +1,234 @@
+"""Which implementation `impl="auto"` runs, and why: rules that were measured first, then what is right everywhere.
+
+The measured rules are in `dispatch.toml` beside this file; `gape bench dispatch` writes it from the benchmarks' rows. A
+rule speaks for the device it was measured on, by name, and for lengths from the shortest measured on; where none
+speaks, the portable choice runs. GAPE_DISPATCH names another table.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from gape.ops import split
+from gape.ops.checks import refuse
+from gape.ops.problem import Problem
+from gape.ops.rounding import significand_bits
+
+#: The table that comes with the library.
+TABLE = Path(__file__).with_name("dispatch.toml")
+
+#: Queries up to which the decode kernel is meant.
+DECODE_QUERIES = 16
+
+HALVES = (torch.bfloat16, torch.float16)
+
+#: Looked up once: a compiler cannot trace the search.
+HAS_TRITON = find_spec("triton") is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One line of the table: for these calls this implementation was the fastest that is exact.
+
+    Attributes:
+        device: the GPU's name.
+        dtype: of q, k and v.
+        gradient: whether a gradient is asked for.
+        eps: whether tiles may be skipped.
+        dim_at_most: largest head dim; the first rule that fits counts, so smaller ones come first.
+        length_at_least: fewest keys; for one dim the longer ones come first.
+        queries_at_most: most queries, 0 for no limit.
+        impl: the implementation.
+        reason: what was measured.
+    """
+
+    device: str
+    dtype: str
+    gradient: bool
+    eps: bool
+    dim_at_most: int
+    length_at_least: int
+    impl: str
+    reason: str
+    queries_at_most: int = 0
+
+    def fits(self, problem: Problem, eps: float, device: str) -> bool:
+        """Whether the rule speaks for a call on `device`."""
+        width = max(problem.q.size(-1), problem.v.size(-1))
+        few = self.queries_at_most == 0 or problem.seen.n_q <= self.queries_at_most
+        kind = (device, _name(problem.q.dtype), needs_gradient(problem), eps > 0)
+        same = kind == (self.device, self.dtype, self.gradient, self.eps)
+        return same and few and width <= self.dim_at_most and problem.seen.n_k >= self.length_at_least
+
+
+def load(path: Path) -> tuple[Rule, ...]:
+    """The rules of a table.
+
+    Raises:
+        ValueError: a key that a rule does not have, one that is missing, or an implementation that is not known.
+    """
+    with path.open("rb") as file:
+        told = tomllib.load(file).get("rule", [])
+    known, needed = {field.name for field in fields(Rule)}, {f.name for f in fields(Rule) if f.default is MISSING}
+    for entry in told:
+        wrong = sorted((set(entry) - known) | (needed - set(entry)))
+        if wrong:
+            raise ValueError(f"{wrong[0]}: unknown or missing in a rule of {path}, expected {sorted(known)}")
+        if entry["impl"] not in CANNOT:
+            raise refuse("impl", entry["impl"], f"one of {sorted(CANNOT)} in {path}")
+    return tuple(Rule(**entry) for entry in told)
+
+
+def choose(problem: Problem, eps: float = 0.0) -> tuple[str, str]:
+    """The implementation for a call and why.
+
+    Args:
+        problem: the call.
+        eps: weight that may be dropped; nothing has to be.
+    """
+    device = device_of(problem)
+    if device is not None:
+        for rule in RULES:
+            if rule.fits(problem, eps, device) and cannot(rule.impl, problem) is None:
+                return rule.impl, rule.reason
+    return portable(problem)
+
+
+def device_of(problem: Problem) -> str | None:
+    """The name by which rules know the device; None where there are none, on a CPU."""
+    return torch.cuda.get_device_properties(problem.q.device).name if problem.q.is_cuda else None
+
+
+def portable(problem: Problem) -> tuple[str, str]:
+    """What is right on every device: the choice where nothing was measured."""
+    dtype = _name(problem.q.dtype)
+    if problem.q.dtype in HALVES:
+        if problem.gates_learn and problem.seen.n_q > split.ANCHORED_ROWS:
+            return "anchored", f"exact gate gradients beyond {split.ANCHORED_ROWS:,} queries"
+        return "split", f"exact bias in {dtype}"
+    if significand_bits(problem.q) <= 11:
+        return "split", "TF32 products would ruin the two-coordinate form"
+    return "rank2", f"two coordinates are enough in {dtype}"
+
+
+def why_not(problem: Problem, eps: float = 0.0) -> dict[str, str]:
+    """For every implementation that is not chosen: why it cannot run, or why it is not the one."""
+    chosen, reason = choose(problem, eps)
+    measured = (chosen, reason) != portable(problem)
+    return {name: cannot(name, problem) or _not_best(name, problem, measured) for name in CANNOT if name != chosen}
+
+
+def cannot(impl: str, problem: Problem) -> str | None:
+    """Why an implementation cannot run a call; None where it can."""
+    return CANNOT[impl](problem)
+
+
+def needs_gradient(problem: Problem) -> bool:
+    """Whether a gradient will be asked of any argument."""
+    content = any(x.requires_grad for x in (problem.q, problem.k, problem.v))
+    return torch.is_grad_enabled() and (content or problem.gates_learn)
+
+
+def _not_best(impl: str, problem: Problem, measured: bool) -> str:
+    """What speaks against an implementation that could run; `measured` where another was chosen by measurement."""
+    if impl in REMARKS and not (measured and impl in ("split", "anchored")):
+        return REMARKS[impl](problem)
+    return "measured as slower" if measured else "not measured for this call here (gape bench attention)"
+
+
+def _anywhere(problem: Problem) -> str | None:
+    return None
+
+
+def _triton_cannot(problem: Problem) -> str | None:
+    if not HAS_TRITON:
+        return "is not installed: pip install triton"
+    if not problem.q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs a CUDA device"
+    return "has no float64" if problem.q.dtype == torch.float64 else None
+
+
+def _flex_cannot(problem: Problem) -> str | None:
+    if not problem.q.is_cuda and needs_gradient(problem):
+        return "has no backward pass without a GPU"
+    return "has no float64 on a GPU" if problem.q.is_cuda and problem.q.dtype == torch.float64 else None
+
+
+def _decode_cannot(problem: Problem) -> str | None:
+    if needs_gradient(problem):
+        return "has no backward pass"
+    if problem.seen.n_q > DECODE_QUERIES:
+        return f"is for up to {DECODE_QUERIES} queries"
+    return _triton_cannot(problem)
+
+
+#: Every implementation: why it cannot run a call, or None.
+CANNOT: dict[str, Callable[[Problem], str | None]] = {
+    "reference": _anywhere,
+    "rank2": _anywhere,
+    "split": _anywhere,
+    "anchored": _anywhere,
+    "flex": _flex_cannot,
+    "triton": _triton_cannot,
+    "decode": _decode_cannot,
+}
+
+
+def _rank2_remark(problem: Problem) -> str:
+    if problem.q.dtype in HALVES:
+        return f"loses the bias to rounding in {_name(problem.q.dtype)}"
+    return "loses the bias where products are rounded to TF32"
+
+
+def _split_remark(problem: Problem) -> str:
+    if problem.gates_learn and problem.q.dtype in HALVES:
+        return f"gradients of the gates get noisy beyond {split.ANCHORED_ROWS:,} queries"
+    return "takes more coordinates"
+
+
+def _anchored_remark(problem: Problem) -> str:
+    if problem.gates_learn and problem.q.dtype in HALVES:
+        return f"the same as split up to {split.ANCHORED_ROWS:,} queries"
+    return "the same as split where no gate learns in half precision"
+
+
+#: What speaks against an implementation, measured or not.
+REMARKS: dict[str, Callable[[Problem], str]] = {
+    "reference": lambda problem: "keeps an Nq × Nk matrix: the definition, for checks",
+    "rank2": _rank2_remark,
+    "split": _split_remark,
+    "anchored": _anchored_remark,
+}
+
+
+def written(rules: Iterable[Rule]) -> str:
+    """A table as the file has it."""
+    lines = [
+        '# Which implementation impl="auto" runs, as measured; written by `gape bench dispatch`.',
+        "# The first rule that fits counts. Where none does, the portable choice of dispatch.py runs.",
+    ]
+    for rule in rules:
+        lines += ["", "[[rule]]"]
+        lines += [f"{field.name} = {_toml(getattr(rule, field.name))}" for field in fields(Rule)]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+#: The rules in use.
+RULES = load(Path(os.environ.get("GAPE_DISPATCH", TABLE)))

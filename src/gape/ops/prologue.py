@@ -1,0 +1,180 @@
+"""From q and k as projected to q and k that carry the bias, in one pass over memory each.
+
+Without Triton or a GPU the same numbers come from a scheme's own steps and :mod:`gape.ops.split`, several passes; this
+module is what replaces them where it can run. `docs/precision.md` says what the coordinates are.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from gape.ops import sdpa, split
+from gape.ops.checks import refuse
+from gape.ops.rounding import UNIT
+from gape.ops.visibility import Visibility
+
+HALVES = (torch.bfloat16, torch.float16)
+
+#: Looked up once: a compiler cannot trace the search.
+HAS_TRITON = find_spec("triton") is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateReading:
+    """What reads the gates: a weight vector and a bias per head, in float32.
+
+    Attributes:
+        gate_weight, gate_bias: (Hq, D) and (Hq,) of the query gate.
+        landmark_weight, landmark_bias: (Hk, D) and (Hk,) of the landmark.
+        amplitude: Γ, (Hq,).
+        floor: least gate, (Hq,).
+        context_length: T.
+    """
+
+    gate_weight: Tensor
+    gate_bias: Tensor
+    landmark_weight: Tensor
+    landmark_bias: Tensor
+    amplitude: Tensor
+    floor: Tensor
+    context_length: float
+
+
+class OnePass(NamedTuple):
+    """What a positional scheme does to q and k, where that is no more than turning them and reading gates.
+
+    Attributes:
+        angles: cosines and sines, each (N, D/2) in float32, or None.
+        reading: the gates, or None.
+    """
+
+    angles: tuple[Tensor, Tensor] | None
+    reading: GateReading | None
+
+
+def ready(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fused pass can run: half precision, Triton, and a GPU (or its interpreter)."""
+    here = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return HAS_TRITON and dtype in HALVES and here
+
+
+def spread(x: Tensor, width: int) -> Tensor:
+    """Content (..., C) in the layout of the fused pass, (..., width): a gap of zeros behind each of its halves."""
+    gap = (width - x.size(-1)) // 2
+    return F.pad(x.reshape(*x.shape[:-1], 2, -1), (0, gap)).flatten(-2) if gap else x
+
+
+def room(content: int, width: int | None = None) -> int | None:
+    """The width that rows with `content` coordinates and the bias take; None where they do not fit `width`.
+
+    Without a width it is the next multiple of 8. Both halves need a gap of three.
+    """
+    least = content + split.COLUMNS
+    width = -(-least // 8) * 8 if width is None else width
+    return width if content % 2 == 0 and width % 2 == 0 and width >= least else None
+
+
+def prologue(
+    q: Tensor,
+    k: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    reading: GateReading | None,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Turn q and k and write the bias's coordinates into their gaps, for tokens in index order.
+
+    Args:
+        q, k: (B, Hq, N, W) and (B, Hk, N, W), bfloat16 or float16, any strides: content as :func:`spread` lays it out
+            (a projection whose weights are laid out so gives it at once). Without gates there are no gaps.
+        angles: cosines and sines, each (N, C/2) in float32; pair m of the content is (x_m, x_{m+C/2}). None turns
+            nothing.
+        reading: the gates; None leaves q and k without a bias.
+        scale: the softmax scale.
+
+    Returns:
+        The same shapes, contiguous: attention over them with `scale` is the operator.
+
+    Raises:
+        ValueError: the fused pass cannot run here, or shapes do not fit together; names the argument.
+    """
+    _check(q, k, angles, reading)
+    from gape.ops.triton.prologue import prepare  # noqa: PLC0415
+
+    cos, sin = (None, None) if angles is None else angles
+    if reading is None:
+        ungated = (None, None, None, None, True, 1, 0, 0, 0)
+        return prepare(q, cos, sin, *ungated), prepare(k, cos, sin, *ungated)
+    where = _where(q)
+    factor = reading.amplitude * (UNIT / scale / reading.context_length)
+    q_gate = (reading.gate_weight, reading.gate_bias, factor, reading.floor)
+    k_gate = (reading.landmark_weight, reading.landmark_bias, None, None)
+    return prepare(q, cos, sin, *q_gate, True, *where), prepare(k, cos, sin, *k_gate, False, *where)
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    reading: GateReading | None,
+    *,
+    scale: float,
+) -> Tensor:
+    """Causal attention in index order: the prologue, then one fused call.
+
+    Args:
+        q, k: as :func:`prologue` takes them.
+        v: (B, Hk, N, Dv).
+        angles, reading, scale: as :func:`prologue` takes them.
+
+    Returns:
+        (B, Hq, N, Dv) in q's dtype.
+    """
+    q, k = prologue(q, k, angles, reading, scale=scale)
+    seen = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
+    return sdpa.prepare(q, k, v, seen, scale).run()
+
+
+def _where(q: Tensor) -> tuple[int, int, int, int]:
+    """Anchors, token 0 from the first anchor, first token of the second group, and how far anchors are apart.
+
+    As in :mod:`gape.ops.split`: two anchors and two pieces where gates may learn and queries are near their anchor,
+    else one anchor and three.
+    """
+    n = q.size(2)
+    if not torch.is_grad_enabled() or not 1 < n <= split.ANCHORED_ROWS:
+        return 1, -(n // 2), n, 0
+    middle = n // 2
+    anchors = middle // 2, (middle + n) // 2
+    return 2, -anchors[0], middle, anchors[1] - anchors[0]
+
+
+def _check(q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None, reading: GateReading | None) -> None:
+    """Refuse what does not fit together."""
+    if not isinstance(q, Tensor) or q.dim() != 4 or not ready(q.device, q.dtype) or q.size(3) % 2:
+        raise refuse("q", q, "a half-precision tensor (B, heads, N, even width) on a GPU, with Triton installed")
+    batch, n_heads, n, width = q.shape
+    if (
+        not isinstance(k, Tensor)
+        or k.dim() != 4
+        or k.dtype != q.dtype
+        or (k.size(0), *k.shape[2:]) != (batch, n, width)
+    ):
+        raise refuse("k", k, f"a {q.dtype} tensor ({batch}, heads, {n}, {width})")
+    if n_heads % k.size(1):
+        raise refuse("k", k, f"heads that divide {n_heads}, those of q")
+    content = width
+    if reading is not None:
+        content = reading.gate_weight.size(1)
+        if room(content, width) is None or reading.landmark_weight.shape != (k.size(1), content):
+            raise refuse("reading", reading.gate_weight, f"weights of an even number of coordinates up to {width - 6}")
+    if angles is not None and any(x.shape != (n, content // 2) for x in angles):
+        raise refuse("angles", angles[0], f"cosines and sines of shape ({n}, {content // 2})")

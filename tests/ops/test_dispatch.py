@@ -1,0 +1,121 @@
+"""Which implementation runs: the portable rules, a measured table, and the way from rows to the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gape.bench import dispatch as from_rows
+from gape.ops import dispatch
+from gape.ops.api import _problem, available_implementations
+from gape.ops.problem import Problem
+from tests.ops.cases import random_case
+
+GPU = "NVIDIA H200"
+
+
+def problem(dtype: torch.dtype = torch.bfloat16, *, learns: bool = False, n_q: int = 8, n_k: int = 8) -> Problem:
+    case = random_case(n_q=n_q, n_k=n_k, batch=1, heads=1, kv_heads=1, dim=4, value_dim=4)
+    tensors = {n: x.to(dtype) if n in "qkv" else x.requires_grad_(learns) for n, x in case.tensors.items()}
+    return _problem(*tensors.values(), 32, None, False)
+
+
+def rule(**options: object) -> dispatch.Rule:
+    usual = {"device": GPU, "dtype": "bfloat16", "gradient": False, "eps": False, "dim_at_most": 64}
+    return dispatch.Rule(**(usual | {"length_at_least": 4, "impl": "flex", "reason": "measured"} | options))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (problem(), "split"),
+        (problem(torch.float16), "split"),
+        (problem(torch.float32), "rank2"),
+        (problem(torch.float64, learns=True), "rank2"),
+        (problem(learns=True), "split"),
+        (problem(learns=True, n_q=2049, n_k=2049), "anchored"),
+    ],
+)
+def test_the_portable_choice(given: Problem, name: str) -> None:
+    assert dispatch.choose(given)[0] == name
+
+
+def test_a_measured_rule_speaks_for_its_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "device_of", lambda problem: GPU)
+    monkeypatch.setattr(dispatch, "RULES", (rule(),))
+    assert dispatch.choose(problem()) == ("flex", "measured")
+    others = [problem(torch.float16), problem(learns=True), problem(n_q=3, n_k=3)]
+    assert [dispatch.choose(other)[0] for other in others] == ["split"] * 3
+    assert dispatch.choose(problem(), eps=1e-3)[0] == "split"
+    for change in ({"dim_at_most": 3}, {"device": "another"}, {"queries_at_most": 7}):
+        monkeypatch.setattr(dispatch, "RULES", (rule(**change),))
+        assert dispatch.choose(problem())[0] == "split", change
+
+
+def test_what_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "device_of", lambda problem: GPU)
+    monkeypatch.setattr(dispatch, "RULES", (rule(gradient=True), rule(gradient=True, impl="reference")))
+    assert dispatch.choose(problem(learns=True))[0] == "reference"
+
+
+def test_every_other_implementation_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    told = dispatch.why_not(problem(learns=True))
+    assert set(told) == set(dispatch.CANNOT) - {"split"}
+    assert set(available_implementations()) <= set(dispatch.CANNOT)
+    assert "backward" in told["flex"]
+    assert "CUDA" in told["triton"] or "installed" in told["triton"]
+    assert "rounding" in told["rank2"]
+
+
+def test_the_choice_can_be_compiled() -> None:
+    def chosen(*tensors: torch.Tensor) -> torch.Tensor:
+        given = _problem(*tensors, 32, None, False)
+        return given.gate * (2 if dispatch.choose(given)[0] == "split" else 3)
+
+    case = problem()
+    tensors = (case.q, case.k, case.v, case.gate, case.landmark, case.amplitude)
+    assert torch.equal(torch.compile(chosen, backend="eager", fullgraph=True)(*tensors), 2 * case.gate)
+
+
+def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
+    rules = (rule(), rule(impl="triton", gradient=True, length_at_least=16384, queries_at_most=16))
+    path = tmp_path / "table.toml"
+    path.write_text(dispatch.written(rules), encoding="utf-8")
+    assert dispatch.load(path) == rules
+    path.write_text(dispatch.written(rules).replace("dim_at_most", "dim"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^dim: .*table.toml"):
+        dispatch.load(path)
+    path.write_text(dispatch.written([rule(impl="magic")]), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^impl: .*magic"):
+        dispatch.load(path)
+
+
+def test_the_library_has_a_table() -> None:
+    assert dispatch.load(dispatch.TABLE) == dispatch.RULES
+    assert dispatch.TABLE.read_text(encoding="utf-8") == dispatch.written(dispatch.RULES)
+
+
+def row(impl: str, ms: float, length: int = 4096, **options: object) -> dict[str, str]:
+    usual = {"device": GPU, "dtype": "bfloat16", "direction": "forward", "eps": "0", "dim": "64", "gates": "log-normal"}
+    figures = {"impl": impl, "ms": str(ms), "length": str(length), "error": "0.002", "dgate": ""}
+    return usual | figures | {name: str(value) for name, value in options.items()}
+
+
+def test_the_fastest_exact_row_becomes_a_rule() -> None:
+    rows = [row("split", 2.0), row("triton", 1.5), row("rank2", 0.5, error=0.1), row("sdpa-cudnn", 0.9, error=0.0021)]
+    rows += [row("split", 9.0, 16384), row("triton", 5.0, 16384), row("split", 4.0, 65536), row("triton", 5.0, 65536)]
+    rows += [row("triton", 1.0, direction="both", dgate=0.1), row("split", 3.0, direction="both", dgate=0.001)]
+    rows += [row("triton", 0.1, gates="contracting")]
+    found = [(r.gradient, r.length_at_least, r.impl) for r in from_rows.rules(rows)]
+    assert found == [(False, 65536, "split"), (False, 4096, "triton"), (True, 4096, "split")]
+    assert "1.5 ms at 4,096 keys, split 2" in from_rows.rules(rows)[1].reason
+
+
+def test_newer_rows_replace_older_ones_and_decoding_comes_first() -> None:
+    rows = [row("split", 2.0), row("triton", 1.5), row("triton", 2.5)]
+    decoded = [row("decode", 0.1, 65536), row("split", 0.2, 65536)]
+    found = [(r.queries_at_most, r.impl) for r in from_rows.rules(rows, decoded)]
+    assert found == [(16, "decode"), (0, "split")]

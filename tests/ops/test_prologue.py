@@ -1,0 +1,127 @@
+"""The fused prologue against the scheme's own steps: same coordinates, same gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gape.ops import prologue, split
+from gape.positions import build
+from gape.positions.gated import Gated
+from gape.positions.rotary import Rotary
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float16, torch.bfloat16]
+SCALE = 0.25
+#: Coordinates of a head: 26 of content and six of the bias.
+WIDTH = 32
+
+
+def layer(base: str, n_heads: int = 4, n_kv_heads: int = 2, head_dim: int = 26, **options: object) -> Gated:
+    torch.manual_seed(0)
+    scheme = build(
+        f"{base}+gape", n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, context_length=64, **options
+    )
+    assert isinstance(scheme, Gated)
+    for parameter in scheme.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return scheme.to(DEVICE)
+
+
+def projected(scheme: Gated, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """q and k as views of one projection, the way a layer has them."""
+    torch.manual_seed(1)
+    heads = (scheme.n_heads, scheme.n_kv_heads)
+    joint = torch.randn(2, n, sum(heads) * scheme.head_dim, device=DEVICE).to(dtype).requires_grad_()
+    parts = joint.split([h * scheme.head_dim for h in heads], dim=-1)
+    return tuple(x.view(2, n, h, scheme.head_dim).transpose(1, 2) for x, h in zip(parts, heads, strict=True))
+
+
+def angles(scheme: Gated, n: int) -> tuple[Tensor, Tensor] | None:
+    base = scheme.base
+    return base.cos_sin(torch.arange(n, device=DEVICE)) if isinstance(base, Rotary) else None
+
+
+def fused(scheme: Gated, q: Tensor, k: Tensor, width: int = WIDTH) -> tuple[Tensor, ...]:
+    """The fused pass, its coordinates brought into the order of the steps: content, then the bias."""
+    q, k = (prologue.spread(x, width) for x in (q, k))
+    outs = prologue.prologue(q, k, angles(scheme, q.size(2)), scheme.reading(q.device), scale=SCALE)
+    low, edge = scheme.head_dim // 2, width // 2
+    order = [*range(low), *range(edge, edge + low), *range(low, low + 3), *range(edge + low, edge + low + 3)]
+    for x in outs:
+        assert not x.detach()[..., [m for m in range(width) if m not in order]].any()
+    return tuple(x[..., order] for x in outs)
+
+
+def by_steps(scheme: Gated, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """What split hands to attention, made by the scheme."""
+    n = q.size(2)
+    where = torch.arange(n, device=DEVICE)
+    turned, gate = scheme.queries(q, where)
+    turned_k, landmark = scheme.keys(k, where)
+    rate = scheme.gates.amplitude[:, None] * gate / scheme.context_length
+    middle = n // 2
+    groups = [(0, middle), (middle, n)] if torch.is_grad_enabled() and middle else [(0, n)]
+    anchors = [(a + b) // 2 for a, b in groups]
+    count, bits = (2 if len(groups) == 2 else 3), 11 if q.dtype == torch.float16 else 8
+    i = [where[a:b] - anchor for (a, b), anchor in zip(groups, anchors, strict=True)]
+    q_columns = split.query_columns(rate, i, SCALE, q.dtype, bits, count)
+    k_columns = split.key_columns(1 - landmark, [where - anchor for anchor in anchors], k.dtype, bits, count)
+    return torch.cat([turned, q_columns], -1), torch.cat([turned_k, k_columns], -1)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("base", "n", "width"), [("rope", 63, 32), ("p-rope", 128, 32), ("nope", 1, 32), ("nope", 64, 40)]
+)
+def test_writes_what_the_steps_write(base: str, n: int, width: int, dtype: torch.dtype, grad: bool) -> None:
+    scheme = layer(base, gate_floor=[0.0, 1.0, 2.0, 0.0])
+    with torch.set_grad_enabled(grad):
+        q, k = projected(scheme, n, dtype)
+        want = by_steps(scheme, q, k)
+        got = fused(scheme, q, k, width)
+    for x, y in zip(got, want, strict=True):
+        # A rate at the edge between two neighbours may fall to either side: both pieces move together.
+        close = (x.double() - y.double()).abs() <= 2 * torch.finfo(dtype).eps * y.double().abs() + 1e-6
+        assert close.double().mean() > 0.99
+        torch.testing.assert_close(x[..., :26], y[..., :26])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("base", "n"), [("rope", 63), ("p-rope", 128), ("nope", 64)])
+def test_gradients_are_those_of_the_steps(base: str, n: int, dtype: torch.dtype) -> None:
+    scheme = layer(base, gate_floor=1.0)
+    parameters = list(scheme.parameters())
+    found = []
+    for way in ("steps", "fused"):
+        q, k = projected(scheme, n, dtype)
+        outs = by_steps(scheme, q, k) if way == "steps" else fused(scheme, q, k)
+        torch.manual_seed(2)
+        loss = sum((x.float() * torch.randn(x.shape, device=DEVICE)).sum() for x in outs)
+        found.append(torch.autograd.grad(loss, [q, k, *parameters]))
+    for want, got in zip(*found, strict=True):
+        assert (got.double() - want.double()).norm() < 0.01 * want.double().norm()
+
+
+def test_without_gates_it_only_turns() -> None:
+    scheme = layer("rope")
+    q, k = projected(scheme, 70, torch.float16)
+    got = prologue.prologue(q, k, angles(scheme, 70), None, scale=SCALE)
+    for x, y in zip(got, (q, k), strict=True):
+        torch.testing.assert_close(x, scheme.base.queries(y, torch.arange(70, device=DEVICE))[0])
+
+
+def test_refuses_what_does_not_fit() -> None:
+    scheme = layer("rope")
+    q, k = projected(scheme, 8, torch.float16)
+    with pytest.raises(ValueError, match=r"^q: "):
+        prologue.prologue(q.double(), k, None, None, scale=SCALE)
+    with pytest.raises(ValueError, match=r"^k: "):
+        prologue.prologue(q, k[:, :, :4], None, None, scale=SCALE)
+    with pytest.raises(ValueError, match=r"^angles: "):
+        prologue.prologue(q, k, angles(scheme, 9), None, scale=SCALE)
+    with pytest.raises(ValueError, match=r"^reading: "):
+        prologue.prologue(q, k, None, scheme.reading(q.device), scale=SCALE)
