@@ -1,0 +1,142 @@
+"""`gape data`: turn documents into a corpus of token shards, and look at one."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from gape.cli.console import Voice
+    from gape.data.pipeline import Progress
+
+app = typer.Typer(help="Corpora of tokens.", no_args_is_help=True, rich_markup_mode=None)
+
+#: Lines in a log file should be readable next morning.
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@app.command()
+def prepare(
+    out: Annotated[Path, typer.Option(help="Directory of the corpus.")],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(help="Files, folders, hf:DATASET[@REVISION][:CONFIG or #FILES], or one recipe (data/fineweb)."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help='"bytes", a folder with a vocabulary, or a name on the Hugging Face hub.')
+    ] = None,
+    heldout: Annotated[list[str] | None, typer.Option(help="Inputs that are held out; may be repeated.")] = None,
+    heldout_fraction: Annotated[
+        float | None, typer.Option(help="Hold out this fraction of the documents, by a hash of their ids.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of that hash.")] = None,
+    strata: Annotated[str | None, typer.Option(help="Lengths in tokens, with commas: 8192,16384,32768.")] = None,
+    excerpts: Annotated[
+        bool | None, typer.Option("--excerpts/--whole", help="Cut excerpts of those lengths from longer documents.")
+    ] = None,
+    text_field: Annotated[str | None, typer.Option(help="Field or column of the text; text by default.")] = None,
+    id_field: Annotated[
+        str | None, typer.Option(help="Field of the id; by default id where there is one, else the line.")
+    ] = None,
+    title_field: Annotated[str | None, typer.Option(help="Field of the title; title by default.")] = None,
+    end_of_text: Annotated[
+        bool | None, typer.Option(help="Put an end of text after each document, as by default.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="uint16 or uint32; by default the smaller that fits.")] = None,
+    shard_tokens: Annotated[int | None, typer.Option(help="Tokens of a shard; 16,777,216 by default.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to take from each input at most.")] = None,
+    max_bad: Annotated[
+        float | None, typer.Option(help="Bad and empty records let pass: a number, or a fraction below 1; 0.01.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that tokenise; one for each core by default.")] = None,
+) -> None:
+    """Tokenise documents into shards with an index, hashes and a card. Stop it and start it again as you like."""
+    # What is None was not given, and stays as the recipe or the default has it.
+    given = {name: value for name, value in locals().items() if name not in ("inputs", "out", "workers")}
+    from gape.cli.console import Voice  # noqa: PLC0415
+    from gape.data.pipeline import prepare as make  # noqa: PLC0415
+
+    config = settings(inputs or [], {name: value for name, value in given.items() if value is not None})
+    voice = Voice()
+    with Meter(voice) as meter:
+        make(config, out, workers=workers, show=meter.show, say=voice.say)
+    typer.echo((out / "card.md").read_text(encoding="utf-8"))
+
+
+@app.command()
+def verify(directory: Annotated[Path, typer.Argument(help="A prepared corpus.")]) -> None:
+    """Read a whole corpus and compare it with the hashes in its card."""
+    from gape.data import open_corpus  # noqa: PLC0415
+
+    corpus = open_corpus(directory)
+    corpus.verify()
+    typer.echo(f"{directory}: as it was prepared, fingerprint {corpus.fingerprint()}")
+
+
+def settings(inputs: list[str], given: dict[str, Any]) -> Any:
+    """The settings of a recipe, where the only input names one, and of the options, which win.
+
+    Raises:
+        ValueError: a recipe beside other inputs, or a setting that is wrong.
+    """
+    from gape.data import recipe  # noqa: PLC0415
+    from gape.data.config import PrepareConfig  # noqa: PLC0415
+
+    named = [name for name in inputs if recipe.is_recipe(name)]
+    if named and len(inputs) > 1:
+        raise ValueError(f"inputs: got the recipe {named[0]} beside others, expected it alone")
+    base = recipe.load(named[0]) if named else {"inputs": tuple(inputs)}
+    if "strata" in given:
+        given["strata"] = _lengths(given["strata"])
+    if "heldout" in given:
+        given["heldout"] = tuple(given["heldout"])
+    return PrepareConfig(**(base | given))
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise ValueError(f"strata: got {text!r}, expected whole numbers with commas, such as 8192,16384") from error
+
+
+class Meter(AbstractContextManager["Meter"]):
+    """How far the reading is: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, voice: Voice) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+        self._voice, self._began, self._told = voice, time.monotonic(), time.monotonic()
+        # Tokens there were when this process began to count: a resumed corpus has some already.
+        self._first: int | None = None
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=voice.console, transient=True) if voice.console.is_terminal else None
+        self._task = self._bar.add_task("reading", total=None) if self._bar else None
+
+    def __enter__(self) -> Meter:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, progress: Progress) -> None:
+        """Where it is now."""
+        if self._first is None:
+            self._first, self._began = progress.tokens, time.monotonic()
+        now = time.monotonic()
+        rate = (progress.tokens - self._first) / max(now - self._began, 1e-9)
+        line = f"{progress.documents:,} documents, {progress.tokens:,} tokens, {rate:,.0f} tokens/s"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=progress.position, total=progress.total or None, description=line)
+        elif now - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = now
+            share = f"{100 * progress.position / progress.total:.0f}% read, " if progress.total else ""
+            self._voice.say(f"{share}{line}")

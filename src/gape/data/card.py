@@ -1,0 +1,178 @@
+"""The end of a preparation: the index, the sums, and the card that says what the corpus is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gape.data.config import PrepareConfig
+from gape.data.corpus import CARD, FORMAT, file_sha256
+from gape.data.index import INDEX, NAMES, RECORD, SPLITS, Records, Summed, name_line, records
+from gape.data.parts import Parts, Tally
+from gape.train import files
+
+TEXT, SUMS = "card.md", "SHA256SUMS"
+#: Sources that the card for people lists.
+ROWS = 50
+
+
+def finish(
+    config: PrepareConfig, settings: dict[str, Any], directory: Path, parts: Parts, tally: Tally
+) -> dict[str, Any]:
+    """Write index, sums and cards; `card.json` comes last and makes it a corpus. Returns the card."""
+    with files.room("the index", directory, 0):
+        left_out = _write_index(config, settings["end_of_text"], directory, parts)
+    shards = [shard for shard in parts.shards if shard["file"]]
+    card = _described(config, settings, tally) | {
+        "splits": _counts(config, directory, settings["end_of_text"]),
+        "shards": shards,
+        "index": _listed(directory / INDEX),
+        "names": _listed(directory / NAMES),
+    }
+    card["left_out"]["train_documents_also_held_out"] = left_out
+    text, data = in_words(card).encode(), files.to_json(card)
+    sums = [(entry["file"], entry["sha256"]) for entry in (*shards, card["index"], card["names"])]
+    sums += [(CARD, files.sha256(data)), (TEXT, files.sha256(text))]
+    files.replace(directory / TEXT, text)
+    files.replace(directory / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums).encode())
+    files.replace(directory / CARD, data)
+    parts.discard()
+    return card
+
+
+def _described(config: PrepareConfig, settings: dict[str, Any], tally: Tally) -> dict[str, Any]:
+    """What the corpus is, as far as the settings and the reading say."""
+    sources = zip(settings["inputs"], tally.documents, tally.tokens, strict=True)
+    return {
+        "format": FORMAT,
+        "documents": "excerpts" if config.excerpts else "whole",
+        "tokenizer": settings["tokenizer"],
+        "dtype": settings["dtype"],
+        "end_of_text": settings["end_of_text"],
+        "strata": [str(length) for length in config.strata],
+        "split_rule": _split_rule(config),
+        "records_read": tally.read,
+        "left_out": {"empty": tally.empty, "bad": tally.bad, "outside_strata": tally.outside},
+        "bad": [{"input": name, "number": number, "reason": reason} for name, number, reason in tally.listed],
+        "sources": [{**source, "documents": documents, "tokens": tokens} for source, documents, tokens in sources],
+        "settings": settings,
+    }
+
+
+def _write_index(config: PrepareConfig, end_of_text: bool, directory: Path, parts: Parts) -> int:
+    """Write the index and the names; returns how many training documents were left out for being held out too.
+
+    Only the held-out texts' hashes are kept in memory, so the size of the training split does not matter.
+    """
+    heldout = SPLITS.index("heldout")
+    kept_apart = {entry.sha256 for _, entries in parts.entries() for entry in entries if entry.split == heldout}
+    left_out = 0
+    with Summed(directory / INDEX) as index, Summed(directory / NAMES) as names:
+        for shard, entries in parts.entries():
+            offset = 0
+            for entry in entries:
+                length = entry.tokens + end_of_text
+                if entry.split != heldout and entry.sha256 in kept_apart:
+                    left_out += 1
+                else:
+                    pieces = config.pieces(entry.tokens)
+                    place = {"shard": shard, "split": entry.split, "offset": offset, "name": names.size}
+                    for record in records(**place, length=length, pieces=pieces, whole=not config.excerpts):
+                        index.write(record)
+                    names.write(name_line(entry.id, entry.title))
+                offset += length
+    return left_out
+
+
+def _counts(config: PrepareConfig, directory: Path, end_of_text: bool) -> dict[str, Any]:
+    """Documents, tokens and lengths of each split, and of each of its strata. Lengths do not count the end of text."""
+    index: Records = np.asarray(np.memmap(directory / INDEX, RECORD, mode="r"))
+    counts = {}
+    for number, split in enumerate(SPLITS):
+        here = index[index["split"] == number]
+        counts[split] = _measured(here, end_of_text) | {
+            "source_documents": len(np.unique(here["name"])),
+            "strata": {
+                str(length): _measured(here[here["stratum"] == at], end_of_text)
+                for at, length in enumerate(config.strata, start=1)
+            },
+        }
+    return counts
+
+
+def _measured(chosen: Records, end_of_text: bool) -> dict[str, Any]:
+    tokens = chosen["length"].astype(np.int64)
+    text = tokens - (chosen["excerpt"] == 0) * int(end_of_text)
+    lengths = None
+    if len(text):
+        lengths = {"min": int(text.min()), "median": float(np.median(text)), "max": int(text.max())}
+    return {"documents": len(chosen), "tokens": int(tokens.sum()), "text_tokens": int(text.sum()), "lengths": lengths}
+
+
+def _split_rule(config: PrepareConfig) -> str:
+    rules = ["held out is what came from the held-out inputs"] if config.heldout else []
+    if config.heldout_fraction:
+        rules.append(
+            f"a document is held out where a hash of its id (seed {config.seed}) is below the fraction "
+            f"{config.heldout_fraction:g}, wherever it stands in the input"
+        )
+    if not rules:
+        return "everything is for training"
+    return "; ".join([*rules, "a training document whose text is also held out is left out"])
+
+
+def _listed(path: Path) -> dict[str, Any]:
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def in_words(card: dict[str, Any]) -> str:
+    """The card for people, in Markdown."""
+    tokenizer, left = card["tokenizer"], card["left_out"]
+    lines = [
+        "# Corpus",
+        "",
+        f"Token shards by `gape data prepare`. {_pieces(card)}",
+        "",
+        f"- tokenizer: {tokenizer['name']} ({tokenizer['kind']}), {tokenizer['vocab_size']:,} ids, stored as "
+        f"{card['dtype']}; SHA-256 {tokenizer['sha256']}",
+        f"- end of text: {'after each document' if card['end_of_text'] else 'none'}",
+        f"- split: {card['split_rule']}",
+        f"- read: {card['records_read']:,} records; left out: {left['empty']:,} empty, {left['bad']:,} bad, "
+        f"{left['outside_strata']:,} in no stratum, {left['train_documents_also_held_out']:,} in both splits",
+        "",
+        "| split | stratum | documents | tokens of text | shortest | median | longest |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for split, counts in card["splits"].items():
+        rows = {"all": counts} if not card["strata"] else counts["strata"]
+        lines += [_row(split, name, count) for name, count in rows.items()]
+    lines += ["", "| source | split | documents | identity |", "|---|---|---:|---|"]
+    for source in card["sources"][:ROWS]:
+        identity = source.get("sha256") or f"revision {source.get('revision')}"
+        lines.append(f"| {source['name']} | {source['split'] or 'by id'} | {source['documents']:,} | {identity} |")
+    if len(card["sources"]) > ROWS:
+        lines += ["", f"and {len(card['sources']) - ROWS:,} more; card.json has them all."]
+    if card["bad"]:
+        lines += ["", "The first records left out as empty or bad:", ""]
+        lines += [f"- {bad['input']}, line {bad['number']}: {bad['reason']}" for bad in card["bad"]]
+    return "\n".join(lines) + "\n"
+
+
+def _pieces(card: dict[str, Any]) -> str:
+    strata = ", ".join(card["strata"])
+    if card["documents"] == "excerpts":
+        return (
+            f"Its entries are contiguous excerpts of exactly {strata} tokens, cut one after the other from the start "
+            "of each document that is long enough; the same text is in every stratum it is long enough for."
+        )
+    if strata:
+        return f"Its entries are whole documents; a stratum L ({strata}) has those from L up to 2 L tokens."
+    return "Its entries are whole documents."
+
+
+def _row(split: str, stratum: str, counts: dict[str, Any]) -> str:
+    lengths = counts["lengths"] or {"min": "", "median": "", "max": ""}
+    cells = [split, stratum, counts["documents"], counts["text_tokens"], *lengths.values()]
+    return "| " + " | ".join(f"{c:,.0f}" if isinstance(c, (int, float)) else c for c in cells) + " |"

@@ -1,0 +1,116 @@
+"""What to prepare, checked before anything is read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from gape.data.index import Piece
+
+DTYPES = ("uint16", "uint32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """The settings of a corpus.
+
+    Args:
+        inputs: files, folders, or "hf:DATASET[@REVISION][:CONFIG]" or "hf:DATASET[@REVISION]#FILES".
+        heldout: the same, for documents that are all held out.
+        tokenizer: as :func:`gape.data.load_tokenizer` takes it.
+        text_field, id_field, title_field: names in JSON lines, Parquet columns or a dataset. An id_field of None takes
+            "id" where there is one, and the file and line number elsewhere.
+        heldout_fraction: of the documents of `inputs`, by a hash of their ids; 0 to below 1.
+        seed: of that hash.
+        strata: lengths in tokens, such as (8192, 16384, 32768); empty for none.
+        excerpts: cut excerpts of exactly those lengths instead of taking documents from L up to 2 L tokens.
+        end_of_text: whether the tokenizer's end of text follows each document.
+        dtype: "uint16", "uint32", or None for the smaller that holds the vocabulary.
+        shard_tokens: tokens at which a shard is closed; one holds whole documents.
+        max_tokens: leave each input after the document that reaches this many; a folder is one input. None reads
+            everything.
+        max_bad: bad lines and empty documents that are let pass: a number from 1 on (or 0), or below 1 a fraction of
+            what was read.
+
+    Raises:
+        ValueError: a setting out of range; names it.
+    """
+
+    inputs: tuple[str, ...] = ()
+    heldout: tuple[str, ...] = ()
+    tokenizer: str = ""
+    text_field: str = "text"
+    id_field: str | None = None
+    title_field: str = "title"
+    heldout_fraction: float = 0.0
+    seed: int = 0
+    strata: tuple[int, ...] = ()
+    excerpts: bool = False
+    end_of_text: bool = True
+    dtype: str | None = None
+    shard_tokens: int = 2**24
+    max_tokens: int | None = None
+    max_bad: float = 0.01
+
+    def __post_init__(self) -> None:
+        _expect(self.inputs or self.heldout, "inputs", self.inputs, "at least one file, folder or dataset")
+        _expect(self.tokenizer, "tokenizer", self.tokenizer, 'a name, such as "bytes" or a folder with GPT-2\'s files')
+        _expect(0 <= self.heldout_fraction < 1, "heldout_fraction", self.heldout_fraction, "a number from 0 to below 1")
+        rising = all(a < b for a, b in zip(self.strata, self.strata[1:], strict=False))
+        _expect(rising and all(s > 1 for s in self.strata), "strata", self.strata, "rising lengths above 1")
+        _expect(len(self.strata) < 256, "strata", self.strata, "at most 255 lengths")
+        _expect(not self.excerpts or self.strata, "excerpts", True, "strata, which say how long the excerpts are")
+        _expect(self.dtype in (None, *DTYPES), "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        _expect(self.shard_tokens >= 1, "shard_tokens", self.shard_tokens, "at least 1")
+        _expect(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        fine = math.isfinite(self.max_bad) and self.max_bad >= 0
+        _expect(fine, "max_bad", self.max_bad, "a number of lines, or a fraction below 1")
+
+    def pieces(self, tokens: int) -> list[Piece]:
+        """What becomes of a document of so many tokens (the end of text not counted) where there are strata.
+
+        Excerpts: for each stratum the document's consecutive excerpts from its start. Otherwise the document itself,
+        in the highest stratum L with L ≤ tokens < 2 L. Nothing where no stratum fits.
+        """
+        if self.excerpts:
+            return [
+                Piece(number, start, length)
+                for number, length in enumerate(self.strata, start=1)
+                for start in range(0, tokens - length + 1, length)
+            ]
+        fits = [number for number, length in enumerate(self.strata, start=1) if length <= tokens < 2 * length]
+        return [Piece(fits[-1], 0, tokens)] if fits else []
+
+    def keeps(self, tokens: int) -> bool:
+        """Whether a document of so many tokens has a place in the corpus."""
+        return not self.strata or bool(self.pieces(tokens))
+
+    def shapes(self) -> dict[str, Any]:
+        """The settings that shape the shards; what may change between a start and a resume is left out."""
+        settings = asdict(self)
+        for name in ("inputs", "heldout", "tokenizer", "dtype", "max_bad"):
+            del settings[name]
+        return settings
+
+
+def choose_dtype(asked: str | None, vocab_size: int) -> str:
+    """The dtype of the shards.
+
+    Raises:
+        ValueError: the vocabulary does not fit in the dtype asked for.
+    """
+    fitting = [dtype for dtype in DTYPES if vocab_size - 1 <= np.iinfo(dtype).max]
+    if asked is None and fitting:
+        return fitting[0]
+    if asked not in fitting:
+        most = np.iinfo(asked or DTYPES[-1]).max + 1
+        raise ValueError(f"dtype: got {asked}, expected one that holds {vocab_size:,} ids; it holds {most:,}")
+    return asked
+
+
+def _expect(fine: object, name: str, came: object, expected: str) -> None:
+    if not fine:
+        raise ValueError(f"{name}: got {came!r}, expected {expected}")

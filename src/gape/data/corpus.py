@@ -1,0 +1,216 @@
+"""A prepared corpus as it lies on disk: documents by split and stratum, their tokens mapped, nothing read ahead."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from gape.data.index import INDEX, NAMES, RECORD, SPLITS, Names, Records
+
+CARD = "card.json"
+FORMAT = 1
+
+Tokens = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document, or an excerpt of one where the corpus is of excerpts.
+
+    Attributes:
+        index: its number in the corpus.
+        id: as the input had it; an excerpt has ":START-STOP" after it, in tokens of the document.
+        split: "train" or "heldout".
+        stratum: the length it stands for, such as "8192"; None where the corpus has no strata.
+        length: tokens, the end of text among them where the corpus has one.
+        title: as the input had it, or None.
+    """
+
+    index: int
+    id: str
+    split: str
+    stratum: str | None
+    length: int
+    title: str | None
+
+
+class Documents(Sequence[Document]):
+    """Documents in the order of the input, made when they are looked at."""
+
+    def __init__(self, corpus: Corpus, rows: npt.NDArray[np.int64]) -> None:
+        self._corpus, self._rows = corpus, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Document: ...
+    @overload
+    def __getitem__(self, at: slice) -> Documents: ...
+    def __getitem__(self, at: int | slice) -> Document | Documents:
+        if isinstance(at, slice):
+            return Documents(self._corpus, self._rows[at])
+        return self._corpus.document(int(self._rows[at]))
+
+
+class Corpus:
+    """What `gape data prepare` wrote; made by :func:`open_corpus`.
+
+    Attributes:
+        directory: where it lies.
+        card: what it is: sources, tokenizer, counts, split rule, hashes.
+        vocab_size: ids are below this.
+        end_of_text: the id after each document; None where there is none.
+        tokenizer: kind, name, vocab_size, end_of_text, sha256.
+        strata: their names, such as ("8192", "16384"); empty where there are none.
+    """
+
+    def __init__(self, directory: Path, card: dict[str, Any]) -> None:
+        self.directory, self.card = directory, card
+        self.tokenizer: dict[str, Any] = card["tokenizer"]
+        self.vocab_size: int = self.tokenizer["vocab_size"]
+        self.end_of_text: int | None = self.tokenizer["end_of_text"] if card["end_of_text"] else None
+        self.strata: tuple[str, ...] = tuple(card["strata"])
+        self._dtype = np.dtype(card["dtype"]).newbyteorder("<")
+        self._records: Records = np.asarray(np.memmap(directory / INDEX, RECORD, mode="r"))
+        self._names = Names(directory / NAMES)
+        self._shards: dict[int, Tokens] = {}
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that have documents."""
+        return tuple(split for split in SPLITS if self.card["splits"][split]["documents"])
+
+    def documents(self, split: str, stratum: str | int | None = None) -> Documents:
+        """The documents of a split, in the order of the input.
+
+        Args:
+            split: one of `splits`.
+            stratum: only those of one stratum; None means all, which in a corpus of excerpts holds the same text once
+                for each stratum.
+
+        Raises:
+            ValueError: the corpus has no such split or stratum.
+        """
+        return Documents(self, self.rows(split, stratum))
+
+    def document(self, index: int) -> Document:
+        """The document with a number.
+
+        Raises:
+            ValueError: there is none.
+        """
+        record = self.record(index)
+        identifier, title = self._names.at(int(record["name"]))
+        start, length = int(record["start"]), int(record["length"])
+        if record["excerpt"]:
+            identifier = f"{identifier}:{start}-{start + length}"
+        stratum = self.strata[record["stratum"] - 1] if record["stratum"] else None
+        return Document(int(index), identifier, SPLITS[record["split"]], stratum, length, title)
+
+    def tokens(self, document: Document, start: int = 0, stop: int | None = None) -> Tokens:
+        """Tokens start … stop − 1 of a document: uint16 or uint32 (stop − start,), read-only, mapped and not copied.
+
+        Raises:
+            ValueError: places outside the document.
+        """
+        record = self.record(document.index)
+        length = int(record["length"])
+        stop = length if stop is None else stop
+        if not 0 <= start <= stop <= length:
+            raise ValueError(
+                f"start, stop: got {start} and {stop}, expected places in the {length} tokens of a document"
+            )
+        offset = int(record["offset"])
+        return self.shard(int(record["shard"]))[offset + start : offset + stop]
+
+    def fingerprint(self) -> str:
+        """A hash of the shards and the index, from the hashes in the card."""
+        sums = [shard["sha256"] for shard in self.card["shards"]]
+        text = "\n".join([*sums, self.card["index"]["sha256"], self.card["names"]["sha256"]])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def verify(self) -> None:
+        """Read everything and compare it with the card.
+
+        Raises:
+            ValueError: a file that is not what the card says; names each.
+        """
+        listed = [(entry["file"], entry["sha256"]) for entry in _files(self.card)]
+        broken = [name for name, digest in listed if file_sha256(self.directory / name) != digest]
+        if broken:
+            raise ValueError(f"{self.directory}: changed since it was prepared: {', '.join(broken)}")
+
+    def rows(self, split: str, stratum: str | int | None = None) -> npt.NDArray[np.int64]:
+        """Numbers of the documents of a split and stratum, int64."""
+        if split not in self.splits:
+            raise ValueError(f"split: got {split!r}, expected one that {self.directory} has: {', '.join(self.splits)}")
+        chosen = self._records["split"] == SPLITS.index(split)
+        if stratum is not None:
+            if str(stratum) not in self.strata:
+                there = f"one of {', '.join(self.strata)}" if self.strata else "None, for the corpus has no strata"
+                raise ValueError(f"stratum: got {stratum!r}, expected {there}")
+            chosen &= self._records["stratum"] == self.strata.index(str(stratum)) + 1
+        return np.flatnonzero(chosen).astype(np.int64)
+
+    def record(self, index: int | npt.NDArray[np.int64]) -> Any:
+        """The records of documents by number, as `gape.data.index.RECORD`."""
+        if np.min(index, initial=0) < 0 or np.max(index, initial=0) >= len(self._records):
+            raise ValueError(f"document: got number {index}, expected 0 to {len(self._records) - 1}")
+        return self._records[index]
+
+    def shard(self, number: int) -> Tokens:
+        """The tokens of a shard, mapped when first asked for."""
+        if number not in self._shards:
+            path = self.directory / self.card["shards"][number]["file"]
+            # A plain view of the map: slicing it costs a fifth of what slicing a memmap does.
+            self._shards[number] = np.asarray(np.memmap(path, self._dtype, mode="r"))
+        return self._shards[number]
+
+
+def open_corpus(directory: str | Path) -> Corpus:
+    """Open what `gape data prepare` wrote.
+
+    Raises:
+        ValueError: no corpus is there, it was not prepared to its end, or files are missing or of another size.
+    """
+    directory = Path(directory)
+    path = directory / CARD
+    if not path.is_file():
+        began = (directory / "prepare.json").is_file()
+        why = (
+            "its preparation did not come to its end; run the same command again" if began else "there is no card.json"
+        )
+        raise ValueError(f"corpus: got {str(directory)!r}, expected a directory that gape data prepare wrote: {why}")
+    try:
+        card = json.loads(path.read_bytes())
+        made = card["format"]
+        listed = [(entry["file"], entry["bytes"]) for entry in _files(card)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"corpus: {path} is no card of a corpus: {error!r}") from error
+    if made != FORMAT:
+        raise ValueError(f"corpus: {directory} is of format {made}, expected {FORMAT}; prepare it again")
+    for name, size in listed:
+        file = directory / name
+        if not file.is_file() or file.stat().st_size != size:
+            has = f"has {file.stat().st_size} bytes" if file.is_file() else "is missing"
+            raise ValueError(f"corpus: {file} {has}, expected {size} bytes; prepare the corpus again")
+    return Corpus(directory, card)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file in hex."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _files(card: dict[str, Any]) -> list[dict[str, Any]]:
+    """Name, size and hash of every file but the card's own."""
+    return [*card["shards"], card["index"], card["names"]]

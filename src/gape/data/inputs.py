@@ -1,0 +1,146 @@
+"""What a corpus is made of: files and datasets, found and identified before anything is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, NamedTuple
+
+from gape.data import hub
+from gape.data.config import PrepareConfig
+from gape.data.readers import COMPRESSED, READERS, Fields, Record, kind_of
+
+CHUNK = 2**24
+
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file or dataset.
+
+    Attributes:
+        name: what it is called in ids, messages and the card: a file's name, or its path from the folder given.
+        group: the number of the input as it was given; the files of a folder share it.
+        kind: "text", "jsonl", "parquet", or "dataset".
+        split: "train", "heldout", or None where each document's id decides.
+        size: bytes of the file; 0 for a dataset.
+        open: opens the file; None for a dataset.
+        identity: what the card says of it and a resume compares: its SHA-256, or the revision of the dataset it is in.
+    """
+
+    name: str
+    group: int
+    kind: str
+    split: str | None
+    size: int
+    open: Callable[[], IO[bytes]] | None
+    identity: dict[str, Any]
+
+
+class _Found(NamedTuple):
+    """A file here (a path), a file on the hub, or a whole dataset (None), before it is identified."""
+
+    name: str
+    group: int
+    split: str | None
+    where: Path | hub.File | None
+
+
+def find(config: PrepareConfig, tick: Tick) -> list[Input]:
+    """Every input in order: held-out ones after the others, folders by sorted path.
+
+    Args:
+        config: the settings.
+        tick: called now and then while files are hashed; may raise to stop.
+
+    Raises:
+        ValueError: a path that does not exist, a file of unknown kind, a folder without documents, a file given twice.
+    """
+    given = [(spec, None if config.heldout_fraction else "train") for spec in config.inputs]
+    given += [(spec, "heldout") for spec in config.heldout]
+    found = [
+        _Found(name, group, split, where)
+        for group, (spec, split) in enumerate(given)
+        for name, where in (_remote(spec) if spec.startswith(hub.PREFIX) else _local(spec))
+    ]
+    seen: set[Path | str] = set()
+    for one in found:
+        place = one.where.resolve() if isinstance(one.where, Path) else one.name
+        if place in seen:
+            raise ValueError(f"inputs: {one.name} is given twice, expected every input once")
+        seen.add(place)
+    return [_identified(one, tick) for one in found]
+
+
+def probe(sources: list[Input], fields: Fields, tick: Tick) -> None:
+    """Make sure that the inputs can be read and have the fields; of many files on the hub, the first.
+
+    Raises:
+        ValueError: one has not; names the fields there are.
+    """
+    probed = set()
+    for source in sources:
+        if "sha256" in source.identity or source.group not in probed:
+            READERS[source.kind].probe(source, fields)
+        probed.add(source.group)
+        tick()
+
+
+def records(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
+    """The records of an input after the first `skip`, bad ones among them; `tick` as for :func:`find`."""
+    yield from READERS[source.kind].records(source, fields, skip, tick)
+
+
+def _remote(spec: str) -> Iterator[tuple[str, hub.File | None]]:
+    if hub.parse(spec).files is None:
+        yield spec, None
+        return
+    for file in hub.files(spec):
+        kind_of(file.name)
+        yield file.name, file
+
+
+def _local(spec: str) -> Iterator[tuple[str, Path]]:
+    path = Path(spec).expanduser()
+    if path.is_file():
+        kind_of(path.name)
+        yield path.name, path
+        return
+    if not path.is_dir():
+        raise ValueError(f"inputs: got {spec!r}, expected a file, a folder or {hub.PREFIX}DATASET; there is none")
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_input(path, file)]
+    if not files:
+        known = f"files .txt, .md, .jsonl, .json lines ({', '.join(COMPRESSED)} after them) or .parquet"
+        raise ValueError(f"inputs: got the folder {spec!r}, which has no documents: expected {known}")
+    for file in files:
+        yield f"{path.resolve().name}/{file.relative_to(path).as_posix()}", file
+
+
+def _is_input(folder: Path, file: Path) -> bool:
+    """Whether a file of a folder is read: of a known kind, nothing hidden."""
+    inside = PurePosixPath(file.relative_to(folder).as_posix())
+    try:
+        kind_of(inside.name)
+    except ValueError:
+        return False
+    return not any(part.startswith(".") for part in inside.parts)
+
+
+def _identified(found: _Found, tick: Tick) -> Input:
+    name, group, split, where = found
+    facts: dict[str, Any] = {"name": name, "split": split}
+    if where is None:
+        return Input(name, group, "dataset", split, 0, None, facts | {"revision": hub.revision(name)})
+    if isinstance(where, hub.File):
+        facts |= {"bytes": where.size, "revision": where.revision}
+        return Input(name, group, kind_of(name), split, where.size, where.open, facts)
+    digest, size = hashlib.sha256(), where.stat().st_size
+    with where.open("rb") as f:
+        while chunk := f.read(CHUNK):
+            digest.update(chunk)
+            tick()
+    facts |= {"bytes": size, "sha256": digest.hexdigest()}
+    return Input(name, group, kind_of(name), split, size, lambda: where.open("rb"), facts)

@@ -1,0 +1,309 @@
+"""Documents out of files: text, JSON lines and Parquet, plain or compressed, one at a time."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+from gape.data import hub
+
+if TYPE_CHECKING:
+    from gape.data.inputs import Input
+
+#: Lines looked at for one that shows which fields there are.
+PROBED = 100
+#: Rows of a Parquet file in memory at once.
+ROWS = 64
+BUFFER = 2**20
+MARK = b"\xef\xbb\xbf"
+
+
+class Fields(NamedTuple):
+    """Names of the fields; `id` None takes "id" where there is one."""
+
+    text: str = "text"
+    id: str | None = None
+    title: str = "title"
+
+
+class Record(NamedTuple):
+    """A line of JSON, a row, or a text file.
+
+    number: of the line or row, from 1. position: bytes of the file read so far. named: whether the id is the input's
+    own and not made of its name and the number. problem: why there is no document in
+    it, or None; where there is a problem id, title and text mean nothing.
+    """
+
+    number: int
+    id: str
+    title: str | None
+    text: str
+    position: int
+    problem: str | None = None
+    named: bool = True
+
+
+class Reader(Protocol):
+    """How a kind of input is read."""
+
+    def probe(self, source: Input, fields: Fields) -> None:
+        """Refuse an input that has not the fields."""
+        ...
+
+    def records(self, source: Input, fields: Fields, skip: int, tick: Callable[[], None]) -> Iterator[Record]:
+        """Its records after the first `skip`; `tick` is called while those go by, and may raise."""
+        ...
+
+
+class TextReader:
+    """A file is a document."""
+
+    def probe(self, source: Input, fields: Fields) -> None:
+        """Every file has text, or is a bad record."""
+
+    def records(self, source: Input, fields: Fields, skip: int, tick: Callable[[], None]) -> Iterator[Record]:
+        """The one record."""
+        if skip:
+            return
+        with _opened(source) as (stream, _):
+            data = b"".join(line for _, line in _lines(stream, source.name))
+        try:
+            text = data.removeprefix(MARK).decode()
+        except UnicodeDecodeError as error:
+            yield Record(1, "", None, "", source.size, f"not UTF-8: {error.reason} at byte {error.start}")
+            return
+        yield _checked(Record(1, source.name, None, text, source.size))
+
+
+class LinesReader:
+    """A line is a JSON object with a document in it. Blank lines are nothing."""
+
+    def probe(self, source: Input, fields: Fields) -> None:
+        """Find the fields in the first line that is an object."""
+        with _opened(source) as (stream, _):
+            for number, line in _lines(stream, source.name):
+                value = _object(line)
+                if isinstance(value, dict):
+                    need(source.name, value, fields)
+                    return
+                if number >= PROBED:
+                    break
+            else:
+                # A file without a line has no documents, which is said when all have been read.
+                if not source.size:
+                    return
+        raise ValueError(f"inputs: {source.name}: none of its first {PROBED} lines is a JSON object")
+
+    def records(self, source: Input, fields: Fields, skip: int, tick: Callable[[], None]) -> Iterator[Record]:
+        """A record for each line that is not blank."""
+        with _opened(source) as (stream, raw):
+            for number, line in _lines(stream, source.name):
+                if number <= skip:
+                    tick()
+                    continue
+                if not line.strip():
+                    continue
+                value = _object(line)
+                if isinstance(value, str):
+                    yield Record(number, "", None, "", raw.tell(), value)
+                else:
+                    yield document(value, fields, source.name, number, raw.tell())
+
+
+class ParquetReader:
+    """A row is a document."""
+
+    def probe(self, source: Input, fields: Fields) -> None:
+        """Look at the names of the columns."""
+        with _opened(source) as (_, raw):
+            need(source.name, dict.fromkeys(self._columns(source, raw)), fields)
+
+    def records(self, source: Input, fields: Fields, skip: int, tick: Callable[[], None]) -> Iterator[Record]:
+        """A record for each row."""
+        with _opened(source) as (_, raw):
+            wanted = {fields.text, fields.id or "id", fields.title}
+            columns = [name for name in self._columns(source, raw) if name in wanted]
+            number = 0
+            for batch in _parquet().ParquetFile(raw).iter_batches(batch_size=ROWS, columns=columns):
+                if number + batch.num_rows <= skip:
+                    number += batch.num_rows
+                    tick()
+                    continue
+                for row in batch.to_pylist():
+                    number += 1
+                    if number > skip:
+                        yield document(row, fields, source.name, number, min(raw.tell(), source.size))
+
+    def _columns(self, source: Input, raw: IO[bytes]) -> list[str]:
+        library = _parquet()
+        try:
+            names: list[str] = library.ParquetFile(raw).schema_arrow.names
+        # Whatever pyarrow says of a file that is none.
+        except Exception as error:
+            raise ValueError(f"inputs: {source.name} is no Parquet file: {error}") from error
+        raw.seek(0)
+        return names
+
+
+class DatasetReader:
+    """A dataset of the Hugging Face hub, streamed: an example is a document."""
+
+    def probe(self, source: Input, fields: Fields) -> None:
+        """Look at the first example."""
+        for value in hub.stream(source.name, source.identity.get("revision"), 0):
+            need(source.name, value, fields)
+            return
+        raise ValueError(f"inputs: {source.name} has no examples")
+
+    def records(self, source: Input, fields: Fields, skip: int, tick: Callable[[], None]) -> Iterator[Record]:
+        """A record for each example."""
+        examples = hub.stream(source.name, source.identity.get("revision"), skip)
+        for number, value in enumerate(examples, start=skip + 1):
+            yield document(value, fields, source.name, number, 0)
+
+
+def document(value: Mapping[str, Any], fields: Fields, name: str, number: int, position: int) -> Record:
+    """The record of an object; a missing field, an empty or an invalid text is its problem."""
+    text, title = value.get(fields.text), value.get(fields.title)
+    identifier = value.get(fields.id or "id")
+    if not isinstance(text, str):
+        problem = f"field {fields.text} is {type(text).__name__}" if fields.text in value else f"no field {fields.text}"
+        return Record(number, "", None, "", position, problem)
+    if identifier is None and fields.id is not None:
+        return Record(number, "", None, "", position, f"no field {fields.id}")
+    named = identifier is not None
+    identifier, title = str(identifier) if named else f"{name}:{number}", None if title is None else str(title)
+    return _checked(Record(number, identifier, title, text, position, named=named))
+
+
+def need(name: str, value: Mapping[str, Any], fields: Fields) -> None:
+    """Refuse an input without the fields asked for."""
+    for option, field in (("text_field", fields.text), ("id_field", fields.id)):
+        if field is not None and field not in value:
+            raise ValueError(f"{option}: got {field!r}, expected a field that {name} has: {', '.join(value)}")
+
+
+def kind_of(file: str) -> str:
+    """The kind of a file by its name.
+
+    Raises:
+        ValueError: it is of no kind that is read.
+    """
+    name = file.lower()
+    for ending in COMPRESSED:
+        name = name.removesuffix(ending)
+    for ending, kind in KINDS.items():
+        if name.endswith(ending):
+            return kind
+    known = ", ".join(KINDS)
+    raise ValueError(f"inputs: got {file!r}, expected a name that ends in {known}, or one of these compressed")
+
+
+def _checked(record: Record) -> Record:
+    """The record, with a problem where its text is empty or no Unicode."""
+    if not record.text.strip():
+        return record._replace(text="", problem=EMPTY)
+    for part in (record.text, record.id, record.title or ""):
+        try:
+            part.encode()
+        except UnicodeEncodeError:
+            return record._replace(id="", title=None, text="", problem="not Unicode: half of a surrogate pair")
+    return record
+
+
+def _object(line: bytes) -> dict[str, Any] | str:
+    """The object on a line, or what is wrong with it."""
+    try:
+        value = json.loads(line.removeprefix(MARK).decode())
+    except UnicodeDecodeError as error:
+        return f"not UTF-8: {error.reason} at byte {error.start}"
+    except json.JSONDecodeError as error:
+        return f"not JSON: {error.msg} at character {error.pos}"
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    return value if isinstance(value, dict) else f"not a JSON object but {type(value).__name__}"
+
+
+def _lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
+    """The lines with their numbers from 1.
+
+    Raises:
+        ValueError: the file is broken or cut short; says after which line.
+    """
+    number = 0
+    while True:
+        try:
+            line = stream.readline()
+        # Every compression has errors of its own.
+        except Exception as error:
+            raise ValueError(f"inputs: {name} cannot be read after line {number}: {error}") from error
+        if not line:
+            return
+        number += 1
+        yield number, line
+
+
+class _opened:  # noqa: N801
+    """A file as (what it holds, the file itself); the position in the second says how far the reading is."""
+
+    def __init__(self, source: Input) -> None:
+        self._open = cast(Callable[[], IO[bytes]], source.open)
+        self._decompressed = COMPRESSED.get(PurePosixPath(source.name).suffix.lower())
+
+    def __enter__(self) -> tuple[IO[bytes], IO[bytes]]:
+        self._raw = self._open()
+        return (self._decompressed(self._raw) if self._decompressed else self._raw), self._raw
+
+    def __exit__(self, *_: object) -> None:
+        self._raw.close()
+
+
+def _gzip(raw: IO[bytes]) -> IO[bytes]:
+    return cast(IO[bytes], io.BufferedReader(cast(Any, gzip.GzipFile(fileobj=raw)), BUFFER))
+
+
+def _xz(raw: IO[bytes]) -> IO[bytes]:
+    return cast(IO[bytes], io.BufferedReader(cast(Any, lzma.LZMAFile(raw)), BUFFER))
+
+
+def _zstd(raw: IO[bytes]) -> IO[bytes]:
+    try:
+        import zstandard  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("files ending in .zst need zstandard: pip install 'gape[data]'") from error
+    # Windows of up to 2 GiB, as `zstd --long=31` makes them.
+    reader = zstandard.ZstdDecompressor(max_window_size=2**31).stream_reader(raw, read_across_frames=True)
+    return cast(IO[bytes], io.BufferedReader(cast(Any, reader), BUFFER))
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("Parquet files need pyarrow: pip install 'gape[data]'") from error
+    return pyarrow.parquet
+
+
+EMPTY = "empty document"
+COMPRESSED: dict[str, Callable[[IO[bytes]], IO[bytes]]] = {".gz": _gzip, ".xz": _xz, ".zst": _zstd}
+#: The endings of the names of files, and the kind each is.
+KINDS = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+}
+READERS: dict[str, Reader] = {
+    "text": TextReader(),
+    "jsonl": LinesReader(),
+    "parquet": ParquetReader(),
+    "dataset": DatasetReader(),
+}

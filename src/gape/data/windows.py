@@ -1,0 +1,128 @@
+"""Training windows: pieces of one document each, in an order that is a function of the seed and the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gape.data.corpus import Corpus
+from gape.data.order import below, key, permuted
+from gape.ops.checks import refuse, whole
+from gape.train.source import Batch
+
+Places = npt.NDArray[np.int64]
+
+
+class WindowSource:
+    """Batches of windows of `length` tokens, each inside one document: a `gape.train.Source`.
+
+    A document of n tokens gives ⌊(n − 1) / length⌋ windows an epoch, one after the other from an offset drawn for the
+    document and the epoch; each has `length` + 1 tokens, the last of which is the next one's first, so no token is a
+    target twice. An epoch takes every window once, in the order of a permutation drawn for it. The next one begins
+    where it ends, inside a batch if it so happens. Everything is a function of the seed and the window's number:
+    no state, and no random number generator whose stream a new version could change.
+
+    Args:
+        corpus: what `gape.data.open_corpus` gives.
+        split: "train" or "heldout".
+        stratum: only documents of this stratum; None means all.
+        length: N, tokens a window is read at.
+        batch_size: B, windows of a micro-batch.
+        seed: of the order and the offsets.
+        device: where batches go.
+        accumulation: micro-batches of a step.
+
+    Attributes:
+        windows: windows of an epoch.
+        documents: documents long enough to give one.
+
+    Raises:
+        ValueError: no such split or stratum, or no document of at least `length` + 1 tokens.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        split: str = "train",
+        stratum: str | int | None = None,
+        length: int = 1024,
+        batch_size: int = 64,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        accumulation: int = 1,
+    ) -> None:
+        self.length, self.batch_size = whole("length", length), whole("batch_size", batch_size)
+        self.accumulation, self.seed = whole("accumulation", accumulation), whole("seed", seed, at_least=0)
+        self.corpus, self.split, self.stratum = corpus, split, None if stratum is None else str(stratum)
+        self.device = torch.device(device)
+        records = corpus.record(corpus.rows(split, stratum))
+        lengths = records["length"].astype(np.int64)
+        enough = lengths > self.length
+        if not enough.any():
+            longest = int(lengths.max(initial=0))
+            where = f"{split} documents" + (f" of stratum {stratum}" if stratum is not None else "")
+            raise refuse("length", length, f"below the longest of the {where}, which has {longest} tokens")
+        self._shards = records["shard"][enough].astype(np.int64)
+        self._offsets = records["offset"][enough].astype(np.int64)
+        counts = (lengths[enough] - 1) // self.length
+        # Places a document's first window may begin at.
+        self._starts = lengths[enough] - counts * self.length
+        self._ends = np.cumsum(counts)
+        self._firsts = self._ends - counts
+        self.windows, self.documents = int(self._ends[-1]), len(counts)
+
+    def batch(self, step: int, micro: int) -> Batch:
+        """Micro-batch `micro` (from 0) of step `step` (from 1): ids and targets, int64 (B, N) on the device.
+
+        targets[b, i] is the token after ids[b, i].
+
+        Raises:
+            ValueError: a step before 1 or a micro-batch that a step does not have.
+        """
+        whole("step", step)
+        if not 0 <= micro < self.accumulation:
+            raise refuse("micro", micro, f"a number from 0 to {self.accumulation - 1}")
+        first = ((step - 1) * self.accumulation + micro) * self.batch_size
+        shards, offsets = self.places(np.arange(first, first + self.batch_size))
+        tokens = np.empty((self.batch_size, self.length + 1), dtype=np.int64)
+        for row, shard, offset in zip(tokens, shards.tolist(), offsets.tolist(), strict=True):
+            row[:] = self.corpus.shard(shard)[offset : offset + self.length + 1]
+        held = torch.from_numpy(tokens)
+        if self.device.type == "cuda":
+            held = held.pin_memory().to(self.device, non_blocking=True)
+        else:
+            held = held.to(self.device)
+        return Batch(held[:, :-1].contiguous(), held[:, 1:].contiguous())
+
+    def places(self, numbers: Places) -> tuple[Places, Places]:
+        """The shards and the offsets in them of windows by number, counted through all epochs; int64 like `numbers`."""
+        epochs, order = np.divmod(numbers, self.windows)
+        documents, offsets = np.empty_like(numbers), np.empty_like(numbers)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            window = permuted(order[here], self.windows, key("order", self.seed, epoch))
+            document = np.searchsorted(self._ends, window, side="right")
+            begin = below(document, self._starts[document], key("offset", self.seed, epoch))
+            documents[here] = document
+            offsets[here] = self._offsets[document] + begin + (window - self._firsts[document]) * self.length
+        return self._shards[documents], offsets
+
+    def epochs(self, step: int) -> float:
+        """Passes over the windows that `step` steps make."""
+        return step * self.accumulation * self.batch_size / self.windows
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The corpus's fingerprint and everything that shapes the batches; the device does not."""
+        return {
+            "corpus": self.corpus.fingerprint(),
+            "split": self.split,
+            "stratum": self.stratum,
+            "length": self.length,
+            "batch_size": self.batch_size,
+            "accumulation": self.accumulation,
+            "seed": self.seed,
+        }
