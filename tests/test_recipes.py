@@ -190,3 +190,62 @@ def test_nothing_in_a_recipe_is_executed(tmp_path: Path) -> None:
             recipes.load(write(tmp_path), [f"task.target={value}"])
     assert not mark.exists()
     assert tomllib.loads(SMALL)
+
+
+def test_the_papers_language_model_is_the_papers() -> None:
+    recipe = recipes.load("lm/paper")
+    run = recipe.runs[-1]
+    assert isinstance(run, recipes.LanguageRun)
+    model, train = run.model, run.train
+    assert (model.n_layer, model.n_head, model.n_embd, model.vocab_size, model.context_length) == (
+        6,
+        8,
+        512,
+        50257,
+        1024,
+    )
+    assert (run.batch_size, train.accumulation, train.max_steps, train.warmup_steps) == (64, 8, 3000, 300)
+    assert (train.learning_rate, train.min_learning_rate, train.betas) == (1e-3, 1e-4, (0.9, 0.95))
+    assert (train.clip, train.weight_decay, train.lambda_l1) == (1.0, 0.1, 0.0)
+    assert [run.model.position for run in recipe.runs] == ["rope", "p-rope", "p-rope+gape"]
+    assert model.options == {
+        "theta": 10000.0, "fraction": 0.75, "init_gate_bias": -3.0, "init_landmark_bias": 0.0, "init_amplitude": 0.5413,
+    }  # fmt: skip
+
+
+def test_ablations_change_one_thing_each() -> None:
+    runs = {run.variant: run for run in recipes.load("lm/ablations").runs}
+    assert {name: run.model.options.get("gate_floor", 0.0) for name, run in runs.items() if "floor" in name} == {
+        "floor2": 2.0, "floor4": 4.0, "floor8": 8.0,
+    }  # fmt: skip
+    assert {name: run.model.context_length for name, run in runs.items() if run.model.context_length != 1024} == {
+        "half-T": 512, "double-T": 2048,
+    }  # fmt: skip
+    assert {run.model.reserve for run in runs.values()} == {6}
+    assert [name for name, run in runs.items() if run.model.impl == "rank2"] == ["rank2"]
+    assert [name for name, run in runs.items() if run.model.options.get("learn_gate") is False] == [
+        "gate-fixed", "gate-fixed-at-1",
+    ]  # fmt: skip
+    assert {run.task.length for run in runs.values()} == {1024}
+
+
+@pytest.mark.parametrize("name", ["lm/paper", "lm/books", "lm/ablations", "lm/toy"])
+def test_a_run_of_a_language_model_is_stored_and_read_back(name: str) -> None:
+    for run in recipes.load(name, ["data=somewhere"]).runs:
+        assert recipes.Run.from_dict(run.to_dict()) == run
+        assert run.to_dict()["kind"] == "lm"
+
+
+def test_runs_are_picked_by_name() -> None:
+    recipe = recipes.load("lm/books")
+    assert [run.name for run in recipe.only(["p-rope*", "fox_*"]).runs] == [
+        "p-rope_seed0", "p-rope+gape_seed0", "p-rope+gape_floor4_seed0", "fox_seed0",
+    ]  # fmt: skip
+    assert recipe.only([]) == recipe
+    with pytest.raises(ValueError, match="only: got str 'yarn'"):
+        recipe.only(["yarn"])
+
+
+def test_an_unknown_kind_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"kind: got str 'lmm', expected one of .*did you mean lm\?"):
+        recipes.load(write(tmp_path, f'kind = "lmm"\n{SMALL}'))

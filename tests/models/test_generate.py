@@ -67,6 +67,7 @@ def drawn(logits: list[float], monkeypatch: pytest.MonkeyPatch, **options: objec
         ({}, [0.5, 0.25, 0.15, 0.1]),
         ({"temperature": 0.5}, [0.7246, 0.1812, 0.0652, 0.029]),
         ({"temperature": 1e-39}, [1, 0, 0, 0]),
+        ({"temperature": 1e-300}, [1, 0, 0, 0]),
         ({"top_k": 2}, [2 / 3, 1 / 3, 0, 0]),
         ({"top_k": 4}, [0.5, 0.25, 0.15, 0.1]),
         ({"top_p": 0.74}, [2 / 3, 1 / 3, 0, 0]),

@@ -13,6 +13,7 @@ from torch import nn
 
 import gape
 from gape.models import gpt as module
+from gape.models import loss
 from tests.models.tiny import GATED, SCHEMES, VOCAB, config, model, tokens
 
 PAPER = {"vocab_size": 50257, "n_layer": 6, "n_head": 8, "n_embd": 512, "context_length": 1024}
@@ -112,11 +113,9 @@ def test_loss_is_float32_in_a_bfloat16_model() -> None:
 
 def test_few_logits_and_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices that divide nothing; the gradients too."""
-    monkeypatch.setattr(module, "LOSS_ROWS", 7)
+    monkeypatch.setattr(loss, "LOSS_ROWS", 7)
     gpt, ids, targets = model(), tokens(2, 20), tokens(2, 20, seed=2)
     targets[:, :5] = -100
-    rows, whole = [], gpt.logits
-    monkeypatch.setattr(gpt, "logits", lambda x: (rows.append(x.numel() // 48), whole(x))[1])
     losses, grads = [], []
     for keep in (0, 3):
         out = gpt(ids, targets, logits_to_keep=keep)
@@ -127,9 +126,17 @@ def test_few_logits_and_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(losses[1], losses[0])
     for few, many in zip(grads[1], grads[0], strict=True):
         torch.testing.assert_close(few, many)
-    rows.clear()
-    gpt(ids, targets, logits_to_keep=3)
-    assert max(rows) == 7
+
+
+def test_a_large_vocabulary_is_trained_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they are asked for."""
+    gpt, ids, targets = model().train(), tokens(2, 20), tokens(2, 20, seed=2)
+    assert gpt(ids, targets).logits.shape == (2, 20, VOCAB)
+    monkeypatch.setattr(module, "LARGE_VOCABULARY", VOCAB - 1)
+    out = gpt(ids, targets)
+    assert out.logits.shape == (2, 0, VOCAB)
+    torch.testing.assert_close(out.loss, gpt(ids, targets, logits_to_keep=0).loss)
+    assert gpt(ids).logits.shape == gpt.eval()(ids, targets).logits.shape == (2, 20, VOCAB)
 
 
 def test_dropout_is_for_training_alone() -> None:

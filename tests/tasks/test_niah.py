@@ -162,6 +162,13 @@ def test_a_constant_answer_is_right_one_time_in_ten() -> None:
     assert 0.07 < share < 0.13
 
 
+def test_a_model_that_answers_nan_does_not_pass_for_one_that_guesses() -> None:
+    def broken(ids: torch.Tensor, *, logits_to_keep: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(logits=torch.full((len(ids), 1, niah.VOCAB_SIZE), float("nan")))
+
+    assert niah.accuracy(broken, NIAHConfig(length=64, n_needles=2), samples=200) == 0.0
+
+
 def test_accuracy_does_not_depend_on_the_batch() -> None:
     config = NIAHConfig(length=64, n_needles=2)
     one, other = (niah.hits(Oracle("last", answer=20), config, samples=50, batch=batch) for batch in (50, 7))

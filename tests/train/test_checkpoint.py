@@ -193,3 +193,28 @@ def test_every_checkpoint_is_noted_in_a_log_that_was_there_first(run):
     kept = (run / "log.jsonl").read_bytes()[: state["log_bytes"]]
     assert kept.endswith(b"\n")
     assert [r["step"] for r in lines(run / "log.jsonl")][: kept.count(b"\n")] == [4, 5, 8]
+
+
+def test_a_name_that_is_taken_is_not_taken_again(tmp_path):
+    for number, name in enumerate(("step-00000005", "step-00000005.aside1")):
+        (tmp_path / name / str(number)).mkdir(parents=True)
+    assert checkpoint.set_aside(tmp_path / "step-00000005").name == "step-00000005.aside"
+    (tmp_path / "step-00000005/2").mkdir(parents=True)
+    assert checkpoint.set_aside(tmp_path / "step-00000005").name == "step-00000005.aside2"
+    assert (tmp_path / "step-00000005.aside1/1").is_dir()
+
+
+def test_many_old_ones_do_not_stand_for_the_room_of_a_new_one(tmp_path, monkeypatch):
+    for step in range(4):
+        (tmp_path / checkpoint.name(step)).mkdir()
+        (tmp_path / checkpoint.name(step) / "model.safetensors").write_bytes(bytes(1000))
+    monkeypatch.setattr(files, "free", lambda where: 999)
+    with pytest.raises(DiskFullError, match="1000 B needed"):
+        checkpoint.preflight(tmp_path, 1000, keep_last=1)
+
+
+def test_a_dtype_goes_with_the_weights(tmp_path):
+    trainer(tmp_path, model=gpt().double(), check=None).run()
+    assert {parameter.dtype for parameter in load_model(tmp_path).parameters()} == {torch.float64}
+    with pytest.raises(CheckpointError, match=r"embedding\.weight is torch\.float64, the model's is torch\.float32"):
+        trainer(tmp_path, check=None).run()

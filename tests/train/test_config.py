@@ -19,6 +19,8 @@ from gape.train import TrainConfig
         ("decay_steps", 0),
         ("betas", (0.9,)),
         ("betas", (0.9, 1.0)),
+        ("betas", ("0.9", "0.95")),
+        ("seed", 2**64),
         ("weight_decay", -0.1),
         ("clip", "1"),
         ("accumulation", True),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gape.train import CheckpointError, StopFlag, checkpoint, verify
+from gape.train import BusyError, CheckpointError, StopFlag, checkpoint, verify
 from tests.train.child import KINDS
 from tests.train.toy import Numbers, outcome, trainer
 
@@ -96,7 +96,7 @@ def test_one_process_at_a_time(tmp_path):
         text=True,
     )
     wait_for(process, "held")
-    with pytest.raises(RuntimeError, match="is being trained by another process"):
+    with pytest.raises(BusyError, match="is being trained by another process"):
         trainer(tmp_path).run()
     process.communicate("\n")
     assert trainer(tmp_path).run()["step"] == 12

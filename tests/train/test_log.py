@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gape.train import DiskFullError, verify
+from gape.train import DiskFullError, log, verify
 from gape.train.manifest import code_hash, manifest
 from tests.train.toy import Numbers, lines, outcome, trainer
 
@@ -124,6 +124,18 @@ def test_config_and_manifest_say_how_to_do_it_again(tmp_path):
     assert (record["precision"], record["compiled"], record["seed"]) == ("float32", False, 0)
 
 
+def test_lines_of_others_are_never_cut(tmp_path, monkeypatch):
+    """Only a last line that was cut short goes; a whole one may be another process's, written a moment ago."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b": ')
+    log.append(path, {"c": 3}, {"d": 4})
+    assert [*lines(path)] == [{"a": 1}, {"c": 3}, {"d": 4}]
+    monkeypatch.setattr(log.JSONLines, "cut", lambda self, length: pytest.fail("cut"))
+    log.append(path, {"e": 5})
+    log.append(tmp_path / "new.jsonl", {"f": 6})
+    assert [*lines(path)][-1:] == [{"e": 5}]
+
+
 def test_the_manifest_stays_that_of_the_first_start(tmp_path):
     trainer(tmp_path, max_steps=6, decay_steps=12).run()
     before = (tmp_path / "manifest.json").read_bytes()
@@ -149,3 +161,20 @@ def test_versions_and_machine_are_there_without_a_checkout(monkeypatch):
     record = manifest(torch.device("cpu"), seed=1)
     assert record["code"]["commit"] is None
     assert len(record["code"]["sha256"]) == 64
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    told = io.StringIO()
+    trainer(tmp_path / "seen", progress="auto", console=Console(file=told, force_terminal=True)).run()
+    assert "seen: step 1/12  loss " in told.getvalue()
+
+
+def test_times_are_those_of_the_steps_this_process_took(tmp_path, monkeypatch):
+    """Left after 4 steps of a window of 5: the fifth step has taken what it took, not a fifth of it."""
+    trainer(tmp_path, max_steps=4, decay_steps=12, validate_every=0).run()
+    ticks = iter(range(1000))
+    monkeypatch.setattr("gape.train.loop.time.perf_counter", lambda: next(ticks))
+    trainer(tmp_path, max_steps=5, decay_steps=12, validate_every=0).run()
+    timing = [r for r in lines(tmp_path / "runtime.jsonl") if r["event"] == "timing"]
+    assert [(r["step"], r["seconds_per_step"]) for r in timing] == [(5, 1.0)]

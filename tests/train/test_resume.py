@@ -72,6 +72,21 @@ def test_a_stop_during_validation_repeats_it(tmp_path, uninterrupted):
     assert outcome(run) == uninterrupted
 
 
+def test_after_a_stop_in_the_last_validation_the_best_is_the_one_it_found(tmp_path):
+    flag, options = StopFlag(), {"patience": 3, "validate_every": 4, "checkpoint_every": 0}
+
+    def falling(model, step):
+        if step == 12 and not flag.requested:
+            flag.request(signal.SIGTERM)
+        return {"loss": 1 / step}
+
+    with pytest.raises(Interrupted):
+        trainer(tmp_path, check=falling, stop=flag, **options).run()
+    last = trainer(tmp_path, check=falling, **options)
+    assert last.run()["best"]["step"] == 12
+    assert same(weights(load_model(tmp_path)), weights(last.model))
+
+
 def test_a_validation_that_ends_early_when_asked_to_stop_is_not_believed(tmp_path, uninterrupted):
     run, flag = tmp_path / "run", StopFlag()
 

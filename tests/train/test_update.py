@@ -57,6 +57,8 @@ def test_lambda_l1_adds_the_mean_landmark():
     torch.testing.assert_close(got, expected)
     with pytest.raises(ValueError, match=r"lambda_l1: got float 0\.7, expected 0"):
         trainer("unused", model=gpt(position="rope"), lambda_l1=0.7)
+    with pytest.raises(ValueError, match=r"lambda_l1: .* since Poisoned lacks the methods keep_landmarks"):
+        trainer("unused", model=Poisoned(1, "loss"), lambda_l1=0.7)
 
 
 def test_compiled_it_is_the_same_gradient_from_one_graph(monkeypatch):
@@ -195,3 +197,11 @@ def test_a_batch_on_another_device_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match=r"source: got int64 \(4, 8\) on meta, expected batches on cpu"):
         trainer(tmp_path, source=Elsewhere()).run()
+
+
+def test_a_buffer_of_flags_does_not_hide_what_happened(tmp_path):
+    model = Poisoned(1, "loss")
+    model.register_buffer("seen", torch.ones(3, dtype=torch.bool))
+    with pytest.raises(NonFiniteError, match="step 1") as caught:
+        trainer(tmp_path, model=model, check=None).run()
+    assert json.loads((caught.value.dump / "report.json").read_text())["largest_weights"]["seen"] == 1.0

@@ -102,9 +102,10 @@ def _draw(
     """One token for each row of logits (B, V), int64 (B,)."""
     if temperature == 0:
         return logits.argmax(-1)
-    # Shifted first: a temperature near 0 may send all but the largest to −∞, not that to ∞.
+    # Shifted first: a temperature near 0 may send all but the largest to −∞, not that to ∞. Nearer still, float32 would
+    # take it for 0, and 0 / 0 is no logit.
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None:
         # By rank, not by value: of equal logits no more than k remain.
         values, kept = logits.topk(top_k)

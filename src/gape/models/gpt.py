@@ -17,22 +17,19 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gape import positions as schemes
 from gape.gates import GAPEGates
 from gape.models.attention import GAPEAttention, reserved
 from gape.models.cache import KVCache, ModelCache
 from gape.models.generate import generate
+from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
 from gape.ops import available_implementations
 from gape.ops.checks import flag, refuse
 from gape.positions.checks import whole
 
-#: A target that counts for nothing.
-IGNORED = -100
-
-#: Tokens whose logits exist at once where only some are asked for.
-LOSS_ROWS = 8192
+#: Vocabularies above this many tokens are trained without whole logits.
+LARGE_VOCABULARY = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +131,7 @@ class Output(NamedTuple):
     """What a forward pass returns.
 
     Attributes:
-        logits: (B, N or logits_to_keep, V).
+        logits: (B, N or logits_to_keep or 0, V).
         loss: the mean cross entropy over the targets that count, in float32 or float64; None without targets.
     """
 
@@ -227,7 +224,7 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: ModelCache | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | None = None,
     ) -> Output:
         """Predict the next token of every position.
 
@@ -237,8 +234,9 @@ class GPT(nn.Module):
             positions: integer (N,) or (B, N); None counts on from what is cached, from 0 without a cache.
             documents: integer (B, N): only equal ids see each other. Give pads an id of their own.
             cache: what earlier calls left, from :meth:`new_cache`; these tokens are added to it. For inference.
-            logits_to_keep: return logits of the last so many tokens only; 0 returns all. The loss is that of all
-                targets either way, but then no more than 8,192 rows of logits exist at once.
+            logits_to_keep: return logits of the last so many tokens only; 0 returns all. None returns all too, but
+                none, (B, 0, V), in training with targets and a vocabulary above 8,192. The loss is that of all
+                targets in any case; where not all logits are returned no more than 8,192 rows of them ever exist.
 
         Returns:
             (logits, loss). Where no target counts the loss is 0.
@@ -246,7 +244,28 @@ class GPT(nn.Module):
         Raises:
             ValueError: for an argument of wrong shape, dtype or (on a CPU) value; names it.
         """
-        self._check(ids, targets, cache, logits_to_keep)
+        self._check(ids, targets, logits_to_keep)
+        x = self.hidden(ids, positions, documents, cache)
+        if logits_to_keep is None and targets is not None and self.training and self._large:
+            logits = x.new_empty(x.size(0), 0, self.config.vocab_size)
+        else:
+            logits = self.logits(x[:, -(logits_to_keep or 0) :])
+        if targets is None:
+            return Output(logits, None)
+        counted = (targets != IGNORED).sum().clamp(min=1)
+        if logits.size(1) == x.size(1):
+            return Output(logits, summed_cross_entropy(logits, targets) / counted)
+        return Output(logits, sliced_cross_entropy(x, self.embedding.weight, targets) / counted)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """What the last layer reads: ids (B, N) → normed (B, N, E). Arguments as in :meth:`forward`."""
+        self._check_cache(cache)
         try:
             x = self.dropout(self.embedding(ids))
         except IndexError:
@@ -254,28 +273,20 @@ class GPT(nn.Module):
         caches = [None] * self.config.n_layer if cache is None else cache.layers
         for block, remembered in zip(self.blocks(), caches, strict=True):
             x = block(x, positions, documents, remembered)
-        x = self.norm(x)
-        logits = self.logits(x[:, -logits_to_keep:])
-        if targets is None:
-            return Output(logits, None)
-        counted = (targets != IGNORED).sum().clamp(min=1)
-        total = self._summed_loss(x, targets) if logits_to_keep else summed_cross_entropy(logits, targets)
-        return Output(logits, total / counted)
+        normed: Tensor = self.norm(x)
+        return normed
 
     def logits(self, x: Tensor) -> Tensor:
         """The last layer alone: normed x (B, N, E) → (B, N, V)."""
         return F.linear(x, self.embedding.weight)
 
-    def _summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Summed cross entropy of normed x (B, N, E), whose logits are made again in a backward pass."""
+    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The cross entropy of each target of normed x (B, N, E), without gradients: (B, N), 0 where it is −100."""
+        return token_cross_entropy(x, self.embedding.weight, targets)
 
-        def part(x: Tensor, targets: Tensor) -> Tensor:
-            return summed_cross_entropy(self.logits(x), targets)
-
-        x, targets = x.flatten(0, 1), targets.flatten()
-        slices = [slice(start, start + LOSS_ROWS) for start in range(0, len(targets), LOSS_ROWS)]
-        sums = [checkpoint(part, x[rows], targets[rows], use_reentrant=False) for rows in slices]
-        return torch.stack(sums).sum()
+    @property
+    def _large(self) -> bool:
+        return self.config.vocab_size > LARGE_VOCABULARY
 
     def generate(
         self,
@@ -361,34 +372,19 @@ class GPT(nn.Module):
         """Numbers that are learned; the embedding, which is also the output layer, counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def _check(self, ids: Tensor, targets: Tensor | None, cache: ModelCache | None, logits_to_keep: int) -> None:
+    def _check(self, ids: Tensor, targets: Tensor | None, logits_to_keep: int | None) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 2:
             raise refuse("ids", ids, "an int64 or int32 tensor (batch, tokens)")
         if targets is not None and (
             not isinstance(targets, Tensor) or targets.dtype != torch.int64 or targets.shape != ids.shape
         ):
             raise refuse("targets", targets, f"int64 {tuple(ids.shape)} as ids")
-        if whole("logits_to_keep", logits_to_keep, at_least=0) > ids.size(1):
+        if logits_to_keep is not None and whole("logits_to_keep", logits_to_keep, at_least=0) > ids.size(1):
             raise refuse("logits_to_keep", logits_to_keep, f"a whole number from 0 to {ids.size(1)}, the tokens given")
+
+    def _check_cache(self, cache: ModelCache | None) -> None:
         if cache is not None:
             if len(cache.layers) != self.config.n_layer:
                 raise refuse("cache", cache, f"a cache of {self.config.n_layer} layers")
             # Reading the length refuses a cache that a call left uneven.
             _ = cache.length
-
-
-def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum over targets that count, in float32 (float64 beside float64).
-
-    Args:
-        logits: (..., V).
-        targets: int64 (...), −100 where none counts.
-
-    Raises:
-        ValueError: on a CPU, for a target outside the vocabulary.
-    """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    try:
-        return F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    except IndexError:
-        raise refuse("targets", targets, f"values from 0 to {logits.size(-1) - 1}, or {IGNORED}") from None

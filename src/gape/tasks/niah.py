@@ -192,7 +192,8 @@ def hits(
         stop: asked before every batch; True ends the evaluation.
 
     Returns:
-        bool (samples,) on the CPU, shorter if stopped.
+        bool (samples,) on the CPU, shorter if stopped. A sample with a logit that is NaN is wrong: taking the largest
+        would pick a digit all the same, and a broken model would look like one that guesses.
 
     Raises:
         ValueError: samples or batch below 1.
@@ -206,7 +207,8 @@ def hits(
         size = min(batch, samples - first)
         drawn = sample(config, size, seed=seed, first=first, split=split, device=device)
         logits = model(drawn.ids, logits_to_keep=1).logits[:, -1, DIGIT_0 : DIGIT_0 + N_DIGITS]
-        right.append(logits.argmax(-1) + DIGIT_0 == drawn.targets[:, -1])
+        answered = logits.argmax(-1) + DIGIT_0 == drawn.targets[:, -1]
+        right.append(answered & ~logits.isnan().any(-1))
     return torch.cat(right).cpu() if right else torch.zeros(0, dtype=torch.bool)
 
 

@@ -2,7 +2,7 @@
 
 from gape.train.checkpoint import verify
 from gape.train.config import TrainConfig
-from gape.train.errors import CheckpointError, DiskFullError, NonFiniteError
+from gape.train.errors import BusyError, CheckpointError, DiskFullError, NonFiniteError
 from gape.train.load import load_model
 from gape.train.loop import Trainer
 from gape.train.optimizer import learning_rate, parameter_groups
@@ -11,6 +11,7 @@ from gape.train.source import Batch, Source
 
 __all__ = [
     "Batch",
+    "BusyError",
     "CheckpointError",
     "DiskFullError",
     "Interrupted",

@@ -6,6 +6,7 @@ seal, `manifest.json`: size and SHA-256 of the other three, written last. Nothin
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from gape.train.optimizer import bare
 
 MODEL, OPTIMIZER, STATE, SEAL = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 SEALED = (MODEL, OPTIMIZER, STATE)
+SUMMARY = "summary.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 # What reading bytes that somebody else wrote may raise.
@@ -62,8 +64,8 @@ def pack(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Ma
     return {MODEL: _packed(model), OPTIMIZER: _packed(optimizer), STATE: files.to_json(state)}
 
 
-def save(root: Path, step: int, packed: Mapping[str, bytes], *, keep_last: int) -> Path:
-    """Write a checkpoint, verify it, and only then delete all but the `keep_last` newest.
+def save(root: Path, step: int, packed: Mapping[str, bytes], *, keep_last: int, keep_step: int | None = None) -> Path:
+    """Write a checkpoint, verify it, and only then delete all but the `keep_last` newest and that of `keep_step`.
 
     Returns:
         The directory.
@@ -94,7 +96,8 @@ def save(root: Path, step: int, packed: Mapping[str, bytes], *, keep_last: int) 
     if problems := verify(target):
         raise CheckpointError(f"{target} was written and cannot be read back; older checkpoints are kept", problems)
     for old in found(root)[keep_last:]:
-        files.discard(old)
+        if keep_step is None or old.name != name(keep_step):
+            files.discard(old)
     return target
 
 
@@ -142,12 +145,12 @@ def newest(root: Path, say: Callable[[str], None] = lambda message: None) -> Che
 
 def set_aside(path: Path) -> Path:
     """Move a checkpoint out of the way under the name `step-00000100.aside`; it is not looked at any more."""
-    taken = sum(1 for _ in path.parent.glob(f"{path.name}.aside*"))
-    return path.replace(path.with_name(f"{path.name}.aside{taken or ''}"))
+    names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())
+    return path.replace(next(name for name in names if not name.exists()))
 
 
 def resolve(path: str | os.PathLike[str], say: Callable[[str], None] = lambda message: None) -> Checkpoint:
-    """The checkpoint at `path`, or the newest valid one of the run at `path`.
+    """The checkpoint at `path`; of a run at `path` the best where it kept one, else the newest valid one.
 
     Raises:
         CheckpointError: when there is none.
@@ -158,7 +161,29 @@ def resolve(path: str | os.PathLike[str], say: Callable[[str], None] = lambda me
     checkpoint = newest(place / "checkpoints", say)
     if checkpoint is None:
         raise CheckpointError(f"{place} is neither a checkpoint nor a run with checkpoints")
-    return checkpoint
+    best = best_step(checkpoint.state, place / SUMMARY)
+    if best is None or best == checkpoint.step:
+        return checkpoint
+    content, problems = _read(place / "checkpoints" / name(best))
+    if content is None:
+        say(f"passed over the best, {name(best)}: {', '.join(problems)}")
+    return content or checkpoint
+
+
+def best_step(state: Mapping[str, Any], summary: Path) -> int | None:
+    """The step whose checkpoint a run keeps because its validation had the lowest loss; None where it keeps none.
+
+    Args:
+        state: of the run's newest checkpoint.
+        summary: of the run, if it is over. It has the last word: after a signal in the last validation the newest
+            checkpoint is older than the validation that was done again.
+    """
+    if not state["train"].get("patience"):
+        return None
+    if summary.is_file():
+        told = files.from_json(summary.read_bytes()).get("best")
+        return int(told["step"]) if told else None
+    return int(state["best"][0]) if state.get("best") else None
 
 
 def preflight(root: Path, one: int, keep_last: int) -> None:
@@ -172,7 +197,8 @@ def preflight(root: Path, one: int, keep_last: int) -> None:
     Raises:
         DiskFullError: says how much is needed and how much there is.
     """
-    needed = one * (keep_last + 1) - sum(files.occupied(path) for path in found(root))
+    # Old ones go only after a new one is written, so there is never less to find than the room for one.
+    needed = max(one, one * (keep_last + 1) - sum(files.occupied(path) for path in found(root)))
     if needed > files.free(root):
         raise DiskFullError(f"{keep_last} checkpoints and one in the making", root, needed, files.free(root))
 
@@ -196,7 +222,7 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases:
     """Put back what :func:`model_tensors` gave, in place, whatever wrapper the model wears.
 
     Raises:
-        CheckpointError: names the tensors that are missing, unknown or of another shape.
+        CheckpointError: names the tensors that are missing, unknown or of another shape or dtype.
     """
     complete = {**tensors, **{alias: tensors[of] for alias, of in aliases.items() if of in tensors}}
     own = model.state_dict()
@@ -206,6 +232,11 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases:
         f"{bare(key)} has shape {tuple(complete[bare(key)].shape)}, the model's has {tuple(value.shape)}"
         for key, value in own.items()
         if bare(key) in complete and complete[bare(key)].shape != value.shape
+    ]
+    problems += [
+        f"{bare(key)} is {complete[bare(key)].dtype}, the model's is {value.dtype}"
+        for key, value in own.items()
+        if bare(key) in complete and complete[bare(key)].dtype != value.dtype
     ]
     if problems:
         raise CheckpointError("the checkpoint is of another model", problems)

@@ -22,6 +22,7 @@ _AT_LEAST = {
     "seed": 0,
     "validate_every": 0,
     "stop_after_perfect": 0,
+    "patience": 0,
     "checkpoint_every": 0,
     "keep_last": 1,
     "log_every": 1,
@@ -54,6 +55,8 @@ class TrainConfig:
         deterministic: ask torch for deterministic algorithms while training.
         validate_every: updates between validations; 0 never validates.
         stop_after_perfect: end after so many validations in a row with accuracy 1; 0 never ends early.
+        patience: end after so many validations in a row whose "loss" is not below the best; the checkpoint of the best
+            is kept and is the run's model. 0 never ends for it and keeps the newest checkpoints only.
         checkpoint_every: updates between checkpoints; 0 saves only at the end and when stopped.
         keep_last: checkpoints kept.
         log_every: updates between log lines.
@@ -84,6 +87,7 @@ class TrainConfig:
     deterministic: bool = False
     validate_every: int = 100
     stop_after_perfect: int = 3
+    patience: int = 0
     checkpoint_every: int = 500
     keep_last: int = 2
     log_every: int = 10
@@ -107,8 +111,10 @@ class TrainConfig:
         for name in ("deterministic", "tensorboard"):
             flag(name, getattr(self, name))
         betas = self.betas
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_share, betas)):
             raise refuse("betas", betas, "two numbers from 0 to below 1")
+        if self.seed >= 2**64:
+            raise refuse("seed", self.seed, "a whole number below 2**64, as torch takes it")
         if self.min_learning_rate > self.learning_rate:
             raise refuse("min_learning_rate", self.min_learning_rate, f"at most learning_rate = {self.learning_rate}")
         # Lists come from JSON and TOML; a frozen dataclass is set through object.
@@ -140,10 +146,13 @@ class TrainConfig:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between a stored training config and this one and may not, a line per key."""
     lines = []
+    # A run of before a key came to be had its default.
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     for key in sorted(before.keys() | now.keys()):
-        if key in MAY_CHANGE or before.get(key) == now.get(key):
+        was = before.get(key, defaults.get(key))
+        if key in MAY_CHANGE or was == now.get(key):
             continue
-        line = f"{key} was {before.get(key)!r} and is now {now.get(key)!r}"
+        line = f"{key} was {was!r} and is now {now.get(key)!r}"
         if key == "decay_steps":
             line += f" (to add steps, give decay_steps={before.get(key)} with the new max_steps)"
         lines.append(line)
@@ -153,6 +162,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _whole(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise refuse(name, value, f"a whole number of at least {least}")
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
 
 
 def _number(name: str, value: Any, *, above: bool) -> None:

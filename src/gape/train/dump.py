@@ -38,15 +38,14 @@ def write(
         history: [step, loss, norm] of the steps before.
     """
     place = root / checkpoint.name(step)
-    counted = [int((batch.targets != -100).sum()) for batch in batches]
     report: dict[str, Any] = {
         "step": step,
         "loss": loss,
         "gradient_norm": norm,
-        "counted_tokens": counted,
+        "counted_tokens": [int((batch.targets != -100).sum()) for batch in batches],
         "gradient_norms": dict(gradients),
         "amplitudes": amplitudes,
-        "largest_weights": {name: float(value.abs().max()) for name, value in model.items() if value.numel()},
+        "largest_weights": {name: _largest(value) for name, value in model.items() if value.numel()},
         "history": [dict(zip(("step", "loss", "gradient_norm"), row, strict=True)) for row in history],
     }
     batch = {
@@ -63,3 +62,8 @@ def write(
     except OSError:
         return None
     return place
+
+
+def _largest(value: Tensor) -> float:
+    """The largest magnitude in a tensor; flags and whole numbers, which buffers may hold, have one too."""
+    return float((value if value.is_floating_point() else value.double()).abs().max())

@@ -19,6 +19,10 @@ class CheckpointError(RuntimeError):
         self.problems = list(problems)
 
 
+class BusyError(RuntimeError):
+    """Another process trains or measures in the run's directory."""
+
+
 class DiskFullError(OSError):
     """Not enough room for a checkpoint or a log line. Earlier checkpoints are whole.
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from gape.train.errors import BusyError
+
 # Sources of difference that torch's switch does not take away, recorded with the run.
 NOT_COVERED = {
     "cpu": [],
@@ -17,27 +19,43 @@ NOT_COVERED = {
 
 
 @contextlib.contextmanager
-def alone(run_dir: Path) -> Iterator[None]:
+def alone(run_dir: Path, done_to_it: str = "trained") -> Iterator[None]:
     """Hold a run's directory. The system lets go of it when the process dies, however it dies.
 
+    Not to be nested: what leaves first lets go for both.
+
+    Args:
+        run_dir: the directory.
+        done_to_it: what whoever comes meanwhile is told that is being done to it.
+
     Raises:
-        RuntimeError: when another process trains there.
+        BusyError: when another process trains or measures there; says which of the two, and the process.
     """
     if os.name == "nt":
         yield
         return
     import fcntl  # noqa: PLC0415
 
-    with (run_dir / ".lock").open("ab") as handle:
+    with (run_dir / ".lock").open("ab", buffering=0) as handle:
         try:
             # Not flock: a forked worker that outlives its parent would go on holding that one.
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            raise RuntimeError(f"{run_dir} is being trained by another process; wait for it or use another") from error
+            raise BusyError(f"{run_dir} is being {_told(run_dir)}; wait for it or use another") from error
         except OSError:
             # A file system without locks: better to train unguarded than not at all.
             pass
+        # A note for whoever comes meanwhile; a full disk keeps it from being written, not the run from its work.
+        with contextlib.suppress(OSError):
+            handle.truncate(0)
+            handle.write(f"{done_to_it} {os.getpid()}".encode())
         yield
+
+
+def _told(run_dir: Path) -> str:
+    """What the holder of a lock says of itself; it may not have said it yet."""
+    word, _, process = (run_dir / ".lock").read_text(encoding="utf-8", errors="replace").partition(" ")
+    return f"{word or 'trained'} by another process" + (f" ({process})" if process else "")
 
 
 @contextlib.contextmanager

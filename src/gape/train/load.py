@@ -12,6 +12,7 @@ from torch import nn
 
 from gape.train import checkpoint
 from gape.train.errors import CheckpointError
+from gape.train.optimizer import bare
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -25,8 +26,11 @@ def load_model(
 ) -> Any:
     """The model of a checkpoint, in eval mode. Its config comes from the checkpoint; the seal is verified first.
 
+    Its tensors have the dtypes they were trained in, whatever `build` makes.
+
     Args:
-        path: a checkpoint, or a run directory, whose newest valid checkpoint is taken.
+        path: a checkpoint, or a run directory: its best checkpoint where it kept one (`patience`), else its newest
+            valid one.
         device: where to put it.
         build: makes an untrained model from the stored config; :class:`gape.GPT` when None.
         say: is told why a broken checkpoint was passed over; a logged warning by default.
@@ -34,13 +38,29 @@ def load_model(
     Raises:
         CheckpointError: when nothing valid is there, or it is of another model.
     """
-    chosen = checkpoint.resolve(path, say)
+    return model_of(checkpoint.resolve(path, say), device=device, build=build)
+
+
+def model_of(
+    chosen: checkpoint.Checkpoint,
+    *,
+    device: str | torch.device = "cpu",
+    build: Callable[[Mapping[str, Any]], nn.Module] | None = None,
+) -> Any:
+    """The model of a checkpoint that was read already; arguments as in :func:`load_model`.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
     stored = chosen.state["model"]
     if build is None:
         if stored["class"] != "GPT":
             raise CheckpointError(f"{chosen.path} holds a {stored['class']}; say how to make one with build=")
         build = _gpt
     model = build(stored["config"])
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if (saved := chosen.model.get(chosen.state["aliases"].get(bare(name), bare(name)))) is not None:
+            tensor.data = tensor.data.to(saved.dtype)
     checkpoint.load_model_tensors(model, chosen.model, chosen.state["aliases"])
     return model.to(device).eval()
 

@@ -47,9 +47,51 @@ class JSONLines:
             self._file.truncate(length)
         return enough
 
+    def mend(self) -> None:
+        """Drop a last line that was cut short; a file that ends with a whole line is left as it is."""
+        with self.path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) == b"\n":
+                return
+            file.seek(0)
+            whole = file.read().rfind(b"\n") + 1
+        self.cut(whole)
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def append(path: Path, *records: Mapping[str, Any]) -> None:
+    """Add lines that survive whatever comes next; a line that was cut short before goes first.
+
+    Raises:
+        DiskFullError: when there is no room for them.
+    """
+    lines = JSONLines(path)
+    try:
+        lines.mend()
+        for record in records:
+            lines.write(**record)
+        lines.settle()
+    finally:
+        lines.close()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty where there is none.
+
+    Raises:
+        ValueError: it is no JSON object; names the file.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return files.from_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 class TensorBoard:

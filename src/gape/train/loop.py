@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from rich.console import Console
@@ -28,6 +28,8 @@ from gape.train.source import Batch, Source
 from gape.train.update import Updater, Window
 
 Validate = Callable[[Any, int], Mapping[str, float]]
+Observe = Callable[[Any, int], None]
+T = TypeVar("T")
 HISTORY = 100
 
 
@@ -41,10 +43,13 @@ class Trainer:
         source: gives the batches, on the model's device.
         run_dir: the run's directory, made when missing.
         validate: validate(model, step) → numbers; called in eval mode without gradients, under the same autocast; what
-            it draws at random leaves training alone. Its "accuracy" decides about stopping early.
+            it draws at random leaves training alone. Its "accuracy" and "loss" decide about stopping early.
         stop: polled between steps; hand in your own to poll it in `validate` too.
         extra: stored in config.json as it is, for instance the recipe.
         console: where progress is shown; standard error when None.
+        observe: observe(model, step), called as `validate` is, at step 0 and every `observe_every` steps; for what
+            should be seen while a model learns. After resuming it may be called again for a step.
+        observe_every: updates between observations; 0 never observes.
 
     Raises:
         ValueError: for a model without anything to train, or lambda_l1 with a model without landmarks.
@@ -61,11 +66,14 @@ class Trainer:
         stop: StopFlag | None = None,
         extra: Mapping[str, Any] | None = None,
         console: Console | None = None,
+        observe: Observe | None = None,
+        observe_every: int = 0,
     ) -> None:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.config, self.source, self.validate = config, source, validate
         self.run_dir = Path(run_dir)
         self.stop = StopFlag() if stop is None else stop
+        self.observe, self._observe_every, self._observed = observe, observe_every, -1
         self.optimizer = build(self.model, config)
         self.device = next(iter(named(self.optimizer).values())).device
         self.state = resuming.RunState()
@@ -76,6 +84,7 @@ class Trainer:
         self._check_every = config.check_every or (1 if self.device.type == "cpu" else config.log_every)
         self._reporter = Reporter(config.progress, config.max_steps, self.run_dir.name, console)
         self._saved: int | None = None
+        self._began = 0
         self._clock = time.perf_counter()
 
     def run(self, resume: str | PathLike[str] = "auto") -> dict[str, Any]:
@@ -94,6 +103,7 @@ class Trainer:
             NonFiniteError: for a loss or gradient that is not finite; the weights are those of the step before.
             DiskFullError: before the start or at a checkpoint; earlier checkpoints are whole.
             CheckpointError: when there are checkpoints and none is valid.
+            BusyError: when another process trains in the directory.
             ValueError: when config, model or data are not those of the checkpoint; names the key.
         """
         if self.state.step:
@@ -126,7 +136,8 @@ class Trainer:
         for place in (self.run_dir, self.checkpoints):
             files.sweep(place)
         chosen = resuming.choose(self.checkpoints, resume, self._warn)
-        checkpoint.preflight(self.checkpoints, self._checkpoint_bytes(), self.config.keep_last)
+        kept = self.config.keep_last + (self.config.patience > 0)
+        checkpoint.preflight(self.checkpoints, self._checkpoint_bytes(), kept)
         record = manifest(self.device, seed=self.config.seed, data=self._identity.data, more=self._facts())
         if chosen is None:
             rng.seed_all(self.config.seed)
@@ -135,12 +146,12 @@ class Trainer:
         else:
             self._restore(chosen)
         files.replace(self.run_dir / "config.json", files.to_json(self._identity.to_dict()))
-        (self.run_dir / "summary.json").unlink(missing_ok=True)
+        (self.run_dir / checkpoint.SUMMARY).unlink(missing_ok=True)
         if self.config.tensorboard:
             self._board = TensorBoard(self.run_dir / "tensorboard", self.state.step, self._warn)
         self._note(event="started", step=self.state.step, **record)
         self.model.train()
-        self._clock = time.perf_counter()
+        self._began, self._clock = self.state.step, time.perf_counter()
 
     def _facts(self) -> dict[str, Any]:
         """What "auto" came to, for the manifest."""
@@ -171,20 +182,29 @@ class Trainer:
         while True:
             if self.stop.requested:
                 self._leave()
+            if self._observation_due():
+                self._look()
             if self._validation_due():
                 self._validate()
             done = self._done()
-            if done or (every and self.state.step and self.state.step % every == 0):
+            if done or self._is_best() or (every and self.state.step and self.state.step % every == 0):
                 self._save()
             if done:
                 return
             self._step()
 
     def _done(self) -> bool:
-        return self.state.step >= self.config.max_steps or self._perfect()
+        return self.state.step >= self.config.max_steps or self._early()
 
-    def _perfect(self) -> bool:
-        return 0 < self.config.stop_after_perfect <= self.state.perfect
+    def _early(self) -> bool:
+        """Whether validations say that it is enough."""
+        enough = 0 < self.config.stop_after_perfect <= self.state.perfect
+        return enough or 0 < self.config.patience <= self.state.worse
+
+    def _is_best(self) -> bool:
+        """Whether these weights are to be kept because no others did better."""
+        best = self.state.best
+        return self.config.patience > 0 and best is not None and best[0] == self.state.step
 
     def _step(self) -> None:
         step, config = self.state.step + 1, self.config
@@ -242,7 +262,8 @@ class Trainer:
         if self._board is not None:
             self._board.scalars("train", record, step)
         now = time.perf_counter()
-        seconds, self._clock = (now - self._clock) / len(rows), now
+        # After a resume the window begins with rows that this process did not make.
+        seconds, self._clock = (now - self._clock) / min(len(rows), step - self._began), now
         tokens = self.state.tokens / step / max(seconds, 1e-9)
         timing: dict[str, float] = {"seconds_per_step": seconds, "tokens_per_second": tokens}
         if self.device.type == "cuda":
@@ -258,29 +279,49 @@ class Trainer:
             self.validate is not None and every > 0 and step > 0 and step % every == 0 and step != self.state.validated
         )
 
-    def _validate(self) -> None:
-        assert self.validate is not None
+    def _observation_due(self) -> bool:
+        every, step = self._observe_every, self.state.step
+        return self.observe is not None and every > 0 and step % every == 0 and step != self._observed
+
+    def _look(self) -> None:
+        assert self.observe is not None
         self._check()
         began = time.perf_counter()
+        self._aside(self.observe)
+        self._observed = self.state.step
+        self._clock += time.perf_counter() - began
+
+    def _validate(self) -> None:
+        assert self.validate is not None
+        # First, because it waits for steps that a GPU has not done yet: their time is not the validation's.
+        self._check()
+        began = time.perf_counter()
+        metrics = files.plain(dict(self._aside(self.validate)))
+        if self.stop.requested:
+            # It may have been cut short. Nothing of it is recorded, so the resumed run does it again.
+            self._leave()
+        self._record(metrics, time.perf_counter() - began)
+
+    def _aside(self, function: Callable[[Any, int], T]) -> T:
+        """Call a function of the model as it is now so that training does not notice; leave if a signal came."""
         self.model.eval()
         try:
             with rng.untouched(self.device), torch.no_grad(), self._updater.autocast():
-                metrics = files.plain(dict(self.validate(self.model, self.state.step)))
+                return function(self.model, self.state.step)
         except Exception as error:
             if not (self.stop.requested or isinstance(error, Interrupted)):
                 raise
             self._leave(error.code if isinstance(error, Interrupted) else None)
         finally:
             self.model.train()
-        if self.stop.requested:
-            # It may have been cut short. Nothing of it is recorded, so the resumed run does it again.
-            self._leave()
-        self._record(metrics, time.perf_counter() - began)
 
     def _record(self, metrics: dict[str, Any], seconds: float) -> None:
         state, accuracy = self.state, metrics.get("accuracy")
         state.validated, state.validation = state.step, metrics
         state.perfect = state.perfect + 1 if isinstance(accuracy, (int, float)) and accuracy >= 1.0 else 0
+        if isinstance(loss := metrics.get("loss"), (int, float)):
+            better = state.best is None or loss < state.best[1]
+            state.best, state.worse = ((state.step, loss), 0) if better else (state.best, state.worse + 1)
         self._log.write(event="validation", step=state.step, metrics=metrics, amplitudes=self._amplitudes())
         if self._board is not None:
             self._board.scalars("validation", metrics, state.step)
@@ -313,22 +354,24 @@ class Trainer:
             window=self.window.read(),
             log_bytes=self._log.settle(),
         )
-        checkpoint.save(self.checkpoints, self.state.step, packed, keep_last=self.config.keep_last)
+        best = self.state.best[0] if self.state.best is not None and self.config.patience else None
+        checkpoint.save(self.checkpoints, self.state.step, packed, keep_last=self.config.keep_last, keep_step=best)
         self._saved = self.state.step
         self._clock += time.perf_counter() - began
 
     def _finish(self) -> dict[str, Any]:
         state = self.state
         summary = {
-            "status": "stopped early" if self._perfect() else "finished",
+            "status": "stopped early" if self._early() else "finished",
             "step": state.step,
             "max_steps": self.config.max_steps,
             "loss": state.loss,
             "validation": state.validation,
+            "best": dict(zip(("step", "loss"), state.best, strict=True)) if state.best else None,
             "tokens": state.tokens,
             "checkpoint": checkpoint.name(self._saved or 0),
         }
-        files.replace(self.run_dir / "summary.json", files.to_json(summary))
+        files.replace(self.run_dir / checkpoint.SUMMARY, files.to_json(summary))
         self._note(event="ended", step=state.step, status=summary["status"])
         self._reporter.say(f"{summary['status']} at step {state.step}")
         return summary

@@ -26,8 +26,10 @@ class Reporter:
     """
 
     def __init__(self, style: str, total: int, label: str, console: Console | None = None) -> None:
-        self.console = console or _Console(stderr=True)
-        self.style = ("bar" if self.console.is_terminal else "plain") if style == "auto" else style
+        self.console = console or SteadyConsole(stderr=True)
+        # A dumb terminal cannot move its cursor: rich would show nothing at all there.
+        moves = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.style = ("bar" if moves else "plain") if style == "auto" else style
         self.total, self.label = total, label
         self._bar: Progress | None = None
         self._last = -SECONDS_BETWEEN_LINES
@@ -72,7 +74,7 @@ class Reporter:
                 self.say(f"step {step}/{self.total}  {note}")
 
 
-class _Console(Console):
+class SteadyConsole(Console):
     """A console that falls silent when nobody reads it, where rich's would close standard output and exit."""
 
     def on_broken_pipe(self) -> None:

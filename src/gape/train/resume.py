@@ -27,7 +27,8 @@ class RunState:
     """Where a run is: numbers that a checkpoint carries.
 
     step: updates done. tokens: tokens seen. loss: of the last log line. validated: step of the last validation.
-    validation: its numbers. perfect: validations with accuracy 1 in a row.
+    validation: its numbers. perfect: validations with accuracy 1 in a row. best: step and loss of the validation with
+    the lowest loss. worse: validations since.
     """
 
     step: int = 0
@@ -36,6 +37,8 @@ class RunState:
     validated: int = 0
     validation: dict[str, float] | None = None
     perfect: int = 0
+    best: tuple[int, float] | None = None
+    worse: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,5 +153,8 @@ def restore(
     except ValueError as error:
         raise CheckpointError(f"{chosen.path.name} does not fit: {error}") from error
     rng.restore(states, chosen.state["random"], device)
-    values = {field.name: chosen.state[field.name] for field in dataclasses.fields(RunState)}
-    return RunState(**values), chosen.state["window"]
+    names = [field.name for field in dataclasses.fields(RunState)]
+    state = RunState(**{name: chosen.state[name] for name in names if name in chosen.state})
+    # JSON has lists.
+    state.best = (int(state.best[0]), float(state.best[1])) if state.best else None
+    return state, chosen.state["window"]

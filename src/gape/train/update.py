@@ -66,7 +66,7 @@ class Updater:
         device: where the parameters are.
 
     Raises:
-        ValueError: for lambda_l1 > 0 with a model that has no landmarks.
+        ValueError: for lambda_l1 > 0 with a model that has no landmarks, or none that it would hand out.
     """
 
     def __init__(
@@ -82,6 +82,9 @@ class Updater:
         self.norms = torch.zeros(len(self._parameters), device=device)
         if config.lambda_l1 and not any(isinstance(module, GAPEGates) for module in model.modules()):
             raise refuse("lambda_l1", config.lambda_l1, "0, since the model has no landmarks to weigh")
+        if config.lambda_l1 and not (hasattr(model, "keep_landmarks") and hasattr(model, "landmark_penalty")):
+            wanted = f"0, since {type(model).__name__} lacks the methods keep_landmarks and landmark_penalty"
+            raise refuse("lambda_l1", config.lambda_l1, wanted)
 
     def autocast(self) -> torch.autocast:
         """The context of a forward pass."""

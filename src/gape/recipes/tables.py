@@ -1,0 +1,163 @@
+"""Tables of settings: checked key by key against dataclasses, overridden, swept. Nothing in a file is ever executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gape.ops.checks import refuse
+
+Settings = dict[str, Any]
+
+
+def section(name: str, kind: type[Any], values: Any, taken: Mapping[str, Any] | None = None) -> Any:
+    """An object of a section's class from its table.
+
+    Args:
+        name: of the section.
+        kind: a dataclass.
+        values: the table.
+        taken: what follows from elsewhere and may not be set.
+
+    Raises:
+        ValueError: an unknown or missing key, or a value that is refused; names it.
+    """
+    if not isinstance(values, Mapping):
+        raise refuse(name, values, "a table of settings")
+    taken = taken or {}
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key in values:
+        if key in taken:
+            raise ValueError(f"{name}.{key}: cannot be set here, it follows from the task or the seed")
+    refuse_unknown(f"{name}.", values, [key for key in fields if key not in taken])
+    needed = [key for key, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
+    for key in needed:
+        if key not in values and key not in taken:
+            raise ValueError(f"{name}.{key}: got nothing, expected {described(hints[key])}")
+    checked = {key: typed(f"{name}.{key}", hints[key], value) for key, value in values.items()}
+    try:
+        return kind(**(checked | dict(taken)))
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from error
+
+
+def typed(path: str, hint: Any, value: Any) -> Any:
+    """The value as the annotation wants it: whole numbers become floats, lists become tuples, nothing else changes.
+
+    Raises:
+        ValueError: it is of another type; names the key.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        # Only "this or None" occurs.
+        inner = next(argument for argument in arguments if argument is not type(None))
+        return None if value is None else typed(path, inner, value)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(typed(f"{path}[{at}]", arguments[0], item) for at, item in enumerate(value))
+    if origin is Mapping and isinstance(value, Mapping):
+        return {str(key): typed(f"{path}.{key}", arguments[1], item) for key, item in value.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is Any or (
+        isinstance(hint, type) and isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
+    ):
+        return value
+    raise refuse(path, value, described(hint))
+
+
+def described(hint: Any) -> str:
+    """An annotation in words."""
+    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return described(next(argument for argument in arguments if argument is not type(None)))
+    if origin is tuple:
+        return f"a list, each {described(arguments[0])}"
+    return words.get(hint, "a table of settings")
+
+
+def override(text: str) -> tuple[str, Any]:
+    """The key and the value of "key=value"; what is no TOML value is a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise refuse("override", text, "key=value, such as train.max_steps=100")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def place(settings: Settings, key: str, value: Any) -> None:
+    """Put a value under a dotted key, making tables on the way."""
+    *tables, last = key.split(".")
+    for depth, name in enumerate(tables):
+        settings = settings.setdefault(name, {})
+        if not isinstance(settings, dict):
+            raise refuse(".".join(tables[: depth + 1]), settings, "a table of settings")
+    settings[last] = value
+
+
+def swept(table: Any) -> dict[str, list[Any]]:
+    """The swept keys with their lists; quoted dotted keys and nested tables mean the same."""
+    lists: dict[str, list[Any]] = {}
+    for key, value in _flat(table, "sweep").items():
+        if not isinstance(value, list) or not value:
+            raise refuse(f"sweep.{key}", value, "a list of at least one value")
+        lists[key] = value
+    return lists
+
+
+def variants(tables: Any) -> list[tuple[str, Settings]]:
+    """Name and settings, by dotted key, of each variant; one without either where there are none."""
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        raise refuse("variants", tables, "tables written [[variants]], each with a name")
+    made = []
+    for table in tables:
+        settings = _flat(table, "variants")
+        made.append((typed("variants.name", str, settings.pop("name", None)), settings))
+    return made or [("", {})]
+
+
+def run_name(variant: str, chosen: Mapping[str, Any]) -> str:
+    """A directory name out of what distinguishes a run."""
+    parts = [variant] if variant else []
+    for key, value in chosen.items():
+        parts.append(value if isinstance(value, str) else f"{key.rpartition('.')[2]}{value}")
+    return "_".join("".join(c if c.isalnum() or c in "+-._" else "-" for c in part) for part in parts)
+
+
+def refuse_unknown(prefix: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse keys that are not among the known ones, with the nearest of those."""
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{prefix}{key}: unknown key{hint(key, known, prefix)}; known are {', '.join(known)}")
+
+
+def hint(key: str, known: Iterable[str], prefix: str = "") -> str:
+    """The known name that was perhaps meant, as the end of a sentence."""
+    close = difflib.get_close_matches(key, list(known), n=1)
+    return f", did you mean {prefix}{close[0]}?" if close else ""
+
+
+def listed(value: Any) -> Any:
+    """Tuples as lists, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {key: listed(v) for key, v in value.items()}
+    return [listed(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _flat(table: Any, path: str) -> Settings:
+    """Nested tables as one table with dotted keys."""
+    if not isinstance(table, Mapping):
+        raise refuse(path, table, "a table of settings")
+    flat: Settings = {}
+    for key, value in table.items():
+        inner = _flat(value, path) if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{key}.{name}" if name else key: v for name, v in inner.items()}
+    return flat

@@ -1,0 +1,176 @@
+"""Perplexity as it is stored: windows scored batch by batch into a file that survives, then rows with intervals."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gape.ops.checks import refuse
+from gape.tasks.intervals import paired_interval, weighted_interval
+from gape.tasks.perplexity import Plan, edges, scores, tokens_by_position
+from gape.train.log import JSONLines
+
+if TYPE_CHECKING:
+    from gape.data import Corpus
+    from gape.models.gpt import GPT
+
+Record = dict[str, Any]
+Floats = npt.NDArray[np.float64]
+
+
+class Scored(NamedTuple):
+    """sums: (W,), the loss of each window of a plan summed over its scored tokens. by_position: sums by bin."""
+
+    sums: Floats
+    by_position: Floats
+
+
+def score_all(
+    model: GPT,
+    corpus: Corpus,
+    plan: Plan,
+    *,
+    store: Path,
+    of: str,
+    chunk: int = 16384,
+    check: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Scored:
+    """Score every window of a plan, going on after the batches that `store` holds.
+
+    Args:
+        model, corpus, plan, chunk, check: as in :func:`gape.tasks.perplexity.scores`.
+        store: a file with a line per batch; to be deleted by whoever has kept the result.
+        of: what the scores are of besides the plan: weights, precision. A file of something else is begun anew.
+        progress: told windows done and in all.
+
+    Raises:
+        Interrupted: or whatever `check` raises; finished batches are in the file.
+    """
+    batches = plan.batches()
+    sums, by_position = np.zeros(len(plan.windows)), np.zeros(len(edges(plan.protocol.context)) - 1)
+    done = windows = 0
+    header = {"plan": plan.identity(), "of": of}
+
+    def add(values: list[float], bins: list[float]) -> None:
+        nonlocal done, windows, by_position
+        sums[batches[done]] = values
+        by_position = by_position + np.array(bins)
+        done, windows = done + 1, windows + len(values)
+        progress(windows, len(plan.windows))
+
+    lines = JSONLines(store)
+    try:
+        _recall(store, lines, header, add)
+        for part in scores(model, corpus, plan, first=done, chunk=chunk, check=check):
+            lines.write(sums=part.sums, by_position=part.by_position)
+            add(part.sums, part.by_position)
+    finally:
+        lines.close()
+    return Scored(sums, by_position)
+
+
+def rows(plan: Plan, scored: Scored, seed: int = 0) -> list[Record]:
+    """What is stored of a plan's scores: a row for each stratum where there are several, and last one over all.
+
+    A corpus of excerpts holds a text once for each stratum; no row over all of it is made where strata overlap.
+
+    Raises:
+        ValueError: a loss that is not finite.
+    """
+    broken = int((~np.isfinite(scored.sums)).sum())
+    if broken:
+        raise ValueError(
+            f"loss: got one that is not finite in {broken} of {len(scored.sums)} windows, expected numbers"
+        )
+    of_window = plan.windows[:, 0]
+    strata = np.array([document.stratum or "" for document in plan.documents])[of_window]
+    names = sorted({document.stratum for document in plan.documents if document.stratum}, key=lambda s: (len(s), s))
+    made = [_row(plan, scored, strata == name, seed) | {"stratum": name} for name in names if len(names) > 1]
+    pairs = {(source, document.stratum) for source, document in zip(plan.sources.tolist(), plan.documents, strict=True)}
+    if len(pairs) == len(set(plan.sources.tolist())):
+        everything = np.ones(len(of_window), dtype=bool)
+        made.append(_row(plan, scored, everything, seed) | {"stratum": None})
+    return [row for row in made if row]
+
+
+def position_row(plan: Plan, scored: Scored) -> Record:
+    """Loss by position in the window: `edges` of the bins, `nll` and `tokens` in each; bins without tokens left out."""
+    bounds, tokens = edges(plan.protocol.context), tokens_by_position(plan)
+    kept = [at for at, count in enumerate(tokens) if count]
+    return {
+        "edges": [*(bounds[at] for at in kept), bounds[kept[-1] + 1]],
+        "nll": [round(float(scored.by_position[at]) / tokens[at], 5) for at in kept],
+        "tokens": [tokens[at] for at in kept],
+    }
+
+
+class Difference(NamedTuple):
+    """nats per token by which one run is worse than another on the same windows, and the 95% interval of it.
+
+    The interval is over documents; None where there is one, which says nothing about others.
+    """
+
+    nll: float
+    low: float | None
+    high: float | None
+
+    @property
+    def separable(self) -> bool:
+        """Whether there is an interval and it leaves out zero."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def difference(one: Mapping[str, Any], other: Mapping[str, Any], seed: int = 0) -> Difference:
+    """`one` less `other`, two stored rows of the same windows.
+
+    Raises:
+        ValueError: they are of different windows.
+    """
+    if one["plan"] != other["plan"] or one["stratum"] != other["stratum"]:
+        raise refuse("rows", (one["run"], other["run"]), "two of the same windows of the same corpus")
+    nll = np.array(one["window_nll"]) - np.array(other["window_nll"])
+    counts = np.broadcast_to(np.array(one["window_tokens"], dtype=np.float64), nll.shape)
+    documents = np.array(one["window_document"])
+    low, high = paired_interval(nll * counts, counts, documents, seed) or (None, None)
+    return Difference(float((nll * counts).sum() / counts.sum()), low, high)
+
+
+def _row(plan: Plan, scored: Scored, chosen: npt.NDArray[np.bool_], seed: int) -> Record:
+    if not chosen.any():
+        return {}
+    sums, counts = scored.sums[chosen], plan.windows[chosen, 3].astype(np.float64)
+    sources = plan.sources[plan.windows[chosen, 0]]
+    each = sums / counts
+    interval = weighted_interval(sums, counts, sources, seed)
+    nll = float(sums.sum() / counts.sum())
+    lengths = plan.windows[chosen, 3].tolist()
+    return {
+        "plan": plan.identity(), "documents": len(np.unique(sources)), "too_short": len(plan.left_out),
+        "windows": int(chosen.sum()), "of_windows": plan.of, "tokens": int(counts.sum()), "nll": nll,
+        "perplexity": math.exp(nll), "std": float(each.std(ddof=1)) if len(each) > 1 else 0.0,
+        "low": interval.low, "high": interval.high, "resampled": interval.over,
+        "window_nll": [round(value, 5) for value in each.tolist()],
+        "window_document": np.unique(sources, return_inverse=True)[1].tolist(),
+        "window_tokens": lengths[0] if len(set(lengths)) == 1 else lengths,
+    }  # fmt: skip
+
+
+def _recall(store: Path, lines: JSONLines, header: Record, add: Callable[[list[float], list[float]], None]) -> None:
+    """Take in the batches of a file, without a last line that was cut short; a file of other things is begun anew."""
+    whole = store.read_bytes()
+    whole = whole[: whole.rfind(b"\n") + 1]
+    lines.cut(len(whole))
+    first, *parts = [json.loads(line) for line in whole.splitlines()] or [None]
+    if first != header:
+        lines.cut(0)
+        lines.write(**header)
+        return
+    for part in parts:
+        add(part["sums"], part["by_position"])

@@ -1,0 +1,295 @@
+"""Perplexity of long text under a stated protocol: which tokens are scored, each once, and behind how much context.
+
+A window of length L reads L tokens of one document and predicts the token after each; its last tokens are scored. No
+token is put in front of it. The protocols, for a document of n tokens, of which n − 1 can be predicted:
+
+    last-k           windows of the full context, scored in their last K tokens, which tile the document
+    strided          the first window is scored whole; each next one begins `stride` later and is scored in what is new
+    non-overlapping  windows side by side, each scored whole; the last may be shorter
+
+Only documents that fill a window are read. At equal seed and documents last-k scores the same tokens at every context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gape.data.order import key, words
+from gape.ops.checks import refuse, whole
+
+if TYPE_CHECKING:
+    from gape.data import Corpus, Document
+    from gape.models.gpt import GPT
+
+#: As many as the paper's.
+MOST_WINDOWS = 8000
+#: Tokens of a batch of short windows.
+BATCH_TOKENS = 2**16
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """How text is read and which of its tokens are scored.
+
+    Attributes:
+        name: "last-k", "strided" or "non-overlapping".
+        context: L, the tokens of a window.
+        last: K, for last-k.
+        stride: for strided.
+        align: for last-k: score only tokens that a context of this length could precede too, so that shorter contexts
+            are compared on the same tokens. 0 scores all.
+
+    Raises:
+        ValueError: an unknown name, or a value out of range.
+    """
+
+    name: str = "last-k"
+    context: int
+    last: int = 512
+    stride: int = 512
+    align: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in _CUTS:
+            raise refuse("protocol", self.name, f"one of {', '.join(_CUTS)}")
+        whole("context", self.context)
+        whole("align", self.align, 0)
+        for name, of in (("last", "last-k"), ("stride", "strided")):
+            if whole(name, getattr(self, name)) > self.context and self.name == of:
+                raise refuse(name, getattr(self, name), f"at most the context, {self.context}")
+
+    @property
+    def needed(self) -> int:
+        """Tokens that a document must have."""
+        return 1 + max(self.context, self.align if self.name == "last-k" else 0)
+
+    def settings(self) -> dict[str, Any]:
+        """What tells it from others, for a stored row."""
+        own = {"last-k": ("last", "align"), "strided": ("stride",), "non-overlapping": ()}[self.name]
+        return {"protocol": self.name, "context": self.context, **{key: getattr(self, key) for key in own}}
+
+    def cut(self, length: int) -> Ints:
+        """The windows of a document of `length` tokens: int64 (windows, 3): start, length, tokens scored at its end."""
+        return _CUTS[self.name](self, length - 1) if length >= self.needed else np.empty((0, 3), dtype=np.int64)
+
+
+def _last_k(protocol: Protocol, predictable: int) -> Ints:
+    first = -(-max(protocol.context, protocol.align) // protocol.last)
+    ends = np.arange(first, predictable // protocol.last + 1) * protocol.last
+    return _windows(ends - protocol.context, protocol.context, protocol.last)
+
+
+def _strided(protocol: Protocol, predictable: int) -> Ints:
+    ends = np.arange(protocol.context, predictable, protocol.stride)
+    ends = np.append(ends, predictable) if len(ends) else np.array([predictable])
+    scored = np.diff(ends, prepend=ends[0] - protocol.context)
+    return _windows(ends - protocol.context, protocol.context, scored)
+
+
+def _non_overlapping(protocol: Protocol, predictable: int) -> Ints:
+    starts = np.arange(0, predictable, protocol.context)
+    lengths = np.minimum(protocol.context, predictable - starts)
+    return _windows(starts, lengths, lengths)
+
+
+_CUTS: dict[str, Callable[[Protocol, int], Ints]] = {
+    "last-k": _last_k,
+    "strided": _strided,
+    "non-overlapping": _non_overlapping,
+}
+PROTOCOLS = tuple(_CUTS)
+
+
+def _windows(starts: Ints, lengths: Ints | int, scored: Ints | int) -> Ints:
+    return np.stack(np.broadcast_arrays(starts, lengths, scored), axis=1).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The windows that a protocol makes of a corpus.
+
+    Attributes:
+        protocol: which.
+        documents: those that are read, a document per window's first column.
+        sources: (documents,), equal for excerpts of one text.
+        windows: (W, 4): document, start, length, scored.
+        left_out: documents that are too short.
+        of: windows there were before `max_windows` of them were drawn.
+    """
+
+    protocol: Protocol
+    documents: tuple[Document, ...]
+    sources: Ints
+    windows: Ints
+    left_out: tuple[Document, ...]
+    of: int
+
+    def batches(self) -> list[Ints]:
+        """Numbers of windows that are read together: of one length and scored alike, short ones many at a time."""
+        kinds = self.windows[:, 2:]
+        batches = []
+        for kind in np.unique(kinds, axis=0)[::-1]:
+            numbers = np.flatnonzero((kinds == kind).all(1))
+            size = max(1, BATCH_TOKENS // int(kind[0]))
+            batches += [numbers[at : at + size] for at in range(0, len(numbers), size)]
+        return batches
+
+    def identity(self) -> str:
+        """A word that is another one for other windows."""
+        return f"{key(self.windows.tobytes().hex(), *(document.id for document in self.documents)):016x}"
+
+
+def plan(
+    corpus: Corpus,
+    protocol: Protocol,
+    *,
+    split: str = "heldout",
+    stratum: str | None = None,
+    max_windows: int = MOST_WINDOWS,
+    seed: int = 0,
+) -> Plan:
+    """Lay a protocol over the documents of a split.
+
+    Args:
+        corpus: what :func:`gape.data.open_corpus` gives.
+        protocol: how.
+        split, stratum: which documents; None means every stratum.
+        max_windows: draw so many where there are more. A window is drawn or not by where it ends, so contexts share
+            the tokens that they score as far as they can.
+        seed: of the draw.
+
+    Raises:
+        ValueError: no document is long enough, or max_windows is out of range.
+    """
+    if whole("max_windows", max_windows) > MOST_WINDOWS:
+        raise refuse("max_windows", max_windows, f"a whole number from 1 to {MOST_WINDOWS:,}")
+    fits(corpus, protocol, split=split, stratum=stratum)
+    found = list(corpus.documents(split, stratum))
+    kept = [document for document in found if document.length >= protocol.needed]
+    cuts = [protocol.cut(document.length) for document in kept]
+    numbers = np.repeat(np.arange(len(kept)), [len(cut) for cut in cuts])
+    windows = np.column_stack([numbers, np.concatenate(cuts)])
+    drawn = _drawn(windows, np.array([document.index for document in kept]), max_windows, seed)
+    sources = np.array([int(corpus.record(document.index)["name"]) for document in kept])
+    return Plan(
+        protocol=protocol, documents=tuple(kept), sources=sources, windows=windows[drawn],
+        left_out=tuple(document for document in found if document.length < protocol.needed), of=len(windows),
+    )  # fmt: skip
+
+
+def fits(corpus: Corpus, protocol: Protocol, *, split: str = "heldout", stratum: str | None = None) -> None:
+    """Refuse a protocol for which no document is long enough, without reading any.
+
+    Raises:
+        ValueError: says how long the longest is.
+    """
+    rows = corpus.rows(split, stratum)
+    lengths = corpus.record(rows)["length"]
+    longest = int(lengths.max(initial=0))
+    if longest >= protocol.needed:
+        return
+    which = f"{split} documents" + ("" if stratum is None else f" of stratum {stratum}")
+    name = corpus.document(int(rows[lengths.argmax()])).id if len(rows) else "none"
+    wanted = f"a length that a document fills: {protocol.needed:,} tokens, and all {len(rows)} {which} of "
+    wanted += f"{corpus.directory} are shorter (the longest, {name}, has {longest:,})"
+    raise refuse("context", protocol.context, wanted)
+
+
+def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:
+    """Numbers of the windows that are read, in order."""
+    if len(windows) <= most:
+        return np.arange(len(windows))
+    document, start, length, _ = windows.T
+    place = (indices[document] << 32) + start + length
+    return np.sort(np.argsort(words(place, key("perplexity", seed)), kind="stable")[:most])
+
+
+@torch.no_grad()
+def window_losses(
+    model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, check: Callable[[], None] = lambda: None
+) -> Tensor:
+    """The loss of the last tokens of some windows.
+
+    A window longer than a chunk is read chunk by chunk with a cache, so memory is that of a chunk beside L keys and
+    values. Logits exist for the scored tokens only, a slice of them at a time.
+
+    Args:
+        model: in eval mode.
+        ids: int64 (B, L + 1): what is read, and the token after it.
+        scored: from 1 to L, how many of the last tokens count.
+        chunk: tokens that go through the model at once.
+        check: called before every chunk; may raise to stop.
+
+    Returns:
+        (B, scored) in float32 (float64 beside float64).
+    """
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    length = inputs.size(1)
+    cache = model.new_cache(length) if length > chunk else None
+    losses = []
+    for start in range(0, length, chunk):
+        check()
+        stop = min(start + chunk, length)
+        x = model.hidden(inputs[:, start:stop], cache=cache)
+        first = max(start, length - scored)
+        if first < stop:
+            losses.append(model.token_losses(x[:, first - start :], targets[:, first:stop]))
+    return torch.cat(losses, dim=1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a batch of windows gave: its number, the summed loss of each window, and sums by position (`edges`)."""
+
+    number: int
+    sums: list[float]
+    by_position: list[float]
+
+
+def scores(
+    model: GPT, corpus: Corpus, plan: Plan, *, first: int = 0, chunk: int = 16384,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[Part]:  # fmt: skip
+    """Score the batches of a plan, from number `first` on; arguments as in :func:`window_losses`."""
+    device = next(model.parameters()).device
+    bounds = edges(plan.protocol.context)
+    for number, batch in enumerate(plan.batches()[first:], first):
+        rows = [_tokens(corpus, plan, window) for window in plan.windows[batch].tolist()]
+        length, scored = plan.windows[batch[0], 2:].tolist()
+        losses = window_losses(model, torch.from_numpy(np.stack(rows)).to(device), scored, chunk=chunk, check=check)
+        each = losses.double().cpu().numpy()
+        bins = np.searchsorted(bounds, np.arange(length - scored, length), side="right") - 1
+        by_position = np.bincount(bins, each.sum(0), len(bounds) - 1)
+        yield Part(number, each.sum(1).tolist(), by_position.tolist())
+
+
+def edges(context: int) -> list[int]:
+    """Where the bins of positions in a window begin, and `context` at the end: 16 wide, then four to an octave."""
+    octaves = [16 * 2**n for n in range(max(0, math.ceil(math.log2(max(context, 16) / 16))))]
+    quarters = [octave + octave * quarter // 4 for octave in octaves for quarter in range(4)]
+    return [0, *(at for at in quarters if at < context), context]
+
+
+def tokens_by_position(plan: Plan) -> list[int]:
+    """Scored tokens in each bin of :func:`edges`."""
+    bounds = edges(plan.protocol.context)
+    _, _, length, scored = plan.windows.T
+    below = [np.clip(bound - (length - scored), 0, scored).sum() for bound in bounds]
+    return [int(after - before) for before, after in pairwise(below)]
+
+
+def _tokens(corpus: Corpus, plan: Plan, window: list[int]) -> Ints:
+    document, start, length, _ = window
+    return np.asarray(corpus.tokens(plan.documents[document], start, start + length + 1), dtype=np.int64)

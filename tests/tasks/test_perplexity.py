@@ -1,0 +1,220 @@
+"""Perplexity: every token once, what a plain computation gives, in chunks and after interruptions the same."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from gape.data import Corpus
+from gape.tasks import measured, perplexity
+from gape.tasks.intervals import weighted_interval
+from gape.tasks.perplexity import PROTOCOLS, Protocol
+from tests.tasks import text
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return text.corpus(tmp_path_factory.mktemp("books"))
+
+
+def protocol(name: str, context: int = 32, **options: int) -> Protocol:
+    return Protocol(name=name, context=context, **{"last": 8, "stride": 12} | options)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+@pytest.mark.parametrize("length", [33, 34, 64, 65, 97, 200])
+def test_every_token_is_scored_once(name: str, length: int) -> None:
+    """last-k leaves out what no full window can end on: the first tokens, and fewer than K at the end."""
+    scored = np.zeros(length, dtype=int)
+    for start, size, last in protocol(name).cut(length).tolist():
+        assert start >= 0
+        assert start + size < length
+        assert 1 <= last <= size <= 32
+        assert size == 32 or name == "non-overlapping"
+        scored[start + size - last + 1 : start + size + 1] += 1
+    covered = slice(25, 1 + (length - 1) // 8 * 8) if name == "last-k" else slice(1, None)
+    assert (scored[covered] == 1).all()
+    assert scored.sum() == len(scored[covered])
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_document_that_fills_no_window_has_none(name: str) -> None:
+    assert len(protocol(name).cut(33)) == 1
+    assert len(protocol(name).cut(32)) == 0
+
+
+def test_aligned_contexts_score_the_same_tokens(books: Corpus) -> None:
+    ends = []
+    for context in (8, 32, 64):
+        plan = perplexity.plan(books, protocol("last-k", context, align=64), max_windows=9, seed=3)
+        assert len(plan.windows) == 9
+        assert plan.of > 9
+        document, start, length, _ = plan.windows.T
+        ends.append(list(zip([plan.documents[d].id for d in document], start + length, strict=True)))
+    assert ends[0] == ends[1] == ends[2]
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+@pytest.mark.parametrize("position", ["p-rope+gape", "alibi"])
+def test_it_is_the_plain_computation(books: Corpus, name: str, position: str) -> None:
+    model, plan = text.gpt(position), perplexity.plan(books, protocol(name))
+    scored = measured.score_all(model, books, plan, store=Path(books.directory) / "scores", of="")
+    (Path(books.directory) / "scores").unlink()
+    by_position = np.zeros(32)
+    for number, (document, start, length, last) in enumerate(plan.windows.tolist()):
+        ids = torch.tensor(books.tokens(plan.documents[document])[start : start + length + 1].astype(np.int64))[None]
+        each = F.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="none").detach()
+        assert scored.sums[number] == pytest.approx(float(each[-last:].sum()), abs=1e-9)
+        by_position[length - last : length] += each[-last:].numpy()
+    bounds = perplexity.edges(32)
+    sums = [by_position[a:b].sum() for a, b in pairwise(bounds)]
+    assert scored.by_position == pytest.approx(sums)
+    tokens = perplexity.tokens_by_position(plan)
+    assert sum(tokens) == plan.windows[:, 3].sum()
+    assert all((count > 0) == (total > 0) for count, total in zip(tokens, sums, strict=True))
+
+
+def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(books: Corpus, tmp_path: Path) -> None:
+    model, plan = text.gpt(), perplexity.plan(books, protocol("strided"))
+    torch.nn.init.zeros_(model.embedding.weight)
+    (row,) = measured.rows(plan, measured.score_all(model, books, plan, store=tmp_path / "s", of=""))
+    assert row["perplexity"] == pytest.approx(text.VOCAB)
+    assert (row["std"], row["low"]) == pytest.approx((0.0, row["high"]), abs=1e-6)
+    assert row["tokens"] == sum(n - 1 for n in text.LENGTHS)
+
+
+def test_a_loss_that_is_not_finite_is_no_result(books: Corpus) -> None:
+    plan = perplexity.plan(books, protocol("strided"))
+    sums = np.ones(len(plan.windows))
+    sums[3] = np.nan
+    with pytest.raises(ValueError, match=r"loss: got one that is not finite in 1 of"):
+        measured.rows(plan, measured.Scored(sums, np.ones(1)))
+
+
+@pytest.mark.parametrize("position", ["p-rope+gape", "rope", "alibi", "fox"])
+@pytest.mark.parametrize("scored", [5, 33, 90])
+def test_chunks_are_the_whole(position: str, scored: int) -> None:
+    """Chunks that divide nothing, beyond the training length."""
+    model, ids = text.gpt(position, torch.float32), torch.randint(text.VOCAB, (2, 91))
+    whole = perplexity.window_losses(model, ids, scored)
+    asked = []
+    parts = perplexity.window_losses(model, ids, scored, chunk=32, check=lambda: asked.append(None))
+    assert whole.shape == (2, scored)
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
+    assert len(asked) == 3
+
+
+def test_logits_never_exist_whole(books: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = text.gpt()
+    monkeypatch.setattr(model, "logits", None)
+    perplexity.window_losses(model, torch.zeros(1, 65, dtype=torch.long), 64)
+
+
+def test_stopped_and_resumed_is_the_same(books: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perplexity, "BATCH_TOKENS", 100)
+    model, plan = text.gpt(), perplexity.plan(books, protocol("strided"))
+    whole = measured.score_all(model, books, plan, store=tmp_path / "whole", of="run")
+    left = 7
+
+    def check() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measured.score_all(model, books, plan, store=tmp_path / "parts", of="run", check=check)
+    with (tmp_path / "parts").open("ab") as file:
+        file.write(b'{"sums": [1.')
+    done = []
+    again = measured.score_all(
+        model, books, plan, store=tmp_path / "parts", of="run", progress=lambda n, of: done.append((n, of))
+    )
+    assert (again.sums == whole.sums).all()
+    assert (again.by_position == whole.by_position).all()
+    assert done[-1] == (len(plan.windows), len(plan.windows))
+    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
+    # Of other weights: begun anew.
+    measured.score_all(model, books, plan, store=tmp_path / "parts", of="another")
+    assert b"another" in (tmp_path / "parts").read_bytes()[:200]
+
+
+def test_short_documents_are_named_and_none_at_all_is_refused(books: Corpus) -> None:
+    plan = perplexity.plan(books, protocol("last-k", 128))
+    assert [document.id for document in plan.left_out] == ["held-0", "held-1"]
+    with pytest.raises(ValueError, match=r"context: got int 200, .* 201 tokens, and all 4 .* held-3, has 200"):
+        perplexity.plan(books, protocol("last-k", 200))
+
+
+def test_strata_get_rows_of_their_own(tmp_path: Path) -> None:
+    books = text.corpus(tmp_path, lengths=(51, 61, 120, 130), strata=(50, 100))
+    plan = perplexity.plan(books, protocol("non-overlapping"))
+    rows = measured.rows(plan, measured.score_all(text.gpt(), books, plan, store=tmp_path / "s", of=""))
+    assert [(row["stratum"], row["documents"], row["tokens"]) for row in rows] == [
+        ("50", 2, 110), ("100", 2, 248), (None, 4, 358),
+    ]  # fmt: skip
+    assert rows[2]["nll"] * 358 == pytest.approx(rows[0]["nll"] * 110 + rows[1]["nll"] * 248)
+
+
+def test_overlapping_strata_have_no_row_over_all(tmp_path: Path) -> None:
+    books = text.corpus(tmp_path, lengths=(101, 121), strata=(40, 80), excerpts=True)
+    plan = perplexity.plan(books, protocol("non-overlapping"))
+    rows = measured.rows(plan, measured.score_all(text.gpt(), books, plan, store=tmp_path / "s", of=""))
+    assert [(row["stratum"], row["documents"]) for row in rows] == [("40", 2), ("80", 2)]
+
+
+def test_windows_of_one_document_count_as_one() -> None:
+    """Ten documents that differ, a hundred windows each that do not: the interval is that of ten numbers."""
+    documents = np.repeat(np.arange(10), 100)
+    nll = np.linspace(2, 4, 10)[documents]
+    counts = np.full(1000, 512.0)
+    low, high, over = weighted_interval(nll * counts, counts, documents)
+    error = np.linspace(2, 4, 10).std() / math.sqrt(10)
+    assert over == "documents"
+    assert (low, high) == pytest.approx((3 - 1.96 * error, 3 + 1.96 * error), abs=0.05)
+    low, high, over = weighted_interval(nll * counts, counts, np.zeros(1000, dtype=int))
+    assert over == "windows"
+    assert high - low < 0.12
+
+
+def test_runs_are_compared_window_by_window(books: Corpus, tmp_path: Path) -> None:
+    plan = perplexity.plan(books, protocol("strided"))
+    scored = measured.score_all(text.gpt(), books, plan, store=tmp_path / "s", of="")
+    worse = measured.Scored(scored.sums + 0.1 * plan.windows[:, 3], scored.by_position)
+    (one,), (other,) = (measured.rows(plan, s) for s in (worse, scored))
+    found = measured.difference(one | {"run": "a"}, other | {"run": "b"})
+    assert found.separable
+    # Between documents they differ far more than that.
+    assert (found.nll, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1), abs=1e-4)
+    assert not measured.difference(one | {"run": "a"}, one | {"run": "a"}).separable
+    with pytest.raises(ValueError, match="same windows"):
+        measured.difference(one | {"run": "a"}, other | {"run": "b", "plan": "other"})
+    single = {"window_document": [0] * len(one["window_document"])}
+    found = measured.difference(one | single | {"run": "a"}, other | {"run": "b"})
+    assert (found.low, found.high, found.separable) == (None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "sliding"}, "protocol: got str 'sliding', expected one of last-k, strided, non-overlapping"),
+        ({"context": 0}, "context: "),
+        ({"last": 33}, "last: got int 33, expected at most the context, 32"),
+        ({"name": "strided", "stride": 33}, "stride: "),
+        ({"align": -1}, "align: "),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Protocol(**{"context": 32, "last": 8, "stride": 8} | options)
+
+
+def test_more_windows_than_are_stored_are_refused(books: Corpus) -> None:
+    with pytest.raises(ValueError, match=r"max_windows: got int 8001"):
+        perplexity.plan(books, protocol("last-k"), max_windows=8001)
