@@ -141,6 +141,23 @@ def test_listening_ends_when_the_model_fails() -> None:
     assert "attend" not in gpt.layers[0].attention.scheme.__dict__
 
 
+def test_listeners_may_stand_inside_one_another() -> None:
+    gpt, heard = model("p-rope+gape"), list[str]()
+    with tap(gpt, lambda layer, seen: heard.append(f"outer {layer}")):
+        with tap(gpt, lambda layer, seen: None):
+            pass
+        gpt(tokens())
+    gpt(tokens())
+    assert heard == ["outer 0", "outer 1"]
+
+
+@torch.no_grad()
+def test_what_a_cache_keeps_from_being_heard_is_refused() -> None:
+    gpt = model("p-rope+gape")
+    with pytest.raises(ValueError, match="cache: got"):
+        attended(gpt, tokens(), cache=gpt.new_cache())
+
+
 def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="GAPEAttention"), tap(torch.nn.Linear(2, 2), lambda layer, seen: None):
         pass

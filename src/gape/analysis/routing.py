@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gape import theory
-from gape.analysis.tap import Attended
+from gape.analysis.masks import mean_mask
+from gape.analysis.tap import Attended, tap
 from gape.ops.checks import refuse
+from gape.positions.gated import Gated
 
 
 class Horizon(NamedTuple):
@@ -53,3 +55,36 @@ def horizon(attended: Attended, at: Tensor, query: int = -1, p: float = 0.01) ->
     depth = at.to(rate.dtype).unsqueeze(-1) / max(i, 1)
     required = theory.required_landmark(i, depth, rate, s_max)
     return Horizon(*(torch.as_tensor(x) for x in (rate, s_max, effective, required)))
+
+
+@torch.no_grad()
+def routing_variables(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
+    """What the gates of every layer and head do on average over a batch; nothing of N × N is made.
+
+    Args:
+        model: with :class:`gape.GAPEAttention` layers, in eval mode.
+        ids: integer (B, N).
+
+    Returns:
+        A record per gated layer and query head, first layer first: `layer` and `head` from 0, `mean_mask` (the mean of
+        the paper's M ≥ 0 over all pairs j ≤ i), `landmark` (of the keys that the head reads), `gate`, `amplitude`.
+        Empty for a scheme without gates.
+    """
+    found: dict[int, Tensor] = {}
+
+    def receive(layer: int, attended: Attended) -> None:
+        scheme = attended.scheme
+        if isinstance(scheme, Gated) and attended.gate is not None and attended.landmark is not None:
+            groups = attended.q.size(1) // attended.k.size(1)
+            landmark = attended.landmark.double().mean((0, 2)).repeat_interleave(groups)
+            gate, amplitude = attended.gate.double().mean((0, 2)), scheme.gates.amplitude.double()
+            found[layer] = torch.stack([mean_mask(attended).mean(0), landmark, gate, amplitude], dim=1)
+
+    with tap(model, receive):
+        model(ids, logits_to_keep=1)
+    names = ("mean_mask", "landmark", "gate", "amplitude")
+    return [
+        {"layer": layer, "head": head, **dict(zip(names, values, strict=True))}
+        for layer in sorted(found)
+        for head, values in enumerate(found[layer].tolist())
+    ]

@@ -1,0 +1,133 @@
+"""Far-back loss of a trained run on a corpus: every document once, whatever interrupts it.
+
+`far_back_documents.jsonl` gets a line per document as it is measured. When all are, `far_back.jsonl` gets a row per
+kind and distance in the place of earlier ones of the same question.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gape.analysis.passages import Ids, long_documents, number, text_of
+from gape.analysis.runs import Record, Trained
+from gape.ops.checks import refuse
+from gape.report.results import read_lines
+from gape.tasks.far_back import FarBackConfig, Found, measure, summary
+from gape.train import files
+from gape.train.log import append
+
+if TYPE_CHECKING:
+    from gape.data import Corpus, Document, Tokenizer
+
+DOCUMENTS, ROWS = "far_back_documents.jsonl", "far_back.jsonl"
+
+
+def measure_run(
+    run: Trained,
+    corpus: Corpus,
+    config: FarBackConfig,
+    *,
+    split: str = "heldout",
+    stratum: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    precision: str = "auto",
+    check: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = print,
+) -> list[Record]:
+    """Measure what is missing and write the rows.
+
+    Args:
+        run: what is measured.
+        corpus: whose documents are read.
+        config: what is measured of each.
+        split, stratum: which documents.
+        tokenizer: the corpus's own, for names.
+        precision: "float32", "bfloat16", or "auto", which is bfloat16 on a GPU.
+        check: called before each document; may raise to stop, and nothing is lost.
+        say: told of progress.
+
+    Returns:
+        The rows, as `far_back.jsonl` has them.
+
+    Raises:
+        ValueError: names without the corpus's tokenizer, no document long enough, or a tokenizer that is not the run's.
+    """
+    run.accept(corpus.tokenizer)
+    decode = _decoder(config, corpus, tokenizer)
+    chosen = long_documents(corpus, split, stratum, config.context, config.seed, called="context")
+    chosen = chosen[: config.documents]
+    others = list(corpus.documents(split, stratum))
+    if "planted" in config.kinds and len(others) < 2:
+        raise refuse("kinds", config.kinds, "none planted, since a passage has to come from another document")
+    device = next(run.model.parameters()).device
+    low = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+    # What changes the numbers; the chunk does not.
+    asked = {key: value for key, value in asdict(config).items() if key != "chunk"}
+    asked |= {"corpus": corpus.fingerprint(), "split": split, "stratum": stratum}
+    asked |= {"precision": "bfloat16" if low else "float32"}
+    key = hashlib.sha256(files.to_json([asked, run.identity], indent=None)).hexdigest()[:16]
+    done = {
+        line["document"]: [Found(*entry) for entry in line["found"]]
+        for line in _lines(run.directory / DOCUMENTS)
+        if line["key"] == key
+    }
+    for at, document in enumerate(chosen, 1):
+        if document.id in done:
+            continue
+        check()
+        ids = _window(corpus, document, config.context, config.seed)
+        passage = _passage(corpus, document, others, config) if "planted" in config.kinds else None
+        with torch.autocast(device.type, torch.bfloat16, enabled=low):
+            found = measure(run.model, ids, passage, config, short=int(run.identity["train_length"]), decode=decode)
+        append(run.directory / DOCUMENTS, {"key": key, "document": document.id, "found": [list(f) for f in found]})
+        done[document.id] = found
+        say(f"{run.identity['run']}: far back, document {at} of {len(chosen)}")
+    return _write(run, key, asked, {document.id: done[document.id] for document in chosen})
+
+
+def _write(run: Trained, key: str, asked: Record, found: dict[str, list[Found]]) -> list[Record]:
+    settings = {"key": key, "asked": asked}
+    rows = [run.identity | row | settings for row in summary(found)]
+    path = run.directory / ROWS
+    kept = [row for row in _lines(path) if row.get("key") != key]
+    files.replace(path, b"".join(files.to_json(row, indent=None) for row in [*kept, *rows]))
+    return rows
+
+
+def _lines(path: Path) -> list[Record]:
+    return read_lines(path) if path.is_file() else []
+
+
+def _decoder(config: FarBackConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> Callable[[list[int]], str] | None:
+    if "names" not in config.kinds:
+        return None
+    if tokenizer is None:
+        name = corpus.tokenizer["name"]
+        raise ValueError(f"tokenizer: got nothing, expected {name}, which the corpus was made with, to find names")
+    if tokenizer.identity()["sha256"] != corpus.tokenizer["sha256"]:
+        made = f"{corpus.tokenizer['name']}, which the corpus was made with"
+        raise refuse("tokenizer", tokenizer.identity()["name"], made)
+    return tokenizer.decode
+
+
+def _window(corpus: Corpus, document: Document, length: int, seed: int) -> Ids:
+    start = number(seed, "window", document.id) % (document.length - length + 1)
+    return corpus.tokens(document, start, start + length).astype(np.int64)
+
+
+def _passage(corpus: Corpus, document: Document, others: list[Any], config: FarBackConfig) -> Ids:
+    """Tokens of another document, chosen by the seed and the one they are planted in."""
+    first = number(config.seed, "other", document.id) % len(others)
+    for step in range(len(others)):
+        other = others[(first + step) % len(others)]
+        if text_of(other) != text_of(document) and other.length >= config.passage:
+            start = number(config.seed, "passage", document.id) % (other.length - config.passage + 1)
+            return corpus.tokens(other, start, start + config.passage).astype(np.int64)
+    raise refuse("passage", config.passage, "at most the tokens of some other document")

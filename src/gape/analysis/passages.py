@@ -1,0 +1,247 @@
+"""What models are read on: documents of a corpus, a text file, or prompts in JSON lines, as tokens."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gape.ops.checks import refuse, whole
+
+if TYPE_CHECKING:
+    from gape.data import Corpus, Document, Tokenizer
+
+Ids = npt.NDArray[np.int64]
+
+#: Fields that hold a prompt, in the order they are looked for.
+PROMPT_FIELDS = ("input", "prompt", "text")
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A piece of text: where it is from, and its tokens, int64 (N,)."""
+
+    id: str
+    ids: Ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passages:
+    """Passages of one source, the same for every model.
+
+    Attributes:
+        data: the name of the source.
+        fingerprint: a hash of the source.
+        length: tokens of each; None where they are as long as they are.
+        items: the passages.
+        left_out: prompts that were longer than allowed.
+    """
+
+    data: str
+    fingerprint: str
+    length: int | None
+    items: tuple[Passage, ...]
+    left_out: int = 0
+
+
+class Reader:
+    """A source of passages.
+
+    Args:
+        data: a directory that `gape data prepare` wrote, a file of JSON lines (`.jsonl`, also `.gz` and `.xz`) whose
+            objects have a field input, prompt or text (an answer_prefix is put after it), or any other file as text.
+        tokenizer: as `gape.data.load_tokenizer` takes it; needed for files, not for a corpus.
+        split, stratum: which documents of a corpus.
+
+    Raises:
+        ValueError: no such path, a file without a tokenizer, or a corpus without the split or stratum.
+    """
+
+    def __init__(
+        self,
+        data: str | Path,
+        *,
+        tokenizer: str | None = None,
+        split: str = "heldout",
+        stratum: str | None = None,
+    ) -> None:
+        path = Path(data)
+        self.path, self.split, self.stratum = path, split, stratum
+        self.corpus: Corpus | None = None
+        self._tokenizer: Tokenizer | None = None
+        if path.is_dir():
+            from gape.data import open_corpus  # noqa: PLC0415
+
+            self.corpus = open_corpus(path)
+            # Refuses a split or a stratum that is not there.
+            self.corpus.documents(split, stratum)
+            return
+        if not path.is_file():
+            raise ValueError(f"data: got {str(path)!r}, expected a corpus, a text file or a file of JSON lines")
+        if tokenizer is None:
+            raise ValueError(
+                f"tokenizer: got nothing, expected the one that is to read {path}, such as bytes or a folder"
+            )
+        from gape.data import load_tokenizer  # noqa: PLC0415
+
+        self._tokenizer = load_tokenizer(tokenizer)
+
+    @property
+    def tokenizer(self) -> dict[str, Any]:
+        """What identifies the tokenizer."""
+        return self.corpus.tokenizer if self.corpus is not None else self._words().identity()
+
+    @property
+    def prompts(self) -> bool:
+        """Whether the passages are prompts, which are read whole."""
+        return self.corpus is None and ".jsonl" in self.path.suffixes[-2:]
+
+    def passages(self, length: int | None, count: int, *, seed: int = 0, longest: int | None = None) -> Passages:
+        """Some passages, chosen by a hash of the seed and their names.
+
+        Args:
+            length: tokens of each: a window of a document, consecutive ones of a text. Not for prompts.
+            count: at most so many.
+            seed: which.
+            longest: prompts of more tokens are left out.
+
+        Raises:
+            ValueError: nothing is long enough, or prompts are asked for at a length.
+        """
+        whole("samples", count)
+        if self.prompts and length is not None:
+            raise refuse("length", length, "none for prompts, which are read whole")
+        if self.corpus is not None:
+            items, left_out = _windows(self.corpus, self.split, self.stratum, length, count, seed), 0
+        elif self.prompts:
+            items, left_out = self._prompts(count, seed, longest)
+        else:
+            items, left_out = self._text(length, count), 0
+        return Passages(
+            data=self.path.name, fingerprint=self._fingerprint(), length=length, items=tuple(items), left_out=left_out
+        )
+
+    def _words(self) -> Tokenizer:
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    def _fingerprint(self) -> str:
+        if self.corpus is not None:
+            return self.corpus.fingerprint()
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def _text(self, length: int | None, count: int) -> list[Passage]:
+        with _opened(self.path) as file:
+            ids = np.array(self._words().encode(file.read().decode("utf-8")), dtype=np.int64)
+        span = len(ids) if length is None else whole("length", length)
+        if span < 1 or len(ids) < span:
+            raise refuse("length", length, f"at most the {len(ids)} tokens of {self.path}")
+        return [
+            Passage(f"{self.path.name}:{start}-{start + span}", ids[start : start + span])
+            for start in range(0, len(ids) - span + 1, span)
+        ][:count]
+
+    def _prompts(self, count: int, seed: int, longest: int | None) -> tuple[list[Passage], int]:
+        rows = list(_rows(self.path))
+        chosen: list[Passage] = []
+        left_out = 0
+        for number in shuffled(range(len(rows)), seed):
+            if len(chosen) == count:
+                break
+            ids = np.array(self._words().encode(rows[number]), dtype=np.int64)
+            if len(ids) == 0 or (longest is not None and len(ids) > longest):
+                left_out += 1
+            else:
+                chosen.append(Passage(f"{self.path.name}:{number + 1}", ids))
+        if not chosen:
+            raise ValueError(f"data: got {self.path}, expected prompts of 1 to {longest} tokens; {left_out} were not")
+        return chosen, left_out
+
+
+def long_documents(
+    corpus: Corpus, split: str, stratum: str | None, length: int, seed: int = 0, *, called: str = "length"
+) -> list[Document]:
+    """The documents of at least `length` tokens, one for each text where excerpts overlap, in a shuffled order.
+
+    Raises:
+        ValueError: there is none; names the argument as it is `called`.
+    """
+    documents = list(corpus.documents(split, stratum))
+    enough = [document for document in documents if document.length >= length]
+    if not enough:
+        longest = max((document.length for document in documents), default=0)
+        where = f"{split} documents" + ("" if stratum is None else f" of stratum {stratum}")
+        raise refuse(called, length, f"at most {longest} tokens, the longest of the {where} in {corpus.directory}")
+    by_text: dict[str, Document] = {}
+    for document in enough:
+        by_text.setdefault(text_of(document), document)
+    names = shuffled(by_text, seed)
+    return [by_text[name] for name in names]
+
+
+def text_of(document: Document) -> str:
+    """The id of the text that a document is, or is an excerpt of."""
+    return re.sub(r":\d+-\d+$", "", document.id)
+
+
+def shuffled(items: Iterable[Any], seed: int) -> list[Any]:
+    """The items in the order of hashes of their names: whatever else is among them, and whatever the library."""
+    return sorted(items, key=lambda item: number(seed, item))
+
+
+def number(*parts: Any) -> int:
+    """A large whole number that is a function of some names and numbers."""
+    return int.from_bytes(hashlib.sha256("\n".join(map(str, parts)).encode()).digest()[:8], "big")
+
+
+def _windows(
+    corpus: Corpus, split: str, stratum: str | None, length: int | None, count: int, seed: int
+) -> list[Passage]:
+    found = []
+    for document in long_documents(corpus, split, stratum, 1 if length is None else whole("length", length), seed)[
+        :count
+    ]:
+        span = document.length if length is None else length
+        start = number(seed, "start", document.id) % (document.length - span + 1)
+        ids = corpus.tokens(document, start, start + span).astype(np.int64)
+        found.append(Passage(f"{document.id}@{start}", ids))
+    return found
+
+
+def _rows(path: Path) -> Iterable[str]:
+    """The prompts of a file, answer prefix included."""
+    with _opened(path) as file:
+        for place, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}: line {place} is not JSON: {error}") from error
+            field = next(
+                (name for name in PROMPT_FIELDS if isinstance(row, dict) and isinstance(row.get(name), str)), None
+            )
+            if field is None:
+                raise ValueError(f"{path}: line {place} has none of the fields {', '.join(PROMPT_FIELDS)}")
+            yield row[field] + str(row.get("answer_prefix") or "")
+
+
+def _opened(path: Path) -> IO[bytes]:
+    file: IO[bytes] = _OPENERS.get(path.suffix, open)(path, "rb")
+    return file
+
+
+def lengths_of(passages: Sequence[Passage]) -> list[int]:
+    """Tokens of each passage."""
+    return [len(passage.ids) for passage in passages]

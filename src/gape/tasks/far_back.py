@@ -1,0 +1,276 @@
+"""Loss on tokens whose answer lies far back: what a model makes of text that it read long ago.
+
+Three kinds of token, each sorted by how far back its answer lies, a distance d standing for [d, 2d):
+
+    ngram    the token after n tokens that stood in the window before; the last time they were followed by it
+    names    the first token of a name (a capitalised word that is never written small), last seen so long ago
+    planted  a passage of another document, put into the window once and again d tokens later
+
+Each has a control on the very same tokens: the loss under a short context, one training length at most (ngram, names),
+or without the first copy (planted). The control's loss less the loss is what the far text was worth.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gape.models.gpt import GPT
+from gape.ops.checks import refuse, whole
+from gape.tasks.intervals import weighted_interval
+from gape.tasks.perplexity import window_losses
+
+Ids = npt.NDArray[np.int64]
+Losses = npt.NDArray[np.float64]
+
+KINDS = ("ngram", "names", "planted")
+#: Tokens of the host before the first copy of a planted passage.
+LEAD = 256
+
+_WORD = re.compile(r"[^\W\d_]+")
+_SHORTEST_NAME = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarBackConfig:
+    """What is measured.
+
+    Attributes:
+        context: tokens of a window; one window of every document that is long enough.
+        distances: each stands for answers at [d, 2d) tokens, and for planted passages d tokens apart.
+        kinds: some of :data:`KINDS`.
+        ngram: tokens that have to come again.
+        passage: tokens of a planted passage.
+        documents: at most so many.
+        seed: which documents, windows and passages.
+        chunk: tokens that go through the model at once. Changes nothing beyond rounding.
+
+    Raises:
+        ValueError: a number below 1, an unknown kind, or no distance below the context.
+    """
+
+    context: int = 65536
+    distances: tuple[int, ...] = (512, 2048, 8192, 32768)
+    kinds: tuple[str, ...] = KINDS
+    ngram: int = 4
+    passage: int = 64
+    documents: int = 100
+    seed: int = 0
+    chunk: int = 16384
+
+    def __post_init__(self) -> None:
+        for name in ("context", "ngram", "passage", "documents", "chunk"):
+            whole(name, getattr(self, name))
+        whole("seed", self.seed, at_least=0)
+        for kind in self.kinds:
+            if kind not in KINDS:
+                raise refuse("kinds", kind, f"some of {', '.join(KINDS)}")
+        for distance in self.distances:
+            whole("distances", distance)
+        if not self.kinds or not self.bins:
+            raise refuse("distances", self.distances, f"at least one below the context of {self.context}, and a kind")
+        if "planted" in self.kinds and min(self.distances) < self.passage:
+            raise refuse(
+                "passage", self.passage, f"at most {min(self.distances)}, so that the two copies do not overlap"
+            )
+
+    @property
+    def bins(self) -> tuple[int, ...]:
+        """The distances that a window of this context can hold."""
+        return tuple(sorted(distance for distance in set(self.distances) if distance < self.context))
+
+
+class Found(NamedTuple):
+    """Sums over the tokens of one kind and distance in one document; nll and control are summed losses in nats."""
+
+    kind: str
+    distance: int
+    context: int
+    tokens: int
+    nll: float
+    control: float
+
+
+def repeated_ngrams(ids: Ids, n: int) -> Ids:
+    """How far back the answer of every token lies, (N,), 0 where it has none.
+
+    Token t has one if the n tokens before it stood in the window earlier, and were followed by the same token when
+    they did so last. A nearer occurrence with another continuation leaves the token out.
+    """
+    found = np.zeros(len(ids), dtype=np.int64)
+    if len(ids) <= n:
+        return found
+    codes = ids
+    for step in range(1, n):
+        # Exact, not a hash: pairs of numbers are numbered anew at every step.
+        codes = np.unique(codes[:-1] * (ids.max() + 1) + ids[step:], return_inverse=True)[1]
+    # codes[s] names the n tokens from s on; the token after them is s + n.
+    earlier = _last_time(codes[: len(ids) - n])
+    starts = np.flatnonzero(earlier >= 0)
+    same = ids[starts + n] == ids[earlier[starts] + n]
+    found[starts[same] + n] = (starts - earlier[starts])[same]
+    return found
+
+
+def repeated_names(ids: Ids, decode: Callable[[list[int]], str]) -> Ids:
+    """How long ago the name that each token begins was last seen, (N,), 0 where a token begins none.
+
+    A name is a word of at least three letters with a capital and then small ones, which occurs nowhere in the
+    window without its capital.
+    """
+    pieces = {token: decode([token]) for token in np.unique(ids).tolist()}
+    parts = [pieces[token] for token in ids.tolist()]
+    ends = np.cumsum([len(part) for part in parts])
+    words = [(match.start(), match.group()) for match in _WORD.finditer("".join(parts))]
+    small = {word for _, word in words if word[0].islower()}
+    found = np.zeros(len(ids), dtype=np.int64)
+    seen: dict[str, int] = {}
+    for place, word in words:
+        if len(word) < _SHORTEST_NAME or not word[0].isupper() or word.isupper() or word.lower() in small:
+            continue
+        token = int(np.searchsorted(ends, place, side="right"))
+        if word in seen:
+            found[token] = token - seen[word]
+        seen[word] = token
+    return found
+
+
+@torch.no_grad()
+def short_losses(model: GPT, ids: Tensor, span: int, *, chunk: int) -> Tensor:
+    """The loss of every token from the second on given the last span/2 to span before it: ids (N,) → (N − 1,)."""
+    half = max(1, span // 2)
+    span = 2 * half
+    found = [window_losses(model, ids[None, : span + 1], min(span, len(ids) - 1), chunk=chunk)[0]]
+    starts = range(half, len(ids) - 1 - half, half)
+    full = [start for start in starts if start + span < len(ids)]
+    # As many windows at once as make a chunk.
+    size = max(1, chunk // span)
+    for at in range(0, len(full), size):
+        windows = torch.stack([ids[start : start + span + 1] for start in full[at : at + size]])
+        found.append(window_losses(model, windows, half, chunk=chunk).flatten())
+    # The document may end before the last window does.
+    found += [
+        window_losses(model, ids[None, start:], len(ids) - 1 - start - half, chunk=chunk)[0]
+        for start in starts[len(full) :]
+    ]
+    return torch.cat(found)
+
+
+def measure(
+    model: GPT,
+    ids: Ids,
+    passage: Ids | None,
+    config: FarBackConfig,
+    *,
+    short: int,
+    decode: Callable[[list[int]], str] | None = None,
+) -> list[Found]:
+    """Everything that is asked for of one window.
+
+    Args:
+        model: in eval mode.
+        ids: (context,), a window of a document.
+        passage: tokens of another document, for the planted kind.
+        config: what to measure.
+        short: tokens of the short context, the training length.
+        decode: ids to text, for names.
+    """
+    away: dict[str, Ids] = {}
+    if "ngram" in config.kinds:
+        away["ngram"] = repeated_ngrams(ids, config.ngram)
+    if "names" in config.kinds and decode is not None:
+        away["names"] = repeated_names(ids, decode)
+    found = []
+    if away:
+        held = torch.from_numpy(ids).to(next(model.parameters()).device)
+        losses = window_losses(model, held[None], len(ids) - 1, chunk=config.chunk)[0]
+        control = short_losses(model, held, short, chunk=config.chunk)
+        whole_, short_ = (each.double().cpu().numpy() for each in (losses, control))
+        for kind, distances in away.items():
+            found += _binned(kind, distances[1:], whole_, short_, config)
+    if "planted" in config.kinds and passage is not None:
+        found += [
+            _planted(model, ids, passage, distance, config) for distance in config.bins if _fits(distance, config)
+        ]
+    return found
+
+
+def _binned(kind: str, away: Ids, losses: Losses, short: Losses, config: FarBackConfig) -> list[Found]:
+    found = []
+    for distance in config.bins:
+        chosen = (away >= distance) & (away < 2 * distance)
+        if chosen.any():
+            sums = float(losses[chosen].sum()), float(short[chosen].sum())
+            found.append(Found(kind, distance, config.context, int(chosen.sum()), *sums))
+    return found
+
+
+def _fits(distance: int, config: FarBackConfig) -> bool:
+    return LEAD + distance <= config.context
+
+
+def _planted(model: GPT, host: Ids, passage: Ids, distance: int, config: FarBackConfig) -> Found:
+    """The second copy's loss with the first one there, and with the host's own text in its place."""
+    without = np.concatenate((host[: LEAD + distance], passage))
+    planted = without.copy()
+    planted[LEAD : LEAD + len(passage)] = passage
+    both = torch.from_numpy(np.stack((planted, without))).to(next(model.parameters()).device)
+    losses = window_losses(model, both, len(passage), chunk=config.chunk).double().sum(1).tolist()
+    return Found("planted", distance, len(planted), len(passage), *losses)
+
+
+def summary(found: Mapping[str, list[Found]]) -> list[dict[str, Any]]:
+    """Token-weighted means over documents, with bootstrap intervals over documents.
+
+    Args:
+        found: by document, as :func:`measure` gives it.
+
+    Returns:
+        A row per kind and distance: tokens, documents, `nll` and `control` in nats per token, `gain` = control − nll,
+        the deviation of nll over documents, 95% intervals of nll (low, high) and of gain (gain_low, gain_high), and the
+        sums of every document, from which runs are compared pair by pair.
+    """
+    groups: dict[tuple[str, int, int], dict[str, Found]] = {}
+    for document, entries in found.items():
+        for entry in entries:
+            groups.setdefault((entry.kind, entry.distance, entry.context), {})[document] = entry
+    rows = []
+    for (kind, distance, context), by_document in sorted(groups.items()):
+        documents = sorted(by_document)
+        tokens, nll, control = (
+            np.array([getattr(by_document[name], field) for name in documents], dtype=np.float64)
+            for field in ("tokens", "nll", "control")
+        )
+        units = np.arange(len(documents))
+        low, high, _ = weighted_interval(nll, tokens, units)
+        gain_low, gain_high, _ = weighted_interval(control - nll, tokens, units)
+        means = nll / tokens
+        rows.append(
+            {
+                "kind": kind, "distance": distance, "context": context, "tokens": int(tokens.sum()),
+                "documents": len(documents), "nll": float(nll.sum() / tokens.sum()),
+                "std": float(means.std(ddof=1)) if len(means) > 1 else None, "low": low, "high": high,
+                "control": float(control.sum() / tokens.sum()), "gain": float((control - nll).sum() / tokens.sum()),
+                "gain_low": gain_low, "gain_high": gain_high, "document": documents,
+                "document_tokens": [int(count) for count in tokens],
+                "document_nll": [round(value, 4) for value in nll.tolist()],
+                "document_control": [round(value, 4) for value in control.tolist()],
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _last_time(codes: Ids) -> Ids:
+    """For each place the last earlier one with the same code, −1 where there is none."""
+    order = np.argsort(codes, kind="stable")
+    earlier = np.full(len(codes), -1, dtype=np.int64)
+    again = codes[order[1:]] == codes[order[:-1]]
+    earlier[order[1:][again]] = order[:-1][again]
+    return earlier

@@ -1,0 +1,151 @@
+"""Looks into language models: the passages they are read on, what is found, and how it is kept."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gape.analysis import attended, lm, statistics
+from gape.analysis.passages import Passage, Reader
+from gape.analysis.runs import Trained, keep, kept
+from gape.train.log import read_object
+from tests.tasks import text
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text.corpus(tmp_path_factory.mktemp("books"), lengths=(80, 90, 30)).directory
+
+
+def test_documents_are_cut_to_the_length_and_chosen_by_the_seed(corpus: Path) -> None:
+    reader = Reader(corpus)
+    found = reader.passages(64, 10)
+    assert [len(passage.ids) for passage in found.items] == [64, 64]
+    (one,) = reader.passages(64, 1).items
+    assert (one.id, one.ids.tolist()) == (found.items[0].id, found.items[0].ids.tolist())
+    document = next(d for d in reader.corpus.documents("heldout") if d.id == one.id.partition("@")[0])
+    start = int(one.id.partition("@")[2])
+    assert reader.corpus.tokens(document, start, start + 64).tolist() == one.ids.tolist()
+
+
+def test_a_length_beyond_every_document_is_refused(corpus: Path) -> None:
+    with pytest.raises(ValueError, match="length: got int 100, expected at most 90 tokens"):
+        Reader(corpus).passages(100, 1)
+
+
+def test_prompts_are_read_whole_with_their_answer_prefix(tmp_path: Path) -> None:
+    rows = [
+        {"input": "Where? ", "answer_prefix": "It is"},
+        {"prompt": "abc"},
+        {"text": "a rather long prompt that is too long"},
+    ]
+    path = tmp_path / "ruler.jsonl.xz"
+    path.write_bytes(lzma.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    reader = Reader(path, tokenizer="bytes")
+    found = reader.passages(None, 10, longest=20)
+    assert sorted(bytes(p.ids.tolist()).decode() for p in found.items) == ["Where? It is", "abc"]
+    assert (found.left_out, found.length) == (1, None)
+    with pytest.raises(ValueError, match="prompts"):
+        reader.passages(8, 1)
+
+
+def test_a_text_is_cut_into_windows_side_by_side(tmp_path: Path) -> None:
+    path = tmp_path / "novel.txt"
+    path.write_text("abcdefghij", encoding="utf-8")
+    found = Reader(path, tokenizer="bytes").passages(4, 5)
+    assert [bytes(p.ids.tolist()).decode() for p in found.items] == ["abcd", "efgh"]
+    with pytest.raises(ValueError, match="at most the 10 tokens"):
+        Reader(path, tokenizer="bytes").passages(11, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "tokenizer", "message"),
+    [
+        ("x.txt", None, "bytes", "expected a corpus, a text file"),
+        ("x.txt", "abc", None, "tokenizer: got nothing"),
+        ("x.jsonl", '{"question": "?"}\n', "bytes", "line 1 has none of the fields input, prompt, text"),
+        ("x.jsonl", "{\n", "bytes", "line 1 is not JSON"),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused(
+    tmp_path: Path, name: str, content: str | None, tokenizer: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Reader(tmp_path / name, tokenizer=tokenizer).passages(None, 1)
+
+
+def passages(count: int = 2, n: int = 50) -> list[Passage]:
+    random = np.random.default_rng(0)
+    return [Passage(str(at), random.integers(text.VOCAB, size=n)) for at in range(count)]
+
+
+def test_entropy_and_gates_are_means_by_sample_layer_and_head() -> None:
+    gpt, chosen = text.gpt("p-rope+gape", torch.float32), passages()
+    found = lm.entropy(gpt, chosen)
+    assert json.loads(json.dumps(found)) == found
+    seen = attended(gpt, torch.from_numpy(chosen[1].ids)[None])[1]
+    expected = statistics(seen)
+    np.testing.assert_allclose(found["entropy"][1][1], expected.entropy[0].mean(-1), atol=1e-5)
+    np.testing.assert_allclose(found["gate"][1][1], seen.gate[0].mean(-1), rtol=1e-5)
+    g, h = seen.gate[0, 0, 1:], expected.entropy[0, 0, 1:] / torch.arange(2, 51).log()
+    assert found["correlation"][1][1][0] == pytest.approx(float(np.corrcoef(g, h)[0, 1]), abs=1e-3)
+    assert np.array(found["used"]).shape == (2, 2, 2, 3)
+
+
+def test_a_scheme_without_gates_has_none_to_show() -> None:
+    found = lm.entropy(text.gpt("fox", torch.float32), passages(1))
+    assert {name for name, value in found.items() if value is None} == {
+        "effective", "gate", "landmark", "mask", "correlation", "amplitude",
+    }  # fmt: skip
+
+
+def test_pictures_are_of_the_layer_asked_for() -> None:
+    gpt, (passage, _) = text.gpt("p-rope+gape", torch.float32), passages()
+    maps, masks = (look(gpt, passage, layer=1, size=5) for look in (lm.maps, lm.masks))
+    assert np.array(maps["weights"]).shape == (2, 5, 5)
+    np.testing.assert_allclose(np.array(maps["weights"]).sum(-1), 1, atol=0.01)
+    assert np.array(masks["masks"][0])[0, 1:].tolist() == [None] * 4
+    with pytest.raises(ValueError, match="layer: got int 2, expected a number from 0 to 1"):
+        lm.maps(gpt, passage, layer=2)
+
+
+def test_a_spectrum_has_an_entry_per_pair() -> None:
+    found = lm.spectrum(text.gpt("p-rope+gape", torch.float32), passages())
+    pairs = len(found["inv_freq"])
+    assert np.array(found["queries"]["mean"]).shape == np.array(found["keys"]["std"]).shape == (2, 2, pairs)
+
+
+def trained(home: Path, **changed: object) -> Trained:
+    known = {"run": "a", "variant": "", "position": "rope", "seed": 0, "train_length": 16, "step": 5}
+    tokenizer = {"name": "bytes", "sha256": "b"}
+    return Trained(directory=home, identity=known | changed, model=text.gpt("rope"), tokenizer=tokenizer)
+
+
+def test_findings_are_kept_once_and_go_with_the_weights(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    for asked, value in (({"length": 8}, 1), ({"length": 16}, 2), ({"length": 8}, 3)):
+        keep(run, "entropy", asked, {"value": value})
+    assert [s["value"] for s in read_object(tmp_path / "entropy.json")["sets"]] == [2, 3]
+    assert kept(run, "entropy", {"length": 8})
+    assert not kept(trained(tmp_path, step=9), "entropy", {"length": 8})
+    keep(trained(tmp_path, step=9), "entropy", {"length": 4}, {"value": 4})
+    assert [s["value"] for s in read_object(tmp_path / "entropy.json")["sets"]] == [4]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        ({"name": "gpt2", "sha256": "g", "vocab_size": 257}, "gpt2.*expected bytes"),
+        ({"name": "bytes", "sha256": "b", "vocab_size": 300}, "257 tokens"),
+    ],
+)
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, tokenizer: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path).accept(tokenizer)
