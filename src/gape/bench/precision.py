@@ -1,48 +1,37 @@
 """What each implementation of the operator loses to its dtype: errors against float64 on the same inputs.
 
-    python benchmarks/precision.py             print the table (a few minutes on two cores)
-    python benchmarks/precision.py --quick     the short one
-    python benchmarks/precision.py --save      also keep the rows of this device and redraw docs/precision.md
-    python benchmarks/precision.py --render    redraw docs/precision.md from the stored rows
-
 Outputs: 64 last queries of a sequence. Gradients: every query, a random cotangent. T = 1,024 and head dim 64
 throughout; q, k, v are normal, gates uniform within half of their mean Γg, landmarks uniform over [0, 1].
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
-import os
-import platform
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-# Must stand before torch: some virtual CPUs advertise bfloat16 instructions and then die on them.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-import gape
+from gape.bench.candidates import attended
+from gape.bench.errors import relative as error
+from gape.bench.page import redraw
+from gape.bench.rows import DATA, Row, commit, device_name
+from gape.bench.rows import load as load_rows
 from gape.ops import attention
 
-HERE = Path(__file__).parent
-ROWS = HERE / "data" / "precision.csv"
-PAGE = HERE.parent / "docs" / "precision.md"
+#: The stored rows, and the page whose tables are drawn from them, in a clone.
+ROWS = DATA / "precision.csv"
+PAGE = Path("docs/precision.md")
 
-T, HEAD_DIM, QUERIES = 1024, 64, 64
+HEAD_DIM, QUERIES = 64, 64
 STRENGTHS = (1, 10, 100)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 GRADIENTS = {"dgate": "gate", "dlandmark": "landmark", "damplitude": "amplitude", "dq": "q", "dk": "k", "dv": "v"}
-FIELDS = ("device", "torch", "commit", "quantity", "dtype", "keys", "strength", "plain", "rank2", "split")
-
-Row = dict[str, str]
+#: Columns of figures: attention without any bias, and implementations of the operator.
+COLUMNS = ("plain", "rank2", "split", "anchored", "triton")
+FIELDS = ("device", "torch", "commit", "quantity", "dtype", "keys", "strength", *COLUMNS)
 
 
 def inputs(keys: int, queries: int, heads: int, dtype: torch.dtype, strength: float, device: str) -> dict[str, Tensor]:
@@ -59,10 +48,12 @@ def inputs(keys: int, queries: int, heads: int, dtype: torch.dtype, strength: fl
     return tensors | {name: x.to(device) for name, x in gates.items()}
 
 
-def error(got: Tensor, exact: Tensor) -> float:
-    """Relative error in the Euclidean norm; infinite where something is not finite."""
-    distance = (got.double() - exact).norm() / exact.norm()
-    return float(distance) if bool(distance.isfinite()) else float("inf")
+def implementations(device: str, *, backward: bool) -> Sequence[str]:
+    """What is measured: `anchored` differs from `split` in gradients only, `triton` wants a GPU."""
+    found = ["rank2", "split"]
+    if backward:
+        found.append("anchored")
+    return [*found, "triton"] if device == "cuda" else found
 
 
 def exactly(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -72,8 +63,7 @@ def exactly(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def operator(x: dict[str, Tensor], impl: str) -> Tensor:
     """The gated operator on one set of arguments."""
-    gates = x["gate"], x["landmark"], x["amplitude"]
-    return gape.gated_attention(x["q"], x["k"], x["v"], *gates, context_length=T, impl=impl)
+    return attended(x, impl=impl)
 
 
 @cache
@@ -89,7 +79,7 @@ def output_errors(keys: int, dtype: torch.dtype, strength: float, device: str) -
     q, k, v = x["q"], x["k"], x["v"]
     exact = operator(exactly(x), "reference")
     errors = {"plain": error(attention(q, k, v), exact_plain(keys, dtype, device))}
-    for impl in ("rank2", "split"):
+    for impl in implementations(device, backward=False):
         errors[impl] = error(operator(x, impl), exact)
     return errors
 
@@ -115,7 +105,7 @@ def gradient_errors(keys: int, dtype: torch.dtype, strength: float, device: str)
     x = inputs(keys, keys, heads, dtype, strength, device)
     cotangent = random_cotangent(keys, heads, dtype, device)
     exact = by_head(x, "reference", cotangent)
-    found = {impl: gradients(x, impl, cotangent) for impl in ("rank2", "split")}
+    found = {impl: gradients(x, impl, cotangent) for impl in implementations(device, backward=True)}
     plain = plain_gradient_errors(keys, heads, dtype, device)
     return {
         quantity: {"plain": plain.get(name, float("nan"))}
@@ -145,8 +135,7 @@ def by_head(x: dict[str, Tensor], impl: str | None, cotangent: Tensor) -> dict[s
 
 def measure(device: str, quick: bool) -> Iterator[Row]:
     """The rows of this device, as they come."""
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU {platform.machine()}"
-    stamp = {"device": name, "torch": torch.__version__, "commit": commit()}
+    stamp = {"device": device_name(torch.device(device)), "torch": torch.__version__, "commit": commit()}
     most = 8192 if quick else 131072
     lengths = [n for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072) if n <= most]
     for label, dtype in DTYPES.items():
@@ -165,30 +154,9 @@ def _row(stamp: Row, quantity: str, dtype: str, keys: int, strength: float, erro
     return stamp | {"quantity": quantity, "dtype": dtype, "keys": str(keys), "strength": str(strength)} | numbers
 
 
-def commit() -> str:
-    """The commit the numbers belong to, with a plus sign where the tree differs from it; or unknown.
-
-    GAPE_COMMIT says it where the files were copied without their history.
-    """
-    if "GAPE_COMMIT" in os.environ:
-        return os.environ["GAPE_COMMIT"]
-    try:
-        said = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
-            cwd=HERE,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return said.stdout.strip()
-
-
-def load() -> list[Row]:
-    """The stored rows."""
-    with ROWS.open(newline="", encoding="utf-8") as f:
-        return list(csv.DictReader(f))
+def load(root: Path = Path()) -> list[Row]:
+    """The stored rows of a clone; columns that came later are empty in earlier rows."""
+    return [dict.fromkeys(FIELDS, "") | row for row in load_rows(root / ROWS)]
 
 
 def save(rows: list[Row]) -> None:
@@ -198,7 +166,7 @@ def save(rows: list[Row]) -> None:
     ROWS.parent.mkdir(parents=True, exist_ok=True)
     temporary = ROWS.with_suffix(".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, FIELDS, lineterminator="\n")
+        writer = csv.DictWriter(f, FIELDS, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(sorted(kept + rows, key=lambda row: row["device"]))
     temporary.replace(ROWS)
@@ -216,75 +184,30 @@ def rendered(rows: list[Row]) -> str:
 
 
 def _markdown(quantity: str, rows: list[Row]) -> list[str]:
-    head = ["dtype", "keys", "Γg", "plain, no bias", "rank2", "split"]
-    if not rows[0]["plain"]:
-        head.remove("plain, no bias")
+    shown = [name for name in COLUMNS if any(row[name] for row in rows)]
+    head = ["dtype", "keys", "Γg", *("plain, no bias" if name == "plain" else name for name in shown)]
     lines = [f"**{quantity}**", "", "| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     for row in rows:
-        cells = [row["dtype"], f"{int(row['keys']):,}", row["strength"]]
-        cells += [row[name] for name in ("plain", "rank2", "split") if row[name]]
+        cells = [row["dtype"], f"{int(row['keys']):,}", row["strength"], *(row[name] for name in shown)]
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, ""]
 
 
 def render_page() -> None:
     """Redraw the tables between the page's two marks."""
-    begin, end = "<!-- precision: begin -->\n", "<!-- precision: end -->\n"
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(begin)
-    _, after = rest.split(end)
-    PAGE.write_text(before + begin + "\n" + rendered(load()) + "\n" + end + after, encoding="utf-8")
+    redraw(PAGE, "precision", rendered(load()))
 
 
 def verdict(rows: list[Row]) -> list[str]:
     """What the operator promises, and whether these rows keep it; each broken promise is a line."""
     broken = []
     for row in rows:
-        where = f"{row['quantity']} {row['dtype']} {row['keys']} keys Γg {row['strength']}: split {row['split']}"
-        if row["quantity"] == "output" and float(row["split"]) > 2 * float(row["plain"]):
-            broken.append(f"{where}, more than twice plain attention's {row['plain']}")
         gate = row["quantity"] in ("dgate", "dlandmark", "damplitude")
-        if gate and int(row["keys"]) <= 2048 and int(row["strength"]) <= 10 and float(row["split"]) >= 0.02:
-            broken.append(f"{where}, not under 2%")
+        near = int(row["keys"]) <= 2048 and int(row["strength"]) <= 10
+        for impl in ("split", "anchored", "triton"):
+            where = f"{row['quantity']} {row['dtype']} {row['keys']} keys Γg {row['strength']}: {impl} {row.get(impl)}"
+            if row["quantity"] == "output" and row.get(impl) and float(row[impl]) > 2 * float(row["plain"]):
+                broken.append(f"{where}, more than twice plain attention's {row['plain']}")
+            if gate and near and row.get(impl) and float(row[impl]) >= 0.02:
+                broken.append(f"{where}, not under 2%")
     return broken
-
-
-def show(rows: list[Row]) -> None:
-    """Print the table."""
-    table = Table("quantity", "dtype", "keys", "Γg", "plain", "rank2", "split", title="error against float64")
-    for row in rows:
-        keys = f"{int(row['keys']):,}"
-        table.add_row(row["quantity"], row["dtype"], keys, row["strength"], row["plain"], row["rank2"], row["split"])
-    Console(width=100).print(table)
-
-
-def main() -> int:
-    """Read the command line and run."""
-    parser = argparse.ArgumentParser(description="errors of the operator's implementations against float64")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--quick", action="store_true", help="outputs to 8,192 keys, gradients to 2,048")
-    parser.add_argument("--save", action="store_true", help="keep the rows and redraw the page")
-    parser.add_argument("--render", action="store_true", help="only redraw the page from the stored rows")
-    args = parser.parse_args()
-    if args.render:
-        render_page()
-        return 0
-    if args.save and args.quick:
-        parser.error("--save keeps whole tables: leave out --quick")
-    rows = []
-    for row in measure(args.device, args.quick):
-        rows.append(row)
-        print(" ".join(row[f] for f in FIELDS[3:]), file=sys.stderr, flush=True)
-    show(rows)
-    if args.save:
-        save(rows)
-        render_page()
-    broken = verdict(rows)
-    print(
-        "\n".join(broken) if broken else "split: outputs within twice plain attention's error, gate gradients under 2%"
-    )
-    return 1 if broken else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

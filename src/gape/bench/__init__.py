@@ -1,0 +1,1 @@
+"""What is measured: a module per question, rows in `benchmarks/data/*.csv`; see `docs/benchmarks.md`."""

@@ -1,0 +1,168 @@
+"""A few new tokens against a long cache: time, and the share of the memory's speed that is reached.
+
+The cache is read once, so its bytes over the time is the bandwidth; a plain copy of a large buffer, timed in the same
+process, is what it stands beside. Queries are the last tokens of the cache.
+
+    decode           the decode kernel: plain keys and a landmark per key
+    split, triton    the operator as for many queries
+    carried          keys that carry the bias in six of their coordinates, through scaled_dot_product_attention
+    sdpa, sdpa-cudnn, sdpa-flash   the same cache without any bias
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gape.bench import rows, settings
+from gape.bench.candidates import Work, operator
+from gape.bench.errors import against_float64
+from gape.bench.inputs import CONTEXT_LENGTH, Arguments, Shape, draw, problem
+from gape.bench.settings import UnavailableError, on_its_own
+from gape.bench.timing import copy_bandwidth, measured
+from gape.ops import split
+from gape.ops.carried import carried_attention, carry
+from gape.ops.checks import whole
+
+FIELDS = (
+    *rows.STAMP, "impl", "dtype", "batch", "heads", "kv_heads", "queries", "length", "dim",
+    "ms", "gbps", "copy_gbps", "of_copy", "peak_mib", "error",
+)  # fmt: skip
+
+
+def _decode(arguments: Arguments) -> Work:
+    if find_spec("triton") is None:
+        raise UnavailableError("triton is not installed: pip install triton")
+    from gape.ops.triton import decode  # noqa: PLC0415
+
+    return Work(leaves=arguments, forward=lambda leaves: decode.run(problem(leaves)))
+
+
+def _operator(impl: str) -> Callable[[Arguments], Work]:
+    return lambda arguments: operator(impl)(arguments, 0.0)
+
+
+def _carried(arguments: Arguments) -> Work:
+    content = arguments["q"].size(-1) - split.COLUMNS
+    if content < 1:
+        raise UnavailableError(f"a head dim of {arguments['q'].size(-1)} has no room for the bias")
+    n_q, n_k = arguments["q"].size(2), arguments["k"].size(2)
+    where = torch.arange(n_k, device=arguments["q"].device)
+    scale = arguments["q"].size(-1) ** -0.5
+    leaves = arguments | {name: arguments[name][..., :content] for name in "qk"}
+    keys = carry(leaves["k"], leaves["landmark"], where, form="split", context_length=CONTEXT_LENGTH)
+
+    def forward(leaves: Arguments) -> Tensor:
+        return carried_attention(
+            leaves["q"], keys, leaves["v"], leaves["gate"], leaves["amplitude"], where[n_k - n_q :],
+            form="split", context_length=CONTEXT_LENGTH, scale=scale,
+        )  # fmt: skip
+
+    return Work(leaves=leaves, forward=forward, scale=scale)
+
+
+def _sdpa(*backends: SDPBackend) -> Callable[[Arguments], Work]:
+    def build(arguments: Arguments) -> Work:
+        if SDPBackend.CUDNN_ATTENTION in backends and len(backends) == 1 and not arguments["q"].is_cuda:
+            raise UnavailableError("needs a CUDA device")
+        if arguments["q"].size(2) > 1:
+            raise UnavailableError("several queries would need a mask")
+        grouped = arguments["q"].size(1) != arguments["k"].size(1)
+
+        def forward(leaves: Arguments) -> Tensor:
+            with sdpa_kernel(list(backends)):
+                return F.scaled_dot_product_attention(leaves["q"], leaves["k"], leaves["v"], enable_gqa=grouped)
+
+        return Work(leaves={name: arguments[name] for name in "qkv"}, forward=forward)
+
+    return build
+
+
+ANY = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+#: What is timed, by name.
+CANDIDATES: dict[str, Callable[[Arguments], Work]] = {
+    "decode": _decode,
+    "split": _operator("split"),
+    "triton": _operator("triton"),
+    "carried": _carried,
+    "sdpa": _sdpa(*ANY),
+    "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+}
+DEFAULT = tuple(CANDIDATES)
+
+#: Candidates that read a landmark per key beside the keys.
+READS_LANDMARKS = ("decode", "split", "triton")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(settings.Settings):
+    """What is measured, beside the sizes; `lengths` are those of the cache, the new tokens among them.
+
+    Attributes:
+        batch: samples.
+        queries: new tokens of each.
+
+    Raises:
+        ValueError: a value that cannot be; names it.
+    """
+
+    KNOWN: ClassVar[Sequence[str]] = tuple(CANDIDATES)
+
+    impls: Sequence[str] = DEFAULT
+    lengths: Sequence[int] = (65536, 131072)
+    batch: int = 1
+    queries: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("batch", self.batch)
+        whole("queries", self.queries)
+        whole("lengths", min(self.lengths), at_least=self.queries)
+
+
+def measure(settings: Settings, stamp: rows.Row, say: Callable[[str], None]) -> Iterator[rows.Row]:
+    """Rows as they come; `say` hears why a candidate gave none."""
+    copied = copy_bandwidth(settings.device) / 1e9
+    for length in settings.lengths:
+        shape = Shape(
+            batch=settings.batch, heads=settings.heads, kv_heads=settings.kv_heads, length=length, dim=settings.dim,
+            queries=settings.queries,
+        )  # fmt: skip
+        arguments = draw(shape, "log-normal", settings.torch_dtype, settings.device)
+        for impl in settings.impls:
+            with on_its_own(impl, length, say):
+                nbytes = cache_bytes(arguments, landmarks=impl in READS_LANDMARKS)
+                yield stamp | _one(settings, shape, impl, CANDIDATES[impl](arguments), nbytes, copied)
+
+
+def _one(settings: Settings, shape: Shape, impl: str, work: Work, nbytes: int, copied: float) -> rows.Row:
+    timing = measured(work.step(backward=False), settings.device, seconds=settings.seconds)
+    gbps = nbytes / timing.ms / 1e6
+    found = against_float64(work, backward=False)
+    figures = {
+        "impl": impl,
+        "dtype": settings.dtype,
+        "queries": str(settings.queries),
+        "ms": rows.number(timing.ms),
+        "gbps": rows.number(gbps),
+        "copy_gbps": rows.number(copied),
+        "of_copy": rows.number(gbps / copied, 3),
+        "peak_mib": rows.number(timing.peak_mib, 5),
+        "error": rows.number(found["error"], 3),
+    }
+    return figures | {name: str(getattr(shape, name)) for name in ("batch", "heads", "kv_heads", "length", "dim")}
+
+
+def cache_bytes(arguments: Arguments, *, landmarks: bool) -> int:
+    """Bytes that have to be read: keys, values, and the landmarks where they lie beside the keys."""
+    read = [arguments[name] for name in (("k", "v", "landmark") if landmarks else ("k", "v"))]
+    return sum(x.numel() * x.element_size() for x in read)

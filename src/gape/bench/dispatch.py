@@ -1,0 +1,93 @@
+"""From measured rows to the table of `impl="auto"`: the fastest implementation that is exact, per kind of call.
+
+Exact means: the output's error is at most twice that of plain attention in the same dtype at the same length, and the
+gates' gradients are within 2%. Of rows that were measured again the newest count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+from gape.bench.rows import Row
+from gape.ops.dispatch import CANNOT, DECODE_QUERIES, Rule
+
+#: Rows of plain attention, whose error is the measure; the first that is there.
+PLAIN = ("sdpa-cudnn", "sdpa-flash", "sdpa", "flex-causal")
+
+#: How far a gate's gradient may be off.
+GATE_ERROR = 0.02
+
+#: The gates whose rows count where nothing is skipped, and where tiles may be.
+GATES = {False: "log-normal", True: "trained"}
+
+#: Implementations that are the portable choice, which others are compared with in words.
+PORTABLE = ("split", "anchored", "rank2")
+
+
+def rules(attention: Iterable[Row], decode: Iterable[Row] = ()) -> list[Rule]:
+    """The table for rows of `gape bench attention` and `gape bench decode`; rules for few queries come first."""
+    found = _rules([_as_attention(row) for row in decode], DECODE_QUERIES)
+    return found + _rules([row for row in attention if _counts(row)], 0)
+
+
+def _counts(row: Row) -> bool:
+    return row["gates"] == GATES[float(row["eps"]) > 0]
+
+
+def _as_attention(row: Row) -> Row:
+    return row | {"direction": "forward", "eps": "0"}
+
+
+def _rules(rows: list[Row], queries_at_most: int) -> list[Rule]:
+    found: list[Rule] = []
+    for kind, members in groupby(sorted(rows, key=_kind), key=_kind):
+        at_length = _by_length(list(members))
+        winners = {length: _winner(candidates) for length, candidates in sorted(at_length.items())}
+        device, dtype, gradient, eps, dim = kind
+        rising = [
+            Rule(
+                device=device, dtype=dtype, gradient=gradient, eps=eps, dim_at_most=dim, length_at_least=length,
+                impl=winner, reason=_reason(winner, length, at_length[length]), queries_at_most=queries_at_most,
+            )
+            for length, winner in winners.items()
+            if winner is not None
+        ]  # fmt: skip
+        # A winner that goes on winning needs one line; the longest lengths come first.
+        changes = [rule for n, rule in enumerate(rising) if n == 0 or rule.impl != rising[n - 1].impl]
+        found += reversed(changes)
+    return found
+
+
+def _kind(row: Row) -> tuple[str, str, bool, bool, int]:
+    return row["device"], row["dtype"], row["direction"] == "both", float(row["eps"]) > 0, int(row["dim"])
+
+
+def _by_length(rows: list[Row]) -> dict[int, dict[str, Row]]:
+    """Rows by length and implementation, later ones in place of earlier ones."""
+    found: dict[int, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(int(row["length"]), {})[row["impl"]] = row
+    return found
+
+
+def _winner(candidates: Mapping[str, Row]) -> str | None:
+    plain = next((float(candidates[name]["error"]) for name in PLAIN if candidates.get(name, {}).get("error")), None)
+    exact = [row for name, row in candidates.items() if name in CANNOT and _exact(row, plain)]
+    return min(exact, key=lambda row: float(row["ms"]))["impl"] if exact else None
+
+
+def _exact(row: Row, plain: float | None) -> bool:
+    if not row["error"] or (plain is not None and float(row["error"]) > 2 * plain):
+        return False
+    return all(float(row.get(name) or 0) <= GATE_ERROR for name in ("dgate", "dlandmark", "damplitude"))
+
+
+def _reason(winner: str, length: int, candidates: Mapping[str, Row]) -> str:
+    """What was measured, in words."""
+    row = candidates[winner]
+    others = [name for name in PORTABLE if name in candidates and name != winner]
+    told = f"measured on {row['device']}: {float(row['ms']):.3g} ms at {length:,} keys"
+    if not others:
+        return told
+    return f"{told}, {others[0]} {float(candidates[others[0]]['ms']):.3g}"

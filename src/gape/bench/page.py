@@ -1,0 +1,91 @@
+"""`docs/benchmarks.md`: its tables, drawn from the stored rows; of a case measured again the newest row counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from gape.bench import rows
+from gape.bench.rows import Row
+
+PAGE = Path("docs/benchmarks.md")
+
+#: By benchmark: what a table is about, and its columns with their headings.
+TABLES: dict[str, tuple[Sequence[str], dict[str, str]]] = {
+    "attention": (
+        ("direction", "dtype", "dim", "heads", "kv_heads", "gates", "eps"),
+        {
+            "impl": "", "length": "tokens", "ms": "ms", "tflops": "TFLOP/s", "peak_mib": "MiB", "tiles": "tiles",
+            "error": "error", "dgate": "dgate", "dlandmark": "dlandmark",
+        },
+    ),
+    "prologue": (
+        ("direction", "dtype", "dim", "heads", "kv_heads"),
+        {
+            "impl": "", "length": "tokens", "ms": "ms", "gbps": "GB/s", "of_copy": "of a copy",
+            "of_fused_rope": "× fused RoPE", "of_compiled_rope": "× compiled RoPE", "peak_mib": "MiB", "error": "error",
+        },
+    ),
+    "decode": (
+        ("dtype", "dim", "heads", "kv_heads", "batch", "queries"),
+        {
+            "impl": "", "length": "keys", "ms": "ms", "gbps": "GB/s", "of_copy": "of a copy", "peak_mib": "MiB",
+            "error": "error",
+        },
+    ),
+}  # fmt: skip
+
+
+def redraw(page: Path, mark: str, text: str) -> None:
+    """Put `text` between a page's two marks."""
+    begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->\n"
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    _, after = rest.split(end)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def render(root: Path = Path()) -> None:
+    """Redraw the page of a clone."""
+    redraw(root / PAGE, "benchmarks", rendered(root))
+
+
+def rendered(root: Path = Path()) -> str:
+    """The tables of every benchmark that has rows."""
+    lines = []
+    for name in TABLES:
+        path = root / rows.DATA / f"{name}.csv"
+        if path.is_file():
+            lines += [f"### {name}", "", *_tables(name, rows.load(path))]
+    return "\n".join(lines).rstrip() + "\n" if lines else "Nothing has been measured yet.\n"
+
+
+def _tables(name: str, found: list[Row]) -> list[str]:
+    about, columns = TABLES[name]
+
+    def subject(row: Row) -> tuple[str, ...]:
+        return row["device"], *(row[key] for key in about)
+
+    lines = []
+    newest = {(subject(row), row["impl"], row["length"]): row for row in found}
+    for what, members in groupby(sorted(newest.values(), key=subject), key=subject):
+        of_kind = sorted(members, key=lambda row: (int(row["length"]), row["impl"]))
+        told = ", ".join(f"{key} {value}" for key, value in zip(about, what[1:], strict=True))
+        lines += [f"**{what[0]}**, {told} ({_origin(of_kind)})", "", *_markdown(of_kind, columns), ""]
+    return lines
+
+
+def _origin(found: list[Row]) -> str:
+    stamps = sorted({(row["torch"], row["triton"], row["commit"], row["tests"]) for row in found})
+    return "; ".join(
+        f"torch {torch}, triton {triton}, commit {commit}, tests {t}" for torch, triton, commit, t in stamps
+    )
+
+
+def _markdown(found: list[Row], columns: dict[str, str]) -> list[str]:
+    shown = [name for name in columns if any(row[name] for row in found)]
+    lines = ["| " + " | ".join(columns[name] for name in shown) + " |", "|---|" + "---:|" * (len(shown) - 1)]
+    for row in found:
+        cells = (f"{int(row[name]):,}" if name == "length" else row[name] for name in shown)
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines

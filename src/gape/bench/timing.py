@@ -1,0 +1,95 @@
+"""How long something takes and how much memory it needs: medians, caches emptied in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+#: Bytes written between two runs, so that none finds its inputs in the cache of the device.
+FLUSH_BYTES = 256 * 2**20
+
+#: Cycles that the device is kept busy before a run, so that it never waits for the host's launches.
+HEAD_START_CYCLES = 1_000_000
+
+#: Bytes copied to measure what the memory gives, by device.
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One measurement.
+
+    Attributes:
+        ms: median time of a run in milliseconds.
+        peak_mib: memory beyond what was held before, MiB; None on a CPU.
+        runs: how many the median is of.
+    """
+
+    ms: float
+    peak_mib: float | None
+    runs: int
+
+
+def measured(
+    work: Callable[[], Any], device: torch.device, *, seconds: float = 1.0, least: int = 5, most: int = 100
+) -> Timing:
+    """The median time of `work` and its peak memory, after runs that warm everything up.
+
+    Args:
+        work: what is timed; what it returns is dropped.
+        device: where it runs.
+        seconds: about how long to go on, within `least` and `most` runs.
+        least, most: bounds on the number of runs.
+    """
+    for _ in range(3 if device.type == "cuda" else 1):
+        work()
+    peak = peak_mib(work, device)
+    one = _once(work, device)
+    runs = max(least, min(most, int(seconds * 1000 / max(one, 1e-3))))
+    return Timing(ms=median(_once(work, device) for _ in range(runs)), peak_mib=peak, runs=runs)
+
+
+def peak_mib(work: Callable[[], Any], device: torch.device) -> float | None:
+    """Memory that a run needs beyond what is held already, in MiB; None on a CPU, which does not keep count."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written together, of a plain copy of a large buffer."""
+    nbytes = COPY_BYTES[device.type]
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / (measured(lambda: target.copy_(source), device, seconds=0.3).ms / 1000)
+
+
+_flush: dict[torch.device, torch.Tensor] = {}
+
+
+def _once(work: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds of one run with cold caches."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        work()
+        return (time.perf_counter() - begin) * 1000
+    if device not in _flush:
+        _flush[device] = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    _flush[device].zero_()
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin_event.record()
+    work()
+    end_event.record()
+    torch.cuda.synchronize(device)
+    return float(begin_event.elapsed_time(end_event))
