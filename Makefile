@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 	$(BIN)/gape demo
 
 precision: $(INSTALLED)
-	$(BIN)/python benchmarks/precision.py --quick
+	$(BIN)/gape bench precision --quick
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not gpu"

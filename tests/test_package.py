@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import gape
+from gape.bench import page, precision
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,14 +43,15 @@ def test_public_names_exist_and_are_documented() -> None:
 
 
 def test_precision_page_is_drawn_from_its_rows() -> None:
-    spec = importlib.util.spec_from_file_location("precision", ROOT / "benchmarks" / "precision.py")
-    precision = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(precision)
-    rows = precision.load()
-    assert precision.rendered(rows) in precision.PAGE.read_text(encoding="utf-8")
+    rows = precision.load(ROOT)
+    assert precision.rendered(rows) in (ROOT / precision.PAGE).read_text(encoding="utf-8")
     assert precision.verdict(rows) == []
     promised = [row for row in rows if row["quantity"] == "output" and row["dtype"] == "bfloat16"]
     assert {int(row["keys"]) for row in promised} >= {1024, 8192, 131072}
+
+
+def test_benchmark_page_is_drawn_from_its_rows() -> None:
+    assert page.rendered(ROOT) in (ROOT / page.PAGE).read_text(encoding="utf-8")
 
 
 def cells(line: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 import gape.cli
-from gape.cli import experiment
+from gape.cli import experiment, needle
+from gape.cli.console import Voice
 from gape.models.gpt import GPT, GPTConfig
 from gape.report import catalogue
+from gape.train import BusyError, log
 
 TOY = """
 description = "toy"
@@ -114,15 +117,15 @@ def test_what_is_done_is_not_done_again(toy: Path, capsys: pytest.CaptureFixture
 def test_a_sweep_goes_on_where_it_stopped(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after the first length of the second run; the rows in the end are those of a sweep never stopped."""
     assert gape_exits("niah", "train", toy, "--out", "whole") == 0
-    append, written = experiment._append, []
+    append, written = log.append, []
 
-    def stopping(path: Path, row: dict[str, object]) -> None:
-        append(path, row)
-        written.append(row)
+    def stopping(path: Path, *rows: dict[str, object]) -> None:
+        append(path, *rows)
+        written.extend(rows)
         if len(written) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(experiment, "_append", stopping)
+    monkeypatch.setattr(log, "append", stopping)
     assert gape_exits("niah", "train", toy, "--out", "parts") == 143
     assert len(rows(Path("parts/rope+gape"))) == 1
     # What a crash in the middle of a line leaves.
@@ -179,10 +182,10 @@ def test_the_scheme_for_evaluation_reads_the_same_weights(toy: Path) -> None:
     model = GPT(GPTConfig(position="rope", **sizes)).eval()
     ids = torch.randint(27, (2, 40))
     for factor, same in ((1.0, True), (4.0, False)):
-        other = experiment.switched(model, GPTConfig(position="yarn", options={"factor": factor}, **sizes))
+        other = needle.switched(model, GPTConfig(position="yarn", options={"factor": factor}, **sizes))
         assert torch.allclose(other(ids).logits, model(ids).logits, atol=1e-6) == same
     with pytest.raises(ValueError, match="fox cannot take"):
-        experiment.switched(model, GPTConfig(position="fox", **sizes))
+        needle.switched(model, GPTConfig(position="fox", **sizes))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +195,7 @@ def test_the_scheme_for_evaluation_reads_the_same_weights(toy: Path) -> None:
         (["niah", "train", "missing.toml"], "expected a TOML file or one of niah/demo"),
         (["niah", "train", "toy.toml", "device=warp"], "device: got str 'warp'"),
         (["niah", "train", "toy.toml", "--jobs", "0"], "jobs: got int 0"),
+        (["demo", "--jobs", "0"], "jobs: got int 0"),
         (["niah", "eval", "nowhere"], "expected a directory with run.json"),
         (["report", "nowhere"], "expected a run, a sweep or a report"),
         (["reproduce", "acuracy"], "did you mean accuracy?"),
@@ -207,6 +211,42 @@ def test_mistakes_end_with_two_and_one_line(
     told = capsys.readouterr().err
     assert message in " ".join(told.split()).replace("│ ", "")
     assert "Traceback" not in told
+
+
+def test_a_file_where_a_directory_should_be_is_told_in_one_line(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gape_exits("niah", "train", toy, "model.position=rope") == 0
+    assert gape_exits("report", "runs/toy", "--out", "toy.toml") == 2
+    assert "File exists: 'toy.toml'" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_in_use_is_told_in_one_line(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def busy(*arguments: object, **options: object) -> None:
+        raise BusyError("runs/toy/rope is being trained by another process")
+
+    monkeypatch.setattr("gape.cli.sweep.perform", busy)
+    assert gape_exits("niah", "train", toy, "model.position=rope") == 1
+    assert capsys.readouterr().err.endswith("gape: runs/toy/rope is being trained by another process\n")
+
+
+def test_letters_that_an_encoding_lacks_do_not_end_a_command(toy: Path) -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-m", "gape.cli", "niah", "train", str(toy), "--jobs", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"RoPE ? RoPE+GAPE" in done.stdout
+
+
+def test_progress_that_nobody_reads_costs_neither_the_work_nor_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    out = os.fstat(sys.stdout.fileno()).st_ino
+    Voice().say("half way")
+    assert os.fstat(sys.stdout.fileno()).st_ino == out
 
 
 def test_figures_of_the_theory_need_no_results(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gape
-from gape.ops import attention, split
+from gape.ops import attention, columns
 from gape.ops.rounding import pieces, round_significand
 from tests.ops.cases import Case, random_case
 
@@ -123,7 +123,7 @@ def test_anchors_are_what_keeps_gate_gradients(monkeypatch: pytest.MonkeyPatch) 
     exact = gate_gradients(case, "reference", torch.float64)["gate"]
     errors = []
     for rows in (256, 4096):
-        monkeypatch.setattr(split, "ANCHORED_ROWS", rows)
+        monkeypatch.setattr(columns, "ANCHORED_ROWS", rows)
         errors.append(distance(gate_gradients(case, "anchored", torch.bfloat16)["gate"], exact))
     assert errors[0] < 0.02
     assert errors[1] > 3 * errors[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from gape.report import catalogue, series, tables, write
 from gape.report.results import Results, gather, store
 from tests.report.stored import row, stored
 
-pytest.importorskip("matplotlib")
+Figure = pytest.importorskip("matplotlib.figure").Figure
 
 
-@pytest.mark.parametrize("name", [n for n in catalogue.FIGURES if n != "variants"])
+@pytest.mark.parametrize("name", [n for n, e in catalogue.FIGURES.items() if n != "variants" and not e.command])
 def test_every_figure_is_drawn(name: str, tmp_path: Path) -> None:
     paths = catalogue.write(catalogue.figure(name), stored(), tmp_path)
     assert [path.name for path in paths] == [f"{name}.json", f"{name}.png", f"{name}.pdf"]
@@ -66,6 +67,15 @@ def test_entropy_change_is_the_difference_on_the_same_samples() -> None:
     assert bar["mean"] == pytest.approx(sum(gated[0][0]) / 2 - sum(plain[0][0]) / 2)
 
 
+def test_a_kind_of_token_that_never_came_has_no_landmark(tmp_path: Path) -> None:
+    results = stored(schemes=("rope+gape",), targets=("last",), seeds=1)
+    results.analyses[0]["gates"]["landmark"]["filler"] = [[[None, None], [None, None]]] * 2
+    numbers, *_ = catalogue.write(catalogue.figure("landmark-kinds"), results, tmp_path)
+    kinds = json.loads(numbers.read_text())["rows"][0]["kinds"]
+    assert [head["mean"] for head in kinds["filler"]] == [None] * 4
+    assert all(head["mean"] is not None for head in kinds["digit"])
+
+
 def test_figures_without_data_say_so() -> None:
     empty = Results(rows=(), analyses=(), runs=())
     for entry in catalogue.FIGURES.values():
@@ -82,6 +92,48 @@ def test_variants_stand_beside_each_other(tmp_path: Path) -> None:
     assert [line["label"] for line in data["rows"][0][0]["lines"]] == ["a", "b"]
 
 
+def test_a_figure_of_one_variant_among_several_says_which(tmp_path: Path) -> None:
+    rows = tuple(row("rope+gape", "last", 0, 1, variant=variant, run=variant) for variant in ("floor", "plain"))
+    results = Results(rows=rows, analyses=(), runs=())
+    drawn: list[str] = []
+
+    def draw(data: series.Data) -> Figure:
+        drawn.append(data["variant"])
+        return figure
+
+    figure = Figure()
+    entry = replace(catalogue.figure("overview"), draw=draw)
+    catalogue.write(entry, results, tmp_path)
+    assert drawn == ["floor"]
+    assert figure.get_suptitle() == "variant floor"
+    assert "variant" not in catalogue.figure("variants").data(results)
+
+
+def test_attention_maps_say_which_needle_was_asked_for() -> None:
+    for target, words in (("first", "Needle far (first)"), ("last", "Needle close (last)")):
+        entry = catalogue.figure("attention-maps")
+        data = entry.data(stored(schemes=("rope",), targets=(target,), seeds=1))
+        assert entry.draw(data).get_suptitle() == f"{words}, 64 tokens"
+
+
+def test_figures_that_are_no_longer_drawn_go_and_those_of_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = {name: catalogue.figure(name) for name in ("overview", "attention-maps")}
+    monkeypatch.setattr(catalogue, "FIGURES", entries)
+    results, figures = stored(schemes=("rope",), targets=("last",), seeds=1), tmp_path / "figures"
+    write.report(results, tmp_path)
+    mine = {"fox.png": b"mine", "attention-maps.pdf": b"drawn over by hand"}
+    for name, content in mine.items():
+        (figures / name).write_bytes(content)
+    for _ in range(2):
+        write.report(replace(results, analyses=()), tmp_path)
+        assert {path.name for path in figures.iterdir()} == {
+            "overview.json", "overview.png", "overview.pdf", "drawn.json", *mine,
+        }  # fmt: skip
+    assert {name: (figures / name).read_bytes() for name in mine} == mine
+
+
 def test_an_unknown_figure_is_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean accuracy"):
         catalogue.figure("acuracy")
@@ -94,6 +146,25 @@ def test_a_table_has_means_deviations_and_the_best() -> None:
     assert table.rows == (("RoPE", "2", "0.30 ± 0.14"), ("RoPE+GAPE", "2", "0.80 ± 0.00"))
     assert table.strong == {(1, 2)}
     assert "| RoPE+GAPE | 2 | **0.80 ± 0.00** |" in table.markdown()
+
+
+def test_a_table_says_where_seeds_are_missing() -> None:
+    rows = [row("rope", "last", s, f) for s in range(3) for f in (1, 2) if (s, f) != (2, 2)]
+    (table,) = tables.accuracy_tables(Results(rows=tuple(rows), analyses=(), runs=()))
+    assert table.rows[0][1] == "2–3"
+
+
+def test_a_table_gives_no_length_that_is_not_everyones() -> None:
+    rows = (row("rope", "last", 0, 1), row("nope", "last", 0, 1, length=128))
+    (table,) = tables.accuracy_tables(Results(rows=rows, analyses=(), runs=()))
+    assert table.header[2] == "1×"
+
+
+@pytest.mark.parametrize(("seeds", "verdict"), [(1, "one seed"), (3, "better")])
+def test_a_verdict_needs_several_seeds(seeds: int, verdict: str) -> None:
+    table = tables.comparison_table(stored(schemes=("rope", "rope+gape"), targets=("last",), seeds=seeds))
+    assert table is not None
+    assert table.rows[2][-1] == verdict
 
 
 class Links(HTMLParser):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gape.report import summary
 from gape.report.results import Results, gather, pack_hits, read_lines, store, unpack_hits
+from gape.report.write import tables
 from tests.report.stored import row, stored
 
 
@@ -62,9 +63,68 @@ def test_a_later_row_of_the_same_measurement_counts(tmp_path: Path) -> None:
 def test_two_runs_of_one_name_are_not_mixed(tmp_path: Path) -> None:
     one = run_directory(tmp_path / "a", row("rope", "last", 0, 1))
     other = run_directory(tmp_path / "b", row("rope", "last", 0, 1, accuracy=0.5))
-    with pytest.raises(ValueError, match="another run"):
-        gather([one, other])
+    for paths in ([one, other], [tmp_path]):
+        with pytest.raises(ValueError, match="another run is called seed0_last_rope too"):
+            gather(paths)
     assert len(gather([one, one]).rows) == 1
+
+
+def test_rows_of_weights_that_were_trained_further_do_not_count(tmp_path: Path) -> None:
+    home = run_directory(tmp_path / "a", row("rope", "last", 0, 4, step=10), row("rope", "last", 0, 1, step=20))
+    (home / "analysis.json").write_text(json.dumps({"run": "seed0_last_rope", "step": 10}))
+    found = gather([home])
+    assert [(r["factor"], r["step"]) for r in found.rows] == [(1, 20)]
+    assert found.analyses == ()
+
+
+def test_runs_count_where_a_report_lies_beside_them(tmp_path: Path) -> None:
+    run_directory(tmp_path / "a", row("rope", "last", 0, 1))
+    store(gather([tmp_path]), tmp_path)
+    run_directory(tmp_path / "b", row("rope", "last", 1, 1))
+    assert len(gather([tmp_path]).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "said"),
+    [
+        ({"length": 128}, {}, "differ in length;"),
+        ({}, {"train": {"learning_rate": 0.1}}, "differ in train.learning_rate;"),
+        ({"seed": 0}, {}, "are both seed 0;"),
+    ],
+)
+def test_other_experiments_are_not_taken_for_seeds(
+    tmp_path: Path, changed: dict[str, object], settings: dict[str, object], said: str
+) -> None:
+    one = run_directory(tmp_path / "a", row("rope", "last", 0, 1, run="a"))
+    other = run_directory(tmp_path / "b", row("rope", "last", 1, 1) | {"run": "b"} | changed)
+    for home, extra in ((one, {}), (other, settings)):
+        run = {"seed": 0, "train": {"learning_rate": 0.2, "max_steps": 5, "seed": 0}, "device": home.name} | extra
+        (home / "run.json").write_text(json.dumps(run))
+    with pytest.raises(ValueError, match=said):
+        gather([tmp_path])
+
+
+def test_a_line_cut_within_a_letter_is_left_out(tmp_path: Path) -> None:
+    home = run_directory(tmp_path / "a", row("rope", "last", 0, 1))
+    with (home / "eval.jsonl").open("ab") as file:
+        file.write('{"run": "λ'.encode()[:-1])
+    assert len(gather([home]).rows) == 1
+
+
+def test_results_written_over_themselves_are_whole_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(stored(), tmp_path)
+    before = (tmp_path / "results.jsonl").read_bytes()
+
+    def full(path: Path, data: bytes) -> None:
+        path.write_bytes(data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gape.train.files.write", full)
+    with pytest.raises(OSError, match=r"no room for results\.jsonl"):
+        store(stored(seeds=1), tmp_path)
+    assert (tmp_path / "results.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("content", [None, {"run": "x"}])
@@ -97,16 +157,48 @@ def test_an_advantage_is_found_and_its_absence_too() -> None:
     assert found[2].difference > 0.5
 
 
-def test_an_interval_holds_the_truth_nineteen_times_in_twenty() -> None:
-    """Models whose true difference is 0.1, one seed, 200 samples each."""
+def test_the_committed_tables_are_those_of_the_committed_rows() -> None:
+    home = Path(__file__).parents[2] / "results" / "niah" / "paper"
+    text = "\n\n".join(table.markdown() for table in tables(gather([home]))) + "\n"
+    assert (home / "tables.md").read_text(encoding="utf-8") == text
+
+
+def test_only_the_same_samples_are_compared() -> None:
+    rows = (row("rope", "last", 0, 1), row("rope+gape", "last", 0, 1, eval_seed=5))
+    assert summary.comparisons(Results(rows=rows, analyses=(), runs=())) == []
+
+
+def test_one_seed_decides_nothing() -> None:
+    (found,) = summary.comparisons(
+        Results(
+            rows=(
+                row("rope", "last", 0, 1, hits=pack_hits([False] * 100)),
+                row("rope+gape", "last", 0, 1, hits=pack_hits([True] * 100)),
+            ),
+            analyses=(),
+            runs=(),
+        )
+    )
+    assert (found.low, found.high, found.separable) == (1.0, 1.0, False)
+
+
+@pytest.mark.parametrize(("seeds", "spread"), [(1, 0.0), (3, 0.0), (3, 0.2), (5, 0.2)])
+def test_an_interval_holds_the_truth_nineteen_times_in_twenty(seeds: int, spread: float) -> None:
+    """Gates that add 0.1 on average, and by chance more or less in each training run; 200 samples each."""
     random = np.random.default_rng(0)
     inside = 0
     for _ in range(200):
-        right, other = random.random(200) < 0.6, random.random(200) < 0.5
-        rows = [
-            row("rope+gape", "last", 0, 1, samples=200, hits=pack_hits(right)),
-            row("rope", "last", 0, 1, samples=200, hits=pack_hits(other)),
-        ]
+        rows = []
+        for seed in range(seeds):
+            right = random.random(200) < np.clip(0.5 + random.normal(0, spread), 0, 1)
+            other = random.random(200) < 0.4
+            rows.append(row("rope+gape", "last", seed, 1, samples=200, hits=pack_hits(right)))
+            rows.append(row("rope", "last", seed, 1, samples=200, hits=pack_hits(other)))
         (found,) = summary.comparisons(Results(rows=tuple(rows), analyses=(), runs=()))
         inside += found.low <= 0.1 <= found.high
     assert 0.9 <= inside / 200 <= 0.99
+
+
+@pytest.mark.parametrize(("freedom", "point"), [(2, 4.303), (10, 2.228), (11, 2.201), (30, 2.042), (100, 1.984)])
+def test_students_points(freedom: int, point: float) -> None:
+    assert summary.student(freedom) == pytest.approx(point, abs=3e-3)

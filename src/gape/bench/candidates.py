@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gape
 from gape.bench.inputs import CONTEXT_LENGTH, Arguments, problem
 from gape.bench.settings import UnavailableError
-from gape.ops import available_implementations, split
+from gape.ops import available_implementations, columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +85,10 @@ def operator(impl: str) -> Builder:
 
 def _split_kept(arguments: Arguments, eps: float) -> Work:
     dim = arguments["q"].size(-1)
-    if dim <= split.COLUMNS:
-        raise UnavailableError(f"head dim {dim} leaves nothing beside {split.COLUMNS} coordinates")
+    if dim <= columns.COLUMNS:
+        raise UnavailableError(f"head dim {dim} leaves nothing beside {columns.COLUMNS} coordinates")
     scale = dim**-0.5
-    content = {name: arguments[name][..., : dim - split.COLUMNS].contiguous() for name in "qk"}
+    content = {name: arguments[name][..., : dim - columns.COLUMNS].contiguous() for name in "qk"}
 
     return Work(
         leaves=arguments | content, forward=lambda leaves: attended(leaves, scale=scale, impl="split"), scale=scale

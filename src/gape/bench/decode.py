@@ -27,7 +27,7 @@ from gape.bench.errors import against_float64
 from gape.bench.inputs import CONTEXT_LENGTH, Arguments, Shape, draw, problem
 from gape.bench.settings import UnavailableError, on_its_own
 from gape.bench.timing import copy_bandwidth, measured
-from gape.ops import split
+from gape.ops import columns
 from gape.ops.carried import carried_attention, carry
 from gape.ops.checks import whole
 
@@ -50,7 +50,7 @@ def _operator(impl: str) -> Callable[[Arguments], Work]:
 
 
 def _carried(arguments: Arguments) -> Work:
-    content = arguments["q"].size(-1) - split.COLUMNS
+    content = arguments["q"].size(-1) - columns.COLUMNS
     if content < 1:
         raise UnavailableError(f"a head dim of {arguments['q'].size(-1)} has no room for the bias")
     n_q, n_k = arguments["q"].size(2), arguments["k"].size(2)

@@ -29,7 +29,7 @@ from gape.bench.errors import QUERIES, relative, sample
 from gape.bench.inputs import CONTEXT_LENGTH, Arguments, Shape
 from gape.bench.settings import UnavailableError, on_its_own
 from gape.bench.timing import copy_bandwidth, measured
-from gape.ops import prologue, sdpa, split
+from gape.ops import columns, prologue, sdpa
 from gape.ops.checks import refuse, whole
 from gape.ops.rounding import significand_bits
 from gape.ops.visibility import Visibility
@@ -61,7 +61,7 @@ class Layer:
     @property
     def content(self) -> int:
         """Coordinates of q and k."""
-        return self.shape.dim - split.COLUMNS * self.gated
+        return self.shape.dim - columns.COLUMNS * self.gated
 
     @property
     def scale(self) -> float:
@@ -80,7 +80,7 @@ class Layer:
 def layer(shape: Shape, dtype: torch.dtype, device: torch.device, *, gated: bool) -> Layer:
     """Random inputs; gates as they are early in training, none zero."""
     g = torch.Generator(device).manual_seed(0)
-    content = shape.dim - split.COLUMNS * gated
+    content = shape.dim - columns.COLUMNS * gated
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
     sizes = [h * shape.dim for h in heads]
 
@@ -141,8 +141,8 @@ def by_steps(q: Tensor, k: Tensor, angles: Pair, reading: prologue.GateReading |
     gate, landmark = gates(q, k, reading)
     where, bits = torch.arange(q.size(2), device=q.device) - q.size(2) // 2, significand_bits(q)
     rate = reading.amplitude[:, None] * gate / reading.context_length
-    q_columns = split.query_columns(rate, [where], scale, q.dtype, bits)
-    k_columns = split.key_columns(1 - landmark, [where], k.dtype, bits)
+    q_columns = columns.query_columns(rate, [where], scale, q.dtype, bits)
+    k_columns = columns.key_columns(1 - landmark, [where], k.dtype, bits)
     return filled(turned_q, q_columns), filled(turned_k, k_columns)
 
 
@@ -251,8 +251,8 @@ class Settings(settings.Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("tokens", self.tokens)
-        if self.dim % 2 or self.dim <= split.COLUMNS:
-            raise refuse("dim", self.dim, f"an even number above {split.COLUMNS}")
+        if self.dim % 2 or self.dim <= columns.COLUMNS:
+            raise refuse("dim", self.dim, f"an even number above {columns.COLUMNS}")
 
 
 def measure(settings: Settings, stamp: rows.Row, say: Callable[[str], None]) -> Iterator[rows.Row]:
@@ -313,7 +313,7 @@ def _step(
 
 
 def moved_bytes(given: Layer, direction: str) -> int:
-    """Bytes that must move: q and k in and out; backward cotangents in and gradients out, and q and k again for gates."""
+    """Bytes that must move: q and k in and out; backward cotangents in, gradients out, and q and k again for gates."""
     s = given.shape
     once = s.batch * s.length * (s.heads + s.kv_heads) * s.dim * given.leaves["q"].element_size()
     return once * (2 if direction == "forward" else 4 + given.gated)

@@ -13,8 +13,9 @@ import torch
 #: Bytes written between two runs, so that none finds its inputs in the cache of the device.
 FLUSH_BYTES = 256 * 2**20
 
-#: Cycles that the device is kept busy before a run, so that it never waits for the host's launches.
-HEAD_START_CYCLES = 1_000_000
+#: Cycles of the device in a second, at most: with these it is kept busy before a run for as long as the host needs to
+#: launch it, so that no time is the host's.
+CYCLES_PER_SECOND = 2_000_000_000
 
 #: Bytes copied to measure what the memory gives, by device.
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
@@ -49,9 +50,12 @@ def measured(
     for _ in range(3 if device.type == "cuda" else 1):
         work()
     peak = peak_mib(work, device)
-    one = _once(work, device)
+    begin = time.perf_counter()
+    work()
+    head_start = 1.5 * (time.perf_counter() - begin) + 1e-4
+    one = _once(work, device, head_start)
     runs = max(least, min(most, int(seconds * 1000 / max(one, 1e-3))))
-    return Timing(ms=median(_once(work, device) for _ in range(runs)), peak_mib=peak, runs=runs)
+    return Timing(ms=median(_once(work, device, head_start) for _ in range(runs)), peak_mib=peak, runs=runs)
 
 
 def peak_mib(work: Callable[[], Any], device: torch.device) -> float | None:
@@ -77,15 +81,15 @@ def copy_bandwidth(device: torch.device) -> float:
 _flush: dict[torch.device, torch.Tensor] = {}
 
 
-def _once(work: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds of one run with cold caches."""
+def _once(work: Callable[[], Any], device: torch.device, head_start: float) -> float:
+    """Milliseconds of one run with cold caches; the host is `head_start` seconds ahead of the device."""
     if device.type != "cuda":
         begin = time.perf_counter()
         work()
         return (time.perf_counter() - begin) * 1000
     if device not in _flush:
         _flush[device] = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(int(head_start * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
     _flush[device].zero_()
     begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin_event.record()

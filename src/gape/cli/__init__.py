@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
 import typer
 
-from gape.cli import demo, niah, report, reproduce
+from gape.cli import analyze, bench, data, demo, doctor, hf, lm, niah, report, reproduce, ruler
 
 app = typer.Typer(
     name="gape",
@@ -18,9 +19,16 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 app.command("reproduce")(reproduce.reproduce)
 app.command("report")(report.report)
+app.add_typer(data.app, name="data")
+app.add_typer(lm.app, name="lm")
+app.add_typer(hf.app, name="hf")
 app.add_typer(niah.app, name="niah")
+app.add_typer(ruler.app, name="ruler")
+app.add_typer(analyze.app, name="analyze")
+app.add_typer(bench.app, name="bench")
 
 #: Set to anything to see where an error came from.
 TRACEBACK = "GAPE_TRACEBACK"
@@ -31,6 +39,9 @@ def main() -> None:
 
     0 all went well; 1 the work failed; 2 something that was given is wrong; 130 and 143 stopped by SIGINT and SIGTERM.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Where the encoding lacks ± or → a ? stands for it; it should not be what ends hours of work.
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
     except Exception as error:
@@ -46,13 +57,18 @@ def main() -> None:
 def _code(error: Exception) -> int | None:
     """The exit code of an error whose message says enough, None for one that wants its traceback."""
     # Imported only now: an error in reading the arguments should not wait for torch.
-    from gape.train.errors import CheckpointError, DiskFullError, NonFiniteError  # noqa: PLC0415
+    from gape.train.errors import BusyError, CheckpointError, DiskFullError, NonFiniteError  # noqa: PLC0415
     from gape.train.signals import Interrupted  # noqa: PLC0415
 
     if isinstance(error, Interrupted):
         return error.code
-    if isinstance(error, (CheckpointError, DiskFullError, NonFiniteError)):
+    if isinstance(error, (BusyError, CheckpointError, DiskFullError, NonFiniteError)):
         return 1
-    if isinstance(error, (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, ImportError)):
+    if isinstance(error, (ValueError, ImportError, *_WRONG_PATH)):
         return 2
-    return None
+    # The system's own words, such as a read-only file system, name the path and what is wrong with it.
+    return 1 if isinstance(error, OSError) else None
+
+
+#: What comes of a path that was given wrongly.
+_WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)

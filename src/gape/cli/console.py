@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from gape.train.progress import SteadyConsole
 
 #: Lines in a log file should be readable next morning.
 SECONDS_BETWEEN_LINES = 10.0
@@ -17,7 +18,7 @@ class Voice:
     """Lines of progress on standard error; `console` is where they go."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True)
+        self.console = SteadyConsole(stderr=True)
 
     def say(self, message: str) -> None:
         """A line about how it goes."""
@@ -29,16 +30,17 @@ class Board:
 
     Args:
         voice: whose console it is shown on.
+        unit: what is counted.
     """
 
-    def __init__(self, voice: Voice) -> None:
-        self._voice = voice
+    def __init__(self, voice: Voice, unit: str = "step") -> None:
+        self._voice, self._unit = voice, unit
         self._bars = (
             Progress(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                 console=voice.console, transient=True,
             )
-            if voice.console.is_terminal
+            if voice.console.is_terminal and not voice.console.is_dumb_terminal
             else None
         )  # fmt: skip
         self._tasks: dict[str, TaskID] = {}
@@ -63,7 +65,7 @@ class Board:
         when, before = self._told.setdefault(name, (time.monotonic(), 0))
         if step != before and time.monotonic() - when >= SECONDS_BETWEEN_LINES:
             self._told[name] = (time.monotonic(), step)
-            self._voice.say(f"{name}: step {step}/{total}")
+            self._voice.say(f"{name}: {self._unit} {step}/{total}")
 
     def drop(self, name: str) -> None:
         """A run is over."""

@@ -25,7 +25,7 @@ def demo(
 
     recipe = recipes.load(RECIPE, overrides or [])
     # At this size a core per run is quicker than all cores for each.
-    run_all(recipe, out, jobs or min(len(recipe.runs), os.cpu_count() or 1), "auto")
+    run_all(recipe, out, min(len(recipe.runs), os.cpu_count() or 1) if jobs is None else jobs, "auto")
     page = write_report([out / run.name for run in recipe.runs], out / "report", "The needle task, small")
     faster = recipe.runs[0].train.gate_lr_multiplier
     if faster != 1:

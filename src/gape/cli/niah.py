@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, Resume, run_one
+
 if TYPE_CHECKING:
-    from gape.recipes import Recipe, Run
-    from gape.train import StopFlag
+    from gape.recipes import NeedleRun, Recipe
 
 app = typer.Typer(help="The needle-in-a-haystack task.", no_args_is_help=True, rich_markup_mode=None)
-
-RUNS = Path("runs")
+app.command("run", hidden=True)(run_one)
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A TOML file, or a name such as niah/paper.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the recipe's.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where the runs go; runs/RECIPE by default.")] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at once, each in a process of its own.")] = 1,
-    resume: Annotated[str, typer.Option(help="auto goes on with what is there, never refuses it.")] = "auto",
-    dry: Annotated[bool, typer.Option("--list", help="Only list the runs and what is left to do.")] = False,
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    out: Out = None,
+    jobs: Jobs = 1,
+    resume: Resume = "auto",
+    only: Only = None,
+    dry: Dry = False,
 ) -> None:
     """Train, evaluate and look into every run of a recipe. Stop it and start it again as you like."""
     from gape import recipes  # noqa: PLC0415
+    from gape.cli import runs  # noqa: PLC0415
 
-    loaded = recipes.load(recipe, overrides or [])
-    directory = out or default_directory(recipe, loaded)
+    loaded = recipes.load(recipe, overrides or [], kind="niah").only(only or [])
+    directory = out or runs.default_directory(recipe, loaded)
     if dry:
-        _list(loaded, directory)
+        runs.list_runs(loaded, directory)
         return
     run_all(loaded, directory, jobs, resume)
 
@@ -52,33 +48,18 @@ def evaluate(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """Measure trained runs at several lengths. What was measured before is not measured again."""
-    from gape.cli import experiment  # noqa: PLC0415
+    from gape.cli import needle  # noqa: PLC0415
     from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.train import StopFlag, load_model  # noqa: PLC0415
-
-    voice = Voice()
-    with StopFlag() as stop:
-        for directory in runs:
-            run = _asked(directory, factors, samples, seed, position)
-            model = load_model(directory, device=experiment.pick_device(device), say=voice.say)
-            experiment.evaluate(run, model, directory, stop=stop, say=voice.say)
-    print_tables(list(runs))
-
-
-@app.command("run", hidden=True)
-def run_one(
-    directory: Annotated[Path, typer.Argument(help="A directory with run.json.")],
-    resume: Annotated[str, typer.Option(help="As for train.")] = "auto",
-) -> None:
-    """Bring one run to its end: what a sweep starts for each of several at once."""
-    from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.cli.experiment import perform  # noqa: PLC0415
+    from gape.cli.experiment import pick_device  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
 
-    voice = Voice()
-    stop = StopFlag()
-    _end_with_parent(stop)
-    perform(_stored(directory), directory, stop=stop, resume=resume, console=voice.console, say=voice.say)
+    voice, where = Voice(), pick_device(device)
+    # Every run is asked about before the first is measured.
+    asked = {directory: _asked(directory, factors, samples, seed, position) for directory in runs}
+    with StopFlag() as stop:
+        for directory, run in asked.items():
+            needle.evaluate(run, directory, where, stop=stop, say=voice.say)
+    print_tables([row for directory, run in asked.items() for row in needle.answered(run, directory, where)])
 
 
 def run_all(recipe: Recipe, directory: Path, jobs: int, resume: str) -> None:
@@ -87,78 +68,49 @@ def run_all(recipe: Recipe, directory: Path, jobs: int, resume: str) -> None:
     Raises:
         typer.Exit: with code 1 when a run failed.
     """
-    from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.cli.sweep import sweep  # noqa: PLC0415
+    from gape.cli.experiment import pick_device  # noqa: PLC0415
+    from gape.cli.needle import answered  # noqa: PLC0415
+    from gape.cli.runs import sweep_all  # noqa: PLC0415
 
-    voice = Voice()
-    tally = sweep(recipe.runs, directory, jobs=jobs, resume=resume, voice=voice)
-    good = [directory / run.name for run in recipe.runs if run.name not in tally.failed]
-    if good:
-        print_tables(good)
-    if tally.failed:
-        voice.say(f"{len(tally.failed)} of {len(recipe.runs)} runs failed: {', '.join(tally.failed)}")
+    good, failed = sweep_all(recipe, directory, jobs, resume)
+    runs = [cast("NeedleRun", run) for run in recipe.runs if directory / run.name in good]
+    if runs:
+        print_tables([row for run in runs for row in answered(run, directory / run.name, pick_device(run.device))])
+    if failed:
         raise typer.Exit(1)
 
 
-def print_tables(paths: list[Path]) -> None:
-    """Print what runs were measured at, on standard output."""
-    from gape.report.results import gather  # noqa: PLC0415
+def print_tables(rows: list[dict[str, Any]]) -> None:
+    """Print rows of measurements as tables, on standard output.
+
+    Raises:
+        ValueError: some would be averaged as seeds of one scheme and are not.
+    """
+    from gape.report.results import arranged  # noqa: PLC0415
     from gape.report.write import tables  # noqa: PLC0415
 
-    for table in tables(gather(paths)):
+    for table in tables(arranged(rows)):
         typer.echo(f"\n{table.text()}")
 
 
-def default_directory(name: str, recipe: Recipe) -> Path:
-    """runs/niah/demo for the recipe niah/demo, runs/NAME for a file elsewhere."""
-    from gape import recipes  # noqa: PLC0415
+def _asked(directory: Path, factors: str, samples: int, seed: int, position: str | None) -> NeedleRun:
+    """The stored run with these measurements asked for.
 
-    known = {file: short for short, file in recipes.available().items()}
-    return RUNS / known.get(recipes.find(name).resolve(), recipe.name)
-
-
-def _list(recipe: Recipe, directory: Path) -> None:
-    from gape.cli.experiment import finished, trained  # noqa: PLC0415
-
-    for run in recipe.runs:
-        home = directory / run.name
-        state = "done" if finished(run, home) else "trained" if trained(run, home) else "to do"
-        typer.echo(f"{state:8} {home}")
-
-
-def _stored(directory: Path) -> Run:
-    import json  # noqa: PLC0415
-
-    from gape.recipes import Run  # noqa: PLC0415
-
-    path = directory / "run.json"
-    if not path.is_file():
-        raise ValueError(f"run: got {str(directory)!r}, expected a directory with run.json, as gape niah train makes")
-    return Run.from_dict(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _asked(directory: Path, factors: str, samples: int, seed: int, position: str | None) -> Run:
-    """The stored run with these measurements asked for."""
+    Raises:
+        ValueError: no run of the needle task is there, or one that cannot be measured so.
+    """
     from dataclasses import replace  # noqa: PLC0415
 
-    run = _stored(directory)
+    from gape.cli.experiment import stored  # noqa: PLC0415
+    from gape.cli.needle import check  # noqa: PLC0415
+
+    run = cast("NeedleRun", stored(directory, "niah"))
     try:
         multiples = tuple(int(part) for part in factors.split(","))
     except ValueError as error:
         raise ValueError(f"factors: got {factors!r}, expected whole numbers with commas, such as 1,2,4") from error
-    switch = {run.model.position: position} if position else {}
-    asked = replace(run.evaluation, factors=multiples, samples=samples, seed=seed, switch=switch)
-    return replace(run, evaluation=asked)
-
-
-def _end_with_parent(stop: StopFlag) -> None:
-    """Save and stop when the process that started this one is gone, however it died: its end of the pipe closes."""
-
-    def watch() -> None:
-        # Not through sys.stdin: a thread that sleeps in its buffer's lock makes the interpreter abort at exit.
-        while os.read(0, 4096):
-            pass
-        stop.request(signal.SIGTERM)
-
-    if not sys.stdin.isatty():
-        threading.Thread(target=watch, daemon=True).start()
+    switch = {run.model.position: position} if position and position != run.model.position else {}
+    evaluation = replace(run.evaluation, factors=multiples, samples=samples, seed=seed, switch=switch)
+    asked = replace(run, evaluation=evaluation)
+    check(asked, directory)
+    return asked

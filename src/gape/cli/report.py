@@ -11,13 +11,13 @@ import typer
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Runs, sweeps, or earlier reports.")],
     out: Annotated[Path, typer.Option(help="The report's directory.")] = Path("report"),
-    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Needle in a haystack",
+    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
 ) -> None:
     """Write results, tables, figures and a self-contained page from what runs left behind; nothing is run."""
     typer.echo(f"Report: {write_report(runs, out, title)}")
 
 
-def write_report(runs: list[Path], out: Path, title: str) -> Path:
+def write_report(runs: list[Path], out: Path, title: str | None = None) -> Path:
     """Gather runs and write their report; the page's path.
 
     Raises:
@@ -25,6 +25,8 @@ def write_report(runs: list[Path], out: Path, title: str) -> Path:
     """
     from gape.cli.console import Voice  # noqa: PLC0415
     from gape.report import write  # noqa: PLC0415
-    from gape.report.results import gather  # noqa: PLC0415
+    from gape.report.lm_results import gather  # noqa: PLC0415
 
-    return write.report(gather(runs), out, title=title, say=Voice().say)
+    results = gather(runs)
+    heading = title or ("Needle in a haystack" if results.rows else "Language models")
+    return write.report(results, out, title=heading, say=Voice().say)

@@ -20,21 +20,31 @@ def reproduce(
     run: Annotated[bool, typer.Option("--run", help="Run the recipe first; days on a CPU, hours on a GPU.")] = False,
     jobs: Annotated[int, typer.Option(help="With --run: runs at once.")] = 1,
     runs: Annotated[Path | None, typer.Option(help="With --run: where the runs go; runs/RECIPE by default.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Draw it from the results of another recipe.")] = None,
 ) -> None:
     """Draw a figure of the paper: NAME.png, NAME.pdf and NAME.json with its numbers."""
+    from dataclasses import replace  # noqa: PLC0415
+
     from gape.report import catalogue  # noqa: PLC0415
+    from gape.report.series import NoData  # noqa: PLC0415
 
     if listing or name is None:
         for entry in catalogue.FIGURES.values():
             where = "drawn from the theory" if entry.measure is None else str(home(entry, results))
             state = "" if entry.measure is None or _there(home(entry, results)) else " (no results yet)"
-            typer.echo(f"{entry.name:15} {entry.paper or 'our own':27} {where}{state}")
+            typer.echo(f"{entry.name:16} {entry.paper or 'our own':30} {where}{state}")
         return
     entry = catalogue.figure(name)
+    entry = replace(entry, recipe=recipe or entry.recipe)
     found = None
     if entry.measure is not None:
         found = _run(entry, runs, jobs) if run else _committed(entry, results)
-    for path in catalogue.write(entry, found, out):
+    try:
+        paths = catalogue.write(entry, found, out)
+    except NoData as error:
+        hint = f"; gape {entry.command} measures them, and gape report gathers them again" if entry.command else ""
+        raise ValueError(f"{error}{hint}") from error
+    for path in paths:
         typer.echo(path)
 
 
@@ -44,13 +54,19 @@ def home(entry: Entry, results: Path) -> Path:
 
 
 def _there(path: Path) -> bool:
-    return (path / "results.jsonl").is_file()
+    return (path / "runs.jsonl").is_file() or (path / "results.jsonl").is_file()
 
 
 def _committed(entry: Entry, results: Path) -> Results:
-    from gape.report.results import gather  # noqa: PLC0415
+    from gape.report.lm_results import gather  # noqa: PLC0415
 
     path = home(entry, results)
+    if not _there(path) and entry.command:
+        measure = "" if entry.command == "lm train" else f", gape {entry.command} runs/{entry.recipe}/* --data DIR"
+        raise ValueError(
+            f"{entry.name}: there are no results in {path}; gape lm train {entry.recipe} data=DIR{measure} and then "
+            f"gape report runs/{entry.recipe} --out {path} make them"
+        )
     if not _there(path):
         raise ValueError(
             f"{entry.name}: there are no results in {path}; gape reproduce {entry.name} --run makes them, or "
@@ -61,9 +77,12 @@ def _committed(entry: Entry, results: Path) -> Results:
 
 def _run(entry: Entry, runs: Path | None, jobs: int) -> Results:
     from gape import recipes  # noqa: PLC0415
-    from gape.cli.niah import RUNS, run_all  # noqa: PLC0415
+    from gape.cli.niah import run_all  # noqa: PLC0415
+    from gape.cli.runs import RUNS  # noqa: PLC0415
     from gape.report.results import gather  # noqa: PLC0415
 
+    if entry.command:
+        raise ValueError(f"--run: got {entry.name}, expected a figure of the needle task; gape lm train needs data=DIR")
     recipe = recipes.load(entry.recipe)
     directory = runs or RUNS / entry.recipe
     run_all(recipe, directory, jobs, "auto")

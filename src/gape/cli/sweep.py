@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from gape.cli.console import Board, Voice
-from gape.cli.experiment import claim, finished, perform, pick_device
-from gape.ops.checks import refuse
+from gape.cli.experiment import check, claim, finished, perform, pick_device
+from gape.ops.checks import whole
 from gape.recipes import Run
 from gape.train import DiskFullError, Interrupted, StopFlag
 
@@ -39,19 +39,21 @@ def sweep(runs: Sequence[Run], directory: Path, *, jobs: int = 1, resume: str = 
         runs: of a recipe.
         directory: each run's own lies in it, under its name.
         jobs: runs at once. More than one each get a process and write to `output.log` in their directory.
-        resume: "auto" goes on with what is there, "never" refuses directories with checkpoints.
+        resume: "auto" goes on with what is there, "never" refuses directories in which something was trained.
         voice: is told of progress.
 
     Raises:
         Interrupted: a signal came; running runs have saved.
         DiskFullError: no run could write either.
-        ValueError: jobs below 1, a device that is not here, or a directory that holds another run.
+        ValueError: jobs below 1, a device that is not here, a directory that holds another run, a `resume` that is
+            neither of the two or refuses what is there; nothing was written then.
     """
-    if jobs < 1:
-        raise refuse("jobs", jobs, "a whole number of at least 1")
+    whole("jobs", jobs)
     # Before anything is started: neither a missing device nor another run's directory should be found out hours later.
     for device in {run.device for run in runs}:
         pick_device(device)
+    for run in runs:
+        check(run, directory / run.name, resume)
     for run in runs:
         claim(run, directory / run.name)
     waiting = [run for run in runs if not finished(run, directory / run.name)]
@@ -123,7 +125,7 @@ def _start(run: Run, directory: Path, jobs: int, resume: str) -> _Child:
     threads = max(1, (os.cpu_count() or 1) // jobs)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     output = (home / OUTPUT).open("ab")
-    command = [sys.executable, "-m", "gape.cli", "niah", "run", str(home), "--resume", resume]
+    command = [sys.executable, "-m", "gape.cli", run.kind, "run", str(home), "--resume", resume]
     # Apart from the terminal: Ctrl-C reaches the parent alone, which passes one signal on; two would cut a child short.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True

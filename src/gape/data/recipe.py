@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
 import types
 import typing
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gape.data.config import PrepareConfig
+from gape.suggest import suggestion
 
 ENDING = ".toml"
 
@@ -52,9 +52,8 @@ def _typed(key: str, value: Any) -> Any:
     hints = typing.get_type_hints(PrepareConfig)
     known = [field.name for field in dataclasses.fields(PrepareConfig)]
     if key not in known:
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f", did you mean {close[0]}?" if close else ""
-        raise ValueError(f"{key}: unknown key{hint}; known are {', '.join(known)}")
+        meant = suggestion(key, known, before=", ")
+        raise ValueError(f"{key}: unknown key{meant}; known are {', '.join(known)}")
     hint = hints[key]
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if typing.get_origin(hint) is tuple:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gape import positions as schemes
 from gape.gates import GAPEGates
 from gape.models.cache import KVCache
-from gape.ops import available_implementations, checks, prologue, split
+from gape.ops import available_implementations, checks, columns, prologue
 from gape.ops.carried import carried_attention, carried_form, carry
 from gape.ops.checks import refuse
 
@@ -146,7 +146,7 @@ class GAPEAttention(nn.Module):
 
     def _attend_in_one_pass(self, x: Tensor) -> Tensor | None:
         """Project and attend through the fused prologue where it can run and `split` would; None elsewhere."""
-        far = self.gates is not None and torch.is_grad_enabled() and x.size(1) > split.ANCHORED_ROWS
+        far = self.gates is not None and torch.is_grad_enabled() and x.size(1) > columns.ANCHORED_ROWS
         asked = self.impl == "split" or (self.impl == "auto" and not far)
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         if not asked or not x.is_cuda or self.stepwise or self.keep_landmark or not prologue.ready(x.device, dtype):

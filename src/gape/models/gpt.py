@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,6 +26,7 @@ from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy
 from gape.ops import available_implementations
 from gape.ops.checks import flag, refuse
 from gape.positions.checks import whole
+from gape.suggest import suggestion
 
 #: Vocabularies above this many tokens are trained without whole logits.
 LARGE_VOCABULARY = 8192
@@ -117,9 +117,8 @@ class GPTConfig:
         known = {f.name: f for f in fields(cls)}
         for name in values:
             if name not in known:
-                close = get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise ValueError(f"{name}: not a key of GPTConfig, expected one of {', '.join(known)}{hint}")
+                meant = suggestion(name, known)
+                raise ValueError(f"{name}: not a key of GPTConfig, expected one of {', '.join(known)}{meant}")
         needed = [f.name for f in known.values() if f.default is f.default_factory is MISSING]
         missing = [name for name in needed if name not in values]
         if missing:

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gape.ops import checks, rank2, split
+from gape.ops import checks, columns, rank2
 from gape.ops.plain import attention
 from gape.ops.rounding import significand_bits
 
 #: Coordinates that each form takes.
-COLUMNS = {"rank2": rank2.COLUMNS, "split": split.COLUMNS}
+COLUMNS = {"rank2": rank2.COLUMNS, "split": columns.COLUMNS}
 
 
 def carried_form(impl: str, room: int, like: Tensor) -> str | None:
@@ -60,10 +60,10 @@ def carry(
         ValueError: unknown form, or a width that is too small.
     """
     if _known(form) == "split":
-        columns = split.key_columns(1 - landmark, [positions], k.dtype, significand_bits(k))
+        extra = columns.key_columns(1 - landmark, [positions], k.dtype, significand_bits(k))
     else:
-        columns = rank2.key_columns(landmark, positions, context_length, k.dtype)
-    return _joined(k, columns, k.size(-1) + COLUMNS[form] if width is None else width)
+        extra = rank2.key_columns(landmark, positions, context_length, k.dtype)
+    return _joined(k, extra, k.size(-1) + COLUMNS[form] if width is None else width)
 
 
 def carried_attention(
@@ -99,11 +99,11 @@ def carried_attention(
     """
     if _known(form) == "split":
         rate = amplitude[:, None] * gate / context_length
-        columns = split.query_columns(rate, [positions], scale, q.dtype, significand_bits(q))
+        extra = columns.query_columns(rate, [positions], scale, q.dtype, significand_bits(q))
     else:
         strength = amplitude[:, None] * gate / scale
-        columns = rank2.query_columns(strength, positions, context_length, q.dtype)
-    return attention(_joined(q, columns, k.size(-1)), k, v, scale=scale, **seen)
+        extra = rank2.query_columns(strength, positions, context_length, q.dtype)
+    return attention(_joined(q, extra, k.size(-1)), k, v, scale=scale, **seen)
 
 
 def _known(form: str) -> str:
@@ -112,8 +112,8 @@ def _known(form: str) -> str:
     return form
 
 
-def _joined(x: Tensor, columns: Tensor, width: int) -> Tensor:
-    spare = width - x.size(-1) - columns.size(-1)
+def _joined(x: Tensor, extra: Tensor, width: int) -> Tensor:
+    spare = width - x.size(-1) - extra.size(-1)
     if spare < 0:
-        raise checks.refuse("width", width, f"at least {x.size(-1)} + {columns.size(-1)}, content and bias")
-    return torch.cat([x, F.pad(columns, (0, spare))], dim=-1)
+        raise checks.refuse("width", width, f"at least {x.size(-1)} + {extra.size(-1)}, content and bias")
+    return torch.cat([x, F.pad(extra, (0, spare))], dim=-1)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from gape.ops import split
+from gape.ops import columns
 from gape.ops.checks import refuse
 from gape.ops.problem import Problem
 from gape.ops.rounding import significand_bits
@@ -110,8 +110,8 @@ def portable(problem: Problem) -> tuple[str, str]:
     """What is right on every device: the choice where nothing was measured."""
     dtype = _name(problem.q.dtype)
     if problem.q.dtype in HALVES:
-        if problem.gates_learn and problem.seen.n_q > split.ANCHORED_ROWS:
-            return "anchored", f"exact gate gradients beyond {split.ANCHORED_ROWS:,} queries"
+        if problem.gates_learn and problem.seen.n_q > columns.ANCHORED_ROWS:
+            return "anchored", f"exact gate gradients beyond {columns.ANCHORED_ROWS:,} queries"
         return "split", f"exact bias in {dtype}"
     if significand_bits(problem.q) <= 11:
         return "split", "TF32 products would ruin the two-coordinate form"
@@ -189,13 +189,13 @@ def _rank2_remark(problem: Problem) -> str:
 
 def _split_remark(problem: Problem) -> str:
     if problem.gates_learn and problem.q.dtype in HALVES:
-        return f"gradients of the gates get noisy beyond {split.ANCHORED_ROWS:,} queries"
+        return f"gradients of the gates get noisy beyond {columns.ANCHORED_ROWS:,} queries"
     return "takes more coordinates"
 
 
 def _anchored_remark(problem: Problem) -> str:
     if problem.gates_learn and problem.q.dtype in HALVES:
-        return f"the same as split up to {split.ANCHORED_ROWS:,} queries"
+        return f"the same as split up to {columns.ANCHORED_ROWS:,} queries"
     return "the same as split where no gate learns in half precision"
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gape.ops import sdpa, split
+from gape.ops import columns, sdpa
 from gape.ops.checks import refuse
 from gape.ops.rounding import UNIT
 from gape.ops.visibility import Visibility
@@ -76,7 +76,7 @@ def room(content: int, width: int | None = None) -> int | None:
 
     Without a width it is the next multiple of 8. Both halves need a gap of three.
     """
-    least = content + split.COLUMNS
+    least = content + columns.COLUMNS
     width = -(-least // 8) * 8 if width is None else width
     return width if content % 2 == 0 and width % 2 == 0 and width >= least else None
 
@@ -150,7 +150,7 @@ def _where(q: Tensor) -> tuple[int, int, int, int]:
     else one anchor and three.
     """
     n = q.size(2)
-    if not torch.is_grad_enabled() or not 1 < n <= split.ANCHORED_ROWS:
+    if not torch.is_grad_enabled() or not 1 < n <= columns.ANCHORED_ROWS:
         return 1, -(n // 2), n, 0
     middle = n // 2
     anchors = middle // 2, (middle + n) // 2

@@ -22,76 +22,19 @@ More queries go in one call all the same, with one anchor, and gate gradients ge
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from gape.ops import sdpa
-from gape.ops.problem import Problem, beside_heads
-from gape.ops.rounding import UNIT, pieces, round_significand, significand_bits, straight_through
-
-#: Queries that two anchors are near enough to, 1,024 each, for gates that learn through a half-precision backward.
-ANCHORED_ROWS = 2048
-
-#: Width of the columns of one anchor and three pieces.
-COLUMNS = 6
-
-#: Significands up to which a backward pass is too short for one anchor.
-SHORT_BITS = 11
-
-
-def query_columns(
-    rate: Tensor, positions: Sequence[Tensor], scale: float, dtype: torch.dtype, bits: int, count: int = 3
-) -> Tensor:
-    """The query side for rate (B, Hq, Nq).
-
-    Args:
-        rate: c, in float32 or float64.
-        positions: of consecutive groups of the queries, each (n,) or (B, n) and counted from the group's own anchor;
-            one group, or two.
-        scale: the softmax scale.
-        dtype: of the columns.
-        bits: significand that each piece may use.
-        count: pieces of a product.
-
-    Returns:
-        (B, Hq, Nq, count · (groups + 1)) in `dtype`.
-    """
-    i = _wide(torch.cat(list(positions), dim=-1), dtype)
-    c = rate.to(i.dtype) * (UNIT / scale)
-    # A rate that float16 cannot hold saturates, consistently for every key of the query.
-    limit = torch.finfo(dtype).max / 2
-    c = torch.minimum(c, limit / (i.abs() / UNIT**2).clamp(min=1.0))
-    c = straight_through(c, round_significand(c, bits))
-    columns = [-piece for piece in pieces(c * (i / UNIT**2), bits, count)]
-    if len(positions) == 1:
-        columns += [c] * count
-    else:
-        first = torch.arange(rate.size(-1), device=rate.device) < positions[0].size(-1)
-        columns += [c * first] * count + [c * ~first] * count
-    return torch.stack(columns, dim=-1).to(dtype)
-
-
-def key_columns(exposure: Tensor, positions: Sequence[Tensor], dtype: torch.dtype, bits: int, count: int = 3) -> Tensor:
-    """The key side for exposure (B, Hk, Nk), whose `positions` are given once for every anchor.
-
-    Returns:
-        (B, Hk, Nk, count · (anchors + 1)) in `dtype`.
-    """
-    counted = [_wide(j, dtype) for j in positions]
-    u = exposure.to(counted[0].dtype)
-    u = straight_through(u, round_significand(u, bits))
-    limit = torch.finfo(dtype).max / 2
-    columns = [u * UNIT] * count
-    for j in counted:
-        columns += pieces((u * (j / UNIT)).clamp(-limit, limit), bits, count)
-    return torch.stack(columns, dim=-1).to(dtype)
+from gape.ops import columns, sdpa
+from gape.ops.columns import key_columns, query_columns
+from gape.ops.problem import Problem
+from gape.ops.rounding import significand_bits
 
 
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
     """The prepared attention calls: one, or one per chunk of queries where a mask has to be drawn."""
-    rows = min(ANCHORED_ROWS, sdpa.MASK_ROWS) if sdpa.draws_mask(problem.seen, problem.q) else None
+    rows = min(columns.ANCHORED_ROWS, sdpa.MASK_ROWS) if sdpa.draws_mask(problem.seen, problem.q) else None
     return _calls(problem, rows)
 
 
@@ -99,13 +42,13 @@ def anchored_calls(problem: Problem) -> Iterator[sdpa.Call]:
     """As `calls`, in chunks whose queries are all near an anchor where gates learn through a short backward."""
     if sdpa.draws_mask(problem.seen, problem.q) or not _learns(problem):
         return calls(problem)
-    return _calls(problem, ANCHORED_ROWS)
+    return _calls(problem, columns.ANCHORED_ROWS)
 
 
 def _calls(problem: Problem, rows: int | None) -> Iterator[sdpa.Call]:
     bits = significand_bits(problem.q)
     spans = sdpa.chunks(problem.seen.n_q, rows)
-    near = _learns(problem) and spans[0][1] <= ANCHORED_ROWS
+    near = _learns(problem) and spans[0][1] <= columns.ANCHORED_ROWS
     count = 2 if near and problem.seen.index_order else 3
     q_positions, k_positions = problem.seen.positions()
     rate, exposure = problem.rate, problem.exposure
@@ -133,12 +76,4 @@ def _calls(problem: Problem, rows: int | None) -> Iterator[sdpa.Call]:
 
 def _learns(problem: Problem) -> bool:
     """Whether gates learn through a backward pass too short for one anchor."""
-    return significand_bits(problem.q) <= SHORT_BITS and problem.gates_learn
-
-
-def _wide(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positions as floats wide enough for products with numbers of `dtype`, broadcastable to (B, H, N)."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    # Apple's GPUs have no float64.
-    wide = torch.float32 if half or positions.device.type == "mps" else torch.float64
-    return beside_heads(positions, wide)
+    return significand_bits(problem.q) <= columns.SHORT_BITS and problem.gates_learn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from gape.positions.rope import RoPE
 from gape.positions.rotary import Rotary
 from gape.positions.t5 import T5
 from gape.positions.yarn import YaRN
+from gape.suggest import suggestion
 
 _SCHEMES: dict[str, type[Scheme]] = {
     "nope": NoPE,
@@ -145,9 +145,8 @@ def _find(name: str) -> tuple[type[Scheme], bool]:
     base = name.removesuffix(_GATES) if isinstance(name, str) else name
     gated = base != name
     if not isinstance(base, str) or base not in _SCHEMES:
-        close = get_close_matches(str(name), available(), n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise refuse("name", name, f"one of {', '.join(available())}{hint}")
+        meant = suggestion(name, available(), most=3)
+        raise refuse("name", name, f"one of {', '.join(available())}{meant}")
     scheme = _SCHEMES[base]
     if gated and scheme.refuses_gates is not None:
         raise refuse("name", name, f"a base that +gape may follow; {base} is none: {scheme.refuses_gates}")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from gape.ops.checks import refuse
 from gape.recipes.run import DEFAULT_KIND, Run, kind_of
-from gape.recipes.tables import hint, override, place, run_name, swept, typed, variants
+from gape.recipes.tables import override, place, run_name, swept, typed, variants
+from gape.suggest import suggestion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,8 @@ def find(path: str | Path) -> Path:
     name = str(path).removesuffix(".toml").removeprefix("recipes/")
     if name in known:
         return known[name]
-    raise ValueError(f"recipe: got {str(path)!r}, expected a TOML file or one of {', '.join(known)}{hint(name, known)}")
+    meant = suggestion(name, known, before=", ")
+    raise ValueError(f"recipe: got {str(path)!r}, expected a TOML file or one of {', '.join(known)}{meant}")
 
 
 #: Folders of recipes that train; others hold recipes of other commands.

@@ -12,7 +12,8 @@ import torch
 
 from gape.models.gpt import GPT, GPTConfig
 from gape.ops.checks import refuse, whole
-from gape.recipes.tables import Settings, hint, listed, refuse_unknown, section, typed
+from gape.recipes.tables import Settings, listed, refuse_unknown, section, typed
+from gape.suggest import suggestion
 from gape.train.config import TrainConfig
 
 #: The kind of a recipe that does not say one.
@@ -116,7 +117,7 @@ def kind_of(name: Any) -> type[Run]:
         ValueError: there is none; says which there are.
     """
     if name not in _KINDS:
-        raise refuse("kind", name, f"one of {', '.join(_KINDS)}{hint(str(name), _KINDS)}")
+        raise refuse("kind", name, f"one of {', '.join(_KINDS)}{suggestion(name, _KINDS, before=', ')}")
     return _KINDS[name]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gape.ops.checks import refuse
+from gape.suggest import suggestion
 
 Settings = dict[str, Any]
 
@@ -136,13 +136,8 @@ def refuse_unknown(prefix: str, values: Mapping[str, Any], known: Sequence[str])
     """Refuse keys that are not among the known ones, with the nearest of those."""
     for key in values:
         if key not in known:
-            raise ValueError(f"{prefix}{key}: unknown key{hint(key, known, prefix)}; known are {', '.join(known)}")
-
-
-def hint(key: str, known: Iterable[str], prefix: str = "") -> str:
-    """The known name that was perhaps meant, as the end of a sentence."""
-    close = difflib.get_close_matches(key, list(known), n=1)
-    return f", did you mean {prefix}{close[0]}?" if close else ""
+            meant = suggestion(key, known, before=", ", prefix=prefix)
+            raise ValueError(f"{prefix}{key}: unknown key{meant}; known are {', '.join(known)}")
 
 
 def listed(value: Any) -> Any:

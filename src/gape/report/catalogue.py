@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gape.report import diagrams, figures, series
+from gape.report import diagrams, figures, lm_figures, lm_series, series
 from gape.report.results import Results
 from gape.report.series import Data
 from gape.report.style import house_style, save
+from gape.suggest import suggestion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+#: The recipe whose results figures of language models show.
+LANGUAGE = "lm/books"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,8 @@ class Entry:
         measure: makes the data from results; None for a figure of the theory.
         derive: makes the data of a figure of the theory.
         recipe: the recipe whose results it shows.
+        every_variant: whether it shows all variants of a recipe; others show one, and say which.
+        command: of a figure of language models: what of `gape` leaves its rows in a run's directory.
     """
 
     name: str
@@ -39,6 +44,8 @@ class Entry:
     measure: Callable[[Results], Data] | None = None
     derive: Callable[[], Data] | None = None
     recipe: str = "niah/paper"
+    every_variant: bool = False
+    command: str = ""
 
     def data(self, results: Results | None) -> Data:
         """The numbers of the figure.
@@ -50,7 +57,8 @@ class Entry:
             return self.derive()
         if self.measure is None or results is None:
             raise series.NoData(f"{self.name}: got no results, expected those of the recipe {self.recipe}")
-        return self.measure(results)
+        variant = "" if self.every_variant else series.main_variant(results)
+        return self.measure(results) | ({"variant": variant} if variant else {})
 
 
 _ALL = (
@@ -106,6 +114,7 @@ _ALL = (
     ),
     Entry(
         name="variants", paper=None, measure=series.variants, draw=figures.draw_accuracy, recipe="niah/landmarks",
+        every_variant=True,
         caption="Accuracy by context length for every variant. Means and deviations over seeds.",
     ),
     Entry(
@@ -114,12 +123,67 @@ _ALL = (
     ),
     Entry(
         name="landmark-kinds", paper=None, measure=series.landmark_kinds, draw=figures.draw_landmark_kinds,
-        recipe="niah/landmarks",
+        recipe="niah/landmarks", every_variant=True,
         caption="Mean landmarks by kind of token. Sparse peaks on needles would be high digits and low fillers.",
     ),
     Entry(
         name="attention-maps", paper=None, measure=series.attention_maps, draw=figures.draw_attention_maps,
         caption="Attention of one sequence in cells of queries and keys.",
+    ),
+    Entry(
+        name="lm-perplexity", paper="fig:ood_ppl_by_context_length", measure=lm_series.perplexity,
+        draw=lm_figures.draw_perplexity, recipe=LANGUAGE, every_variant=True, command="lm perplexity",
+        caption="Perplexity of held-out documents by context length. Bands are 95% intervals over documents, or "
+        "deviations over seeds.",
+    ),
+    Entry(
+        name="lm-positions", paper=None, measure=lm_series.positions, draw=lm_figures.draw_positions, recipe=LANGUAGE,
+        every_variant=True, command="lm perplexity", caption="Loss by position in windows of the longest context.",
+    ),
+    Entry(
+        name="lm-entropy", paper="fig:GAPE_final_layer_analysis", measure=lm_series.entropy,
+        draw=lm_figures.draw_entropy, recipe=LANGUAGE, every_variant=True, command="analyze entropy",
+        caption="Left: attention entropy by layer, means over heads and queries, deviations over samples. Middle: mean "
+        "query gate against mean entropy of every head. Right: mean mask of the last layer's heads over training.",
+    ),
+    Entry(
+        name="lm-entropy-heads", paper=None, measure=lm_series.entropy_heads, draw=lm_figures.draw_entropy_heads,
+        recipe=LANGUAGE, every_variant=True, command="analyze entropy",
+        caption="Attention entropy of every layer and head at several lengths.",
+    ),
+    Entry(
+        name="lm-masks", paper="fig:GAPE_layer5_mask", measure=lm_series.masks, draw=lm_figures.draw_masks,
+        recipe=LANGUAGE, every_variant=True, command="analyze masks",
+        caption="The mask M of one layer's heads on one passage, means over cells of queries and keys.",
+    ),
+    Entry(
+        name="lm-spectrum", paper="fig:qk_norms_by_channel_app", measure=lm_series.spectrum,
+        draw=lm_figures.draw_spectrum, recipe=LANGUAGE, every_variant=True, command="analyze spectrum",
+        caption="Mean norm of queries and keys by rotary pair, fastest first, over layers and heads. Bars are "
+        "deviations over samples.",
+    ),
+    Entry(
+        name="lm-routing", paper="fig:GAPE_routing_dynamics", measure=lm_series.routing, draw=lm_figures.draw_routing,
+        recipe=LANGUAGE, every_variant=True, command="lm train",
+        caption="Mean mask M, landmark, query gate and amplitude over training on fixed held-out windows, by layer "
+        "and head.",
+    ),
+    Entry(
+        name="lm-maps", paper="fig:attention_maps_layer5_app", measure=lm_series.maps, draw=lm_figures.draw_maps,
+        recipe=LANGUAGE, every_variant=True, command="analyze maps",
+        caption="Attention of one layer's heads on the same passage, a row per scheme.",
+    ),
+    Entry(
+        name="lm-far-back", paper=None, measure=lm_series.far_back, draw=lm_figures.draw_far_back, recipe=LANGUAGE,
+        every_variant=True, command="analyze far-back",
+        caption="Above: loss on tokens whose answer lies far back, by how far. Below: how much lower it is than "
+        "without the far text, on the same tokens. Bands are 95% intervals over documents, or deviations over seeds.",
+    ),
+    Entry(
+        name="lm-context", paper=None, measure=lm_series.context, draw=lm_figures.draw_context, recipe=LANGUAGE,
+        every_variant=True, command="analyze entropy",
+        caption="Left: how far attention reaches by context length. Right: for schemes with a rate, the theory's "
+        "effective context length of every head against the distance that its attention uses.",
     ),
 )  # fmt: skip
 
@@ -133,9 +197,7 @@ def figure(name: str) -> Entry:
         ValueError: there is none; says which there are.
     """
     if name not in FIGURES:
-        close = get_close_matches(name, FIGURES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"figure: got {name!r}, expected one of {', '.join(FIGURES)}{hint}")
+        raise ValueError(f"figure: got {name!r}, expected one of {', '.join(FIGURES)}{suggestion(name, FIGURES)}")
     return FIGURES[name]
 
 
@@ -153,7 +215,10 @@ def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
     """
     data = entry.data(results)
     with house_style():
-        drawn = save(entry.draw(data), directory, entry.name)
+        made = entry.draw(data)
+        if data.get("variant"):
+            made.suptitle(" · ".join(filter(None, (made.get_suptitle(), f"variant {data['variant']}"))), fontsize=10)
+        drawn = save(made, directory, entry.name)
     numbers = directory / f"{entry.name}.json"
     numbers.write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
     return [numbers, *drawn]

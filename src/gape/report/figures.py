@@ -203,13 +203,13 @@ def draw_landmark_kinds(data: Data) -> Figure:
     for column, (layer, head) in enumerate(heads):
         ax = axes[0, column]
         at = next(i for i, pair in enumerate(heads) if pair == (layer, head))
-        cells = [[row["kinds"][kind][at]["mean"] for kind in kinds] for row in rows]
+        means = [[row["kinds"][kind][at]["mean"] for kind in kinds] for row in rows]
+        cells = [[float("nan") if mean is None else mean for mean in row] for row in means]
         image = ax.imshow(cells, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-        for y, values in enumerate(cells):
+        for y, values in enumerate(means):
             for x, value in enumerate(values):
-                ax.text(
-                    x, y, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color="white" if value < 0.55 else INK
-                )
+                text, colour = ("–", INK) if value is None else (f"{value:.2f}", "white" if value < 0.55 else INK)
+                ax.text(x, y, text, ha="center", va="center", fontsize=6.5, color=colour)
         ax.set_xticks(
             range(len(kinds)), [{"equals": "=", "key": "KEY", "query": "?"}.get(k, k) for k in kinds], rotation=40
         )
@@ -221,12 +221,13 @@ def draw_landmark_kinds(data: Data) -> Figure:
 
 
 def draw_attention_maps(data: Data) -> Figure:
-    """A map per layer and head, a row per model; darker is more attention, on a logarithmic scale."""
+    """A map per layer and head, a row per model, of one needle; darker is more attention, on a logarithmic scale."""
     from matplotlib.colors import LogNorm  # noqa: PLC0415
 
     models = data["models"]
     heads = [(layer, head) for layer, maps in enumerate(models[0]["weights"]) for head in range(len(maps))]
     figure, axes = new_figure(2.4 * len(heads) + 0.8, 2.5 * len(models) + 0.3, len(models), len(heads))
+    figure.suptitle(f"{TARGETS[models[0]['target']]}, {models[0]['length']:,} tokens", fontsize=10)
     image: Any = None
     for r, model in enumerate(models):
         for c, (layer, head) in enumerate(heads):

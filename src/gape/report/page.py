@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gape.report.catalogue import Entry
-from gape.report.results import Results
+from gape.report.results import Results, flat
 from gape.report.tables import Table
 
 _STYLE = """
@@ -74,7 +74,7 @@ def _figure(entry: Entry, png: Path) -> str:
 
 def _configuration(results: Results) -> list[str]:
     """What all runs share, then what tells them apart."""
-    settings = [_flat(run.get("settings", {})) for run in results.runs]
+    settings = [flat(run.get("settings", {})) for run in results.runs]
     if not any(settings):
         return ["<p>No settings were stored.</p>"]
     keys = list(dict.fromkeys(key for run in settings for key in run))
@@ -94,7 +94,7 @@ def _configuration(results: Results) -> list[str]:
 
 def _provenance(results: Results) -> list[str]:
     """Distinct versions, machines and code, then each run's training in a row."""
-    manifests = [_flat(run.get("manifest", {})) for run in results.runs]
+    manifests = [flat(run.get("manifest", {})) for run in results.runs]
     keys = list(dict.fromkeys(key for each in manifests for key in each))
     keys = [key for key in keys if key not in ("started", "seed", "data")]
     distinct = {key: sorted({str(each[key]) for each in manifests if key in each}) for key in keys}
@@ -113,15 +113,6 @@ def _provenance(results: Results) -> list[str]:
         table = Table(title="Runs", header=("Run", "started", "training", "steps", "data"), rows=rows)
         parts.append(f"<details><summary>{len(rows)} runs</summary>{table.html()}</details>")
     return parts
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    return flat
 
 
 def _lines(values: dict[str, Any]) -> str:

@@ -2,16 +2,20 @@
 
 A run's directory holds `eval.jsonl` (a row per length), `analysis.json`, `run.json` and the trainer's `manifest.json`
 and `summary.json`. A report's directory holds the same of many runs as `results.jsonl`, `analysis.jsonl` and
-`runs.jsonl`, so it can be read in place of them.
+`runs.jsonl`, so it can be read in place of them. What language models leave is read by :mod:`gape.report.lm_results`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from gape.train import files
+from gape.train.config import MAY_CHANGE
+from gape.train.log import read_object
 
 Record = dict[str, Any]
 
@@ -23,6 +27,9 @@ ROW_KEYS = (
     "samples", "accuracy", "hits",
 )  # fmt: skip
 
+#: What rows of one length have in common, whatever their seed.
+_ALIKE = ("length", "needles", "precision", "options")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
@@ -33,11 +40,13 @@ class Results:
         analyses: one per run that was looked into: its row keys up to train_length, and what
             :func:`gape.analysis.niah.look_inside` found.
         runs: one per run: its settings, the trainer's manifest, and how training ended.
+        measured: rows of language models by kind; see :mod:`gape.report.lm_results`.
     """
 
     rows: tuple[Record, ...]
     analyses: tuple[Record, ...]
     runs: tuple[Record, ...]
+    measured: Mapping[str, tuple[Record, ...]] = field(default_factory=dict)
 
     def select(self, **wanted: Any) -> Results:
         """The rows and analyses whose keys have the wanted values (or one of them, for a tuple)."""
@@ -48,7 +57,9 @@ class Results:
                 for key, value in wanted.items()
             )
 
-        return Results(rows=tuple(filter(fits, self.rows)), analyses=tuple(filter(fits, self.analyses)), runs=self.runs)
+        measured = {kind: tuple(filter(fits, records)) for kind, records in self.measured.items()}
+        rows, analyses = tuple(filter(fits, self.rows)), tuple(filter(fits, self.analyses))
+        return Results(rows=rows, analyses=analyses, runs=self.runs, measured=measured)
 
     def values(self, key: str) -> list[Any]:
         """The distinct values of a row's key, in the order of the rows."""
@@ -58,34 +69,55 @@ class Results:
 def gather(paths: Iterable[str | Path]) -> Results:
     """Read runs, sweeps (directories with runs anywhere inside) and reports.
 
-    A last line that was cut short is left out; of two rows for one measurement in a file the later counts.
+    A last line that was cut short is left out; of two rows for one measurement in a file the later counts, and rows of
+    weights that were trained further since do not. Of rows of one run and scheme in several precisions, or under
+    several options, those with the most lengths count, of equally many the later. A directory that holds both runs and
+    a report is read from its runs.
 
     Raises:
-        ValueError: a path without results, a file that is not what it should be, or two different runs of one name.
+        ValueError: a path without results, a file that is not what it should be, two different runs of one name, or
+            runs that would be averaged as seeds of one scheme and are not.
     """
     rows: dict[tuple[Any, ...], Record] = {}
     analyses: dict[tuple[Any, ...], Record] = {}
     runs: dict[tuple[Any, ...], Record] = {}
     for path in map(Path, paths):
-        found = _report(path) if (path / ROWS).is_file() else _sweep(path)
-        if not found.rows:
+        sources = _sweep(path)
+        if not sources and (path / ROWS).is_file():
+            sources = {path: _report(path)}
+        if not any(found.rows for found in sources.values()):
             raise ValueError(f"results: got {str(path)!r}, expected a run, a sweep or a report with evaluation rows")
-        _add(rows, {(row["run"], row["evaluated"], row["factor"]): row for row in found.rows}, path)
-        _add(analyses, {(record["run"],): record for record in found.analyses}, path)
-        _add(runs, {(record["run"],): record for record in found.runs}, path)
-    return Results(
-        rows=tuple(sorted(rows.values(), key=_order)),
-        analyses=tuple(sorted(analyses.values(), key=_order)),
-        runs=tuple(sorted(runs.values(), key=lambda record: str(record["run"]))),
+        for home, found in sources.items():
+            _add(rows, {(row["run"], row["evaluated"], row["factor"]): row for row in found.rows}, home)
+            _add(analyses, {(record["run"],): record for record in found.analyses}, home)
+            _add(runs, {(record["run"], experiment_of(record)): record for record in found.runs}, home)
+    return arranged(rows.values(), analyses.values(), runs.values())
+
+
+def arranged(rows: Iterable[Record], analyses: Iterable[Record] = (), runs: Iterable[Record] = ()) -> Results:
+    """Results in their fixed order.
+
+    Raises:
+        ValueError: rows of runs that would be averaged as seeds of one scheme and are not.
+    """
+    found = Results(
+        rows=tuple(sorted(rows, key=_order)),
+        analyses=tuple(sorted(analyses, key=_order)),
+        runs=tuple(sorted(runs, key=lambda record: str(record["run"]))),
     )
+    _refuse_mixtures(found.rows, found.runs)
+    return found
 
 
 def store(results: Results, directory: Path) -> None:
-    """Write results so that :func:`gather` reads them back, the same bytes for the same results."""
+    """Write results so that :func:`gather` reads them back, the same bytes for the same results.
+
+    Each file is replaced at once: results that are written over themselves are not lost on the way.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for name, records in ((ROWS, results.rows), (ANALYSES, results.analyses), (RUNS, results.runs)):
         text = "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)
-        (directory / name).write_text(text, encoding="utf-8")
+        files.replace(directory / name, text.encode())
 
 
 def read_lines(path: Path) -> list[Record]:
@@ -94,14 +126,15 @@ def read_lines(path: Path) -> list[Record]:
     Raises:
         ValueError: any other line is not a JSON object.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
+    # Bytes: a line may have been cut in the middle of a letter.
+    lines = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             if number == len(lines):
                 break
             raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
@@ -138,40 +171,98 @@ def _report(path: Path) -> Results:
     return Results(rows=rows, analyses=lines(ANALYSES), runs=lines(RUNS))
 
 
-def _sweep(path: Path) -> Results:
-    rows: list[Record] = []
-    analyses: list[Record] = []
-    runs: list[Record] = []
-    for file in sorted(path.rglob("eval.jsonl")):
-        home = file.parent
-        found = read_lines(file)
-        for row in found:
-            _check(row, file)
-        if not found:
-            continue
-        rows += found
-        if (home / "analysis.json").is_file():
-            analyses.append(_object(home / "analysis.json"))
-        parts = {"settings": "run.json", "manifest": "manifest.json", "training": "summary.json"}
-        told = {key: _object(home / name) for key, name in parts.items() if (home / name).is_file()}
-        runs.append({"run": found[0]["run"], **told})
-    return Results(rows=tuple(rows), analyses=tuple(analyses), runs=tuple(runs))
+def _sweep(path: Path) -> dict[Path, Results]:
+    """The runs anywhere under a directory by their own; those without a row are left out."""
+    homes = [file.parent for file in sorted(path.rglob("eval.jsonl"))]
+    return {home: found for home in homes if (found := _run(home)).rows}
 
 
-def _object(path: Path) -> Record:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return value
+def _run(home: Path) -> Results:
+    """What one run left: the rows and the look of the weights that were measured last."""
+    rows = read_lines(home / "eval.jsonl")
+    for row in rows:
+        _check(row, home / "eval.jsonl")
+    if not rows:
+        return Results(rows=(), analyses=(), runs=())
+    step = rows[-1].get("step")
+    looks = [read_object(home / "analysis.json")] if (home / "analysis.json").is_file() else []
+    parts = {"settings": "run.json", "manifest": "manifest.json", "training": "summary.json"}
+    told = {key: read_object(home / name) for key, name in parts.items() if (home / name).is_file()}
+    return Results(
+        rows=_measured_alike([row for row in rows if row.get("step") == step]),
+        analyses=tuple(look for look in looks if look.get("step") == step),
+        runs=({"run": rows[0]["run"], **told},),
+    )
+
+
+def _measured_alike(rows: Iterable[Record]) -> tuple[Record, ...]:
+    """Of each scheme that a run was measured with, the rows of one precision and one set of options."""
+    groups: dict[str, dict[str, list[Record]]] = {}
+    for row in rows:
+        ways = groups.setdefault(row["evaluated"], {})
+        way = repr((row.get("precision"), row.get("options")))
+        # To the end: of equally long ones the way of the latest row is taken.
+        ways[way] = [*ways.pop(way, []), row]
+    longest = (
+        max(reversed(ways.values()), key=lambda found: len({row["factor"] for row in found}))
+        for ways in groups.values()
+    )
+    return tuple(row for found in longest for row in found)
 
 
 def _check(row: Mapping[str, Any], path: Path) -> None:
     missing = [key for key in ROW_KEYS if key not in row]
     if missing:
         raise ValueError(f"{path}: a row lacks {', '.join(missing)}")
+
+
+def _refuse_mixtures(rows: Iterable[Record], runs: Iterable[Record]) -> None:
+    """Refuse rows that a table would take for seeds of one scheme, and that are not the same but for their seed."""
+    own = (record for record in runs if experiment_of(record) == "niah")
+    settings = {record["run"]: shared_settings(record.get("settings", {})) for record in own}
+    known: dict[tuple[Any, ...], Record] = {}
+    for row in rows:
+        scheme = (row["variant"], row["position"], row["evaluated"], row["target"])
+        other = known.setdefault((*scheme, row["factor"], row["seed"]), row)
+        if other is not row:
+            raise ValueError(f"results: {row['run']} and {other['run']} are both seed {row['seed']}; report them apart")
+        other = known.setdefault((*scheme, row["factor"]), row)
+        one, two = ({key: r[key] for key in _ALIKE if key in r} | settings.get(r["run"], {}) for r in (row, other))
+        refuse_differing(row["run"], other["run"], one, two)
+
+
+def refuse_differing(name: str, other: str, one: Record, two: Record) -> None:
+    """Refuse two runs that would be averaged and differ in what both tell.
+
+    Raises:
+        ValueError: names the runs and the keys.
+    """
+    differing = sorted(key for key in one.keys() & two.keys() if one[key] != two[key])
+    if differing:
+        raise ValueError(f"results: {name} and {other} differ in {', '.join(differing)}; report them apart")
+
+
+def experiment_of(run: Mapping[str, Any]) -> str:
+    """The kind of experiment that a record of a run is of; the needle task's do not say it."""
+    kind: str = run.get("settings", {}).get("kind", "niah")
+    return kind
+
+
+def shared_settings(settings: Mapping[str, Any]) -> Record:
+    """What runs that are averaged over seeds have in common, flat: what is trained, not how it is measured or shown."""
+    told = {key: settings[key] for key in ("batch_size", "task", "model", "train") if key in settings}
+    own = {f"train.{key}" for key in ("seed", *MAY_CHANGE)}
+    return {key: value for key, value in flat(told).items() if key not in own}
+
+
+def flat(value: Any, prefix: str = "") -> Record:
+    """Nested records as one, with dotted keys."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    made: Record = {}
+    for key, inner in value.items():
+        made |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return made
 
 
 #: Bases in the order of tables and legends; others follow by name.

@@ -7,6 +7,7 @@ nothing to show.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from gape.report.results import Record, Results, scheme_order
@@ -48,7 +49,7 @@ def yarn(results: Results) -> Data:
 
 def overview(results: Results) -> Data:
     """Everything: a panel per target, a curve per scheme."""
-    chosen = results.select(variant=_main_variant(results))
+    chosen = results.select(variant=main_variant(results))
     positions = tuple(chosen.values("position"))
     panels = [_panel(chosen, target, positions) for target in TARGET_ORDER]
     return _grid([[panel for panel in panels if panel]])
@@ -217,14 +218,14 @@ def _grid(rows: list[list[Data]]) -> Data:
     return {"rows": rows}
 
 
-def _main_variant(results: Results) -> str:
-    """The variant that stands for a set of results: the unnamed one, else the first."""
+def main_variant(results: Results) -> str:
+    """The variant that stands for a set of results: the unnamed one, else the first of the rows, by name."""
     known = results.values("variant")
     return "" if "" in known or not known else str(known[0])
 
 
 def _main(results: Results) -> Results:
-    return results.select(variant=_main_variant(results))
+    return results.select(variant=main_variant(results))
 
 
 def _by_position(results: Results) -> dict[str, list[Record]]:
@@ -254,13 +255,14 @@ def _head_means(by_target: dict[str, list[Any]]) -> Data:
     return {target: _heads(by_target[target]) for target in TARGET_ORDER if target in by_target}
 
 
-def _heads(samples: list[list[list[float]]]) -> list[Data]:
-    """Means over samples for every layer and head."""
+def _heads(samples: list[list[list[float | None]]]) -> list[Data]:
+    """Means over samples for every layer and head; None where no sample has a number, as for fillers without any."""
     rows = []
     for layer in range(len(samples[0])):
         for head in range(len(samples[0][layer])):
-            m = mean_of(sample[layer][head] for sample in samples)
-            rows.append({"layer": layer, "head": head, "mean": m.mean, "std": m.std, "n": m.n})
+            found = [value for sample in samples if (value := sample[layer][head]) is not None]
+            told = asdict(mean_of(found)) if found else {"mean": None, "std": None, "n": 0}
+            rows.append({"layer": layer, "head": head, **told})
     return rows
 
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from gape.report.results import Record, Results, scheme_order, unpack_hits
 
 RESAMPLES = 2000
+#: Student's t at 97.5% for 1, 2, … degrees of freedom.
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Comparison:
     Attributes:
         variant, base, target, factor, length: which; `base` is the scheme without gates.
         difference: accuracy with gates less accuracy without.
-        low, high: its 95% interval.
+        low, high: its 95% interval: of what gates do to any training run, or of these two runs where `seeds` is 1.
         seeds: pairs of runs it is made of.
     """
 
@@ -107,14 +109,16 @@ class Comparison:
 
     @property
     def separable(self) -> bool:
-        """Whether the interval leaves out zero."""
-        return self.low > 0 or self.high < 0
+        """Whether several seeds agree so far that the interval leaves out zero; one seed says nothing of others."""
+        return self.seeds > 1 and (self.low > 0 or self.high < 0)
 
 
 def comparisons(results: Results) -> list[Comparison]:
-    """Every gated scheme against its base on the same seeds and the same samples.
+    """Every gated scheme against its base on the same seeds and the same samples; other pairs are left out.
 
-    The interval comes from a bootstrap in two stages, seeds and then samples within each, with a fixed seed.
+    The interval is Student's over the differences of the seeds: resampling three of them would hardly ever show more
+    than their own range, far less than 95% where seeds differ. With one pair the interval comes from a bootstrap over
+    samples, with a fixed seed.
     """
     by_key: dict[tuple[Any, ...], dict[int, Record]] = {}
     for row in results.rows:
@@ -125,7 +129,7 @@ def comparisons(results: Results) -> list[Comparison]:
     for (variant, position, target, factor), gated in by_key.items():
         base = position.removesuffix("+gape")
         plain = by_key.get((variant, base, target, factor), {})
-        seeds = sorted(set(gated) & set(plain))
+        seeds = sorted(seed for seed in gated.keys() & plain.keys() if _same_samples(gated[seed], plain[seed]))
         if base == position or not seeds:
             continue
         differences = [_difference(gated[seed], plain[seed]) for seed in seeds]
@@ -136,6 +140,10 @@ def comparisons(results: Results) -> list[Comparison]:
     return sorted(made, key=lambda c: (c.variant, c.target, scheme_order(c.base), c.factor))
 
 
+def _same_samples(gated: Record, plain: Record) -> bool:
+    return all(gated.get(key) == plain.get(key) for key in ("length", "needles", "eval_seed"))
+
+
 def _difference(gated: Record, plain: Record) -> NDArray[np.float64]:
     """Per sample: 1 where only the gated model was right, −1 where only the other was."""
     right, other = (np.array(unpack_hits(row["hits"], row["samples"]), dtype=np.float64) for row in (gated, plain))
@@ -144,12 +152,27 @@ def _difference(gated: Record, plain: Record) -> NDArray[np.float64]:
 
 
 def _interval(differences: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
-    random = np.random.default_rng(0)
+    if len(differences) == 1:
+        return _resampled(differences[0])
+    found = mean_of(float(d.mean()) for d in differences)
+    half = student(found.n - 1) * (found.std or 0.0) / math.sqrt(found.n)
+    # No difference of two shares lies outside.
+    return max(found.mean - half, -1.0), min(found.mean + half, 1.0)
+
+
+def student(freedom: int) -> float:
+    """The 97.5% point of Student's t for so many degrees of freedom, to three digits."""
+    if freedom <= len(STUDENT):
+        return STUDENT[freedom - 1]
+    # Fisher's expansion about the normal's 97.5% point.
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def _resampled(difference: NDArray[np.float64]) -> tuple[float, float]:
     values = np.array([-1, 0, 1])
     # Drawing n samples with replacement is drawing how many of each value come.
-    shares = np.stack([(d[:, None] == values).mean(0) for d in differences])
-    sizes = np.array([len(d) for d in differences])
-    seeds = random.integers(len(differences), size=(RESAMPLES, len(differences)))
-    means = random.multinomial(sizes[seeds], shares[seeds]) @ values / sizes[seeds]
-    low, high = np.quantile(means.mean(1), [0.025, 0.975])
+    shares = (difference[:, None] == values).mean(0)
+    means = np.random.default_rng(0).multinomial(len(difference), shares, size=RESAMPLES) @ values / len(difference)
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)

@@ -9,7 +9,7 @@ from html import escape
 from gape.report.results import Results
 from gape.report.series import TARGET_ORDER
 from gape.report.style import TARGETS, label
-from gape.report.summary import Mean, comparisons, curves
+from gape.report.summary import Comparison, Curve, Mean, comparisons, curves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,17 +76,15 @@ def accuracy_tables(results: Results) -> list[Table]:
         if not found:
             continue
         factors = sorted({factor for curve in found for factor in curve.factors})
-        lengths = {
-            factor: length for curve in found for factor, length in zip(curve.factors, curve.lengths, strict=True)
-        }
         rows, means = [], []
         for curve in found:
             at = dict(zip(curve.factors, curve.means, strict=True))
             name = " · ".join(filter(None, (curve.variant, label(curve.position, curve.evaluated))))
-            runs = max(mean.n for mean in curve.means)
-            rows.append((name, str(runs), *(str(at[factor]) if factor in at else "–" for factor in factors)))
+            fewest, most = (pick(mean.n for mean in curve.means) for pick in (min, max))
+            seeds = str(most) if fewest == most else f"{fewest}–{most}"
+            rows.append((name, seeds, *(str(at[factor]) if factor in at else "–" for factor in factors)))
             means.append([at.get(factor) for factor in factors])
-        header = ("Scheme", "seeds", *(f"{factor}× ({lengths[factor]:,})" for factor in factors))
+        header = ("Scheme", "seeds", *(_column(factor, found) for factor in factors))
         title = f"Accuracy, {TARGETS[target].lower()}"
         tables.append(Table(title=title, header=header, rows=tuple(rows), strong=_best(means)))
     return tables
@@ -104,12 +102,28 @@ def comparison_table(results: Results) -> Table | None:
             str(c.seeds),
             f"{c.difference:+.3f}",
             f"{c.low:+.3f} … {c.high:+.3f}",
-            ("better" if c.difference > 0 else "worse") if c.separable else "not separable",
+            _verdict(c),
         )
         for c in found
     )
     header = ("Gates added to", "length", "seeds", "accuracy", "95% interval", "verdict")
     return Table(title="What gates add, on the same seeds and samples", header=header, rows=rows)
+
+
+def _column(factor: int, found: list[Curve]) -> str:
+    """A length as a multiple of the training length, and in tokens where that is one number."""
+    lengths = {
+        length for curve in found for at, length in zip(curve.factors, curve.lengths, strict=True) if at == factor
+    }
+    return f"{factor}× ({lengths.pop():,})" if len(lengths) == 1 else f"{factor}×"
+
+
+def _verdict(comparison: Comparison) -> str:
+    if comparison.seeds == 1:
+        return "one seed"
+    if not comparison.separable:
+        return "not separable"
+    return "better" if comparison.difference > 0 else "worse"
 
 
 def _best(means: list[list[Mean | None]]) -> frozenset[tuple[int, int]]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from gape.report import catalogue
+from gape.report import catalogue, lm_tables
+from gape.report.lm_results import store
 from gape.report.page import page
-from gape.report.results import Results, store
+from gape.report.results import Results
 from gape.report.series import NoData
 from gape.report.style import matplotlib
 from gape.report.tables import Table, accuracy_tables, comparison_table
+from gape.train import files
+from gape.train.log import read_object
 
-PAGE = "index.html"
+#: DRAWN, in `figures/`, has the hash of each file that the report wrote there.
+PAGE, DRAWN = "index.html", "drawn.json"
 
 
 def report(
@@ -21,10 +25,11 @@ def report(
     """Write everything that can be said of some results; the same results give the same bytes.
 
     The directory gets `results.jsonl`, `analysis.jsonl` and `runs.jsonl` (so it can be read in place of the runs),
-    `tables.md`, `figures/` and `index.html`. Without Matplotlib the page has tables only, and says why.
+    `tables.md`, `figures/` and `index.html`. Figures that an earlier report drew there and this one does not are
+    removed, files of others are not. Without Matplotlib the page has tables only, and says why.
 
     Args:
-        results: from :func:`gape.report.results.gather`.
+        results: from :func:`gape.report.lm_results.gather`.
         directory: made when missing.
         title: of the page.
         say: is told which figures could not be drawn.
@@ -34,7 +39,7 @@ def report(
     """
     store(results, directory)
     made = tables(results)
-    (directory / "tables.md").write_text("\n\n".join(t.markdown() for t in made) + "\n", encoding="utf-8")
+    files.replace(directory / "tables.md", ("\n\n".join(t.markdown() for t in made) + "\n").encode())
     drawn: list[tuple[catalogue.Entry, Path]] = []
     notes = []
     try:
@@ -45,18 +50,19 @@ def report(
     else:
         drawn = _figures(results, directory / "figures")
     text = page(title, results, made, drawn, notes)
-    (directory / PAGE).write_text(text, encoding="utf-8")
+    files.replace(directory / PAGE, text.encode())
     return directory / PAGE
 
 
 def tables(results: Results) -> list[Table]:
     """All tables of some results."""
-    return [table for table in (*accuracy_tables(results), comparison_table(results)) if table is not None]
+    needle = [table for table in (*accuracy_tables(results), comparison_table(results)) if table is not None]
+    return needle + lm_tables.tables(results)
 
 
 def _figures(results: Results, directory: Path) -> list[tuple[catalogue.Entry, Path]]:
     """Draw what the results have data for, the theory's figures left out."""
-    drawn = []
+    drawn, written = [], list[Path]()
     for entry in catalogue.FIGURES.values():
         if entry.measure is None:
             continue
@@ -64,5 +70,18 @@ def _figures(results: Results, directory: Path) -> list[tuple[catalogue.Entry, P
             paths = catalogue.write(entry, results, directory)
         except NoData:
             continue
+        written += paths
         drawn.append((entry, next(path for path in paths if path.suffix == ".png")))
+    _tidy(directory, {path.name: files.sha256(path.read_bytes()) for path in written})
     return drawn
+
+
+def _tidy(directory: Path, written: dict[str, str]) -> None:
+    """Remove what an earlier report drew and this one did not, unless somebody changed it since."""
+    before = read_object(directory / DRAWN).get("sha256", {})
+    for name, digest in before.items():
+        path = directory / Path(name).name
+        if name not in written and path.is_file() and files.sha256(path.read_bytes()) == digest:
+            path.unlink()
+    if written or before:
+        files.replace(directory / DRAWN, files.to_json({"sha256": written}))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gape.models.loss import IGNORED
 from gape.ops.checks import refuse, whole
 from gape.tasks.counter import below, words
 from gape.train.source import Batch
@@ -25,8 +26,6 @@ KEY, EQUALS, QUERY, DIGIT_0 = 14, 15, 16, 17
 N_DIGITS = 10
 VOCAB_SIZE = DIGIT_0 + N_DIGITS
 NEEDLE = 3
-#: What a loss does not count.
-IGNORED = -100
 
 TARGETS = ("first", "last", "middle")
 SPLITS = ("train", "validation", "test")

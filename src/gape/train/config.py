@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from gape.ops.checks import flag, refuse
+from gape.ops.checks import flag, refuse, whole
+from gape.suggest import suggestion
 
 # What may differ between a checkpoint and the run that resumes it: nothing here changes a weight. `decay_steps` is
 # not among them, so that more steps never bend the schedule of those already taken.
@@ -97,10 +97,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, least in _AT_LEAST.items():
-            _whole(name, getattr(self, name), least)
+            whole(name, getattr(self, name), least)
         for name in ("decay_steps", "check_every"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 1)
+                whole(name, getattr(self, name))
         for name in ("learning_rate", "eps"):
             _number(name, getattr(self, name), above=True)
         for name in _NOT_NEGATIVE:
@@ -135,8 +135,7 @@ class TrainConfig:
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+                hint = suggestion(key, known) or f"; known are {', '.join(known)}"
                 raise ValueError(f"{key}: got a key that TrainConfig does not have{hint}")
         if "max_steps" not in values:
             raise ValueError("max_steps: got nothing, expected a whole number of at least 1")
@@ -157,11 +156,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             line += f" (to add steps, give decay_steps={before.get(key)} with the new max_steps)"
         lines.append(line)
     return lines
-
-
-def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise refuse(name, value, f"a whole number of at least {least}")
 
 
 def _is_share(value: Any) -> bool:

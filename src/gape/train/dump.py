@@ -9,6 +9,7 @@ from typing import Any
 from safetensors.torch import save as pack_tensors
 from torch import Tensor
 
+from gape.models.loss import IGNORED
 from gape.train import checkpoint, files
 from gape.train.source import Batch
 
@@ -42,7 +43,7 @@ def write(
         "step": step,
         "loss": loss,
         "gradient_norm": norm,
-        "counted_tokens": [int((batch.targets != -100).sum()) for batch in batches],
+        "counted_tokens": [int((batch.targets != IGNORED).sum()) for batch in batches],
         "gradient_norms": dict(gradients),
         "amplitudes": amplitudes,
         "largest_weights": {name: _largest(value) for name, value in model.items() if value.numel()},

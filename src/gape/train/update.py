@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from gape.gates import GAPEGates
+from gape.models.loss import IGNORED
 from gape.ops.checks import refuse
 from gape.train.config import TrainConfig
 from gape.train.optimizer import named, set_rate
 from gape.train.source import Batch
-
-IGNORED = -100
 
 
 class Window:

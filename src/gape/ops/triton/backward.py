@@ -134,8 +134,18 @@ def by_rows(
             distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
             keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance)
             keep = (tl.max(keep.to(tl.int32), 0) > 0) & (tiles >= 0)
-            if tl.max(keep.to(tl.int32), 0) > 0:
-                for tile in range(count - 1 - step, tl.maximum(count - 1 - step - GROUP, -1), -1):
+            kept = tl.sum(keep.to(tl.int32), 0)
+            if kept == GROUP:
+                for tile in range(count - step - GROUP, count - step):
+                    dq, dc = rows_tile(
+                        q, grad, c, lse, delta, first, dq, dc, tile * BLOCK_N,
+                        k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+                        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+                        False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                        BLOCK_N, BLOCK_D, BLOCK_V,
+                    )  # fmt: skip
+            elif kept > 0:
+                for tile in range(tl.maximum(count - step - GROUP, 0), count - step):
                     if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
                         dq, dc = rows_tile(
                             q, grad, c, lse, delta, first, dq, dc, tile * BLOCK_N,
@@ -261,7 +271,17 @@ def by_columns(
                 c = tl.load(c_ptr + row + rows, mask=rows < n_q, other=0.0)
                 distance = (first + rows - (start_n + BLOCK_N - 1)).to(tl.float32)
                 keep = tl.max(needed(reach, c, low, k_reach, u_least, distance).to(tl.int32), 1)
-                if tl.max(keep, 0) > 0:
+                kept = tl.sum(keep, 0)
+                if kept == GROUP:
+                    for block in range(0, GROUP):
+                        dk, dv, du = columns_tile(
+                            k, v, u, j, dk, dv, du, start + block * BLOCK_M, anchor, first,
+                            queries, grads, c_ptr + row, lse_ptr + row, delta_ptr + row, qp_ptr, qd_ptr, masked,
+                            k_doc, offs_n, q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+                            False, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
+                            PRECISION, BLOCK_M, BLOCK_D, BLOCK_V,
+                        )  # fmt: skip
+                elif kept > 0:
                     for block in range(0, GROUP):
                         if tl.sum(tl.where(blocks == block, keep, 0), 0) > 0:
                             dk, dv, du = columns_tile(

@@ -132,10 +132,21 @@ def attend(
             distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
             keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance)
             keep = (tl.max(keep.to(tl.int32), 0) > 0) & (tiles >= 0)
-            if tl.max(keep.to(tl.int32), 0) > 0:
-                for tile in range(count - 1 - step, tl.maximum(count - 1 - step - GROUP, -1), -1):
+            kept = tl.sum(keep.to(tl.int32), 0)
+            visited += kept
+            if kept == GROUP:
+                # No question inside the loop: it can be pipelined.
+                for tile in range(count - step - GROUP, count - step):
+                    top, total, acc = attend_tile(
+                        q, c, first, top, total, acc, tile * BLOCK_N,
+                        k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+                        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+                        False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                        BLOCK_N, BLOCK_D, BLOCK_V,
+                    )  # fmt: skip
+            elif kept > 0:
+                for tile in range(tl.maximum(count - step - GROUP, 0), count - step):
                     if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
-                        visited += 1
                         top, total, acc = attend_tile(
                             q, c, first, top, total, acc, tile * BLOCK_N,
                             k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,

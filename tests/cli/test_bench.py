@@ -1,0 +1,174 @@
+"""`gape bench` at toy size: rows that say what was measured, and no rows where tests are red."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from gape.bench import errors, guard, inputs, page, rows
+from gape.bench.attention import flops
+from gape.bench.candidates import CANDIDATES, Work
+from gape.ops import dispatch
+from tests.cli.test_commands import gape_exits
+
+CPU = torch.device("cpu")
+SHAPE = inputs.Shape(batch=1, heads=2, kv_heads=1, length=40, dim=16)
+TINY = ["--device", "cpu", "--dtype", "float32", "--heads", "2", "--seconds", "0.001", "--trust"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def stored(name: str) -> list[dict[str, str]]:
+    with (rows.DATA / f"{name}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_attention_appends_a_row_for_each_case(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--lengths", "24,40", "--dim", "16", "--tokens", "80", "--kv-heads", "1"]
+    command = ["bench", "attention", *TINY, *sizes, "--backward", "--impl", "split,split-kept,sdpa-flash,sdpa-cudnn"]
+    assert gape_exits(*command) == 0
+    assert "sdpa-cudnn at 24: skipped, needs a CUDA device" in capsys.readouterr().err
+    found = stored("attention")
+    kinds = [(row["length"], row["impl"], row["direction"]) for row in found]
+    impls = ("split", "split-kept", "sdpa-flash")
+    assert kinds == [(n, impl, way) for n in ("24", "40") for impl in impls for way in ("forward", "both")]
+    for row in found:
+        assert row["batch"] == str(80 // int(row["length"]))
+        assert float(row["ms"]) > 0
+        assert float(row["error"]) < 1e-6
+        assert row["tests"] == "trusted"
+        assert row["torch"] == torch.__version__
+        assert bool(row["dgate"]) == (row["direction"] == "both" and row["impl"] != "sdpa-flash")
+    assert gape_exits(*command) == 0
+    assert len(stored("attention")) == 2 * len(found)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_decode_and_prologue() -> None:
+    impls = ["decode", "split", "carried", "sdpa", "sdpa-flash"]
+    sizes = ["--lengths", "40", "--dim", "16"]
+    assert gape_exits("bench", "decode", *TINY, *sizes, "--kv-heads", "1", "--impl", ",".join(impls)) == 0
+    found = stored("decode")
+    assert [row["impl"] for row in found] == impls
+    assert all(float(row["error"]) < 1e-5 and float(row["of_copy"]) > 0 for row in found)
+    half = ["bench", "prologue", *TINY, "--dtype", "float16", "--tokens", "40", *sizes]
+    assert gape_exits(*half, "--impl", "steps-gape,steps-rope+attention,steps-gape+attention", "--backward") == 0
+    assert gape_exits(*half, "--impl", "fused-rope+attention,fused-gape+attention") == 0
+    found = {(row["impl"], row["direction"]): row for row in stored("prologue")}
+    assert len(found) == 8
+    assert found["steps-gape", "both"]["of_copy"]
+    for impl in ("steps-rope", "steps-gape", "fused-rope", "fused-gape"):
+        assert float(found[f"{impl}+attention", "forward"]["error"]) < 2e-3, impl
+    assert float(found["fused-gape+attention", "forward"]["of_fused_rope"]) > 0
+
+
+@pytest.mark.parametrize("gates", inputs.GATES)
+def test_gates_are_of_their_kind_and_nothing_is_zero(gates: str) -> None:
+    shape = inputs.Shape(batch=1, heads=4, kv_heads=4, length=4000, dim=8)
+    drawn = inputs.draw(shape, gates, torch.float32, CPU)
+    assert all(x.any() for name, x in drawn.items() if name != "landmark")
+    rate = drawn["gate"] / inputs.CONTEXT_LENGTH
+    largest = inputs.largest_logit(drawn["q"], drawn["k"])
+    if gates in ("contracting", "landmarks"):
+        assert float(rate.min()) * inputs.HORIZON == pytest.approx(2 * largest + 17.5, abs=0.01)
+        assert float(drawn["landmark"].mean()) == pytest.approx(0.01 * (gates == "landmarks"), abs=0.003)
+    if gates.startswith("trained"):
+        floor = 4.0 if gates == "trained-floor" else 0.0
+        assert largest == pytest.approx(30, rel=1e-3)
+        assert float(drawn["landmark"].median()) == pytest.approx(0.2, abs=0.01)
+        assert float(drawn["landmark"].quantile(0.99)) == pytest.approx(0.5, abs=0.02)
+        medians = drawn["gate"].median(-1).values[0] - floor
+        assert medians[[0, -1]].tolist() == pytest.approx([0.1, 9.0], rel=0.1)
+
+
+def test_errors_are_those_of_the_whole() -> None:
+    """A sample of the queries sees the same error as all of them do, and a wrong answer shows."""
+    work = CANDIDATES["split"](inputs.draw(SHAPE, "log-normal", torch.float32, CPU), 0.0)
+    found = errors.against_float64(work, backward=True, queries=10)
+    assert set(found) == {"error", "dq", "dk", "dv", "dgate", "dlandmark", "damplitude"}
+    assert max(found.values()) < 1e-5
+    wrong = Work(leaves=work.leaves, forward=lambda leaves: 1.01 * work.forward(leaves))
+    told = errors.against_float64(wrong, backward=True, queries=10)
+    assert all(value == pytest.approx(0.01, rel=1e-2) for value in told.values())
+
+
+def test_operations_are_those_of_the_causal_half() -> None:
+    assert flops(SHAPE) == 4 * 1 * 2 * (40 * 40 / 2) * 16
+
+
+def test_red_tests_leave_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    test = tmp_path / guard.TESTS["decode"][0]
+    test.parent.mkdir(parents=True)
+    test.write_text("def test_it():\n    assert False, 'broken kernel'\n")
+    quick = ["bench", "decode", *TINY[:-1], "--lengths", "8", "--dim", "16", "--impl", "sdpa"]
+    assert gape_exits(*quick) == 1
+    assert "broken kernel" in capsys.readouterr().err
+    assert not rows.DATA.exists()
+    test.write_text("def test_it():\n    pass\n")
+    assert gape_exits(*quick) == 0
+    assert stored("decode")[0]["tests"] == "passed"
+
+
+def test_the_page_shows_the_newest_rows() -> None:
+    case = ["bench", "attention", *TINY, "--lengths", "24", "--dim", "16", "--tokens", "24", "--impl", "split"]
+    assert gape_exits(*case) == 0
+    assert gape_exits(*case) == 0
+    page.PAGE.parent.mkdir()
+    page.PAGE.write_text("Before\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nafter\n")
+    assert gape_exits("bench", "render") == 0
+    told = page.PAGE.read_text()
+    newest = stored("attention")[-1]
+    assert f"| split | 24 | {newest['ms']} | {newest['tflops']} | {newest['error']} |" in told
+    assert told.count("| split |") == 1
+    assert told.startswith("Before")
+    assert told.endswith("after\n")
+    assert "old" not in told
+
+
+def test_the_table_of_auto_comes_from_rows() -> None:
+    fields = ("device", "dtype", "direction", "eps", "dim", "gates", "impl", "ms", "length", "error")
+    kind = ("NVIDIA H200", "bfloat16", "forward", "0", "64", "log-normal")
+    for impl, ms in (("split", "2"), ("triton", "1")):
+        values = (*kind, impl, ms, "4096", "0.002")
+        rows.append(rows.DATA / "attention.csv", fields, dict(zip(fields, values, strict=True)))
+    assert gape_exits("bench", "dispatch", "--out", "table.toml") == 0
+    (rule,) = dispatch.load(Path("table.toml"))
+    assert (rule.impl, rule.length_at_least, rule.device) == ("triton", 4096, "NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attention", *TINY, "--lengths", "many"], "lengths: got 'many'"),
+        (["attention", *TINY, "--gates", "open"], "gates: got str 'open'"),
+        (["attention", *TINY, "--impl", "magic"], "impl: got str 'magic'"),
+        (["attention", *TINY, "--kv-heads", "3"], "kv_heads: got int 3"),
+        (["attention", *TINY, "--device", "warp"], "device: got str 'warp'"),
+        (["attention", *TINY[:-1]], "run this in a clone, or pass --trust"),
+        (["decode", *TINY, "--dtype", "int8"], "dtype: got str 'int8'"),
+        (["prologue", *TINY, "--dtype", "bfloat16", "--dim", "5"], "dim: got int 5"),
+        (["precision", "--save", "--quick"], "leave out --quick"),
+        (["precision", "--render"], "expected the root of a clone"),
+        (["dispatch"], "there is no benchmarks/data/attention.csv"),
+    ],
+)
+def test_mistakes_end_with_two_and_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gape_exits("bench", *arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not rows.DATA.exists()
+
+
+def test_a_file_of_other_columns_is_left_alone() -> None:
+    rows.append(rows.DATA / "decode.csv", ("a", "b"), {"a": "1", "b": "2"})
+    before = (rows.DATA / "decode.csv").read_text()
+    assert gape_exits("bench", "decode", *TINY, "--lengths", "8", "--dim", "16") == 2
+    assert (rows.DATA / "decode.csv").read_text() == before

@@ -1,0 +1,198 @@
+"""`gape lm` at toy size: from a corpus to perplexity, stopped and resumed, and what is refused before any work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from gape.cli import language
+from gape.train import log
+from tests.cli.test_commands import gape_exits
+from tests.tasks import text
+
+SMALL = [
+    "train.max_steps=6", "train.validate_every=3", "train.checkpoint_every=3", "train.warmup_steps=1",
+    "train.progress=off", "task.length=16", "model.n_layer=1", "model.n_embd=16", "batch_size=2",
+    "evaluation.contexts=[16, 32]", "evaluation.last=16", "evaluation.align=32", "evaluation.validation_windows=4",
+    "analysis.routing_every=2", "evaluation.chunk=24",
+]  # fmt: skip
+RUNS = ("p-rope", "p-rope+gape")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return text.corpus(tmp_path / "books").directory
+
+
+def train(corpus: Path, *more: str) -> int:
+    return gape_exits("lm", "train", "lm/toy", f"data={corpus}", *SMALL, *more)
+
+
+def rows(home: str | Path, name: str = "perplexity.jsonl") -> list[dict[str, object]]:
+    return [json.loads(line) for line in (Path(home) / name).read_text().splitlines()]
+
+
+def test_from_a_corpus_to_perplexity(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(corpus) == 0
+    assert capsys.readouterr().out.split() == [f"runs/lm/toy/{run}" for run in RUNS]
+    for run in RUNS:
+        home = Path("runs/lm/toy") / run
+        found = rows(home)
+        assert [(r["protocol"], r["context"], r["last"], r["stratum"]) for r in found] == [
+            ("last-k", 16, 16, None),
+            ("last-k", 32, 16, None),
+        ]
+        named = {"run": run, "variant": "", "position": run, "seed": 0, "train_length": 16, "step": 6}
+        for row in found:
+            assert {key: row[key] for key in named} == named
+            assert (row["documents"], row["windows"]) == (4, len(row["window_nll"]))
+            assert row["low"] < row["nll"] < row["high"]
+        (position, _) = rows(home, "positions.jsonl")
+        assert position["tokens"] == [found[0]["tokens"]]
+        assert [r["metrics"].keys() for r in rows(home, "log.jsonl") if r["event"] == "validation"] == [
+            {"loss", "epochs"}
+        ] * 2
+        recorded = json.loads((home / "config.json").read_text())["extra"]["corpus"]
+        assert recorded["tokenizer"]["name"] == "bytes"
+    routing = rows("runs/lm/toy/p-rope+gape", "routing.jsonl")
+    assert [(r["step"], r["layer"], r["head"]) for r in routing] == [(s, 0, h) for s in (0, 2, 4, 6) for h in (0, 1)]
+    assert all(r["mean_mask"] > 0 and 0 < r["landmark"] < 1 and r["gate"] > 0 and r["amplitude"] > 0 for r in routing)
+    assert not Path("runs/lm/toy/p-rope/routing.jsonl").exists()
+    assert train(corpus, "--list") == 0
+    assert capsys.readouterr().out.split() == [w for run in RUNS for w in ("done", f"runs/lm/toy/{run}")]
+    assert train(corpus) == 0
+    assert len(rows("runs/lm/toy/p-rope")) == 2
+
+
+def test_measured_further_and_compared(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(corpus, "evaluation.contexts=[]") == 0
+    homes = [f"runs/lm/toy/{run}" for run in RUNS]
+    asked = ["--data", corpus, "--contexts", "16,64", "--protocol", "strided", "--stride", "8", "--device", "cpu"]
+    assert gape_exits("lm", "perplexity", *homes, *asked) == 0
+    told = capsys.readouterr()
+    assert "Perplexity by context, strided, all documents" in told.out
+    assert "Nats per token beside p-rope on the same windows" in told.out
+    assert "1 of 4 documents have fewer than 65 tokens and are left out: held-0" in told.err
+    assert [(r["context"], r["stride"]) for r in rows(homes[0])] == [(16, 8), (64, 8)]
+    assert gape_exits("lm", "perplexity", *homes, *asked) == 0
+    assert len(rows(homes[0])) == 2
+    assert not list(Path(homes[0]).glob(".scores*"))
+
+
+def test_stopped_in_training_it_resumes_bit_for_bit(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = ["--only", "p-rope+gape"]
+    assert train(corpus, "--out", "whole", *gated) == 0
+    write = language.RoutingLog.write
+
+    def stopping(log: language.RoutingLog, step: int, records: list[dict[str, object]]) -> None:
+        write(log, step, records)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(language.RoutingLog, "write", stopping)
+    assert train(corpus, "--out", "parts", *gated) == 143
+    monkeypatch.undo()
+    monkeypatch.chdir(corpus.parents[1])
+    assert train(corpus, "--out", "parts", *gated) == 0
+    one, other = Path("whole/p-rope+gape"), Path("parts/p-rope+gape")
+    last = "checkpoints/step-00000006/model.safetensors"
+    for name in (last, "log.jsonl", "routing.jsonl", "perplexity.jsonl", "positions.jsonl"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_stopped_in_measuring_it_goes_on(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train(corpus, "--out", "whole", "--only", "p-rope") == 0
+    append = log.append
+
+    def stopping(path: Path, *added: dict[str, object]) -> None:
+        append(path, *added)
+        if path.name == "positions.jsonl":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(log, "append", stopping)
+    assert train(corpus, "--out", "parts", "--only", "p-rope") == 143
+    assert len(rows("parts/p-rope")) == 1
+    monkeypatch.setattr(log, "append", append)
+    assert train(corpus, "--out", "parts", "--only", "p-rope") == 0
+    for name in ("perplexity.jsonl", "positions.jsonl"):
+        assert (Path("whole/p-rope") / name).read_bytes() == (Path("parts/p-rope") / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_runs_at_once_give_what_runs_in_turn_give(corpus: Path) -> None:
+    assert train(corpus, "--out", "turn") == 0
+    assert train(corpus, "--out", "once", "--jobs", "2") == 0
+    for run in RUNS:
+        one, other = rows(Path("turn") / run), rows(Path("once") / run)
+        assert [r["nll"] for r in one] == pytest.approx([r["nll"] for r in other], abs=1e-5)
+
+
+def test_held_out_loss_that_turns_ends_a_run(corpus: Path) -> None:
+    """At a rate that throws the weights about; the best checkpoint is the one that is measured."""
+    assert train(corpus, "--only", "p-rope", "train.max_steps=60", "train.learning_rate=3", "train.patience=2") == 0
+    home = Path("runs/lm/toy/p-rope")
+    summary = json.loads((home / "summary.json").read_text())
+    assert summary["status"] == "stopped early"
+    losses = {r["step"]: r["metrics"]["loss"] for r in rows(home, "log.jsonl") if r["event"] == "validation"}
+    best = min(losses, key=losses.__getitem__)
+    assert summary["best"] == {"step": best, "loss": losses[best]}
+    assert summary["step"] == best + 6
+    assert {r["step"] for r in rows(home)} == {best}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["data=nowhere"], "corpus: got 'nowhere', expected a directory that gape data prepare wrote"),
+        (["data="], "data: got nothing, expected data=DIR"),
+        (["model.vocab_size=50257"], "model.vocab_size: got int 50257, expected 257, the vocabulary of"),
+        (["task.length=400"], "length: got int 400, expected below the longest of the train documents"),
+        (["evaluation.contexts=[16, 4096]"], "context: got int 4096, expected a length that a document fills"),
+        (["evaluation.contexts=[8]"], "evaluation.last: got int 16, expected at most the context, 8"),
+        (["task.stratum=8192"], "task.stratum: got int 8192, expected a string"),
+        (["task.stratum='8192'"], "stratum: got '8192'"),
+        (["--only", "rope*"], "only: got str 'rope*', expected the name of a run"),
+    ],
+)
+def test_mistakes_end_with_two_before_any_work(
+    corpus: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(corpus, *more) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_recipe_of_another_command_is_refused(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gape_exits("lm", "train", "niah/demo") == 2
+    assert "is for gape niah train" in capsys.readouterr().err
+    assert gape_exits("niah", "train", "lm/toy") == 2
+
+
+def test_another_corpus_is_refused(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In going on it must be the very same, in measuring its tokenizer must be."""
+    assert train(corpus, "--only", "p-rope", "evaluation.contexts=[]") == 0
+    other = text.corpus(tmp_path / "other", lengths=(60, 70)).directory
+    assert train(other, "--only", "p-rope") == 2
+    assert "is not the corpus with which" in capsys.readouterr().err
+    home, small = "runs/lm/toy/p-rope", ["--contexts", "16", "--last", "8", "--device", "cpu"]
+    assert gape_exits("lm", "perplexity", home, "--data", other, *small) == 0
+    path = other / "card.json"
+    card = json.loads(path.read_text())
+    card["tokenizer"] |= {"name": "another", "sha256": "0"}
+    path.write_text(json.dumps(card))
+    assert gape_exits("lm", "perplexity", home, "--data", other, *small) == 2
+    assert "is of tokenizer another, expected a corpus of the tokenizer that" in capsys.readouterr().err
+    assert len(rows(home)) == 1
+
+
+def test_contexts_are_those_that_documents_fill(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(corpus, "--only", "p-rope", "evaluation.contexts=[]") == 0
+    assert gape_exits("lm", "perplexity", "runs/lm/toy/p-rope", "--data", corpus) == 2
+    assert "context: got int 512" in capsys.readouterr().err
+    assert gape_exits("lm", "perplexity", "runs/lm/toy/p-rope", "--data", corpus, "--dtype", "int8") == 2
+    assert gape_exits("lm", "perplexity", "nowhere", "--data", corpus, "--contexts", "16") == 2
