@@ -13,7 +13,7 @@ from lm_eval.api.registry import register_model
 
 from gape.ops.checks import refuse, whole
 from gape.tasks.ruler.opening import open_run
-from gape.tasks.ruler.readers import Ids, _padded
+from gape.tasks.ruler.readers import Ids, padded
 
 
 @register_model("gape")
@@ -93,9 +93,9 @@ class GapeLM(TemplateLM):  # type: ignore[misc,untyped-decorator,unused-ignore]
 
     @torch.no_grad()
     def _likelihoods(self, rows: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-        ids = torch.from_numpy(_padded([np.concatenate(row) for row in rows], left=False)[:, :-1]).to(self._device)
+        ids = torch.from_numpy(padded([np.concatenate(row) for row in rows], left=False)[:, :-1]).to(self._device)
         cache = self.model.new_cache(ids.size(1)) if ids.size(1) > self.reader.chunk else None
-        with self.reader._precision():
+        with self.reader.precision():
             parts = [self.model.hidden(part, cache=cache) for part in torch.split(ids, self.reader.chunk, dim=1)]
             x = torch.cat(parts, dim=1)
             found = []

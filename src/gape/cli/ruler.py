@@ -1,0 +1,175 @@
+"""`gape ruler`: samples of RULER's tasks, models scored on them, and the tables of the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from gape.report.results import Results
+
+app = typer.Typer(help="RULER: long-context tasks.", no_args_is_help=True, rich_markup_mode=None)
+
+Record = dict[str, Any]
+TABLES = {"markdown": "tables.md", "latex": "tables.tex"}
+
+Names = Annotated[str | None, typer.Option(help="RULER's names with commas; all by default.")]
+
+
+@app.command()
+def generate(
+    tokenizer: Annotated[str, typer.Option(help="Counts the tokens: bytes, a folder, a file or a name on the hub.")],
+    lengths: Annotated[str, typer.Option(help="Tokens of prompt and answer, with commas, from 256 up.")] = "4096,8192",
+    tasks: Names = None,
+    count: Annotated[int, typer.Option(help="Samples of each task and length.")] = 500,
+    seed: Annotated[int, typer.Option(help="Which samples.")] = 0,
+    haystack: Annotated[Path | None, typer.Option(help="A text to hide needles in; else repeated sentences.")] = None,
+    squad: Annotated[Path | None, typer.Option(help="For qa_1: questions in SQuAD's format.")] = None,
+    hotpotqa: Annotated[Path | None, typer.Option(help="For qa_2: questions in HotpotQA's format.")] = None,
+    wording: Annotated[str, typer.Option(help="own, or lm-eval for RULER's, from that package.")] = "own",
+    out: Annotated[Path, typer.Option(help="A folder; gets TASK_LENGTH.jsonl and manifest.json.")] = Path("ruler"),
+) -> None:
+    """Make samples of exact length for a tokenizer, the same bytes for the same seed. Needs no network."""
+    from gape.cli.console import Voice  # noqa: PLC0415
+    from gape.cli.ruler_samples import Order, write  # noqa: PLC0415
+    from gape.train import StopFlag  # noqa: PLC0415
+
+    questions = {name: path for name, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path is not None}
+    order = Order(
+        tokenizer=tokenizer, lengths=_numbers("lengths", lengths), tasks=_task_names(tasks), named=tasks is not None,
+        count=count, seed=seed, haystack=haystack, questions=questions, wording=wording,
+    )  # fmt: skip
+    with StopFlag() as stop:
+        for path in write(order, out, check=stop.check, say=Voice().say):
+            typer.echo(path)
+
+
+@app.command("eval")
+def evaluate(
+    models: Annotated[list[str], typer.Argument(help="Runs of gape lm train, or models of transformers.")],
+    data: Annotated[list[str], typer.Option(help="Samples: a file, a folder or hf:DATASET[:CONFIG]; repeatable.")],
+    tokenizer: Annotated[str | None, typer.Option(help="That of a run; models of transformers have their own.")] = None,
+    tasks: Names = None,
+    task: Annotated[str | None, typer.Option(help="The task of samples that do not say it.")] = None,
+    length: Annotated[int | None, typer.Option(help="The length of samples that do not say it.")] = None,
+    limit: Annotated[int | None, typer.Option(help="The first so many of each task and length.")] = None,
+    template: Annotated[str, typer.Option(help="base, no-prefix, chat, or a text with {input} and {prefix}.")] = "base",
+    overlength: Annotated[str, typer.Option(help="Samples too long for a model: error, skip or truncate.")] = "error",
+    max_length: Annotated[int | None, typer.Option(help="Tokens that a model may read; else what it says.")] = None,
+    generated: Annotated[bool, typer.Option("--generate/--no-generate", help="Also generate answers.")] = True,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch of short samples.")] = 65536,
+    chunk: Annotated[int, typer.Option(help="Tokens at once; longer prompts are read with a cache.")] = 16384,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
+    name: Annotated[str | None, typer.Option(help="What to call a model of transformers in tables.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where results of it go; runs/ruler/NAME by default.")] = None,
+) -> None:
+    """Score models: NLL per token of right answers, string match of generated ones. Stop and start as you like."""
+    from gape.cli.console import Voice  # noqa: PLC0415
+    from gape.cli.experiment import low_precision, pick_device  # noqa: PLC0415
+    from gape.cli.ruler_models import Asked, measure  # noqa: PLC0415
+    from gape.ops.checks import refuse  # noqa: PLC0415
+    from gape.tasks.ruler.evaluation import Settings  # noqa: PLC0415
+    from gape.tasks.ruler.prompts import check_template  # noqa: PLC0415
+    from gape.tasks.ruler.sources import read  # noqa: PLC0415
+    from gape.train import StopFlag  # noqa: PLC0415
+
+    where = pick_device(device)
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise refuse("dtype", dtype, "auto, float32 or bfloat16")
+    low = low_precision(dtype, where)
+    settings = Settings(
+        template=check_template(template), overlength=overlength, max_length=max_length, generate=generated,
+        batch_tokens=batch_tokens, chunk=chunk, precision="bfloat16" if low else "float32",
+    )  # fmt: skip
+    samples, sources = read(data, task_name=task, length=length)
+    asked = Asked(
+        samples=_chosen(samples, tasks, limit), sources=sources, settings=settings, tokenizer=tokenizer, device=where,
+        name=name, out=out,
+    )  # fmt: skip
+    with StopFlag() as stop:
+        found = measure(models, asked, stop=stop, say=Voice().say)
+    _print(found)
+
+
+@app.command()
+def table(
+    results: Annotated[list[Path], typer.Argument(help="Runs, sweeps, or folders that eval or table wrote.")],
+    ablation: Annotated[bool, typer.Option("--ablation", help="Change of NLL against the full model.")] = False,
+    full: Annotated[str, typer.Option(help="With --ablation: position, or position:variant.")] = "p-rope+gape",
+    form: Annotated[str, typer.Option("--format", help="text, markdown or latex.")] = "text",
+    out: Annotated[Path | None, typer.Option(help="A folder for the rows and tables, to be read again.")] = None,
+) -> None:
+    """Print the paper's table from stored results: best bold, second underlined, differences on the same samples."""
+    from gape.ops.checks import refuse  # noqa: PLC0415
+    from gape.report import ruler  # noqa: PLC0415
+    from gape.report.lm_results import gather  # noqa: PLC0415
+
+    if form not in ruler.FORMATS:
+        raise refuse("format", form, f"one of {', '.join(ruler.FORMATS)}")
+    found = gather(results)
+    rows = found.measured.get("ruler", ())
+    if not rows:
+        raise ValueError(f"results: {', '.join(map(str, results))} hold no rows of gape ruler eval")
+    position, _, variant = full.partition(":")
+    made = [ruler.ablation(rows, (position, variant))] if ablation else ruler.tables(rows)
+    if out is not None:
+        _store(found, made, out)
+    typer.echo("\n\n".join(ruler.FORMATS[form](one) for one in made))
+
+
+def _store(found: Results, made: Sequence[Any], out: Path) -> None:
+    from dataclasses import replace  # noqa: PLC0415
+
+    from gape.report import ruler  # noqa: PLC0415
+    from gape.report.lm_results import store  # noqa: PLC0415
+    from gape.train import files  # noqa: PLC0415
+
+    store(replace(found, rows=(), analyses=(), measured={"ruler": found.measured["ruler"]}), out)
+    for form, name in TABLES.items():
+        files.replace(out / name, ("\n\n".join(ruler.FORMATS[form](one) for one in made) + "\n").encode())
+
+
+def _print(found: Sequence[Record]) -> None:
+    from gape.report import ruler  # noqa: PLC0415
+
+    typer.echo("\n\n".join(one.text() for one in ruler.tables(found)))
+
+
+def _chosen(samples: Sequence[Any], tasks: str | None, limit: int | None) -> list[Any]:
+    """Samples of the tasks that were asked for, the first few of each task and length.
+
+    Raises:
+        ValueError: there is none of a task.
+    """
+    from gape.ops.checks import whole  # noqa: PLC0415
+
+    wanted = _task_names(tasks)
+    missing = [name for name in wanted if tasks and name not in {sample.task for sample in samples}]
+    if missing:
+        raise ValueError(f"tasks: the data have no samples of {', '.join(missing)}")
+    seen: dict[tuple[str, int], int] = {}
+    kept = []
+    for sample in samples:
+        place = seen[sample.task, sample.length] = seen.get((sample.task, sample.length), 0) + 1
+        if sample.task in wanted and (limit is None or place <= whole("limit", limit)):
+            kept.append(sample)
+    return kept
+
+
+def _task_names(text: str | None) -> tuple[str, ...]:
+    from gape.tasks.ruler.tasks import TASKS, task  # noqa: PLC0415
+
+    return tuple(TASKS) if text is None else tuple(dict.fromkeys(task(part.strip()).name for part in text.split(",")))
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    from gape.ops.checks import refuse  # noqa: PLC0415
+
+    try:
+        return tuple(dict.fromkeys(int(part.replace("_", "")) for part in text.split(",")))
+    except ValueError:
+        raise refuse(name, text, "whole numbers with commas, such as 4096,8192") from None

@@ -1,0 +1,373 @@
+"""Tables of stored rows: the paper's layout, who differs from whom on the same samples, and what an ablation costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from gape.report.lm_summary import name, schemes
+from gape.report.results import Record, Results
+from gape.report.series import Data, NoData
+from gape.report.style import CYCLE, FAINT, line, new_figure
+from gape.report.tables import Table
+from gape.tasks.intervals import Floats, weighted_interval
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: The model that ablations are measured against.
+FULL = ("p-rope+gape", "")
+#: What sizes of models trained here begin with.
+OURS = "GPT-"
+
+Column = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked(Table):
+    """A table in which the best of a column stands out, and the second best too.
+
+    Attributes:
+        second: (row, column) of the second best cells.
+    """
+
+    second: frozenset[tuple[int, int]] = field(default_factory=frozenset)
+
+    def text(self) -> str:
+        """Aligned columns; a star for the best, a plus for the second."""
+        return _with(self, "", " *", "", " +").text()
+
+    def markdown(self) -> str:
+        """A Markdown table; the best bold, the second underlined."""
+        return _with(self, "**", "**", "<u>", "</u>").markdown()
+
+    def html(self) -> str:
+        """An HTML table; the best strong, the second underlined."""
+        body = "".join(
+            f"<tr>{''.join(f'<td>{self._html(r, c, cell)}</td>' for c, cell in enumerate(row))}</tr>\n"
+            for r, row in enumerate(self.rows)
+        )
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in self.header)
+        caption = f"<caption>{escape(self.title)}</caption>"
+        return f"<table>{caption}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>"
+
+    def latex(self) -> str:
+        """The rows of a LaTeX table as the paper has it; the best bold, the second underlined."""
+        marked = _with(self, r"\textbf{", "}", r"\underline{", "}")
+        lines = [
+            " & ".join(_tex(cell) for cell in self.header), *(" & ".join(map(_tex, row)) for row in marked.rows)
+        ]  # fmt: skip
+        columns = "ll" + "c" * (len(self.header) - 2)
+        body = " \\\\\n".join([lines[0], "\\midrule\n" + lines[1], *lines[2:]]) if len(lines) > 1 else lines[0]
+        return (
+            f"% {self.title}\n\\begin{{tabular}}{{{columns}}}\n\\toprule\n{body} \\\\\n\\bottomrule\n\\end{{tabular}}"
+        )
+
+    def _html(self, row: int, column: int, cell: str) -> str:
+        tag = "strong" if (row, column) in self.strong else "u" if (row, column) in self.second else ""
+        return f"<{tag}>{escape(cell)}</{tag}>" if tag else escape(cell)
+
+
+def _with(table: Ranked, before: str, after: str, start: str, end: str) -> Table:
+    """The table with its marks written into the cells."""
+
+    def cell(r: int, c: int, text: str) -> str:
+        if (r, c) in table.strong:
+            return f"{before}{text}{after}"
+        return f"{start}{text}{end}" if (r, c) in table.second else text
+
+    rows = tuple(tuple(cell(r, c, text) for c, text in enumerate(row)) for r, row in enumerate(table.rows))
+    return Table(title=table.title, header=table.header, rows=rows)
+
+
+def _tex(text: str) -> str:
+    return text.replace("_", r"\_").replace("%", r"\%").replace(" ± ", r" $\pm$ ").replace("–", "--")
+
+
+class Method(NamedTuple):
+    """A scheme of one model: its name, and its rows by column, a row per seed."""
+
+    model: str
+    key: tuple[str, str]
+    label: str
+    rows: dict[Column, list[Record]]
+
+    def values(self, column: Column, metric: str) -> Floats | None:
+        """Each sample's value, a mean over seeds (samples,); None where it was not measured."""
+        found = [row[f"sample_{metric}"] for row in self.rows.get(column, ()) if f"sample_{metric}" in row]
+        return np.mean(np.array(found, dtype=np.float64), axis=0) if found else None
+
+    def plan(self, column: Column) -> Any:
+        """What is equal for equal samples."""
+        return {row["plan"] for row in self.rows.get(column, ())}
+
+
+def methods(rows: Iterable[Record]) -> list[Method]:
+    """Rows by model and scheme; the later of two rows of one run, task and length counts.
+
+    Raises:
+        ValueError: seeds of one scheme were measured on different samples.
+    """
+    latest = {(row["run"], row["model"], row["task"], row["length"]): row for row in rows if row["samples"]}
+    made = []
+    for model in sorted({row["model"] for row in latest.values()}):
+        own = [row for row in latest.values() if row["model"] == model]
+        for scheme, records in schemes(own).items():
+            by: dict[Column, list[Record]] = {}
+            for row in records:
+                by.setdefault((row["task"], row["length"]), []).append(row)
+            found = Method(model, scheme, name(records[0]), by)
+            for column in by:
+                if len(found.plan(column)) > 1:
+                    label = f"{found.label} on {_header(column)}"
+                    raise ValueError(f"rows: seeds of {label} were measured on different samples; table them apart")
+            made.append(found)
+    return made
+
+
+def columns(found: Sequence[Method]) -> list[Column]:
+    """All columns by task and length, in the paper's order."""
+    return sorted({column for method in found for column in method.rows})
+
+
+def tables(rows: Iterable[Record]) -> list[Table]:
+    """The table of losses, the one of matches where answers were generated, and the differences."""
+    found = methods(rows)
+    if not found:
+        return []
+    made = [ranking(found, "nll")]
+    if any("match" in row for method in found for own in method.rows.values() for row in own):
+        made.append(ranking(found, "match"))
+    differences = difference_table(found)
+    return made + ([differences] if differences else [])
+
+
+_TITLES = {
+    "nll": "RULER: answer NLL per token, mean ± std over samples; lower is better",
+    "match": "RULER: string match of generated answers in percent, mean ± std over samples; higher is better",
+}
+
+
+def ranking(found: Sequence[Method], metric: str = "nll") -> Ranked:
+    """The paper's table: a row per method, a column per task and length, best and second within each model."""
+    across, scale, form = columns(found), *((1.0, ".2f") if metric == "nll" else (100.0, ".1f"))
+    strong, second, cells = set(), set(), []
+    for method in found:
+        values = [method.values(column, metric) for column in across]
+        cells.append((method.model, method.label, *(_cell(value, scale, form) for value in values)))
+    for model in dict.fromkeys(method.model for method in found):
+        own = [r for r, method in enumerate(found) if method.model == model]
+        for c, column in enumerate(across, 2):
+            means = {r: v.mean() for r in own if (v := found[r].values(column, metric)) is not None}
+            shown = {r: round(mean * scale, 2 if metric == "nll" else 1) for r, mean in means.items()}
+            ranks = sorted(set(shown.values()), reverse=metric == "match")
+            if len(ranks) > 1:
+                strong |= {(r, c) for r, value in shown.items() if value == ranks[0]}
+                second |= {(r, c) for r, value in shown.items() if value == ranks[1]}
+    return Ranked(
+        title=_TITLES[metric], header=("Model", "Method", *(_header(column) for column in across)), rows=tuple(cells),
+        strong=frozenset(strong), second=frozenset(second),
+    )  # fmt: skip
+
+
+def difference_table(found: Sequence[Method], metric: str = "nll") -> Table | None:
+    """Every gated scheme against every other of its model on the same samples; None where there are no two."""
+    cells = []
+    for method in found:
+        if not method.key[0].endswith("+gape"):
+            continue
+        for other in found:
+            if other.model != method.model or other is method or (other.key[0].endswith("+gape") and other.key[1]):
+                continue
+            for column in columns([method]):
+                paired = difference(method, other, column, metric)
+                if paired is not None:
+                    who = f"{method.label} − {other.label}"
+                    interval = f"{paired.low:+.3f} … {paired.high:+.3f}"
+                    cells.append((method.model, who, _header(column), str(paired.samples), f"{paired.mean:+.3f}",
+                                  interval, paired.verdict))  # fmt: skip
+    if not cells:
+        return None
+    header = ("Model", "Methods", "subset", "samples", "difference", "95% interval", "verdict")
+    return Table(title="RULER: NLL per token beside another method, on the same samples", header=header,
+                 rows=tuple(cells))  # fmt: skip
+
+
+class Paired(NamedTuple):
+    """How much more one method has than another, its 95% interval over samples, the other's mean, and samples."""
+
+    mean: float
+    low: float
+    high: float
+    base: float
+    samples: int
+
+    def percent(self, value: float) -> float:
+        """A difference in percent of the other's mean."""
+        return 100 * value / self.base
+
+    @property
+    def verdict(self) -> str:
+        """In a word."""
+        return "not separable" if self.low <= 0 <= self.high else "worse" if self.mean > 0 else "better"
+
+
+def difference(one: Method, other: Method, column: Column, metric: str = "nll") -> Paired | None:
+    """`one` less `other`, sample by sample; None where they were not measured on the same samples."""
+    values, beside = one.values(column, metric), other.values(column, metric)
+    if values is None or beside is None or one.plan(column) != other.plan(column):
+        return None
+    each = values - beside
+    return Paired(float(each.mean()), *_interval(each), float(beside.mean()), len(each))
+
+
+def ablation(rows: Iterable[Record], full: tuple[str, str] = FULL) -> Table:
+    """The change of NLL against the full model in percent; a star where the interval over samples leaves out zero.
+
+    Args:
+        rows: stored rows.
+        full: position and variant of the full model.
+
+    Raises:
+        ValueError: the full model is not among them, or nothing stands beside it.
+    """
+    found = methods(rows)
+    bases = {method.model: method for method in found if method.key == full}
+    others = [method for method in found if method.key != full and method.model in bases]
+    if not others:
+        wanted = f"rows of {full[0]}{full[1] and ' ' + full[1]} and of models without a part of it"
+        raise ValueError(f"rows: got those of {[method.label for method in found]}, expected {wanted}")
+    across = columns(found)
+    cells, strong = [], set()
+    for r, method in enumerate(others):
+        paired = [difference(method, bases[method.model], column) for column in across]
+        cells.append((method.model, method.label, *(f"{p.percent(p.mean):+.2f}%" if p else "–" for p in paired)))
+        strong |= {(r, c) for c, p in enumerate(paired, 2) if p and p.verdict != "not separable"}
+    label = next(iter(bases.values())).label
+    return Table(
+        title=f"RULER: change of answer NLL against {label}; above zero is worse",
+        header=("Model", "Method", *(_header(column) for column in across)), rows=tuple(cells),
+        strong=frozenset(strong),
+    )  # fmt: skip
+
+
+def _header(column: Column) -> str:
+    task, length = column
+    return f"{task}_{length // 1024}k" if length % 1024 == 0 else f"{task}_{length}"
+
+
+def _cell(values: Floats | None, scale: float, form: str) -> str:
+    if values is None:
+        return "–"
+    std = values.std(ddof=1) if len(values) > 1 else 0.0
+    return f"{values.mean() * scale:{form}} ± {std * scale:{form}}"
+
+
+def losses(results: Results) -> Data:
+    """Mean answer NLL and its interval, by method and subset, of models trained here."""
+    return _shown(_of(results, ours=True))
+
+
+def others_losses(results: Results) -> Data:
+    """The same of models of `transformers`."""
+    return _shown(_of(results, ours=False))
+
+
+def ablations(results: Results) -> Data:
+    """The change of NLL against the full model in percent, by method and subset."""
+    found = _of(results, ours=True)
+    bases = {method.model: method for method in found if method.key == FULL}
+    others = [method for method in found if method.key != FULL and method.model in bases]
+    if not others:
+        raise NoData(f"ruler: the results lack {FULL[0]} or models without a part of it")
+    return _shown(others, bases)
+
+
+def loss_tables(results: Results) -> list[Table]:
+    """The tables of some results; none where they hold no rows."""
+    return tables(results.measured.get("ruler", ()))
+
+
+def ablation_tables(results: Results) -> list[Table]:
+    """The table of what an ablation costs."""
+    return [ablation(results.measured.get("ruler", ()))]
+
+
+_SAMPLES = (
+    "gape ruler generate --tokenizer GPT2 --tasks cwe,niah_multikey_1,qa_2,vt --haystack TEXT --hotpotqa FILE "
+    "--out samples"
+)
+#: Commands that make the results of GPT-2 with other positions.
+MADE_OF_GPT2 = (
+    f"{_SAMPLES}, for each scheme gape hf convert GPT2 --position SCHEME --context-length 1024 --out gpt2-SCHEME and "
+    "gape hf finetune gpt2-SCHEME DATA --out runs/gpt2/SCHEME, then gape ruler eval runs/gpt2/*/model --data samples "
+    "and gape ruler table runs/ruler --out results/ruler/124m"
+)
+
+
+def made_by(recipe: str, name: str) -> str:
+    """Commands that make the results of a recipe's models."""
+    return (
+        f"{_SAMPLES}, gape lm train {recipe} data=DIR, gape ruler eval runs/{recipe}/* --data samples --tokenizer GPT2 "
+        f"and gape ruler table runs/{recipe} --out results/ruler/{name}"
+    )
+
+
+def _shown(found: Sequence[Method], bases: Mapping[str, Method] | None = None) -> Data:
+    """Means and intervals of methods, or of their differences from the full model in percent of its mean."""
+    across = columns(found)
+    entries = []
+    for method in found:
+        cells: list[tuple[float, float, float] | None] = []
+        for column in across:
+            if bases is None:
+                each = method.values(column, "nll")
+                cells.append(None if each is None else (float(each.mean()), *_interval(each)))
+            else:
+                p = difference(method, bases[method.model], column)
+                cells.append(None if p is None else (p.percent(p.mean), p.percent(p.low), p.percent(p.high)))
+        entries.append({"label": f"{method.model} {method.label}", "position": method.key[0], "cells": cells})
+    return {"columns": [_header(column) for column in across], "methods": entries, "percent": bases is not None}
+
+
+def draw(data: Data) -> Figure:
+    """A point with its interval for each method, side by side in each subset."""
+    figure, axes = new_figure(max(6.4, 1.1 * len(data["columns"])), 3.4)
+    ax, count = axes[0, 0], len(data["methods"])
+    for number, method in enumerate(data["methods"]):
+        at = [(c + 0.7 * (number + 0.5) / count - 0.35, cell) for c, cell in enumerate(method["cells"]) if cell]
+        middle = [cell[0] for _, cell in at]
+        reach = [[m - cell[1] for m, (_, cell) in zip(middle, at, strict=True)],
+                 [cell[2] - m for m, (_, cell) in zip(middle, at, strict=True)]]  # fmt: skip
+        look = {"color": CYCLE[number % len(CYCLE)], "marker": line(method["position"])["marker"]}
+        ax.errorbar([x for x, _ in at], middle, reach, linestyle="none", label=method["label"], **look)
+    ax.set_xticks(range(len(data["columns"])), data["columns"], rotation=30, ha="right")
+    ax.set_ylabel("Change of answer NLL (%)" if data["percent"] else "Answer NLL (nats per token)")
+    if data["percent"]:
+        ax.axhline(0, color=FAINT, linewidth=0.8)
+    figure.legend(loc="outside lower center", ncols=min(4, count))
+    return figure
+
+
+def _of(results: Results, *, ours: bool) -> list[Method]:
+    rows = [row for row in results.measured.get("ruler", ()) if row["model"].startswith(OURS) == ours]
+    if not rows:
+        raise NoData(f"ruler: the results hold no rows of gape ruler eval of {'our' if ours else 'other'} models")
+    return methods(rows)
+
+
+def _interval(each: Floats) -> tuple[float, float]:
+    low, high, _ = weighted_interval(each, np.ones_like(each), np.arange(len(each)))
+    return low, high
+
+
+#: What tables may be written as.
+FORMATS: dict[str, Callable[[Table], str]] = {
+    "text": lambda table: table.text(),
+    "markdown": lambda table: table.markdown(),
+    "latex": lambda table: table.latex() if isinstance(table, Ranked) else f"% {table.title}\n{table.markdown()}",
+}

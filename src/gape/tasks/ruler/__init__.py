@@ -1,0 +1,26 @@
+"""RULER: long-context tasks for models of any size. `docs/ruler.md` has the tasks, formats and rules."""
+
+from gape.tasks.ruler.evaluation import Settings, evaluate, summarise
+from gape.tasks.ruler.generator import Generator
+from gape.tasks.ruler.ingredients import Ingredients
+from gape.tasks.ruler.prompts import prepare
+from gape.tasks.ruler.readers import GPTReader, TransformersReader
+from gape.tasks.ruler.scoring import score
+from gape.tasks.ruler.sources import Sample, read
+from gape.tasks.ruler.tasks import TASKS, Task
+
+__all__ = [
+    "TASKS",
+    "GPTReader",
+    "Generator",
+    "Ingredients",
+    "Sample",
+    "Settings",
+    "Task",
+    "TransformersReader",
+    "evaluate",
+    "prepare",
+    "read",
+    "score",
+    "summarise",
+]

@@ -1,0 +1,289 @@
+"""The tasks in our own words: each builder draws a sample and fills it with as much haystack as has room.
+
+A builder takes a task, random numbers, `room_for` (which makes a :class:`Room` from the answer's text) and the
+ingredients, and raises :class:`TooShortError` where nothing fits.
+"""
+
+from __future__ import annotations
+
+import string
+import uuid
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate, pairwise
+from random import Random
+from typing import Any, NamedTuple
+
+from gape.tasks.ruler.fitting import Room, TooShortError
+from gape.tasks.ruler.ingredients import Ingredients
+from gape.tasks.ruler.tasks import Task
+
+RoomFor = Callable[[str], Room]
+
+
+class Draft(NamedTuple):
+    """A sample: what is read, how its answer begins, the references, and how hard it was made."""
+
+    input: str
+    prefix: str
+    outputs: list[str]
+    settings: Mapping[str, Any]
+
+
+#: Tokens that a line or an entry has at least, for a bound on how many are drawn.
+_LEAST_LINE, _LEAST_ENTRY = 6, 2
+_KINDS = {"numbers": "number", "uuids": "code"}
+
+
+def needles(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
+    """Values of names hidden in noise, in prose, or among values of other names."""
+    asked, kind = task.settings["asked"], _KINDS[task.settings["values"]]
+    keys = _keys(task, rng, ingredients, task.settings["needles"])
+    values = [_values(task, rng, task.settings["each"]) for _ in keys]
+    chosen = rng.sample(range(len(keys)), asked)
+    outputs = [value for number in chosen for value in values[number]]
+    lines = [f"The secret {kind} of {key} is {value}." for key, own in zip(keys, values, strict=True) for value in own]
+    depths = [rng.random() for _ in lines]
+    names = _listed([keys[number] for number in chosen])
+    some, each = ("A", "") if len(outputs) == 1 else ("Some", "s")
+    head = f"{some} secret {kind}{each} can be found in the following text. Remember what it says.\n\n"
+    are = "is" if len(outputs) == 1 else "are all"
+    tail = f"\n\nWhat {are} the secret {kind}{each} of {names} that the text gave?"
+    prefix = f"\nThe secret {kind}{each} of {names} {'is' if len(outputs) == 1 else 'are'}"
+    room = room_for(task.joined(outputs))
+    if task.settings["haystack"] == "needle":
+        context = _among_needles(task, rng, room, ingredients, lines, depths, (head, tail + prefix))
+    else:
+        text = ingredients.noise if task.settings["haystack"] == "noise" else ingredients.text
+        start = text.start(rng)
+        count = room.fill(lambda n: head + text.hide(start, n, lines, depths) + tail + prefix, most=room.room)
+        context = text.hide(start, count, lines, depths)
+    return Draft(head + context + tail, prefix, outputs, {})
+
+
+def _among_needles(
+    task: Task,
+    rng: Random,
+    room: Room,
+    ingredients: Ingredients,
+    lines: Sequence[str],
+    depths: Sequence[float],
+    around: tuple[str, str],
+) -> str:
+    """Whole lines about other names, and some words of noise behind them where no further line fits."""
+    most = room.room // _LEAST_LINE
+    keys = _keys(task, rng, ingredients, most)
+    values = _values(task, rng, most)
+    kind = _KINDS[task.settings["values"]]
+    others = [f"The secret {kind} of {key} is {value}." for key, value in zip(keys, values, strict=True)]
+    others = [line for line in others if line not in lines]
+
+    def context(count: int, words: int) -> str:
+        made = others[:count]
+        for depth, line in sorted(zip(depths, lines, strict=True), reverse=True):
+            made.insert(round(depth * count), line)
+        return "\n".join(made + [" ".join(ingredients.noise.passage(0, words))] * (words > 0))
+
+    head, tail = around
+    count = room.fill(lambda n: head + context(n, 0) + tail, most=len(others))
+    words = room.fill(lambda n: head + context(count, n) + tail, most=room.room)
+    return context(count, words)
+
+
+def _keys(task: Task, rng: Random, ingredients: Ingredients, count: int) -> list[str]:
+    if task.settings["keys"] == "uuids":
+        return [_uuid(rng) for _ in range(count)]
+    names = ingredients.names
+    return [names.key(number) for number in rng.sample(range(names.keys), count)]
+
+
+def _values(task: Task, rng: Random, count: int) -> list[str]:
+    if task.settings["values"] == "uuids":
+        return [_uuid(rng) for _ in range(count)]
+    return [str(number) for number in rng.sample(range(10**6, 10**7), count)]
+
+
+def _uuid(rng: Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _first_fitting(tiers: Sequence[Any], make: Callable[[Any], Draft]) -> Draft:
+    """What the first tier with room gives; the last one's error where none has."""
+    for tier in tiers[:-1]:
+        with suppress(TooShortError):
+            return make(tier)
+    return make(tiers[-1])
+
+
+def variables(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
+    """A value handed from variable to variable, hidden in noise; an example comes first where there is room."""
+    text, hops = ingredients.noise, task.settings["hops"]
+    asked, shown = _chain(rng, hops), _chain(rng, hops)
+    depths, start = sorted(rng.random() for _ in range(hops + 1)), text.start(rng)
+    room = room_for(task.joined(asked.names))
+
+    def draft(example: bool) -> Draft:
+        before = _worked(task, shown) if example else ""
+
+        def prompt(words: int) -> tuple[str, str]:
+            body, prefix = _tracked(asked, text.hide(start, words, asked.lines, depths))
+            return before + body, prefix
+
+        count = room.fill(lambda n: "".join(prompt(n)), most=room.room)
+        return Draft(*prompt(count), asked.names, {"hops": hops, "example": example})
+
+    return _first_fitting((True, False), draft)
+
+
+class _Chain(NamedTuple):
+    value: str
+    names: list[str]
+    lines: list[str]
+
+
+def _chain(rng: Random, hops: int) -> _Chain:
+    letters = string.ascii_uppercase
+    numbers = rng.sample(range(len(letters) ** 5), hops + 1)
+    names = ["".join(letters[number // 26**place % 26] for place in range(5)) for number in numbers]
+    value = str(rng.randrange(10**4, 10**5))
+    lines = [f"Variable {names[0]} gets {value}."]
+    lines += [f"Variable {new} gets what {old} has." for old, new in pairwise(names)]
+    return _Chain(value, names, lines)
+
+
+def _tracked(chain: _Chain, context: str) -> tuple[str, str]:
+    body = f"Keep track of the variables in the following text.\n\n{context}\n\n"
+    body += f"Question: Which variables have the value {chain.value} in the end?"
+    return body, f"\nAnswer: The {len(chain.names)} variables with the value {chain.value} are"
+
+
+def _worked(task: Task, chain: _Chain) -> str:
+    return "".join(_tracked(chain, " ".join(chain.lines))) + f" {task.joined(chain.names)}\n\n"
+
+
+class _Tier(NamedTuple):
+    """How often common and other words come, in the list and in the example before it (0: no example)."""
+
+    common: int
+    other: int
+    shown: int
+
+
+#: From RULER's numbers down to what fits into a few hundred tokens.
+_TIERS = (_Tier(30, 3, 10), _Tier(6, 1, 3), _Tier(6, 1, 0), _Tier(3, 1, 0), _Tier(2, 1, 0))
+#: Other words that are in a list at least.
+_LEAST_OTHER = 5
+
+
+def common(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
+    """A numbered list in which a few words come often; an example comes first where there is room."""
+    words, wanted, order = ingredients.words, task.settings["words"], rng.getrandbits(64)
+    drawn = rng.sample(words, min(len(words), 2 * wanted + room_for("").room // _LEAST_ENTRY))
+    often, shown, others = drawn[:wanted], drawn[wanted : 2 * wanted], drawn[2 * wanted :]
+    room, prefix = room_for(task.joined(often)), _OFTEN.format(wanted)
+
+    def draft(tier: _Tier) -> Draft:
+        before = ""
+        if tier.shown:
+            before = _word_list(shown * tier.shown + others[-30:], order + 1) + prefix + f" {task.joined(shown)}\n\n"
+
+        def prompt(count: int) -> str:
+            # Past the last of the other words they begin anew, and stay rarer than the common ones.
+            entries = [others[place // tier.other % len(others)] for place in range(count)]
+            return before + _word_list(often * tier.common + entries, order)
+
+        most = len(others) * (tier.common - 1)
+        count = room.fill(lambda n: prompt(n) + prefix, most=most, least=_LEAST_OTHER)
+        settings = {"common": tier.common, "other": tier.other, "example": bool(tier.shown)}
+        return Draft(prompt(count), prefix, often, settings)
+
+    return _first_fitting(_TIERS, draft)
+
+
+_OFTEN = "\nAnswer: The {} words that come most often are"
+
+
+def _word_list(entries: Sequence[str], order: int) -> str:
+    mixed = list(entries)
+    Random(order).shuffle(mixed)
+    listed = " ".join(f"{place}. {word}" for place, word in enumerate(mixed, 1))
+    head = "In the following list some words come more often than others.\n\n"
+    return f"{head}{listed}\n\nQuestion: Which words come most often?"
+
+
+_BLANK = "---"
+
+
+def frequent(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
+    """Made-up words, each rank rarer by a power law; the most frequent rank is a blank."""
+    wanted, exponent = task.settings["words"], task.settings["exponent"]
+    letters = string.ascii_lowercase
+    room = room_for("")
+    size = max(wanted + 2, room.room // 50)
+    drawn = ["".join(rng.choice(letters) for _ in range(6)) for _ in range(2 * size)]
+    coded, order = list(dict.fromkeys(drawn))[:size], rng.getrandbits(64)
+    outputs = coded[:wanted]
+    room = room_for(task.joined(outputs))
+    shares = [(rank + 1) ** -exponent for rank in range(size + 1)]
+    total = sum(shares)
+    head = (
+        f"The following text is made of code words. Ignore {_BLANK} and count how often each of the others comes.\n\n"
+    )
+    tail = f"\n\nQuestion: Which {wanted} code words come most often?"
+    prefix = f"\nAnswer: The {wanted} code words that come most often are"
+
+    def context(count: int, blanks: int = 0) -> str:
+        times = [int(count * share / total) for share in shares]
+        times[0] += blanks
+        # Those asked for come at least once, in strictly falling numbers, and more often than any other.
+        for rank in range(wanted, 0, -1):
+            times[rank] = max(times[rank], times[rank + 1] + 1)
+        mixed = [word for word, n in zip([_BLANK, *coded], times, strict=True) for _ in range(n)]
+        Random(order).shuffle(mixed)
+        return " ".join(mixed)
+
+    count = room.fill(lambda n: head + context(n) + tail + prefix, most=room.room)
+    # Several words may want to come once more at the same count; blanks fill what that leaves.
+    blanks = room.fill(lambda n: head + context(count, n) + tail + prefix, most=room.room)
+    return Draft(head + context(count, blanks) + tail, prefix, outputs, {"vocabulary": size})
+
+
+def questions(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
+    """A question whose documents stand among others, the last of which may break off."""
+    asked = ingredients.questions(task.settings["questions"])
+    question = rng.choice(asked.items)
+    room = room_for(task.joined(question.answers))
+    others = [number for number in range(len(asked.documents)) if number not in question.gold]
+    others = rng.sample(others, min(len(others), room.room // 16 + 8))
+    split = [asked.documents[number].split(" ") for number in others]
+    ends = list(accumulate((len(words) for words in split), initial=0))
+    gold = [(rng.random(), asked.documents[number]) for number in question.gold]
+    places = [rng.random() for _ in others]
+    head = "Answer the question from the documents below, in as few words as you can.\n\n"
+    tail = f"\n\nQuestion: {question.question}"
+    prefix = "\nAnswer:"
+
+    def context(count: int) -> str:
+        whole = bisect_right(ends, count) - 1
+        texts = [(place, " ".join(words)) for place, words in zip(places[:whole], split[:whole], strict=True)]
+        if count > ends[whole]:
+            texts.append((places[whole], " ".join(split[whole][: count - ends[whole]])))
+        ordered = [text for _, text in sorted([*gold, *texts])]
+        return "\n\n".join(f"Document {number}: {text}" for number, text in enumerate(ordered, 1))
+
+    count = room.fill(lambda n: head + context(n) + tail + prefix, most=ends[-1])
+    return Draft(head + context(count) + tail, prefix, list(question.answers), {})
+
+
+BUILDERS: dict[str, Callable[[Task, Random, RoomFor, Ingredients], Draft]] = {
+    "needles": needles,
+    "variables": variables,
+    "common": common,
+    "frequent": frequent,
+    "questions": questions,
+}

@@ -1,0 +1,222 @@
+"""Samples scored one batch after another, each on the disk before the next; what was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gape.ops.checks import refuse, whole
+from gape.tasks.intervals import weighted_interval
+from gape.tasks.ruler.prompts import Prepared
+from gape.tasks.ruler.readers import Reader
+from gape.tasks.ruler.scoring import cleaned, score
+from gape.tasks.ruler.sources import Source
+from gape.tasks.ruler.tasks import task
+from gape.train import files
+from gape.train.log import JSONLines
+from gape.train.manifest import manifest
+
+Record = dict[str, Any]
+SAMPLES, MANIFEST = "samples.jsonl", "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How samples are read and scored.
+
+    Attributes:
+        template, overlength, max_length: as :func:`gape.tasks.ruler.prompts.prepare` takes them.
+        generate: whether answers are generated and matched, besides the likelihood of the right ones.
+        batch_tokens: of a batch of short samples.
+        chunk: tokens that go through the model at once.
+        precision: "float32" or "bfloat16".
+    """
+
+    template: str = "base"
+    overlength: str = "error"
+    max_length: int | None = None
+    generate: bool = True
+    batch_tokens: int = 2**16
+    chunk: int = 16384
+    precision: str = "float32"
+
+    def __post_init__(self) -> None:
+        whole("batch_tokens", self.batch_tokens)
+        whole("chunk", self.chunk)
+        if self.max_length is not None:
+            whole("max_length", self.max_length, 2)
+
+
+def question(identity: Mapping[str, Any], sources: Iterable[Source], settings: Settings) -> Record:
+    """What an evaluation is of: weights, tokenizer, data and settings. Equal ones have equal answers."""
+    return {"model": dict(identity), "data": [source._asdict() for source in sources], "settings": asdict(settings)}
+
+
+def key(asked: Mapping[str, Any]) -> str:
+    """A short name of a question."""
+    return files.sha256(json.dumps(asked, sort_keys=True, default=str).encode())[:12]
+
+
+def batches(items: Sequence[Prepared], batch_tokens: int) -> list[list[int]]:
+    """Numbers of samples that are read together: of one task and length, long ones first, none that is skipped."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for number, item in enumerate(items):
+        if not item.skipped:
+            groups.setdefault((item.sample.task, item.sample.length), []).append(number)
+    made: list[list[int]] = []
+    for numbers in groups.values():
+        ordered = sorted(numbers, key=lambda n: (-len(items[n].prompt), n))
+        while ordered:
+            longest = len(items[ordered[0]].prompt) + items[ordered[0]].sample.budget
+            size = max(1, batch_tokens // longest)
+            made.append(ordered[:size])
+            ordered = ordered[size:]
+    return made
+
+
+def evaluate(
+    reader: Reader,
+    items: Sequence[Prepared],
+    settings: Settings,
+    directory: Path,
+    *,
+    asked: Record,
+    check: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Record]:
+    """Score all samples, going on after those that the directory holds.
+
+    Args:
+        reader: the model.
+        items: samples as :func:`gape.tasks.ruler.prompts.prepare` made them.
+        settings: how.
+        directory: of this question alone; gets manifest.json and samples.jsonl.
+        asked: from :func:`question`.
+        check: called between batches; may raise to stop.
+        progress: told samples done and in all.
+
+    Returns:
+        A row for each sample, in their order.
+
+    Raises:
+        ValueError: the directory holds an evaluation of something else, or a loss is not finite.
+        Interrupted: or whatever `check` raises; finished samples are in the file.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    _claim(directory, reader, items, asked)
+    lines = JSONLines(directory / SAMPLES)
+    try:
+        done = _recall(directory / SAMPLES, lines, items)
+        for number, item in enumerate(items):
+            if item.skipped and number not in done:
+                done[number] = _about(number, item)
+                lines.write(**done[number])
+        for batch in batches(items, settings.batch_tokens):
+            check()
+            # A batch is read whole even where a part of it is done: other companions could change the last digits.
+            if not all(number in done for number in batch):
+                for row in _scored(reader, items, batch, settings.generate):
+                    if row["sample"] not in done:
+                        lines.write(**row)
+                        done[row["sample"]] = row
+                lines.settle()
+            progress(len(done), len(items))
+    finally:
+        lines.close()
+    return [done[number] for number in range(len(items))]
+
+
+def summarise(rows: Sequence[Record], seed: int = 0) -> list[Record]:
+    """A record for each task and length: mean, deviation and interval of the loss per token, and of the match.
+
+    Loss and match of every counted sample are in it, in the samples' order, so that models are compared on the same
+    samples; `plan` is equal where these are.
+    """
+    groups: dict[tuple[str, int], list[Record]] = {}
+    for row in rows:
+        groups.setdefault((row["task"], row["length"]), []).append(row)
+    made = []
+    for (name, length), own in groups.items():
+        counted = [row for row in own if not row["skipped"]]
+        record: Record = {
+            "task": name, "length": length, "data": sorted({row["source"] for row in own}), "samples": len(counted),
+            "skipped": len(own) - len(counted), "truncated": sum(row["cut"] > 0 for row in counted),
+            "plan": files.sha256("".join(f"{r['prompt_sha256']}{r['answer']}" for r in counted).encode())[:16],
+        }  # fmt: skip
+        if counted:
+            record |= _statistics([row["nll"] for row in counted], "nll", seed)
+            record["answer_tokens"] = sum(row["answer_tokens"] for row in counted) / len(counted)
+            if "score" in counted[0]:
+                record |= _statistics([row["score"] for row in counted], "match", seed)
+        made.append(record)
+    return made
+
+
+def _statistics(values: Sequence[float], name: str, seed: int) -> Record:
+    each = np.array(values, dtype=np.float64)
+    interval = weighted_interval(each, np.ones_like(each), np.arange(len(each)), seed)
+    return {
+        name: float(each.mean()), f"{name}_std": float(each.std(ddof=1)) if len(each) > 1 else 0.0,
+        f"{name}_low": interval.low, f"{name}_high": interval.high,
+        f"sample_{name}": [round(value, 5) for value in each.tolist()],
+    }  # fmt: skip
+
+
+def _claim(directory: Path, reader: Reader, items: Sequence[Prepared], asked: Record) -> None:
+    """Write the manifest, or make sure that the one there is of the same question."""
+    path = directory / MANIFEST
+    prompts = files.sha256("".join(item.digest for item in items).encode())
+    if path.is_file():
+        before = files.from_json(path.read_bytes())
+        if before.get("question") != files.plain(asked) or before.get("prompts_sha256") != prompts:
+            raise refuse("out", str(directory), "a directory of the same evaluation, or an empty one")
+        return
+    more = {"question": asked, "prompts_sha256": prompts, "samples": len(items)}
+    files.replace(path, files.to_json(manifest(reader.device, seed=0, more=more)))
+
+
+def _recall(path: Path, lines: JSONLines, items: Sequence[Prepared]) -> dict[int, Record]:
+    """The samples of a file, without a last line that was cut short."""
+    data = path.read_bytes()
+    data = data[: data.rfind(b"\n") + 1]
+    lines.cut(len(data))
+    rows = [json.loads(line) for line in data.splitlines()]
+    return {
+        row["sample"]: row
+        for row in rows
+        if row["sample"] < len(items) and row["prompt_sha256"] == items[row["sample"]].digest
+    }
+
+
+def _about(number: int, item: Prepared) -> Record:
+    sample = item.sample
+    return {
+        "sample": number, "source": sample.source, "number": sample.number, "task": sample.task,
+        "length": sample.length, "prompt_sha256": item.digest, "prompt_tokens": item.tokens, "cut": item.cut,
+        "skipped": item.skipped, "answer": sample.answer, "answer_tokens": len(item.answer),
+        "references": list(sample.outputs),
+    }  # fmt: skip
+
+
+def _scored(reader: Reader, items: Sequence[Prepared], batch: Sequence[int], generate: bool) -> list[Record]:
+    chosen = [items[number] for number in batch]
+    losses = reader.losses([item.prompt for item in chosen], [item.answer for item in chosen])
+    rows = [_about(number, items[number]) for number in batch]
+    for row, loss in zip(rows, losses, strict=True):
+        row["nll"] = float(loss.mean())
+        if not math.isfinite(row["nll"]):
+            raise ValueError(f"loss: got {row['nll']} for {row['source']} sample {row['number']}, expected a number")
+    if generate:
+        budgets = [item.sample.budget for item in chosen]
+        outputs = reader.complete([item.prompt for item in chosen], budgets)
+        for row, ids in zip(rows, outputs, strict=True):
+            row["output"] = reader.decode(ids)
+            row["parsed"] = cleaned(row["output"])
+            row["score"] = score(row["output"], row["references"], task(row["task"]).match)
+    return rows

@@ -1,0 +1,133 @@
+"""Samples of RULER's tasks at any length, for any tokenizer, without a network and without an end that may not come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from gape.data.order import key
+from gape.ops.checks import refuse, whole
+from gape.tasks.ruler.builders import BUILDERS, Draft
+from gape.tasks.ruler.fitting import Room, TooShortError
+from gape.tasks.ruler.ingredients import Ingredients
+from gape.tasks.ruler.tasks import Task, task
+
+if TYPE_CHECKING:
+    from gape.data import Tokenizer
+
+#: Changes with the wording, so that samples of another one are told apart.
+WORDING = "gape-1"
+#: The shortest length that may be asked for.
+SHORTEST = 256
+#: Draws of one sample at most, where names or documents happen to be too long for it.
+TRIES = 64
+#: Below this length a tenth may stay unused, from it on a fiftieth.
+_LONG = 1024
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Makes samples of one task and length; the sample of a number is a function of the seed, whatever came before.
+
+    Args:
+        name: one of RULER's tasks.
+        length: tokens of the prompt and of what is kept free for the answer.
+        tokenizer: of the model that is to read them.
+        ingredients: haystacks, word lists and questions.
+        seed: which samples.
+
+    Raises:
+        ValueError: an unknown task, or a length below 256.
+    """
+
+    name: str
+    length: int
+    tokenizer: Tokenizer
+    ingredients: Ingredients
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        task(self.name)
+        whole("length", self.length, SHORTEST)
+        whole("seed", self.seed, 0)
+        if not self.tokenizer.encode("The quick brown fox"):
+            raise ValueError("tokenizer: got one that makes no tokens of a text, expected its files to be whole")
+
+    @property
+    def least(self) -> int:
+        """Tokens that a sample has at the least: 98% of the length, 90% below 1,024."""
+        share = 98 if self.length >= _LONG else 90
+        return -(-self.length * share // 100)
+
+    def samples(self, count: int) -> Iterator[dict[str, Any]]:
+        """The first `count` samples, as :meth:`sample` gives them."""
+        return (self.sample(number) for number in range(whole("count", count)))
+
+    def sample(self, number: int) -> dict[str, Any]:
+        """A sample in RULER's fields: task, index, input, answer_prefix, outputs, length, max_seq_length.
+
+        And ours: `budget`, the tokens kept free for the answer, which `length` counts; `settings` and `wording`.
+
+        Raises:
+            ValueError: the task does not fit into the length; says into which it does.
+        """
+        draft = self._draft(number)
+        if isinstance(draft, int):
+            raise refuse(
+                "length", self.length, f"at least {self._fitting(draft, number):,} for {self.name} with this tokenizer"
+            )
+        return self._finished(draft, number)
+
+    def _draft(self, number: int) -> Draft | int:
+        """A sample, or the shortest length into which one of those that were drawn would go."""
+        own, shortest = task(self.name), []
+        for attempt in range(TRIES):
+            # The length is no part of it: as far as the draws allow the same is asked at every length.
+            rng = Random(key("ruler", WORDING, self.name, self.seed, number, attempt))
+            try:
+                return BUILDERS[own.family](own, rng, self._room_for(own), self.ingredients)
+            except TooShortError as error:
+                shortest.append(_shortest(own, error))
+        return max(SHORTEST, min(shortest))
+
+    def _fitting(self, length: int, number: int) -> int:
+        """A length into which a sample goes, tried from one that may do on."""
+        for _ in range(TRIES):
+            found = replace(self, length=length)._draft(number)
+            if not isinstance(found, int):
+                break
+            length = max(found, length + 1)
+        return length
+
+    def _room_for(self, own: Task) -> Any:
+        def room_for(answer: str) -> Room:
+            tokens = len(self.tokenizer.encode(f" {answer}"))
+            room = self.length - own.budget_at(self.length, tokens)
+            return Room(self.tokenizer, room, tokens, slack=self.length // 200)
+
+        return room_for
+
+    def _finished(self, draft: Draft, number: int) -> dict[str, Any]:
+        own = task(self.name)
+        answer = len(self.tokenizer.encode(f" {own.joined(draft.outputs)}"))
+        budget = own.budget_at(self.length, answer)
+        length = len(self.tokenizer.encode(draft.input + draft.prefix)) + budget
+        if not self.least <= length <= self.length:
+            raise refuse(
+                "length", self.length, f"at most about {length:,} for {own.name}: there is no more text to fill it with"
+            )
+        return {
+            "task": own.name, "index": number, "input": draft.input, "answer_prefix": draft.prefix,
+            "outputs": draft.outputs, "length": length, "max_seq_length": self.length, "budget": budget,
+            "settings": dict(draft.settings), "wording": WORDING,
+        }  # fmt: skip
+
+
+def _shortest(own: Task, error: TooShortError) -> int:
+    """The shortest length into which a prompt goes with its answer."""
+    length = error.prompt + error.answer
+    while length < error.prompt + own.budget_at(length, error.answer):
+        length = error.prompt + own.budget_at(length, error.answer)
+    return length

@@ -1,0 +1,114 @@
+"""Readers by name: a directory of `gape lm train`, a checkpoint of ours, or a model of `transformers`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gape.tasks.ruler.readers import Check, GPTReader, TransformersReader, go_on
+from gape.train import checkpoint, files
+from gape.train.load import model_of
+
+if TYPE_CHECKING:
+    from gape.data import Tokenizer
+
+_CONFIG = "config.json"
+
+
+def is_ours(spec: str) -> bool:
+    """Whether a path holds a run or a checkpoint of ours."""
+    path = Path(spec)
+    return (path / "checkpoints").is_dir() or any((path / name).is_file() for name in ("run.json", checkpoint.STATE))
+
+
+def open_run(
+    directory: str | Path, tokenizer: str | None = None, *, device: torch.device | str = "cpu", low: bool = False,
+    chunk: int = 16384, check: Check = go_on,
+) -> tuple[GPTReader, int]:  # fmt: skip
+    """The reader of a trained run, and the step of its weights.
+
+    Args:
+        directory: the run's, or a checkpoint.
+        tokenizer: as :func:`gape.data.load_tokenizer` takes it; not needed for a run on bytes. It must be the one
+            that the run records.
+        device, low, chunk, check: as in :class:`GPTReader`.
+
+    Raises:
+        ValueError: no tokenizer, or another than the run's.
+        CheckpointError: no valid checkpoint is there.
+    """
+    words = run_tokenizer(Path(directory), tokenizer)
+    chosen = checkpoint.resolve(directory)
+    model = model_of(chosen, device=device)
+    if words.vocab_size > model.config.vocab_size:
+        most = f"at most the {model.config.vocab_size:,} of {directory}"
+        raise ValueError(f"tokenizer: has {words.vocab_size:,} tokens, expected {most}")
+    return GPTReader(model, words, low=low, chunk=chunk, check=check), chosen.step
+
+
+def run_tokenizer(directory: Path, spec: str | None) -> Tokenizer:
+    """The tokenizer of a run: the one that was named, where it is the one that the run records.
+
+    Raises:
+        ValueError: none was named, or another; or it lacks its files.
+    """
+    from gape.data import load_tokenizer  # noqa: PLC0415
+
+    path = directory / _CONFIG
+    config = files.from_json(path.read_bytes()) if path.is_file() else {}
+    recorded: dict[str, Any] = config.get("extra", {}).get("corpus", {}).get("tokenizer", {})
+    if spec is None and recorded.get("kind") == "bytes":
+        spec = "bytes"
+    if spec is None:
+        name = f", {recorded['name']}" if recorded.get("name") else ""
+        raise ValueError(f"tokenizer: got nothing, expected the one that {directory} was trained with{name}")
+    found = load_tokenizer(spec)
+    digest = found.identity()["sha256"]
+    if recorded and recorded.get("sha256") != digest:
+        raise ValueError(
+            f"tokenizer: got {spec!r}, expected the one that {directory} was trained with, {recorded.get('name')}"
+        )
+    return found
+
+
+def open_transformers(
+    name: str, *, device: torch.device | str = "cpu", low: bool = False, chunk: int = 16384, check: Check = go_on
+) -> TransformersReader:  # fmt: skip
+    """The reader of a causal model of `transformers` with its own tokenizer; code of the model's own is never run.
+
+    Args:
+        name: a folder, or a name on the hub.
+        device: where to put it.
+        low: whether its weights are read as bfloat16; float32 otherwise.
+        chunk, check: as in :class:`TransformersReader`.
+
+    Raises:
+        ValueError: there is no such model, or its tokenizer lacks its files.
+        ImportError: `transformers` is missing; says how to install it.
+    """
+    try:
+        import transformers  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("models of transformers need it: pip install 'gape[hf]'") from error
+    # Makes models with gates known to the Auto classes.
+    import_module("gape.hf")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    # Whatever the library or the hub says.
+    except Exception as error:
+        raise ValueError(f"tokenizer: that of {name!r} cannot be loaded, are all its files there? {error}") from error
+    if not tokenizer("The quick brown fox")["input_ids"]:
+        raise ValueError(f"tokenizer: that of {name!r} makes no tokens of a text, expected its files to be whole")
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.bfloat16 if low else torch.float32
+        )  # fmt: skip
+    except Exception as error:
+        raise ValueError(f"model: got {name!r}, expected a run or a model of transformers: {error}") from error
+    path = Path(name)
+    # gape hf finetune calls the folder of every model so.
+    called = path.parent.name if path.name == "model" and path.parent.name else path.name
+    return TransformersReader(model.to(device).eval(), tokenizer, called, chunk=chunk, check=check)

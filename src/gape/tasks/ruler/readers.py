@@ -1,0 +1,307 @@
+"""Models that read prompts: ours, and those of `transformers` through a thin adapter.
+
+Batches hold rows of unequal length. Losses are read with pads behind a row, which nothing before them sees; text is
+generated with pads before it, which have positions and a document of their own. Long rows are read in chunks with a
+cache, and logits exist for answers only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from gape.tasks.perplexity import window_losses
+
+if TYPE_CHECKING:
+    from gape.data import Tokenizer
+    from gape.models.gpt import GPT
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Check = Callable[[], None]
+
+
+def go_on() -> None:
+    """Nothing asks for a stop."""
+
+
+class Reader(Protocol):
+    """A model with its tokenizer.
+
+    Attributes:
+        limit: tokens that it can read; None for any number.
+        device: where it is.
+    """
+
+    limit: int | None
+    device: torch.device
+
+    def encode(self, text: str, *, start: bool = True) -> list[int]:
+        """The ids of a text, with what the tokenizer puts before every text where this is the `start` of one."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of generated ids."""
+        ...
+
+    def chat(self, text: str) -> str:
+        """A prompt as a user's turn in the model's own chat template.
+
+        Raises:
+            ValueError: it has none.
+        """
+        ...
+
+    def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
+        """The loss in nats of every token of each answer behind its prompt."""
+        ...
+
+    def complete(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
+        """The likeliest next tokens of each prompt, up to its budget or an end of text, which is left out."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What identifies tokenizer and weights."""
+        ...
+
+
+class GPTReader:
+    """One of our models.
+
+    Args:
+        model: in eval mode.
+        tokenizer: of its ids.
+        low: whether to read in bfloat16 autocast.
+        chunk: tokens that go through the model at once.
+        check: called before every chunk and token; may raise to stop.
+    """
+
+    limit: int | None = None
+
+    def __init__(
+        self, model: GPT, tokenizer: Tokenizer, *, low: bool = False, chunk: int = 16384, check: Check = go_on
+    ) -> None:
+        self.model, self.tokenizer, self.low, self.chunk, self.check = model, tokenizer, low, chunk, check
+        self.device = next(model.parameters()).device
+
+    def encode(self, text: str, *, start: bool = True) -> list[int]:
+        """The ids of a text; nothing is put before it, as in training."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+        return self.tokenizer.decode(ids)
+
+    def chat(self, text: str) -> str:
+        """Refuses: our models have no chat template."""
+        raise ValueError("template: got 'chat', expected 'base' or a text with {input}: this model knows no chat")
+
+    def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
+        """See :class:`Reader`."""
+        ids = padded([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
+        first = min(len(prompt) for prompt in prompts) - 1
+        with self.precision():
+            found = window_losses(
+                self.model, torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first, chunk=self.chunk,
+                check=self.check,
+            )  # fmt: skip
+        return _cut(found, prompts, answers, first)
+
+    @torch.no_grad()
+    def complete(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
+        """See :class:`Reader`."""
+        ids = torch.from_numpy(padded(prompts, left=True)).to(self.device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        positions, documents = _left_padded(ids, lengths)
+        cache = self.model.new_cache(ids.size(1) + max(budgets))
+        with self.precision():
+            for start in range(0, ids.size(1), self.chunk):
+                self.check()
+                part = slice(start, start + self.chunk)
+                x = self.model.hidden(
+                    ids[:, part], _part(positions, part), _part(documents, part), cache=cache
+                )  # fmt: skip
+            drawn = _Drawn(budgets, self.tokenizer.end_of_text)
+            while drawn.add(self.model.logits(x[:, -1:])[:, -1].argmax(-1)):
+                self.check()
+                positions = None if positions is None else positions[:, -1:] + 1
+                documents = None if documents is None else documents[:, -1:]
+                x = self.model.hidden(drawn.last, positions, documents, cache=cache)
+        return drawn.rows
+
+    def identity(self) -> dict[str, Any]:
+        """See :class:`Reader`."""
+        config = self.model.config
+        return {
+            "kind": "gape", "size": f"GPT-{config.n_layer}x{config.n_embd}", "config": config.to_dict(),
+            "parameters": self.model.count_parameters(), "weights": weights_digest(self.model),
+            "tokenizer": self.tokenizer.identity(),
+        }  # fmt: skip
+
+    def precision(self) -> torch.autocast:
+        """The context in which the model is read."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low)
+
+
+class TransformersReader:
+    """A causal model of `transformers` with its own tokenizer.
+
+    Args:
+        model: in eval mode; its forward takes input_ids, past_key_values and logits_to_keep.
+        tokenizer: a tokenizer of `transformers`.
+        name: what to call it.
+        chunk, check: as in :class:`GPTReader`.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, name: str, *, chunk: int = 16384, check: Check = go_on
+    ) -> None:  # fmt: skip
+        self.model, self.tokenizer, self.name, self.chunk, self.check = model, tokenizer, name, chunk, check
+        self.device = next(model.parameters()).device
+        limit = getattr(model.config, "max_position_embeddings", None)
+        # What ours call so is the training length, which is no limit.
+        self.limit = limit if isinstance(limit, int) and not model.config.model_type.startswith("gape_") else None
+        # What stands before a text, told by one that is a token or two; what would end it is left out.
+        marked, plain = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+        places = range(len(marked) - len(plain) + 1)
+        self._before = marked[: next((n for n in places if marked[n : n + len(plain)] == plain), 0)]
+
+    def encode(self, text: str, *, start: bool = True) -> list[int]:
+        """The ids of a text, with the special tokens that the tokenizer puts before it and none behind."""
+        plain = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._before + plain if start else plain
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+        return str(self.tokenizer.decode(ids))
+
+    def chat(self, text: str) -> str:
+        """See :class:`Reader`."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(f"template: got 'chat', expected 'base' or a text with {{input}}: {self.name} has no chat")
+        turn = [{"role": "user", "content": text}]
+        return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+
+    @torch.no_grad()
+    def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
+        """See :class:`Reader`."""
+        rows = padded([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
+        ids = torch.from_numpy(rows).to(self.device)
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        length, first = inputs.size(1), min(len(prompt) for prompt in prompts) - 1
+        cache, found = None, []
+        for start in range(0, length, self.chunk):
+            self.check()
+            stop = min(start + self.chunk, length)
+            kept = max(1, stop - max(start, first))
+            out = self.model(
+                input_ids=inputs[:, start:stop], past_key_values=cache, use_cache=length > self.chunk,
+                logits_to_keep=kept,
+            )  # fmt: skip
+            cache = out.get("past_key_values")
+            if stop > first:
+                logits = out["logits"][:, -kept:].float()
+                found.append(nn.functional.cross_entropy(logits.mT, targets[:, stop - kept : stop], reduction="none"))
+        return _cut(torch.cat(found, dim=1), prompts, answers, first)
+
+    @torch.no_grad()
+    def complete(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
+        """See :class:`Reader`."""
+        self.check()
+        ids = torch.from_numpy(padded(prompts, left=True)).to(self.device)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            mask[row, ids.size(1) - len(prompt) :] = 1
+        end = self.model.generation_config.eos_token_id
+        ends = {end} if isinstance(end, int) else set(end or ())
+        options = {"prefill_chunk_size": self.chunk} if ids.size(1) > self.chunk else {}
+        made = self.model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=max(budgets), do_sample=False, num_beams=1,
+            pad_token_id=next(iter(ends), 0), **options,
+        )  # fmt: skip
+        new = made[:, ids.size(1) :].tolist()
+        return [_until(row[:budget], ends) for row, budget in zip(new, budgets, strict=True)]
+
+    def identity(self) -> dict[str, Any]:
+        """See :class:`Reader`."""
+        vocabulary = "\n".join(f"{token}\t{i}" for token, i in sorted(self.tokenizer.get_vocab().items()))
+        digest = hashlib.sha256(vocabulary.encode(errors="surrogatepass")).hexdigest()
+        config = self.model.config
+        return {
+            "kind": "transformers", "size": f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}",
+            "config": config.to_diff_dict(), "dtype": str(self.model.dtype).removeprefix("torch."),
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "weights": weights_digest(self.model),
+            "tokenizer": {"kind": "transformers", "name": type(self.tokenizer).__name__, "sha256": digest},
+        }  # fmt: skip
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A SHA-256 of all parameters under their names."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class _Drawn:
+    """Tokens generated so far, a row each, none past its budget or an end of text."""
+
+    def __init__(self, budgets: Sequence[int], end: int | None) -> None:
+        self._budgets, self._end = budgets, end
+        self._done = [budget < 1 for budget in budgets]
+        self.rows: list[list[int]] = [[] for _ in budgets]
+        self.last: Tensor
+
+    def add(self, tokens: Tensor) -> bool:
+        """Take one token for each row (B,); whether any row wants another. `last` is what to read next, (B, 1)."""
+        self.last = tokens[:, None]
+        for row, token in enumerate(tokens.tolist()):
+            if self._done[row]:
+                continue
+            if token == self._end:
+                self._done[row] = True
+                continue
+            self.rows[row].append(token)
+            self._done[row] = len(self.rows[row]) >= self._budgets[row]
+        return not all(self._done)
+
+
+def padded(rows: Sequence[Ids], *, left: bool) -> Ids:
+    """Rows as one array (B, N), with zeros before or behind the shorter ones."""
+    ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+    for place, row in enumerate(rows):
+        ids[place, slice(-len(row), None) if left else slice(len(row))] = row
+    return ids
+
+
+def _left_padded(ids: Tensor, lengths: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Positions and documents (B, N) of rows padded on the left; None for rows of one length."""
+    if bool((lengths == ids.size(1)).all()):
+        return None, None
+    places = torch.arange(ids.size(1), device=ids.device) - (ids.size(1) - lengths)[:, None]
+    return places.clamp(min=0), (places >= 0).to(torch.uint8)
+
+
+def _part(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[:, part]
+
+
+def _cut(losses: Tensor, prompts: Sequence[Ids], answers: Sequence[Ids], first: int) -> list[Floats]:
+    """Those of the answers' tokens out of the losses (B, n) of everything from position `first` on."""
+    each = losses.double().cpu().numpy()
+    starts = [len(prompt) - 1 - first for prompt in prompts]
+    return [
+        each[row, start : start + len(answer)] for row, (start, answer) in enumerate(zip(starts, answers, strict=True))
+    ]
+
+
+def _until(ids: list[int], ends: set[int]) -> list[int]:
+    return ids[: next((place for place, token in enumerate(ids) if token in ends), len(ids))]

@@ -1,0 +1,245 @@
+"""Samples from wherever they are: files as RULER and its relatives write them, and datasets of the hub."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gape.ops.checks import whole
+from gape.tasks.ruler.tasks import CALLED, task
+
+#: Names of fields in public files, in the order tried.
+_PROMPTS, _OUTPUTS = ("input", "prompt", "context"), ("outputs", "output", "answers", "answer")
+_PREFIXES = ("answer_prefix", "gen_prefix", "answer_start")
+_LENGTHS, _BUDGETS = ("max_seq_length", "max_length"), ("budget", "max_new_tokens", "tokens_to_generate")
+#: Sizes in names such as cwe_4k and 4096_cwe; smaller numbers are something else.
+_SIZE, _SMALLEST = re.compile(r"(?<![a-z0-9])(\d+)(k?)(?![a-z0-9])"), 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A prompt and its answers.
+
+    Attributes:
+        task: one of RULER's.
+        length: the nominal length that names its column, such as 4096.
+        input: what is read.
+        prefix: how the answer begins; empty where there is none.
+        outputs: references.
+        budget: tokens that the answer may have; RULER's for the task where the source does not say.
+        source: name of the file or dataset.
+        number: its place there, from 1.
+    """
+
+    task: str
+    length: int
+    input: str
+    prefix: str
+    outputs: tuple[str, ...]
+    budget: int
+    source: str
+    number: int
+
+    @property
+    def answer(self) -> str:
+        """The references as the one text whose likelihood is measured."""
+        return task(self.task).joined(self.outputs)
+
+
+class Source(NamedTuple):
+    """Where samples came from: its name, a hash of its content (or the commit it was read at), and how many."""
+
+    name: str
+    sha256: str
+    samples: int
+
+
+class Asked(NamedTuple):
+    """What a command says of samples that do not say it themselves: their task and nominal length."""
+
+    task: str | None = None
+    length: int | None = None
+
+
+_UNASKED = Asked()
+
+
+def read(
+    specs: Iterable[str], *, task_name: str | None = None, length: int | None = None
+) -> tuple[list[Sample], list[Source]]:
+    """All samples of some files and datasets.
+
+    Args:
+        specs: files of JSON lines, also `.gz` and `.xz`; folders of them; or hf:DATASET[@REVISION][:CONFIG], a dataset
+            of the Hugging Face hub or a folder that holds one.
+        task_name, length: of samples that do not say it.
+
+    Raises:
+        ValueError: a line that is no sample, with its place and what is wrong; nothing there; two sources of one name.
+    """
+    asked = Asked(task_name and task(task_name).name, length and whole("length", length))
+    samples: list[Sample] = []
+    sources: list[Source] = []
+    for spec in specs:
+        for found, source in _opened(str(spec), asked):
+            if source.name in (other.name for other in sources):
+                raise ValueError(f"data: two sources are called {source.name}; give them other names")
+            samples += found
+            sources.append(source)
+    return samples, sources
+
+
+def _opened(spec: str, asked: Asked) -> Iterator[tuple[list[Sample], Source]]:
+    if spec.startswith("hf:"):
+        yield from _hub(spec, asked)
+        return
+    path = Path(spec)
+    files = sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise ValueError(f"data: got {spec!r}, expected a file of JSON lines, a folder of them, or hf:DATASET")
+    for file in files:
+        name = file.relative_to(path).as_posix() if path.is_dir() else file.name
+        yield _file(file, name, asked)
+
+
+def _file(path: Path, name: str, asked: Asked) -> tuple[list[Sample], Source]:
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    digest = hashlib.sha256()
+    samples = []
+    # RULER writes niah_single_1/validation.jsonl, others niah_single_1.jsonl.
+    named = [path.name.partition(".")[0], path.resolve().parent.name]
+    with openers.get(path.suffix, open)(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            digest.update(line)
+            if not line.strip():
+                continue
+            where = f"{path}: line {number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where} is not JSON: {error}") from error
+            samples.append(sample(record, where=where, source=name, number=number, named=named, asked=asked))
+    if not samples:
+        raise ValueError(f"data: {path} has no samples")
+    return samples, Source(name, digest.hexdigest(), len(samples))
+
+
+def _hub(spec: str, asked: Asked) -> Iterator[tuple[list[Sample], Source]]:
+    """Every split of a configuration, or of all of them."""
+    from gape.data import hub  # noqa: PLC0415
+
+    try:
+        import datasets  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("datasets of the hub need the library datasets: pip install 'gape[hub]'") from error
+    dataset, _, config, _ = hub.parse(spec)
+    commit = hub.revision(spec)
+    try:
+        configs = [config] if config else datasets.get_dataset_config_names(dataset, revision=commit)
+        loaded = {name: datasets.load_dataset(dataset, name, revision=commit) for name in configs}
+    # Whatever the library, the network or the hub says.
+    except Exception as error:
+        raise ValueError(f"data: got {spec!r}, which cannot be loaded: {error}") from error
+    for part, splits in loaded.items():
+        for split, rows in splits.items():
+            name, digest, found = f"hf:{dataset}:{part}/{split}", hashlib.sha256(), []
+            for number, row in enumerate(rows, 1):
+                digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+                where = f"{name}: row {number}"
+                found.append(
+                    sample(row, where=where, source=name, number=number, named=[str(split), part], asked=asked)
+                )
+            yield found, Source(name if commit is None else f"{name}@{commit}", digest.hexdigest(), len(found))
+
+
+def sample(
+    record: Any, *, where: str, source: str, number: int, named: Sequence[str] = (), asked: Asked = _UNASKED
+) -> Sample:
+    """A sample from a record of RULER's fields or those of its relatives.
+
+    Args:
+        record: an object with input (or prompt, or context and question), outputs (or output, answers, answer), and
+            where they have them answer_prefix (or gen_prefix, answer_start), task, max_seq_length (or max_length),
+            budget (or max_new_tokens).
+        where: for errors.
+        source, number: see :class:`Sample`.
+        named: names of files, folders or configurations that may say the task and the length, nearest first.
+        asked: what a command said.
+
+    Raises:
+        ValueError: a field is missing or of another type, or there is no answer; says where and which.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is not a JSON object")
+    name, nominal = _named(record, named, asked, where)
+    outputs = _outputs(record, where)
+    found = next((record[key] for key in _BUDGETS if isinstance(record.get(key), int)), None)
+    prefix = next((record[key] for key in _PREFIXES if isinstance(record.get(key), str)), "")
+    text = _prompt(record, where)
+    if prefix and not prefix[0].isspace() and not text[-1].isspace():
+        # Files of other harnesses have it stripped.
+        prefix = f" {prefix}"
+    return Sample(
+        task=name, length=nominal, input=text, prefix=prefix, outputs=outputs, source=source, number=number,
+        budget=found or task(name).budget,
+    )  # fmt: skip
+
+
+def _prompt(record: Mapping[str, Any], where: str) -> str:
+    field = next((key for key in _PROMPTS if isinstance(record.get(key), str)), None)
+    if field is None or not record[field].strip():
+        raise ValueError(f"{where} has no text in {', '.join(_PROMPTS[:-1])} or {_PROMPTS[-1]}")
+    text, question = str(record[field]), record.get("question")
+    if isinstance(question, str) and question.strip() and question.strip() not in text:
+        text += ("" if text[-1].isspace() else "\n") + question
+    return text
+
+
+def _outputs(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    field = next((key for key in _OUTPUTS if record.get(key) is not None), None)
+    if field is None:
+        raise ValueError(f"{where} has none of the fields {', '.join(_OUTPUTS)}")
+    value = record[field]
+    outputs = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else ()
+    if not outputs or not all(isinstance(output, str) and output.strip() for output in outputs):
+        raise ValueError(f"{where} has {field} {value!r}, expected one or more texts that are not empty")
+    return outputs
+
+
+def _named(record: Mapping[str, Any], named: Sequence[str], asked: Asked, where: str) -> tuple[str, int]:
+    """The task and the nominal length of a record."""
+    own = record.get("task")
+    told = [own] if isinstance(own, str) else []
+    parsed = [found for name in (*told, *named) if (found := _parse(name)) is not None]
+    if own is not None and (not told or _parse(told[0]) is None):
+        raise ValueError(f"{where} is of task {own!r}, which is none of RULER's")
+    name = parsed[0][0] if parsed else asked.task
+    if name is None:
+        raise ValueError(f"{where} names no task, and neither does its file; say it with --task")
+    stated = next((record[key] for key in _LENGTHS if isinstance(record.get(key), int)), None)
+    nominal = stated or next((size for _, size in parsed if size), None) or asked.length
+    if nominal is None and isinstance(record.get("length"), int):
+        # Samples stop short of the length they were made for, which is a power of two.
+        nominal = 2 ** (max(record["length"], 1) - 1).bit_length()
+    if nominal is None:
+        raise ValueError(f"{where} says no length, and neither does its file; say it with --length")
+    return name, nominal
+
+
+def _parse(name: str) -> tuple[str, int | None] | None:
+    """Task and length of a name such as cwe_4k, 4096_cwe or vt; None where no task is in it."""
+    # An underscore is a separator here, and part of a name there.
+    text = name.lower().replace("-", "_")
+    called = max((c for c in CALLED if f"_{c}_" in f"_{text}_"), key=len, default=None)
+    if called is None:
+        return None
+    rest = f"_{text}_".replace(f"_{called}_", " ", 1).replace("_", " ")
+    sizes = [int(number) * (1024 if kilo else 1) for number, kilo in _SIZE.findall(rest)]
+    return task(called).name, next((size for size in sizes if size >= _SMALLEST), None)

@@ -1,0 +1,151 @@
+"""RULER's tables and figures: drawn from stored rows alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from gape.report import catalogue, ruler, write
+from gape.report.lm_results import gather, store
+from gape.report.results import Results
+from gape.report.series import NoData
+from gape.report.tables import Table
+
+MEANS = {"rope": 10.2, "p-rope": 9.9, "p-rope+gape": 9.3}
+SUBSETS = [(task, length) for task in ("vt", "cwe") for length in (4096, 8192)]
+
+
+def row(position: str, task: str, length: int, mean: float, **more: Any) -> dict[str, Any]:
+    draw = Random(f"{task}{length}")
+    own = Random(f"{position}{task}{length}{more.get('seed')}{more.get('variant')}")
+    values = [round(mean + draw.gauss(0, 0.5) + own.gauss(0, 0.1), 5) for _ in range(20)]
+    run = "_".join(filter(None, (position, more.get("variant", ""), str(more.get("seed", 0)))))
+    return {
+        "run": run, "variant": "", "position": position, "seed": 0, "train_length": 1024, "step": 5, "key": "k",
+        "model": "GPT-6x512", "task": task, "length": length, "data": ["s"], "samples": 20, "skipped": 0,
+        "truncated": 0, "plan": f"{task}{length}", "nll": sum(values) / 20, "sample_nll": values,
+    } | more  # fmt: skip
+
+
+def rows(means: dict[str, float] = MEANS, **more: Any) -> list[dict[str, Any]]:
+    return [row(position, *subset, mean, **more) for position, mean in means.items() for subset in SUBSETS]
+
+
+def results(made: list[dict[str, Any]]) -> Results:
+    return Results(rows=(), analyses=(), runs=({"run": "rope_0"},), measured={"ruler": tuple(made)})
+
+
+def test_the_papers_layout() -> None:
+    table = ruler.ranking(ruler.methods(rows()))
+    assert table.header == ("Model", "Method", "cwe_4k", "cwe_8k", "vt_4k", "vt_8k")
+    assert [cells[:2] for cells in table.rows] == [
+        ("GPT-6x512", "RoPE"),
+        ("GPT-6x512", "p-RoPE"),
+        ("GPT-6x512", "p-RoPE+GAPE"),
+    ]
+    assert table.strong == {(2, column) for column in range(2, 6)}
+    assert table.second == {(1, column) for column in range(2, 6)}
+    best = table.rows[2][2]
+    assert f"**{best}**" in table.markdown()
+    assert f"<u>{table.rows[1][2]}</u>" in table.markdown()
+    assert f"{best} *" in table.text()
+    assert f"<strong>{best}</strong>" in table.html()
+    tex = table.latex()
+    assert r"\textbf{" + best.replace("±", r"$\pm$") + "}" in tex
+    assert r"cwe\_4k" in tex
+
+
+def test_best_and_second_are_found_within_each_model() -> None:
+    made = rows() + rows({"gpt2-rope": 5.0, "gpt2-gape": 4.0}, model="gpt2-12x768")
+    table = ruler.ranking(ruler.methods(made))
+    assert {r for r, c in table.strong if c == 2} == {2, 3}
+
+
+def test_matches_are_ranked_the_other_way_up() -> None:
+    made = [
+        one | {"match": 0.5, "sample_match": [float(n < hits) for n in range(20)]}
+        for one, hits in zip(rows({"rope": 1.0, "alibi": 1.0}), [4] * 4 + [9] * 4, strict=True)
+    ]
+    _, table, *_ = ruler.tables(made)
+    assert table.rows[1][2].startswith("45.0 ±")
+    assert {r for r, _ in table.strong} == {1}
+
+
+def test_equal_ones_do_not_stand_out() -> None:
+    made = [one | {"sample_nll": [1.0] * 20} for one in rows()]
+    assert not ruler.ranking(ruler.methods(made)).strong
+
+
+def test_differences_are_of_the_same_samples() -> None:
+    made = rows()
+    table = ruler.difference_table(ruler.methods(made))
+    assert {cells[1] for cells in table.rows} == {"p-RoPE+GAPE − RoPE", "p-RoPE+GAPE − p-RoPE"}
+    assert {cells[-1] for cells in table.rows} == {"better"}
+    others = [one | {"plan": "other"} if one["position"] == "rope" else one for one in made]
+    table = ruler.difference_table(ruler.methods(others))
+    assert {cells[1] for cells in table.rows} == {"p-RoPE+GAPE − p-RoPE"}
+
+
+def test_chance_is_called_so() -> None:
+    table = ruler.difference_table(ruler.methods(rows({"p-rope": 9.3, "p-rope+gape": 9.3})))
+    assert "not separable" in {cells[-1] for cells in table.rows}
+
+
+def test_seeds_are_averaged_sample_by_sample() -> None:
+    made = rows({"rope": 10.0}) + rows({"rope": 12.0}, seed=1)
+    (method,) = ruler.methods(made)
+    one, two = (r["sample_nll"] for r in made if (r["task"], r["length"]) == ("vt", 4096))
+    means = [(a + b) / 2 for a, b in zip(one, two, strict=True)]
+    assert method.values(("vt", 4096), "nll") == pytest.approx(means)
+    with pytest.raises(ValueError, match=r"seeds of RoPE on .* were measured on different samples"):
+        ruler.methods(rows({"rope": 10.0}) + rows({"rope": 12.0}, seed=1, plan="other"))
+
+
+def test_the_ablation_is_in_percent_of_the_full_model() -> None:
+    made = rows({"p-rope+gape": 10.0}) + rows({"p-rope+gape": 10.5}, variant="gate-fixed")
+    table = ruler.ablation(made)
+    assert [cells[:2] for cells in table.rows] == [("GPT-6x512", "p-RoPE+GAPE (gate-fixed)")]
+    full, other = ruler.methods(made)
+    values = [m.values(("vt", 8192), "nll").mean() for m in (full, other)]
+    assert table.rows[0][-1] == f"{100 * (values[1] - values[0]) / values[0]:+.2f}%"
+    assert (0, 5) in table.strong
+    with pytest.raises(ValueError, match=r"expected rows of p-rope\+gape and of models without a part of it"):
+        ruler.ablation(rows({"rope": 1.0}))
+
+
+def test_stored_rows_come_back(tmp_path: Path) -> None:
+    store(results(rows()), tmp_path)
+    found = gather([tmp_path])
+    assert ruler.tables(found.measured["ruler"])[0].rows == ruler.tables(rows())[0].rows
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("ruler-44m", rows()),
+        ("ruler-ablation", rows({"p-rope+gape": 9.0}) + rows({"p-rope+gape": 9.4}, variant="landmark-fixed")),
+        ("ruler-124m", rows({"rope": 5.0, "p-rope+gape": 4.0}, model="gape_gpt-12x768")),
+    ],
+)
+def test_every_entry_is_drawn_with_its_table(name: str, made: list[dict[str, Any]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    entry = catalogue.figure(name)
+    numbers, png, pdf, table = catalogue.write(entry, results(made), tmp_path)
+    data = json.loads(numbers.read_text(), parse_constant=lambda word: pytest.fail(word))
+    assert data["columns"] == ["cwe_4k", "cwe_8k", "vt_4k", "vt_8k"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert pdf.read_bytes().startswith(b"%PDF")
+    assert "| Model | Method | cwe_4k |" in table.read_text(encoding="utf-8")
+    with pytest.raises(NoData):
+        entry.data(results([]))
+
+
+def test_reports_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "FIGURES", {})
+    page = write.report(results(rows()), tmp_path).read_text(encoding="utf-8")
+    assert "RULER: answer NLL per token" in page
+    assert isinstance(ruler.loss_tables(results(rows()))[0], Table)

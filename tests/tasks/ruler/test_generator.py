@@ -1,0 +1,211 @@
+"""Generated samples: of exact length for any tokenizer, findable, the same bytes again, and always an end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gape.data import Tokenizer, load_tokenizer
+from gape.tasks.ruler.fitting import Room, TooShortError
+from gape.tasks.ruler.generator import Generator
+from gape.tasks.ruler.ingredients import Ingredients
+from gape.tasks.ruler.tasks import TASKS
+from tests.tasks.ruler import small
+
+pytest.importorskip("wonderwords")
+LENGTHS = (256, 1024, 4096, 8192, 32768)
+#: A folder with GPT-2's encoder.json and vocab.bpe, which this repository does not hold.
+GPT2 = os.environ.get("GAPE_GPT2")
+
+
+@pytest.fixture(scope="module")
+def made_of(tmp_path_factory: pytest.TempPathFactory) -> Ingredients:
+    return small.ingredients(tmp_path_factory.mktemp("ingredients"))
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    pytest.importorskip("tokenizers")
+    found = {"bytes": load_tokenizer("bytes"), "bpe": small.small_bpe(tmp_path_factory.mktemp("bpe"))}
+    return found | ({"gpt2": load_tokenizer(GPT2)} if GPT2 else {})
+
+
+def checked(generator: Generator, number: int = 0) -> None:
+    """A sample holds what it promises, or the error names a length at which it does."""
+    try:
+        found = generator.sample(number)
+    except ValueError as error:
+        if generator.length >= 1024:
+            raise
+        (least,) = re.findall(r"at least ([\d,]+) for", str(error))
+        generator = replace(generator, length=int(least.replace(",", "")))
+        found = generator.sample(number)
+    tokens = len(generator.tokenizer.encode(found["input"] + found["answer_prefix"])) + found["budget"]
+    assert tokens == found["length"]
+    share = 0.98 if generator.length >= 1024 else 0.90
+    assert share * generator.length <= tokens <= generator.length
+    own = TASKS[generator.name]
+    assert len(generator.tokenizer.encode(" " + own.joined(found["outputs"]))) <= found["budget"]
+    if own.findable:
+        assert all(output in found["input"] for output in found["outputs"])
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("spec", ["bytes", "bpe"])
+def test_lengths_are_as_promised_and_answers_are_there(
+    spec: str, name: str, length: int, tokenizers: dict[str, Tokenizer], made_of: Ingredients
+) -> None:
+    checked(Generator(name, length, tokenizers[spec], made_of))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPT2 is None, reason="GAPE_GPT2 names no folder with GPT-2's vocabulary")
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", TASKS)
+def test_with_the_vocabulary_of_gpt2(
+    name: str, length: int, tokenizers: dict[str, Tokenizer], made_of: Ingredients
+) -> None:
+    for number in range(4):
+        checked(Generator(name, length, tokenizers["gpt2"], made_of), number)
+
+
+def test_no_thousand_samples_of_4k_take_a_minute(tokenizers: dict[str, Tokenizer], made_of: Ingredients) -> None:
+    for name in TASKS:
+        Generator(name, 4096, tokenizers["bpe"], made_of).sample(0)
+        start = time.process_time()
+        list(Generator(name, 4096, tokenizers["bpe"], made_of, seed=1).samples(3))
+        assert (time.process_time() - start) / 3 < 0.06, name
+
+
+#: Of the first sample in JSON, of tasks without words of another package; who changes the wording changes WORDING too.
+KNOWN = {
+    "niah_multikey_3": "69ee73da57a8cb7a",
+    "vt": "0d42967e0988764d",
+    "fwe": "4fe33dbd51674e23",
+    "qa_1": "072d9307539337e5",
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_same_seed_gives_the_same_bytes(name: str, made_of: Ingredients) -> None:
+    found = Generator(name, 1024, load_tokenizer("bytes"), made_of, seed=7).sample(0)
+    assert hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] == KNOWN[name]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_sample_does_not_depend_on_those_before_it(
+    name: str, tokenizers: dict[str, Tokenizer], made_of: Ingredients
+) -> None:
+    one, other = (Generator(name, 1024, tokenizers["bpe"], made_of, seed=3) for _ in range(2))
+    assert list(one.samples(3))[2] == other.sample(2)
+    assert other.sample(1)["input"] != replace(other, seed=4).sample(1)["input"]
+
+
+def test_needles_are_asked_for_as_often_as_ruler_does(made_of: Ingredients) -> None:
+    counts = {}
+    for name in TASKS:
+        if name.startswith("niah"):
+            found = Generator(name, 2048, load_tokenizer("bytes"), made_of).sample(0)
+            counts[name] = (found["input"].count("The secret"), len(found["outputs"]))
+    singles = ("niah_single_1", "niah_single_2", "niah_single_3")
+    assert {counts[name] for name in singles} == {(1, 1)}
+    assert counts["niah_multikey_1"] == (4, 1)
+    assert (counts["niah_multivalue"], counts["niah_multiquery"]) == ((4, 4), (4, 4))
+    assert min(counts[name][0] for name in ("niah_multikey_2", "niah_multikey_3")) > 8
+
+
+def test_common_words_are_the_most_common(tokenizers: dict[str, Tokenizer], made_of: Ingredients) -> None:
+    found = Generator("cwe", 8192, tokenizers["bpe"], made_of).sample(1)
+    listed = found["input"].rpartition("than others.")[2]
+    counts = Counter(re.findall(r"\d+\. (\w+)", listed))
+    assert {word for word, _ in counts.most_common(10)} == set(found["outputs"])
+    assert found["settings"] == {"common": 30, "other": 3, "example": True}
+
+
+def test_frequent_words_are_in_order(made_of: Ingredients) -> None:
+    found = Generator("fwe", 1024, load_tokenizer("bytes"), made_of).sample(2)
+    counts = Counter(re.findall(r"\b[a-z]{6}\b", found["input"].split("\n\n")[1]))
+    ranked = counts.most_common(4)
+    assert [word for word, _ in ranked[:3]] == found["outputs"]
+    assert ranked[2][1] > ranked[3][1]
+
+
+def test_variables_follow_one_another(made_of: Ingredients) -> None:
+    found = Generator("vt", 1024, load_tokenizer("bytes"), made_of).sample(0)
+    context = found["input"].rpartition("Keep track")[2]
+    places = [context.index(f"Variable {name} gets") for name in found["outputs"]]
+    assert places == sorted(places)
+
+
+def test_documents_with_the_answer_are_whole(tokenizers: dict[str, Tokenizer], made_of: Ingredients) -> None:
+    found = Generator("qa_1", 1024, tokenizers["bpe"], made_of).sample(0)
+    asked = made_of.questions("squad")
+    (question,) = [q for q in asked.items if q.answers == tuple(found["outputs"])]
+    assert asked.documents[question.gold[0]] in found["input"]
+
+
+def test_too_few_documents_say_how_far_they_go(tmp_path: Path) -> None:
+    few = small.ingredients(tmp_path, documents=9)
+    with pytest.raises(ValueError, match=r"length: got int 32768, expected at most about [\d,]+ for qa_1"):
+        Generator("qa_1", 32768, load_tokenizer("bytes"), few).sample(0)
+
+
+class Empty:
+    """A tokenizer without its files, which makes nothing of everything."""
+
+    vocab_size, end_of_text = 1, None
+
+    def encode(self, text: str) -> list[int]:
+        return []
+
+
+def test_what_cannot_work_is_refused(made_of: Ingredients) -> None:
+    tokenizer = load_tokenizer("bytes")
+    with pytest.raises(ValueError, match="length: got int 255, expected a whole number of at least 256"):
+        Generator("vt", 255, tokenizer, made_of)
+    with pytest.raises(ValueError, match="task: got 'niah', expected one of niah_single_1"):
+        Generator("niah", 1024, tokenizer, made_of)
+    with pytest.raises(ValueError, match="makes no tokens of a text"):
+        Generator("vt", 1024, Empty(), made_of)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="squad: got no file"):
+        Generator("qa_1", 1024, tokenizer, Ingredients()).sample(0)
+
+
+def test_a_broken_file_of_questions_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "squad.json"
+    path.write_text('{"data": [{"paragraphs": [{"qas": []}]}]}')
+    with pytest.raises(ValueError, match=r"squad: .*squad\.json is no squad file.*KeyError 'context'"):
+        Ingredients(questions={"squad": path}).questions("squad")
+
+
+@pytest.mark.parametrize("cost", [1, 7, 40])
+def test_a_search_ends_below_the_room(cost: int) -> None:
+    """Also where a unit costs more, the further in it is."""
+    counted = 0
+
+    def render(count: int) -> str:
+        nonlocal counted
+        counted += 1
+        return "x" * (20 + cost * count + count * count // 50)
+
+    room = Room(load_tokenizer("bytes"), 5000, 4, slack=0)
+    found = room.fill(render, most=10**6)
+    assert len(render(found)) <= 5000 < len(render(found + 1))
+    assert counted < 48
+    with pytest.raises(TooShortError):
+        Room(load_tokenizer("bytes"), 19, 4, slack=0).fill(render, most=10)
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[3] / "docs/ruler.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(example, "docs/ruler.md", "exec"), {})

@@ -1,0 +1,164 @@
+"""Samples from files: the fields that public files have, and every mistake named with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from gape.tasks.ruler import scoring
+from gape.tasks.ruler.sources import read, sample
+from gape.tasks.ruler.tasks import TASKS, task
+from tests.tasks.ruler import small
+
+
+def of(**fields: object) -> object:
+    return sample({"task": "vt", "max_seq_length": 512} | fields, where="here", source="s", number=1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": "Text. Q?", "outputs": ["a", "b"], "answer_prefix": " They are"},
+        {"input": "Text. Q?", "outputs": ["a", "b"], "gen_prefix": "They are"},
+        {"prompt": "Text. Q?", "answers": ["a", "b"], "answer_prefix": " They are"},
+        {"context": "Text. ", "question": "Q?", "answer": ["a", "b"], "answer_prefix": "They are"},
+        {"input": "Text. ", "question": "Q?", "outputs": ["a", "b"], "answer_start": " They are"},
+    ],
+)
+def test_fields_as_public_files_have_them(fields: dict[str, object]) -> None:
+    found = of(**fields)
+    assert found.input + found.prefix == "Text. Q? They are"
+    assert (found.outputs, found.answer) == (("a", "b"), "a b")
+    assert (found.task, found.length, found.budget) == ("vt", 512, 30)
+
+
+def test_what_a_source_says_of_budgets_counts() -> None:
+    assert of(input="T", output="a", max_new_tokens=7).budget == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "task_name", "length"),
+    [
+        ("cwe_4k.jsonl", "cwe", 4096),
+        ("8192_niah_multikey_1.jsonl", "niah_multikey_1", 8192),
+        ("some-niah_single_1-16k.jsonl", "niah_single_1", 16384),
+        ("ruler_qa_hotpot.jsonl", "qa_2", 256),
+        ("qa_1/validation.jsonl", "qa_1", 256),
+    ],
+)
+def test_names_say_task_and_length(name: str, task_name: str, length: int, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    lines = [{"index": 0, "input": "T", "outputs": ["a"], "length": 201, "others": {}, "truncation": -1, "pred": "x"}]
+    (found,), (source,) = read([str(small.write_samples(path, *lines))])
+    assert (found.task, found.length, found.prefix) == (task_name, length, "")
+    assert (source.name, source.samples) == (path.name, 1)
+
+
+def test_folders_and_packed_files(tmp_path: Path) -> None:
+    small.write_samples(tmp_path / "vt_256.jsonl", small.record(0), small.record(1))
+    with gzip.open(tmp_path / "cwe.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(json.dumps(small.record(2, task="cwe")) + "\n\n")
+    samples, sources = read([str(tmp_path)])
+    assert [(s.task, s.source, s.number) for s in samples] == [
+        ("cwe", "cwe.jsonl.gz", 1),
+        ("vt", "vt_256.jsonl", 1),
+        ("vt", "vt_256.jsonl", 2),
+    ]
+    assert [s.samples for s in sources] == [1, 2]
+
+
+def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a folder here: a configuration for each task and length, as the paper's dataset has them."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    home = tmp_path / "set"
+    for name in ("cwe_4k", "vt_8k"):
+        (home / name).mkdir(parents=True)
+        rows = [{"index": 0, "input": "T", "outputs": ["a"], "length": 4000}] * 2
+        small.write_samples(home / name / "validation.jsonl", *rows)
+    card = "\n".join(f"- config_name: {n}\n  data_files: {n}/validation.jsonl" for n in ("cwe_4k", "vt_8k"))
+    (home / "README.md").write_text(f"---\nconfigs:\n{card}\n---\n")
+    samples, sources = read([f"hf:{home}"])
+    assert [(s.task, s.length) for s in samples] == [("cwe", 4096)] * 2 + [("vt", 8192)] * 2
+    assert [s.samples for s in sources] == [2, 2]
+    (one, _), _ = read([f"hf:{home}:vt_8k"])
+    assert one.task == "vt"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"vt\.jsonl: line 2 is not JSON"),
+        ("[1]", "line 2 is not a JSON object"),
+        ('{"outputs": ["a"], "length": 9}', "line 2 has no text in input, prompt or context"),
+        ('{"input": " ", "outputs": ["a"], "length": 9}', "line 2 has no text in"),
+        ('{"input": "T", "length": 9}', "line 2 has none of the fields outputs, output, answers, answer"),
+        ('{"input": "T", "outputs": [], "length": 9}', r"line 2 has outputs \[\], expected one or more texts"),
+        ('{"input": "T", "outputs": [""], "length": 9}', r"line 2 has outputs \[''\], expected one or more"),
+        ('{"input": "T", "outputs": [3], "length": 9}', r"line 2 has outputs \[3\], expected"),
+        ('{"input": "T", "outputs": ["a"], "length": 9, "task": "maze"}', "line 2 is of task 'maze', which is none"),
+        ('{"input": "T", "outputs": ["a"]}', "line 2 says no length, and neither does its file; say it with --length"),
+    ],
+)
+def test_a_line_that_is_no_sample_is_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "vt.jsonl"
+    path.write_text(json.dumps(small.record()) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read([str(path)])
+
+
+def test_what_nobody_names_may_be_said(tmp_path: Path) -> None:
+    path = small.write_samples(tmp_path / "samples.jsonl", {"input": "T", "outputs": ["a"]})
+    with pytest.raises(ValueError, match="names no task, and neither does its file; say it with --task"):
+        read([str(path)])
+    ((found,), _) = read([str(path)], task_name="cwe", length=2048)
+    assert (found.task, found.length) == ("cwe", 2048)
+
+
+def test_nothing_and_twice_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "vt.jsonl").touch()
+    with pytest.raises(ValueError, match="has no samples"):
+        read([str(tmp_path / "vt.jsonl")])
+    with pytest.raises(ValueError, match="data: got 'nowhere', expected a file of JSON lines"):
+        read(["nowhere"])
+    path = str(small.write_samples(tmp_path / "cwe.jsonl", small.record()))
+    with pytest.raises(ValueError, match=r"two sources are called cwe\.jsonl"):
+        read([path, path])
+
+
+@pytest.mark.parametrize(
+    ("output", "references", "match", "score"),
+    [
+        (" 12 and 34.", ["12", "34"], "all", 1.0),
+        ("only 34", ["12", "34", "56", "78"], "all", 0.25),
+        ("PARIS, of course", ["paris"], "part", 1.0),
+        ("in Paris", ["London", "Paris", "Rome"], "part", 1.0),
+        ("nowhere", ["London", "Paris"], "part", 0.0),
+        ("a\x00b", ["a\nb"], "all", 1.0),
+        ("", ["a"], "all", 0.0),
+        ("1234567", ["3456"], "all", 1.0),
+    ],
+)
+def test_string_match_as_ruler_defines_it(output: str, references: list[str], match: str, score: float) -> None:
+    """Parts of words count, case does not; control characters are line breaks."""
+    assert scoring.score(output, references, match) == score
+
+
+def test_tasks_are_matched_as_ruler_matches_them() -> None:
+    assert {name for name, one in TASKS.items() if one.match == "part"} == {"qa_1", "qa_2"}
+    assert task("cwe").joined(["a", "b"]) == "1. a 2. b"
+    assert task("qa_1").joined(["Paris", "paris, France"]) == "Paris"
+    assert task("niah_multivalue").joined(["1", "2"]) == "1, 2"
+
+
+def test_scores_are_those_of_lm_eval() -> None:
+    common = pytest.importorskip("lm_eval.tasks.ruler.common_utils")
+    references = ["alpha", "Beta", "gamma"]
+    for output in ("alpha beta", "GAMMA\x07alpha", "none"):
+        theirs = common.string_match_all(common.postprocess_pred([output]), [references])
+        assert scoring.score(output, references, "all") == theirs
