@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from gape import positions as schemes
 from gape.gates import GAPEGates
-from gape.models.cache import KVCache
+from gape.models.cache import LayerCache
+from gape.models.forgetting import ForgettingLayer
 from gape.ops import available_implementations, checks, columns, prologue
 from gape.ops.carried import carried_attention, carried_form, carry
 from gape.ops.checks import refuse
@@ -101,7 +102,7 @@ class GAPEAttention(nn.Module):
         x: Tensor,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: LayerCache | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
         """Attend.
@@ -151,6 +152,10 @@ class GAPEAttention(nn.Module):
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         if not asked or not x.is_cuda or self.stepwise or self.keep_landmark or not prologue.ready(x.device, dtype):
             return None
+        # Gaps are made in the weights, which must then be all that the projection does.
+        bare = type(self.qkv) is nn.Linear and not (self.qkv._forward_hooks or self.qkv._forward_pre_hooks)
+        if self.gates is not None and not bare:
+            return None
         width = self.content_dim if self.gates is None else prologue.room(self.content_dim, self.head_dim)
         steps = None if width is None else self.scheme.one_pass(x.size(1), x.device)
         if steps is None or width is None:
@@ -181,10 +186,12 @@ class GAPEAttention(nn.Module):
         gate: Tensor | None,
         side: Tensor | None,
         where: Tensor,
-        cache: KVCache,
+        cache: LayerCache,
         seen: dict[str, Tensor | None],
     ) -> Tensor:
         """Add the tokens at positions `where` to the cache and attend to all that it holds."""
+        if isinstance(cache, ForgettingLayer):
+            return cache.attend(self, q, k, v, gate, side, where, seen)
         gates, form = self.gates, carried_form(self.impl, self.reserve, k)
         told = (seen["q_positions"], seen["q_documents"])
         if gates is None or gate is None or side is None or form is None:
@@ -218,15 +225,15 @@ class GAPEAttention(nn.Module):
         x: Tensor,
         positions: Tensor | None,
         documents: Tensor | None,
-        cache: KVCache | None,
+        cache: LayerCache | None,
         attn_mask: Tensor | None,
     ) -> tuple[int, int]:
         """Refuse what would break off later, when the cache has been written to; (batch, tokens)."""
         weight = self.qkv.weight
         if not isinstance(x, Tensor) or x.dim() != 3 or x.size(2) != weight.size(1) or not x.is_floating_point():
             raise refuse("x", x, f"a floating tensor (batch, tokens, {weight.size(1)})")
-        if cache is not None and not isinstance(cache, KVCache):
-            raise refuse("cache", cache, "a KVCache")
+        if cache is not None and not isinstance(cache, LayerCache):
+            raise refuse("cache", cache, "a KVCache or a ForgettingLayer")
         if cache is not None and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             raise ValueError("cache: what is cached carries no gradient, expected torch.no_grad() around the call")
         batch, n, _ = x.shape

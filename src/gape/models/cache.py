@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gape.ops.checks import described, refuse
+from gape.models.forgetting import ForgettingLayer
+from gape.models.forgetting_limits import least_rates
+from gape.ops.checks import described, finite, flag, refuse
+
+if TYPE_CHECKING:
+    from gape.models.gpt import GPT
+
+#: What :class:`ForgettingCache` may go by.
+BOUNDS = ("weights", "queries", "gates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +135,10 @@ class KVCache:
             raise refuse(name, part, f"to go on from {described(store.view(self.length))}")
 
 
+#: The cache of one layer, of either kind.
+LayerCache = KVCache | ForgettingLayer
+
+
 class ModelCache:
     """The caches of a model's layers, first layer first.
 
@@ -134,7 +148,7 @@ class ModelCache:
     """
 
     def __init__(self, n_layer: int, capacity: int = 0) -> None:
-        self.layers = [KVCache(capacity) for _ in range(n_layer)]
+        self.layers: Sequence[LayerCache] = [KVCache(capacity) for _ in range(n_layer)]
 
     @property
     def length(self) -> int:
@@ -164,6 +178,67 @@ class ModelCache:
         """
         for layer in self.layers:
             layer.truncate(length)
+
+
+class ForgettingCache(ModelCache):
+    """The caches of a GPT that drop keys for good once no future query can give them weight: `docs/forgetting.md`.
+
+    Every query of every layer and head attends within eps, in total variation, of what it would with all keys. Made
+    for one model and its weights as they are; for any batch size, chunked prefill and left padding. Positions may
+    not go back, and there are no masks.
+
+    Args:
+        model: the model, whose scheme has gates with a floor.
+        eps: the attention that a query may miss, above 0 and below 1.
+        bounds: what is known of future queries. "weights" bounds them by the weights and is proven for all inputs.
+            "queries" takes the longest query so far and an eighth more, with the floor as it is; a query that may
+            have missed more than eps is counted in `beyond`, and for all others the promise holds. "gates" also
+            takes the mean rate so far in place of the floor: **unproven**, nothing is promised.
+        partial: allow heads without a floor, whose keys are all kept.
+
+    Raises:
+        ValueError: an argument is out of range, the scheme has no gates, or a head has no floor (or none has, under
+            `partial`); names layer and head.
+    """
+
+    def __init__(self, model: GPT, *, eps: float, bounds: str = "weights", partial: bool = False) -> None:
+        if not 0 < finite("eps", eps, "a number above 0 and below 1") < 1:
+            raise refuse("eps", eps, "a number above 0 and below 1")
+        if bounds not in BOUNDS:
+            raise refuse("bounds", bounds, f"one of {BOUNDS}")
+        if bounds != "gates":
+            _refuse_without_floors(model, partial=flag("partial", partial))
+        self.layers: Sequence[ForgettingLayer] = [
+            ForgettingLayer(block.attention, block.attention_norm, eps=eps, bounds=bounds) for block in model.blocks()
+        ]
+
+    @property
+    def beyond(self) -> int:
+        """Queries, counted for each layer and head, that may have missed more than eps; only "queries" counts any."""
+        return sum(layer.beyond for layer in self.layers)
+
+    @property
+    def kept(self) -> list[list[int]]:
+        """Keys that each layer and key head holds, of every sample."""
+        return [layer.kept for layer in self.layers]
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens.
+
+        Raises:
+            ValueError: length is negative or beyond what is cached, or keys were dropped that a token there could see.
+        """
+        for layer in self.layers:
+            layer.check_length(length)
+        super().truncate(length)
+
+
+def _refuse_without_floors(model: GPT, *, partial: bool) -> None:
+    rates = [least_rates(block.attention) for block in model.blocks()]
+    bare = [(layer, head) for layer, each in enumerate(rates) for head in torch.nonzero(each <= 0).flatten().tolist()]
+    if bare and not (partial and any(bool((each > 0).any()) for each in rates)):
+        hint = "expected gate_floor above 0 in some head" if partial else "expected gate_floor above 0, or partial=True"
+        raise ValueError(f"model: no floor in layer {bare[0][0]}, head {bare[0][1]}, where nothing ever fades; {hint}")
 
 
 class _Store:

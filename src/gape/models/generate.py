@@ -15,6 +15,7 @@ from gape.ops.checks import refuse
 from gape.positions.checks import whole
 
 if TYPE_CHECKING:
+    from gape.models.cache import ModelCache
     from gape.models.gpt import GPT
 
 
@@ -31,6 +32,7 @@ def generate(
     attention_mask: Tensor | None = None,
     pad_id: int | None = None,
     eos_id: int | None = None,
+    cache: ModelCache | None = None,
 ) -> Tensor:
     """Continue prompts. The model is put into eval mode meanwhile, and back whatever happens.
 
@@ -47,6 +49,8 @@ def generate(
             vocabulary.
         eos_id: a row that has drawn it is complete, and the call ends when all are. Its rest is filled with pad_id,
             or with eos_id where that is None.
+        cache: an empty cache of the model to fill, such as a :class:`gape.models.cache.ForgettingCache`; None makes an
+            ordinary one.
 
     Returns:
         int64 (B, N + new), the prompts and what follows.
@@ -56,6 +60,8 @@ def generate(
     """
     vocab_size = model.config.vocab_size
     _check(ids, max_new_tokens, vocab_size, temperature, top_k, top_p, seed, pad_id, eos_id)
+    if cache is not None and cache.length:
+        raise ValueError(f"cache: got one that holds {cache.length} tokens, expected an empty one")
     real = _real(ids, attention_mask, pad_id)
     if not bool(((ids >= 0) & (ids < vocab_size) | ~real).all()):
         raise refuse("ids", ids, f"values from 0 to {vocab_size - 1}")
@@ -67,7 +73,7 @@ def generate(
     documents = real.to(torch.uint8) if padded else None
     done = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
     with evaluating(model):
-        cache = model.new_cache(ids.size(1) + max_new_tokens)
+        cache = model.new_cache(ids.size(1) + max_new_tokens) if cache is None else cache
         for _ in range(max_new_tokens):
             out = model(fed, positions=positions, documents=documents, cache=cache, logits_to_keep=1)
             token = _draw(out.logits[:, -1], temperature, top_k, top_p, generator)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gape import positions as schemes
 from gape.gates import GAPEGates
 from gape.models.attention import GAPEAttention, reserved
-from gape.models.cache import KVCache, ModelCache
+from gape.models.cache import LayerCache, ModelCache
 from gape.models.generate import generate
 from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
 from gape.ops import available_implementations
@@ -173,7 +173,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None, documents: Tensor | None, cache: LayerCache | None
+    ) -> Tensor:
         """x (B, N, E) → (B, N, E); the rest as in :meth:`gape.GAPEAttention.forward`."""
         x = x + self.dropout(self.attention(self.attention_norm(x), positions, documents, cache))
         y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
@@ -299,11 +301,12 @@ class GPT(nn.Module):
         attention_mask: Tensor | None = None,
         pad_id: int | None = None,
         eos_id: int | None = None,
+        cache: ModelCache | None = None,
     ) -> Tensor:
         """Continue ids (B, N); see :func:`gape.models.generate.generate`."""
         return generate(
             self, ids, max_new_tokens, temperature, top_k, top_p, seed,
-            attention_mask=attention_mask, pad_id=pad_id, eos_id=eos_id,
+            attention_mask=attention_mask, pad_id=pad_id, eos_id=eos_id, cache=cache,
         )  # fmt: skip
 
     def new_cache(self, capacity: int = 0) -> ModelCache:

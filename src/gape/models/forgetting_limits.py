@@ -1,0 +1,174 @@
+"""What no future query of a layer can exceed: the numbers on which forgetting for good rests.
+
+`docs/forgetting.md` has the proof. Shapes: Hq query heads, Hk key heads, d content coordinates, E model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from gape.ops.checks import refuse
+
+if TYPE_CHECKING:
+    from gape.models.attention import GAPEAttention
+
+#: How far the numbers of a dtype may be from what the weights say: gates are rounded once on each side, norms and
+#: projections in half precision and, where a GPU is allowed to, in TF32.
+_ROUNDING = {torch.float64: 2.0**-30, torch.float32: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-6}
+
+#: By how much measured numbers are widened, so that not every new record counts.
+_MARGIN = 0.125
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on the queries of a layer, each (Hq,) in float64.
+
+    Attributes:
+        rate: no query's rate Γ·g/T is below it.
+        reach: softmax scale times a norm that no query exceeds: a key of norm n has no logit above reach · n.
+        own: no query's logit for its own key is below −own.
+        jitter: by how much rounding of unit size would move the logit of an own key.
+    """
+
+    rate: Tensor
+    reach: Tensor
+    own: Tensor
+    jitter: Tensor
+
+    def rounded(self, dtype: torch.dtype) -> Limits:
+        """The same with room for the rounding of `dtype`."""
+        part = _ROUNDING[dtype]
+        return replace(
+            self, rate=self.rate * (1 - part), reach=self.reach * (1 + part), own=self.own + part * self.jitter
+        )
+
+    def horizon(self, eps: float, norm: float, exposure: float = 1.0) -> Tensor:
+        """Tokens after which no query of a head misses a key of this norm and exposure, (Hq,); inf without a floor.
+
+        A key that several query heads share goes with the last of them.
+        """
+        fading = self.rate * exposure
+        return (self.reach * norm + self.own - torch.log(-0.5 * eps * torch.expm1(-fading))) / fading
+
+
+def of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
+    """Limits that hold for every input whatever, since `norm` comes before the projection of `attention`.
+
+    A normed input is gain ⊙ z + shift with ‖z‖ ≤ √E, so q = A·z + a and k = B·z + b lie in balls pressed flat. The own
+    key is at distance 0, where rotations cancel: its score is a quadratic form in z, with a least value of its own.
+
+    Raises:
+        ValueError: `norm` is neither a LayerNorm nor an RMSNorm over the last dimension.
+    """
+    (A, a), (B, b) = _maps(attention, norm)
+    groups = attention.n_heads // attention.n_kv_heads
+    B, b = B.repeat_interleave(groups, dim=0), b.repeat_interleave(groups, dim=0)
+    radius = A.size(-1) ** 0.5
+    stretch = float(getattr(getattr(attention.scheme, "base", None), "attention_scale", 1.0))
+    query = stretch * (radius * _stretch(A) + a.norm(dim=-1))
+    key = stretch * (radius * _stretch(B) + b.norm(dim=-1))
+    linear = torch.einsum("hde,hd->he", A, b) + torch.einsum("hde,hd->he", B, a)
+    least = radius**2 * _least_eigenvalue(A, B).clamp(max=0) - radius * linear.norm(dim=-1) + (a * b).sum(-1)
+    scale = attention.scale
+    return Limits(
+        rate=least_rates(attention), reach=scale * query, own=-scale * stretch**2 * least, jitter=scale * query * key
+    )
+
+
+def least_rates(attention: GAPEAttention) -> Tensor:
+    """Γ·floor/T, (Hq,) in float64: what no query's rate falls below. A gate that is fixed is its own floor.
+
+    Raises:
+        ValueError: the layer has no gates.
+    """
+    gates = attention.gates
+    if gates is None:
+        raise refuse("position", attention.position, "a scheme with gates, which alone forgets at a known rate")
+    least = gates.floors(torch.device("cpu")).double()
+    if gates.gate_projection is None:
+        least = least + F.softplus(torch.tensor(gates.init_gate_bias, dtype=torch.float64))
+    return gates.amplitude.detach().cpu().double() * least / attention.context_length
+
+
+class Measured:
+    """Running numbers over the queries seen, in the place of bounds.
+
+    Args:
+        floors: rates (Hq,) that are bounds all the same, or None to measure them as well: then the mean counts.
+    """
+
+    def __init__(self, floors: Tensor | None) -> None:
+        self._floors = floors
+        self._total: Tensor | None = None
+        self._count = 0
+        self._reach = self._own = torch.tensor(0.0)
+
+    def see(self, reach: Tensor, own: Tensor, rate: Tensor) -> None:
+        """Take note of queries.
+
+        Args:
+            reach: scale · ‖q‖, (B, Hq, n) in float64.
+            own: the logit of the own key, (B, Hq, n).
+            rate: Γ·g/T, (B, Hq, n).
+        """
+        total = rate.double().sum((0, 2))
+        longest, lowest = reach.amax((0, 2)), (-own).amax((0, 2))
+        if self._total is None:
+            self._total, self._reach, self._own = total, longest, lowest
+        else:
+            self._total = self._total + total
+            self._reach, self._own = torch.maximum(self._reach, longest), torch.maximum(self._own, lowest)
+        self._count += rate.size(0) * rate.size(2)
+
+    def limits(self) -> Limits:
+        """What was seen, widened by an eighth."""
+        assert self._total is not None
+        rate = self._total / self._count if self._floors is None else self._floors.to(self._total.device)
+        reach, own = self._reach * (1 + _MARGIN), self._own + _MARGIN * self._own.abs()
+        return Limits(rate=rate, reach=reach, own=own, jitter=own.abs())
+
+
+def _maps(attention: GAPEAttention, norm: nn.Module) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(A, a) and (B, b), (H, d, E) and (H, d) in float64: q = A·z + a and k = B·z + b before any rotation."""
+    gain, shift = _affine(norm, attention.qkv.weight.size(1))
+    widths = [heads * attention.content_dim for heads in (attention.n_heads, attention.n_kv_heads)]
+    weight = attention.qkv.weight.detach().cpu().double()[: sum(widths)]
+    offset = weight @ shift
+    if attention.qkv.bias is not None:
+        offset = offset + attention.qkv.bias.detach().cpu().double()[: sum(widths)]
+    weight = weight * gain
+    if isinstance(norm, nn.LayerNorm):
+        # z has mean 0, so what all coordinates share is never seen.
+        weight = weight - weight.mean(-1, keepdim=True)
+    A, B = (part.view(-1, attention.content_dim, weight.size(1)) for part in torch.split(weight, widths))
+    a, b = (part.view(-1, attention.content_dim) for part in torch.split(offset, widths))
+    return (A, a), (B, b)
+
+
+def _affine(norm: nn.Module, width: int) -> tuple[Tensor, Tensor]:
+    """Gain and shift (E,) of a norm in float64."""
+    if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or tuple(norm.normalized_shape) != (width,):
+        raise refuse("norm", norm, f"a LayerNorm or RMSNorm over {width}, which bounds what a layer reads")
+    gain = torch.ones(width, dtype=torch.float64) if norm.weight is None else norm.weight.detach().cpu().double()
+    shift = getattr(norm, "bias", None)
+    return gain, torch.zeros(width, dtype=torch.float64) if shift is None else shift.detach().cpu().double()
+
+
+def _stretch(A: Tensor) -> Tensor:
+    """The largest singular value (H,) of A (H, d, E), from d × d numbers."""
+    eigenvalues: Tensor = torch.linalg.eigvalsh(A @ A.mT)
+    return eigenvalues[..., -1].clamp(min=0).sqrt()
+
+
+def _least_eigenvalue(A: Tensor, B: Tensor) -> Tensor:
+    """Least eigenvalue (H,) of the symmetric part of AᵀB on the span of the rows of A and B, both (H, d, E)."""
+    triangle = torch.linalg.qr(torch.cat([A, B], dim=1).mT).R
+    product = triangle[..., : A.size(1)] @ triangle[..., A.size(1) :].mT
+    eigenvalues: Tensor = torch.linalg.eigvalsh((product + product.mT) / 2)
+    return eigenvalues[..., 0]
