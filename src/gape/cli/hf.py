@@ -1,0 +1,149 @@
+"""`gape hf`: put GAPE into models of transformers, take it out, convert GPT-2, fine-tune and measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Models of transformers.", no_args_is_help=True, rich_markup_mode=None)
+
+Model = Annotated[str, typer.Argument(help="A directory, or a name on the Hugging Face hub.")]
+Out = Annotated[Path, typer.Option(help="Directory that is written; it must not hold a model yet.")]
+Length = Annotated[int | None, typer.Option(help="T, the length the model is (or will be) trained at.")]
+Start = Annotated[str, typer.Option(help="identity begins with the model's own logits, paper with an amplitude of 1.")]
+Dry = Annotated[bool, typer.Option("--dry-run", help="Only print parameters added, cost and backend.")]
+Seed = Annotated[int, typer.Option(help="Of the gates' first values.")]
+
+
+@app.command()
+def inject(
+    model: Model,
+    out: Out,
+    context_length: Length = None,
+    position: Annotated[
+        str | None, typer.Option(help="p-rope+gape, nope+gape, …; the model's own positions with gates by default.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Numbers with commas, such as 0,1,-1; all by default.")] = None,
+    start: Start = "identity",
+    seed: Seed = 0,
+    dry_run: Dry = False,
+) -> None:
+    """Put gates into a model and save it."""
+    from gape.cli import finetune  # noqa: PLC0415
+
+    finetune.retrofit(
+        model, out, context_length=context_length, position=position, layers=_numbers(layers), start=start, seed=seed,
+        dry_run=dry_run,
+    )  # fmt: skip
+
+
+@app.command()
+def remove(model: Model, out: Out) -> None:
+    """Take the gates out of a model and save it as transformers knows it."""
+    from gape.cli import finetune  # noqa: PLC0415
+
+    finetune.strip(model, out)
+
+
+@app.command()
+def convert(
+    model: Model,
+    out: Out,
+    position: Annotated[str | None, typer.Option(help="rope, p-rope or nope, with or without +gape.")] = None,
+    context_length: Length = None,
+    extend_positions: Annotated[
+        int | None, typer.Option(help="Instead of another scheme: so many learned positions.")
+    ] = None,
+    start: Start = "paper",
+    seed: Seed = 0,
+    dry_run: Dry = False,
+) -> None:
+    """Put another scheme in the place of GPT-2's learned positions, or lengthen them. Fine-tune it afterwards."""
+    from gape.cli import finetune  # noqa: PLC0415
+
+    if (position is None) == (extend_positions is None):
+        raise ValueError("position, extend_positions: expected exactly one of --position and --extend-positions")
+    if extend_positions is not None:
+        finetune.lengthen(model, out, extend_positions)
+        return
+    finetune.retrofit(
+        model, out, context_length=context_length, position=position, layers=None, start=start, seed=seed,
+        dry_run=dry_run, learned_positions=True,
+    )  # fmt: skip
+
+
+@app.command("finetune")
+def train(
+    model: Model,
+    data: Annotated[list[str], typer.Argument(help="A corpus of gape data prepare, or files and folders of text.")],
+    out: Annotated[Path, typer.Option(help="Directory of the run; the model goes to model/ in it.")],
+    length: Annotated[int, typer.Option(help="Tokens of a training window.")] = 1024,
+    steps: Annotated[int, typer.Option(help="Updates.")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="Windows of a micro-batch.")] = 8,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches of an update.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="At the start of the cosine; it ends at a tenth.")] = 1e-4,
+    gate_rate: Annotated[float, typer.Option(help="Times the rate, for gates.")] = 10.0,
+    warmup: Annotated[int, typer.Option(help="Updates in which the rate rises.")] = 0,
+    weight_decay: Annotated[float, typer.Option(help="Of weight matrices; gates are never decayed.")] = 0.0,
+    learn: Annotated[str, typer.Option(help="gates, gates+qk or all.")] = "all",
+    heldout_fraction: Annotated[float, typer.Option(help="Where DATA is text: documents held out.")] = 0.05,
+    validate_every: Annotated[int, typer.Option(help="Updates between validations; 0 never validates.")] = 100,
+    checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 500,
+    gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more time.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the order of the data.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    precision: Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto.")] = "auto",
+    resume: Annotated[str, typer.Option(help="auto goes on with what is there, never refuses it.")] = "auto",
+) -> None:
+    """Fine-tune a model on text, with gates or without. Stop it and start it again as you like."""
+    from gape.cli import finetune  # noqa: PLC0415
+    from gape.train import TrainConfig  # noqa: PLC0415
+
+    config = TrainConfig(
+        max_steps=steps, learning_rate=learning_rate, min_learning_rate=learning_rate / 10, warmup_steps=warmup,
+        weight_decay=weight_decay, gate_lr_multiplier=gate_rate, accumulation=accumulation, seed=seed,
+        # transformers draws a mask tensor for every call inside a compiled graph; without, no mask is needed.
+        precision=precision, compile="off", validate_every=validate_every, stop_after_perfect=0,
+        checkpoint_every=checkpoint_every, keep_last=1,
+    )  # fmt: skip
+    written = finetune.finetune(
+        model, data, out, config, length=length, batch_size=batch_size, learn=learn, device=device, resume=resume,
+        heldout_fraction=heldout_fraction, gradient_checkpointing=gradient_checkpointing,
+    )  # fmt: skip
+    typer.echo(written)
+
+
+@app.command("perplexity")
+def measure(
+    models: Annotated[list[Path], typer.Argument(help="Directories of models.")],
+    data: Annotated[Path, typer.Option(help="A corpus of the models' tokenizer.")],
+    contexts: Annotated[str, typer.Option(help="Lengths with commas.")] = "512,1024,2048,4096",
+    last: Annotated[int, typer.Option(help="Tokens scored at the end of each window.")] = 512,
+    align: Annotated[int, typer.Option(help="Score only what a context of this length could precede.")] = 0,
+    split: Annotated[str, typer.Option(help="Which documents.")] = "heldout",
+    max_windows: Annotated[int, typer.Option(help="Windows per context at most.")] = 8000,
+    seed: Annotated[int, typer.Option(help="Which windows, where there are more.")] = 0,
+    chunk: Annotated[int, typer.Option(help="Tokens at once; longer windows are read with a cache.")] = 16384,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    precision: Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto.")] = "auto",
+) -> None:
+    """Measure the perplexity of models at several contexts; rows go to perplexity.jsonl in each directory."""
+    from gape.cli import finetune  # noqa: PLC0415
+    from gape.recipes.lm import Evaluation  # noqa: PLC0415
+
+    evaluation = Evaluation(
+        contexts=_numbers(contexts) or (), last=last, align=align, max_windows=max_windows, seed=seed, chunk=chunk
+    )
+    table = finetune.perplexity_table(models, data, evaluation, split=split, device=device, precision=precision)
+    typer.echo(table.text())
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part.replace("_", "")) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"got {text!r}, expected whole numbers with commas, such as 0,1,2") from error

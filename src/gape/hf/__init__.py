@@ -1,0 +1,68 @@
+"""GAPE in models of `transformers`: put in, taken out, saved, loaded. `docs/hf.md` has the rules.
+
+The names are imported when they are first used. Importing this package registers our classes with the Auto classes of
+`transformers`, so that `AutoModelForCausalLM.from_pretrained` reads what was saved with gates.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+try:
+    import transformers as _transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError("gape.hf needs transformers: pip install 'gape[hf]'") from error
+
+from gape.hf.auto import register
+
+if TYPE_CHECKING:
+    from gape.hf.gpt import GapeConfig, GapeForCausalLM
+    from gape.hf.gpt2 import extend_positions
+    from gape.hf.language import LanguageModel
+    from gape.hf.learn import lora_config, parameters
+    from gape.hf.planning import Plan
+    from gape.hf.retrofit import inject, plan, remove
+    from gape.hf.saving import gate_checksum
+
+_HOMES = {
+    "GapeConfig": "gpt",
+    "GapeForCausalLM": "gpt",
+    "LanguageModel": "language",
+    "Plan": "planning",
+    "extend_positions": "gpt2",
+    "gate_checksum": "saving",
+    "inject": "retrofit",
+    "lora_config": "learn",
+    "parameters": "learn",
+    "plan": "retrofit",
+    "remove": "retrofit",
+}
+
+__all__ = [
+    "GapeConfig",
+    "GapeForCausalLM",
+    "LanguageModel",
+    "Plan",
+    "extend_positions",
+    "gate_checksum",
+    "inject",
+    "lora_config",
+    "parameters",
+    "plan",
+    "register",
+    "remove",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"gape.hf.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'gape.hf' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+register()

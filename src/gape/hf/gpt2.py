@@ -1,0 +1,107 @@
+"""GPT-2's learned absolute positions: kept to their limit, replaced, or extended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gape.hf.version import OLD
+from gape.ops.checks import refuse, whole
+
+
+class NoPositions(nn.Module):
+    """In the place of a table of positions: adds nothing, (B, N) → (B, N, 1)."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Zeros in the dtype of the positions, which leave the dtype of what they are added to."""
+        return torch.zeros_like(positions).unsqueeze(-1)
+
+
+class LimitedPositions(nn.Embedding):
+    """A table of positions that says what to do where it ends."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions (B, N) → (B, N, E).
+
+        Raises:
+            ValueError: a position beyond the table.
+        """
+        beyond = not torch.compiler.is_compiling() and positions.numel() and int(positions.max()) >= self.num_embeddings
+        if beyond:
+            raise refuse("position_ids", positions, options_beyond(self.num_embeddings))
+        return super().forward(positions)
+
+
+def options_beyond(limit: int) -> str:
+    """What can be done where learned positions end."""
+    return (
+        f"at most {limit} tokens, as many as the model has learned positions for. To go further: position='rope+gape' "
+        "(rotate instead, then fine-tune), position='nope+gape' (no positions but the gates), or "
+        "gape.hf.extend_positions(model, n) (a longer table)"
+    )
+
+
+def limit(model: Any) -> int | None:
+    """Positions that a GPT-2 has learned; None once they are replaced."""
+    return getattr(model.transformer.wpe, "num_embeddings", None)
+
+
+def extend_positions(model: Any, length: int) -> Any:
+    """Lengthen a GPT-2's table of positions, in place: rows it has stay, new ones repeat them from the first on.
+
+    Args:
+        model: a GPT2LMHeadModel, before or after gates were put in.
+        length: positions in all.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: no learned positions, or a length below theirs.
+    """
+    table = getattr(getattr(model, "transformer", None), "wpe", None)
+    if not isinstance(table, nn.Embedding):
+        raise refuse("model", type(model).__name__, "a GPT-2 with learned positions")
+    if whole("length", length) < table.num_embeddings:
+        raise refuse("length", length, f"at least {table.num_embeddings}, the positions there are")
+    rows = torch.arange(length, device=table.weight.device) % table.num_embeddings
+    learns = table.weight.requires_grad
+    table.weight = nn.Parameter(table.weight.detach()[rows].clone(), requires_grad=learns)
+    table.num_embeddings = length
+    model.config.n_positions = length
+    return model
+
+
+def take_positions(model: Any, *, replaced: bool) -> dict[str, Any]:
+    """Guard a GPT-2's table of positions, or put nothing in its place; what undoes it."""
+    transformer = model.transformer
+    # Transformers 4 does not tell the blocks which positions they work at.
+    hooks = [transformer.register_forward_pre_hook(_tell_blocks, with_kwargs=True)] if OLD else []
+    table = transformer.wpe
+    if replaced:
+        transformer.wpe = NoPositions()
+    else:
+        table.__class__ = LimitedPositions
+    return {"hooks": hooks, "table": table}
+
+
+def give_positions_back(model: Any, undo: dict[str, Any]) -> None:
+    """Put the table of positions back.
+
+    Raises:
+        ValueError: the model was loaded without it.
+    """
+    table = undo["table"]
+    if undo.get("loaded") and isinstance(model.transformer.wpe, NoPositions):
+        raise ValueError("model: it was saved without its learned positions, which cannot be put back")
+    table.__class__ = nn.Embedding
+    model.transformer.wpe = table
+
+
+def _tell_blocks(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    given = kwargs.get("position_ids")
+    return (args, kwargs) if given is None else (args, {**kwargs, "gape_position_ids": given})

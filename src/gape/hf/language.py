@@ -1,0 +1,108 @@
+"""A causal language model of `transformers` behind the interface of :class:`gape.GPT`.
+
+The trainer and the perplexity of this library read models through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from gape.gates import GAPEGates
+from gape.models.gpt import Output
+from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
+from gape.ops.checks import refuse
+
+
+class LanguageModel(nn.Module):
+    """Wraps a model; its tensors are under the prefix `model.`.
+
+    Args:
+        model: a causal language model of `transformers`, with gates or without.
+
+    Raises:
+        ValueError: it has no output layer.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        if model.get_output_embeddings() is None:
+            raise refuse("model", type(model).__name__, "a model with an output layer over a vocabulary")
+
+    @property
+    def config(self) -> Any:
+        """The model's config, which has `to_dict`."""
+        return self.model.config
+
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Output:
+        """Logits, or the mean loss over targets that count and no logits; arguments as in :meth:`gape.GPT.forward`.
+
+        Raises:
+            ValueError: documents are given; pack them by positions that restart.
+        """
+        x = self.hidden(ids, positions, documents)
+        if targets is None:
+            return Output(self._logits(x), None)
+        counted = (targets != IGNORED).sum().clamp(min=1)
+        weight = self._plain_head()
+        total = (
+            summed_cross_entropy(self._logits(x), targets)
+            if weight is None
+            else sliced_cross_entropy(x, weight, targets)
+        )
+        return Output(x.new_empty(x.size(0), 0, self.config.vocab_size), total / counted)
+
+    def hidden(
+        self, ids: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: Any = None
+    ) -> Tensor:
+        """What the output layer reads: ids (B, N) → (B, N, E)."""
+        if documents is not None:
+            raise refuse("documents", documents, "None; positions that restart keep documents apart")
+        if positions is not None and positions.dim() == 1:
+            positions = positions.unsqueeze(0)
+        told = self.model.base_model(
+            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=cache is not None
+        )
+        x: Tensor = told.last_hidden_state
+        return x
+
+    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The cross entropy of each target of x (B, N, E), without gradients: (B, N), 0 where it is −100."""
+        weight = self._plain_head()
+        if weight is not None:
+            return token_cross_entropy(x, weight, targets)
+        with torch.no_grad():
+            logits = self._logits(x).float().flatten(0, 1)
+            losses = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
+        return losses.view(targets.shape)
+
+    def new_cache(self, capacity: int = 0) -> Any:
+        """An empty cache for :meth:`hidden`; it grows by itself."""
+        return DynamicCache(config=self.config)
+
+    def gates(self) -> Iterator[tuple[int, GAPEGates]]:
+        """(number, gates) of every layer that has gates."""
+        return enumerate(module for module in self.model.modules() if isinstance(module, GAPEGates))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model.get_output_embeddings()(x)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _plain_head(self) -> Tensor | None:
+        """The output layer's weight where it is a matrix and nothing more."""
+        head = self.model.get_output_embeddings()
+        capped = getattr(self.config, "final_logit_softcapping", None) is not None
+        plain = type(head) is nn.Linear and head.bias is None and not capped
+        return head.weight if plain else None

@@ -1,0 +1,82 @@
+"""Which parameters learn: groups for optimisers, freezing, and a LoRA configuration that keeps the gates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from gape.hf.families import Family, family_of
+from gape.hf.gates import RetrofitGates
+from gape.hf.saving import MODULE
+from gape.hf.settings import LEARN
+from gape.ops.checks import refuse
+
+
+def parameters(model: Any, which: str = "gates") -> list[nn.Parameter]:
+    """Parameters of an injected model, for an optimiser.
+
+    Args:
+        model: with gates.
+        which: "gates", "gates+qk" (the projections of q and k and their norms too; where q, k and v share one
+            projection, that one), or "all".
+
+    Raises:
+        ValueError: another word, or a model without gates.
+    """
+    if which not in LEARN:
+        raise refuse("which", which, f"one of {', '.join(LEARN)}")
+    if which == "all":
+        return list(model.parameters())
+    chosen = [p for m in model.modules() if isinstance(m, RetrofitGates) for p in m.parameters()]
+    if not chosen:
+        raise refuse("model", type(model).__name__, "one with gates, as gape.hf.inject makes it")
+    if which == "gates+qk":
+        family = family_of(model)
+        chosen += [p for module in family.modules(model) for _, p in qk_modules(module, family)]
+    return chosen
+
+
+def qk_modules(module: nn.Module, family: Family) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters of what makes q and k in an attention module."""
+    for name in family.layout.projections:
+        part = getattr(module, name, None)
+        if part is not None:
+            yield from part.named_parameters(prefix=name)
+
+
+def freeze(model: Any, learn: str) -> None:
+    """Freeze what should not learn; "all" leaves everything as it is."""
+    if learn == "all":
+        return
+    kept = {id(parameter) for parameter in parameters(model, learn)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in kept)
+
+
+def lora_config(model: Any, **options: Any) -> Any:
+    """A `peft.LoraConfig` for an injected model: adapters on its attention projections, gates saved with them.
+
+    The adapter is loaded on a base into which gates of the same `context_length` were put; another one is refused.
+
+    Args:
+        model: with gates.
+        **options: of `LoraConfig`, such as r and lora_alpha; they win over what is chosen here.
+
+    Raises:
+        ImportError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("LoRA needs peft: pip install 'gape[hf]'") from error
+    family = family_of(model)
+    known = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn", "c_proj")
+    first = family.modules(model)[0]
+    chosen = {
+        "target_modules": [name for name in known if hasattr(first, name)],
+        "modules_to_save": [MODULE],
+        "task_type": "CAUSAL_LM",
+    }
+    return LoraConfig(**(chosen | options))

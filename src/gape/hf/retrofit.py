@@ -1,0 +1,259 @@
+"""Put GAPE into a loaded model, and take it out again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from gape import positions as schemes
+from gape.hf import gpt2
+from gape.hf.attend import our_name
+from gape.hf.auto import config_class, model_class
+from gape.hf.families import Family, family_of, rope_theta
+from gape.hf.gates import RetrofitGates
+from gape.hf.learn import freeze, qk_modules
+from gape.hf.planning import Plan, planned
+from gape.hf.saving import MODULE, Saved
+from gape.hf.settings import LEARN, Settings
+from gape.hf.version import OLD
+from gape.hf.wrap import Injected, Wiring, injected
+from gape.ops.checks import refuse, whole
+
+log = logging.getLogger("gape.hf")
+
+
+def inject(
+    model: Any,
+    *,
+    context_length: int | None = None,
+    position: str | None = None,
+    layers: Iterable[int] | None = None,
+    learn: str = "all",
+    start: str = "identity",
+    gates: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
+    **options: Any,
+) -> Any:
+    """Put gates into a causal language model of `transformers`, in place. Everything is checked first.
+
+    Args:
+        model: of a family in `gape.hf.families`.
+        context_length: T, the length the model is (or will be) trained at; must be given.
+        position: "p-rope+gape", "nope+gape", … puts another scheme in the place of the model's own positions; without
+            `+gape` no gates come with it. None keeps the model's positions and adds gates.
+        layers: numbers of the layers to put gates into, negative ones from the end; None means all. Another `position`
+            takes all.
+        learn: "gates" freezes everything else, "gates+qk" all but gates and projections of q and k; "all" freezes
+            nothing that was not frozen.
+        start: "identity" begins with exactly the model's own logits (of its own positions), "paper" with Γ = 1.
+        gates: options of :class:`gape.GAPEGates`, such as {"gate_floor": 1.0}.
+        dry_run: print what would be done, and do nothing.
+        **options: options of the scheme, such as fraction or theta; theta is the model's own by default.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: another family, gates there already, quantised q and k that should learn, no context length, one
+            beyond the positions that the model has learned, or a value out of range. The model is then as it was.
+    """
+    settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
+    if dry_run:
+        print(planned(model, family, settings))
+        return model
+    undo = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    model.config.gape = settings.to_dict()
+    model.__class__, model.config.__class__ = model_class(model.__class__), config_class(model.config.__class__)
+    install(model, settings)
+    freeze(model, learn)
+    model.gape_undo["frozen"] = undo
+    return model
+
+
+def plan(
+    model: Any,
+    *,
+    context_length: int | None = None,
+    position: str | None = None,
+    layers: Iterable[int] | None = None,
+    learn: str = "all",
+    start: str = "identity",
+    gates: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Plan:
+    """What :func:`inject` would do with these arguments, as an object to print or to read.
+
+    Raises:
+        ValueError: as :func:`inject`.
+    """
+    settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
+    return planned(model, family, settings)
+
+
+def install(model: Any, settings: Settings) -> None:
+    """Make a model's attention modules ours and add gates; what is needed to undo it is kept beside the model."""
+    family = family_of(model)
+    undo: dict[str, Any] = {"implementation": model.config._attn_implementation, "hooks": []}
+    scheme = _scheme(family, settings, model)
+    wiring = Wiring(
+        family=family, rotation=family.rotation(), context_length=settings.context_length, scheme=scheme,
+        softcap=settings.softcap,
+    )  # fmt: skip
+    if family.model_type == "gpt2":
+        undo |= gpt2.take_positions(model, replaced=settings.position is not None)
+    chosen = settings.layers if settings.layers is not None else range(len(family.modules(model)))
+    for number, module in enumerate(family.modules(model)):
+        if number in chosen:
+            _wrap(module, wiring, settings)
+    model.config._attn_implementation = our_name(model.config._attn_implementation)
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), MODULE}
+    object.__setattr__(model, "gape_undo", undo)
+
+
+def remove(model: Any) -> Any:
+    """Take the gates out of a model, in place: its class, its config and its tensors are those of before.
+
+    Weights that learned while the gates were in stay as they are.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: it has none; or it was saved without the positions it had learned, which cannot come back.
+    """
+    gated: object = model
+    if not isinstance(gated, Saved):
+        raise refuse("model", type(model).__name__, "a model that gape.hf.inject has put gates into")
+    undo: dict[str, Any] = model.gape_undo
+    if family_of(model).model_type == "gpt2":
+        gpt2.give_positions_back(model, undo)
+    for module in family_of(model).modules(model):
+        if isinstance(module, Injected):
+            _unwrap(module)
+    for handle in undo["hooks"]:
+        handle.remove()
+    base = model.gape_base
+    model.config._attn_implementation = undo["implementation"]
+    del model.config.gape
+    model.config.__class__ = type(model.config).__mro__[1]
+    model._keep_in_fp32_modules_strict = type(model._keep_in_fp32_modules_strict)(
+        name for name in model._keep_in_fp32_modules_strict if name != MODULE
+    )
+    object.__delattr__(model, "gape_undo")
+    model.__class__ = base
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(undo.get("frozen", {}).get(name, True))
+    return model
+
+
+def _checked(
+    model: Any,
+    context_length: int | None,
+    position: str | None,
+    layers: Iterable[int] | None,
+    learn: str,
+    start: str,
+    gates: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> tuple[Settings, Family]:
+    """The settings and the family, after every check that needs no change of the model."""
+    if isinstance(model, Saved) or any(isinstance(module, RetrofitGates) for module in _modules(model)):
+        raise ValueError("model: got one with gates, expected one without; gape.hf.remove takes them out")
+    family = family_of(model)
+    if learn not in LEARN:
+        raise refuse("learn", learn, f"one of {', '.join(LEARN)}")
+    count = len(family.modules(model))
+    if layers is not None and position is not None:
+        raise refuse("layers", layers, "None, since another position takes every layer")
+    numbers = None if layers is None else _layers(layers, count)
+    settings = Settings(
+        context_length=context_length,  # type: ignore[arg-type]
+        position=position, layers=numbers, start=start, gates=dict(gates or {}), options=dict(options),
+    )  # fmt: skip
+    name = our_name(model.config._attn_implementation)
+    if name == "sdpa" and OLD:
+        # In transformers 4, sdpa leaves the cap away; a model that began so goes on so.
+        settings = replace(settings, softcap=False)
+    _refuse_model(model, family, settings, learn)
+    _scheme(family, settings, model)
+    return settings, family
+
+
+def _refuse_model(model: Any, family: Family, settings: Settings, learn: str) -> None:
+    """Refuse models whose attention would not be what the family's layout says."""
+    config = model.config
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+        raise ValueError("model: got one that attends in both directions, expected a causal one")
+    if getattr(config, "add_cross_attention", False):
+        raise ValueError("model: got one with cross-attention, expected self-attention alone")
+    for module in family.modules(model):
+        if "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
+            raise ValueError("model: its layers are spread by accelerate; inject first, then dispatch")
+        quantised = [n for n, p in qk_modules(module, family) if not p.is_floating_point() or hasattr(p, "quant_state")]
+        if learn != "gates" and quantised:
+            raise refuse("learn", learn, f"'gates', since {quantised[0]} of q and k is quantised and cannot learn")
+    limit = gpt2.limit(model) if family.model_type == "gpt2" and settings.position is None else None
+    if limit is not None and settings.context_length > limit:
+        raise refuse("context_length", settings.context_length, gpt2.options_beyond(limit))
+
+
+def _layers(layers: Iterable[int], count: int) -> tuple[int, ...]:
+    """Numbers from 0, rising, each once."""
+    numbers = []
+    for number in layers:
+        whole("layers", number + count if isinstance(number, int) and not isinstance(number, bool) else number, 0)
+        if number >= count:
+            raise refuse("layers", number, f"numbers from {-count} to {count - 1}")
+        numbers.append(int(number) % count)
+    if not numbers:
+        raise refuse("layers", layers, "at least one layer")
+    return tuple(sorted(set(numbers)))
+
+
+def _scheme(family: Family, settings: Settings, model: Any) -> schemes.Scheme | None:
+    """The rotation that takes the place of the model's own, or None."""
+    if settings.base is None:
+        if settings.options:
+            raise ValueError(f"{next(iter(settings.options))}: an option of a scheme, expected position= beside it")
+        return None
+    n_heads, n_kv_heads, width = family.layout.sizes(family.modules(model)[0])
+    options = dict(settings.options)
+    if family.layout.rotary and settings.base != "nope":
+        if float(getattr(model.config, "partial_rotary_factor", 1.0) or 1.0) != 1.0:
+            raise ValueError("position: the model rotates a part of each head, expected None, which keeps that")
+        options.setdefault("theta", rope_theta(model.config))
+    return schemes.build(
+        settings.base, n_heads=n_heads, head_dim=width, n_kv_heads=n_kv_heads,
+        context_length=settings.context_length, **options,
+    )  # fmt: skip
+
+
+def _wrap(module: Any, wiring: Wiring, settings: Settings) -> None:
+    n_heads, n_kv_heads, width = wiring.family.layout.sizes(module)
+    gates = None
+    if settings.gated:
+        gates = RetrofitGates(
+            n_heads, width, n_kv_heads, context_length=settings.context_length, start=settings.start, **settings.gates
+        )
+        gates.to(next(module.parameters()).device)
+    module.__class__ = injected(module.__class__)
+    module.gape_wiring = wiring
+    setattr(module, MODULE, gates)
+    dropout = getattr(module, "attention_dropout", 0.0) or getattr(getattr(module, "attn_dropout", None), "p", 0.0)
+    if dropout and wiring.family is not None and module.layer_idx == 0:
+        log.warning("attention dropout (p = %g) is not applied in layers with gates", dropout)
+
+
+def _unwrap(module: Any) -> None:
+    base = type(module).gape_base
+    delattr(module, MODULE)
+    del module.gape_wiring
+    module.__class__ = base
+
+
+def _modules(model: Any) -> Iterable[nn.Module]:
+    return model.modules() if isinstance(model, nn.Module) else ()

@@ -1,0 +1,107 @@
+"""Injected models on disk: gates in the same safetensors file, what they need in config.json, a checksum, a card."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gape.hf.card import write_card
+from gape.hf.gates import RetrofitGates, refuse_other_length
+from gape.hf.settings import Settings
+
+#: The name under which an attention module keeps its gates; for PEFT's modules_to_save.
+MODULE = "gape"
+
+
+class Saved:
+    """Mixed into a causal language model of `transformers`: builds gates from its config, saves and loads them."""
+
+    gape_base: type[Any]
+    gape_undo: dict[str, Any]
+    config: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        from gape.hf.retrofit import install  # noqa: PLC0415
+
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        install(self, Settings.from_config(config))
+        # What such a model does without is not known here.
+        self.gape_undo["loaded"] = True
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in `transformers`; also stores the gates' checksum and writes a model card."""
+        model: Any = self
+        state = kwargs.get("state_dict") or model.state_dict()
+        self.config.gape["checksum"] = gate_checksum(state)
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", True):
+            write_card(Path(save_directory), model)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in `transformers`; gates that are missing or not those that were saved are an error.
+
+        Raises:
+            ValueError: says which gates.
+        """
+        told = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(  # type: ignore[misc]
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        where = str(pretrained_model_name_or_path)
+        refuse_missing(info, where)
+        check_gates(model, where)
+        return (model, info) if told else model
+
+
+def refuse_missing(info: Mapping[str, Any], where: str) -> None:
+    """Refuse a load that left gates as they were made.
+
+    Raises:
+        ValueError: names some of them.
+    """
+    missing = sorted(name for name in info["missing_keys"] if is_gate(name))
+    if missing:
+        raise ValueError(f"{where}: {len(missing)} tensors of the gates are missing, {missing[0]} the first")
+
+
+def check_gates(model: Any, where: str) -> None:
+    """Compare a model's gates with what its config says of them.
+
+    Raises:
+        ValueError: another T, or other values than were saved.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, RetrofitGates):
+            refuse_other_length(module.context_length, module.length, f"{where}: {name}")
+            # What is kept in float32 becomes float32, this one too.
+            module.context_length = module.context_length.to(torch.int64)
+    stored = model.config.gape.get("checksum")
+    if stored is not None and stored != gate_checksum(model.state_dict()):
+        raise ValueError(f"{where}: the gates are not those that were saved: their checksum differs")
+
+
+def gate_checksum(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the gates among a model's tensors: names, shapes and values in float32."""
+    digest = hashlib.sha256()
+    for name in sorted(filter(is_gate, state)):
+        value = state[name].detach().cpu()
+        value = (value.to(torch.float32) if value.is_floating_point() else value).contiguous()
+        digest.update(f"{bare(name)} {tuple(value.shape)}\n".encode())
+        digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def is_gate(name: str) -> bool:
+    """Whether a tensor of that name belongs to the gates of an injected model or to the scheme of ours."""
+    return not {MODULE, "scheme"}.isdisjoint(name.split("."))
+
+
+def bare(name: str) -> str:
+    """A tensor's name without what wrappers put in it."""
+    return name.replace("_orig_mod.", "")

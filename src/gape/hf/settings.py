@@ -1,0 +1,88 @@
+"""What is said of an injection: checked once, and kept in the model's config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gape import positions as schemes
+from gape.gates import GAPEGates
+from gape.hf.gates import STARTS
+from gape.ops.checks import refuse, whole
+from gape.positions.base import keyword_defaults
+
+#: What may learn: the gates alone, the projections of q and k beside them, everything.
+LEARN = ("gates", "gates+qk", "all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of an injection.
+
+    Attributes:
+        context_length: T.
+        position: a scheme that takes the place of the model's own positions; None keeps those and adds gates.
+        layers: numbers of the layers, rising; None means all.
+        start: "identity" or "paper".
+        gates: options of :class:`gape.GAPEGates`.
+        options: options of the scheme.
+        softcap: whether capped logits stay capped; False only where the model's implementation did not cap them.
+
+    Raises:
+        ValueError: a value out of range; names it.
+    """
+
+    context_length: int
+    position: str | None = None
+    layers: tuple[int, ...] | None = None
+    start: str = "identity"
+    gates: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    softcap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.context_length is None:
+            raise refuse("context_length", None, "T, the length the model is (or will be) trained at")
+        whole("context_length", self.context_length)
+        if self.start not in STARTS:
+            raise refuse("start", self.start, f"one of {', '.join(STARTS)}")
+        if self.position is not None and self.position not in _POSITIONS:
+            raise refuse("position", self.position, f"None or one of {', '.join(_POSITIONS)}")
+        known = set(keyword_defaults(GAPEGates))
+        for name in self.gates:
+            if name not in known:
+                raise ValueError(f"gates: {name!r} is not an option of the gates, expected one of {sorted(known)}")
+
+    @property
+    def gated(self) -> bool:
+        """Whether gates are put in."""
+        return self.position is None or schemes.is_gated(self.position)
+
+    @property
+    def base(self) -> str | None:
+        """The scheme without gates, or None."""
+        return None if self.position is None else self.position.removesuffix("+gape")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For config.json."""
+        values = asdict(self)
+        return {**values, "layers": None if self.layers is None else list(self.layers)}
+
+    @classmethod
+    def from_config(cls, config: Any) -> Settings:
+        """The settings that a model's config keeps.
+
+        Raises:
+            ValueError: it keeps none.
+        """
+        stored = getattr(config, "gape", None)
+        if not isinstance(stored, Mapping):
+            raise refuse("config.gape", stored, "what gape.hf.inject leaves there")
+        values = {key: value for key, value in stored.items() if key != "checksum"}
+        layers = values.get("layers")
+        return cls(**{**values, "layers": None if layers is None else tuple(layers)})
+
+
+#: Schemes that need nothing from a layer but q and k.
+_POSITIONS = tuple(name for base in ("nope", "rope", "p-rope", "pi", "ntk", "yarn") for name in (base, f"{base}+gape"))

@@ -1,0 +1,191 @@
+"""The attention of an injected layer: the model's own projections and rotation, our gates and operator.
+
+An injected module is an instance of a subclass of its own class. Its parameters keep their names; `gape` holds the
+gates, and taking the subclass away again leaves the module as it was. No class and no function of `transformers` is
+changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from gape.hf.attend import Sides, attend, try_causality
+from gape.hf.families import Family
+from gape.hf.packing import pack, unpack
+from gape.hf.version import OLD
+from gape.ops.checks import refuse
+from gape.positions.base import Scheme
+
+#: Layers of caches whose handling of keys is tested here, by name.
+CACHES = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """What an injected module needs besides its parameters.
+
+    Attributes:
+        family: of the model.
+        rotation: the family's own, called as rotation(q, k, cos, sin); None where it has none.
+        context_length: T.
+        scheme: a rotation in place of the model's own; None keeps that.
+        softcap: whether the model caps its logits.
+    """
+
+    family: Family
+    rotation: Callable[..., tuple[Tensor, Tensor]] | None
+    context_length: int
+    scheme: Scheme | None = None
+    softcap: bool = True
+
+
+class Injected:
+    """Mixed into an attention class of `transformers`. `gape` are the gates, None where only positions changed."""
+
+    gape: Any
+    gape_wiring: Wiring
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states (B, N, E) → (B, N, E), and weights where the dense form ran.
+
+        Raises:
+            ValueError: no positions came, or an argument that gates cannot honour.
+        """
+        module: Any = self
+        wiring, layout = self.gape_wiring, self.gape_wiring.family.layout
+        if kwargs.get("encoder_hidden_states") is not None or kwargs.get("head_mask") is not None:
+            raise ValueError("encoder_hidden_states, head_mask: got a value, expected None in a layer with gates")
+        name = module.config._attn_implementation
+        q, k, v = layout.project(module, hidden_states)
+        try_causality(name, q)
+        positions = _positions(kwargs, q.size(0))
+        gate, landmark = (None, None) if self.gape is None else self.gape(q, k)
+        q, k = self._rotate(q, k, positions, position_embeddings)
+        k, v, landmark, k_positions = remember(past_key_values, module.layer_idx, k, v, landmark, positions, kwargs)
+        sides = None
+        if gate is not None and landmark is not None:
+            sides = Sides(gate, landmark, self.gape.amplitude, wiring.context_length)
+        cap = getattr(module, "attn_logit_softcapping", None) if wiring.softcap else None
+        out, weights = attend(
+            q, k, v, sides, name=name, q_positions=positions, k_positions=k_positions, mask=attention_mask,
+            scale=layout.scale(module), softcap=cap,
+        )  # fmt: skip
+        joined = out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
+        return layout.merge(module, joined), weights
+
+    def _rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        scheme, rotation = self.gape_wiring.scheme, self.gape_wiring.rotation
+        if scheme is not None:
+            return scheme.queries(q, positions)[0], scheme.keys(k, positions)[0]
+        if rotation is None or embeddings is None or not getattr(self, "use_rope", True):
+            return q, k
+        return rotation(q, k, *embeddings)
+
+
+@functools.cache
+def injected(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of an attention class that attends under gates."""
+    return type(f"Gape{base.__name__}", (Injected, base), {"gape_base": base, "__module__": __name__})
+
+
+def _positions(kwargs: dict[str, Any], batch: int) -> Tensor:
+    """The positions of these tokens, (N,) where all rows share them, else (B, N)."""
+    for key in ("position_ids", "gape_position_ids", "cache_position"):
+        given = kwargs.get(key)
+        if given is None:
+            continue
+        if given.dim() == 1:
+            return given  # type: ignore[no-any-return]
+        if given.dim() != 2 or given.size(0) not in (1, batch):
+            raise refuse("position_ids", given, f"an integer tensor (1 or {batch}, tokens)")
+        return given if given.size(0) == batch and batch > 1 else _first_row(given)
+    raise ValueError("position_ids: got nothing, expected the positions of the tokens")
+
+
+def _first_row(positions: Tensor) -> Tensor:
+    """positions[0], the same tensor each time, so that what is known of it is found again."""
+    if torch.compiler.is_compiling():
+        return positions[0]
+    row: Tensor | None = getattr(positions, "_gape_row", None)
+    if row is None:
+        # A view: what is written into positions later is seen in it.
+        row = positions[0]
+        positions._gape_row = row  # type: ignore[attr-defined]
+    return row
+
+
+def remember(
+    cache: Any,
+    layer: int,
+    k: Tensor,
+    v: Tensor,
+    landmark: Tensor | None,
+    positions: Tensor,
+    told: dict[str, Any],
+    at_least: int = 0,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Put keys and values into a cache.
+
+    Args:
+        cache: of `transformers`, or None.
+        layer: its number.
+        k, v: (B, Hk, N, D) and (B, Hk, N, Dv).
+        landmark: (B, Hk, N), or None without gates.
+        positions: integer (N,) or (B, N).
+        told: `cache_position` for caches of transformers 4.
+        at_least: width of a cached key; it is wider where its landmark and position take more.
+
+    Returns:
+        All that the cache holds: keys, values, landmarks and the keys' positions.
+
+    Raises:
+        ValueError: a cache that is not known to leave keys as they are.
+    """
+    if cache is None:
+        return k, v, landmark, positions
+    static = _layer_kind(cache, layer).startswith("Static")
+    first = torch.is_grad_enabled() and k.requires_grad and not int(cache.get_seq_length(layer))
+    packed = pack(k, landmark, positions)
+    width, carried = k.size(-1), packed.size(-1)
+    # Static layers of transformers 4 make room for values as wide as keys.
+    most = max(carried, at_least, v.size(-1) if OLD and static else 0)
+    kept_v = F.pad(v, (0, most - v.size(-1))) if OLD and static else v
+    more = ({"cache_position": told.get("cache_position")},) if OLD else ()
+    keys, values = cache.update(F.pad(packed, (0, most - carried)), kept_v, layer, *more)
+    if first:
+        # Nothing came before: gradients take the straight way.
+        return k, v, landmark, positions
+    k, found, k_positions = unpack(keys[..., :carried], width)
+    return k, values[..., : v.size(-1)], None if landmark is None else found, k_positions
+
+
+def _layer_kind(cache: Any, layer: int) -> str:
+    """The class of a cache's layer by name.
+
+    Raises:
+        ValueError: one that does something to keys that is not tested here, such as rounding them.
+    """
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        raise refuse("past_key_values", cache, "a cache of layers, such as DynamicCache or StaticCache")
+    kind = type(layers[layer]) if layer < len(layers) else getattr(cache, "layer_class_to_replicate", None)
+    name = "DynamicLayer" if kind is None else kind.__name__
+    if name not in CACHES:
+        raise ValueError(f"past_key_values: got layers of {name}, expected one of {', '.join(CACHES)}")
+    return name

@@ -1,0 +1,91 @@
+"""`gape hf` at toy size: convert, inject, fine-tune, measure, remove, and what is refused before any work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file
+
+from tests.cli.test_commands import gape_exits
+from tests.hf.tiny import tiny
+from tests.tasks import text
+
+TRAIN = ["--length", "16", "--steps", "4", "--batch-size", "2", "--validate-every", "2", "--device", "cpu"]
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for family in ("gpt2", "llama"):
+        tiny(family, vocab_size=257).save_pretrained(tmp_path / family)
+    return tmp_path
+
+
+def test_from_gpt2_to_perplexity(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = text.corpus(models / "books").directory
+    assert gape_exits("hf", "convert", "gpt2", "--position", "p-rope+gape", "--out", "converted") == 0
+    assert "parameters" in capsys.readouterr().out
+    config = json.loads(Path("converted/config.json").read_text())
+    assert (config["model_type"], config["gape"]["position"]) == ("gape_gpt2", "p-rope+gape")
+    assert gape_exits("hf", "finetune", "converted", str(corpus), "--out", "run", *TRAIN) == 0
+    assert capsys.readouterr().out.split() == ["run/model"]
+    before, after = (load_file(f"{place}/model.safetensors") for place in ("converted", "run/model"))
+    learned = [name for name in before if name.endswith(("strength", "c_attn.weight"))]
+    assert all(bool((after[name] != before[name]).any()) for name in learned)
+    asked = ("hf", "perplexity", "run/model", "converted", "--data", str(corpus), "--contexts", "16,32", "--last", "16")
+    assert gape_exits(*asked, "--device", "cpu") == 0
+    shown = capsys.readouterr().out
+    rows = [json.loads(line) for line in Path("run/model/perplexity.jsonl").read_text().splitlines()]
+    assert [row["context"] for row in rows] == [16, 32]
+    assert all(f"{row['perplexity']:.2f}" in shown for row in rows)
+
+
+def test_gates_learn_alone_where_only_they_should(models: Path) -> None:
+    corpus = str(text.corpus(models / "books").directory)
+    assert gape_exits("hf", "inject", "llama", "--context-length", "16", "--out", "gated") == 0
+    assert gape_exits("hf", "finetune", "gated", corpus, "--out", "run", *TRAIN, "--learn", "gates") == 0
+    base, tuned = load_file("llama/model.safetensors"), load_file("run/model/model.safetensors")
+    assert all(torch.equal(tuned[name], base[name]) for name in base)
+    assert all(bool(tuned[name].any()) for name in tuned if name.endswith("strength"))
+
+
+def test_inject_and_remove_give_the_same_tensors_back(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gape_exits("hf", "inject", "llama", "--context-length", "16", "--out", "gated", "--dry-run") == 0
+    assert "parameters" in capsys.readouterr().out
+    assert not Path("gated").exists()
+    assert gape_exits("hf", "inject", "llama", "--context-length", "16", "--layers", "-1", "--out", "gated") == 0
+    assert gape_exits("hf", "remove", "gated", "--out", "bare") == 0
+    one, other = (load_file(f"{place}/model.safetensors") for place in ("llama", "bare"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert json.loads(Path("bare/config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("inject", "llama", "--out", "o"), "context_length"),
+        (("inject", "./nowhere", "--context-length", "16", "--out", "o"), "nowhere"),
+        (("inject", "llama", "--context-length", "16", "--position", "alibi", "--out", "o"), "position"),
+        (("inject", "llama", "--context-length", "16", "--layers", "7", "--out", "o"), "layers"),
+        (("inject", "gpt2", "--context-length", "999", "--out", "o"), "rope+gape"),
+        (("inject", "llama", "--context-length", "16", "--out", "gpt2"), "holds a model already"),
+        (("convert", "llama", "--position", "rope", "--out", "o"), "GPT-2"),
+        (("convert", "gpt2", "--out", "o"), "extend"),
+        (("remove", "llama", "--out", "o"), "inject"),
+        (("finetune", "llama", "./nowhere", "--out", "o"), "nowhere"),
+        (("finetune", "llama", "./nowhere", "--out", "o", "--learn", "gates"), "learn"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_nothing_is_written(
+    models: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    assert gape_exits("hf", *arguments) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("o").exists()

@@ -1,0 +1,120 @@
+"""Files: what is saved comes back to the bit, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import gape.hf
+from tests.hf.tiny import opened, tiny, tokens
+
+
+@pytest.fixture
+def saved(tmp_path):
+    opened(tiny("llama")).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(directory, edit):
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def test_class_auto_class_and_file_agree_to_the_bit(saved):
+    model, ids = opened(tiny("llama")), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        auto = AutoModelForCausalLM.from_pretrained(saved)
+        own = type(model).from_pretrained(saved)
+        bare = tiny("llama", seed=9)
+        gape.hf.inject(bare, context_length=16)
+        bare.load_state_dict(load_file(saved / "model.safetensors"))
+        for loaded in (auto, own, bare):
+            assert torch.equal(loaded.eval()(ids).logits, expected)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(auto.state_dict()[name], tensor), name
+    gape.hf.remove(auto)
+    assert type(auto).__name__ == "LlamaForCausalLM"
+
+
+def test_other_gates_than_were_saved_are_an_error(saved):
+    change(saved, lambda t: t["model.layers.1.self_attn.gape.strength"].add_(1e-3))
+    with pytest.raises(ValueError, match="checksum"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_missing_gates_are_an_error(saved):
+    change(saved, lambda t: t.pop("model.layers.0.self_attn.gape.landmark_projection.weight"))
+    with pytest.raises(ValueError, match="missing"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_another_t_is_an_error(saved):
+    config = json.loads((saved / "config.json").read_text())
+    config["gape"]["context_length"] = 32
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="T = 16"):
+        AutoModelForCausalLM.from_pretrained(saved)
+    other = gape.hf.inject(tiny("llama"), context_length=32)
+    with pytest.raises(ValueError, match="T = 16"):
+        other.load_state_dict(load_file(saved / "model.safetensors"))
+
+
+def test_half_precision_on_disk_or_on_load_leaves_the_gates_alone(tmp_path):
+    model = opened(tiny("llama"))
+    model.save_pretrained(tmp_path / "single")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "single", dtype=torch.bfloat16)
+    assert loaded.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+    gates = loaded.model.layers[0].self_attn.gape
+    assert torch.equal(gates.strength, model.model.layers[0].self_attn.gape.strength)
+    loaded.save_pretrained(tmp_path / "half")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(again(tokens()).logits, loaded(tokens()).logits)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "cast")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "cast")
+
+
+def test_transformers_alone_does_not_load_it_without_gates(saved):
+    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(saved)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "gape_llama" in done.stderr
+
+
+def test_the_card_says_what_it_is_and_spares_other_peoples(saved):
+    card = (saved / "README.md").read_text()
+    assert "| T, the training length | 16 |" in card
+    assert "AutoModelForCausalLM.from_pretrained" in card
+    (saved / "README.md").write_text("# mine\n")
+    AutoModelForCausalLM.from_pretrained(saved).save_pretrained(saved)
+    assert (saved / "README.md").read_text() == "# mine\n"
+    assert "checksum" in (saved / "GAPE.md").read_text()
+
+
+def test_a_converted_gpt2_comes_back_without_learned_positions(tmp_path):
+    model, ids = tiny("gpt2"), tokens(1, 200)
+    gape.hf.inject(model, context_length=64, position="p-rope+gape", start="paper", fraction=0.5)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="learned positions"):
+        gape.hf.remove(loaded)
+    assert "gape" in type(loaded.config).model_type
+
+
+def test_no_tensor_has_a_name_that_old_versions_rename():
+    for name in opened(tiny("llama")).state_dict():
+        assert "gamma" not in name
+        assert "beta" not in name

@@ -1,0 +1,93 @@
+"""Training as people do it: Trainer, checkpointed activations, compiled, with LoRA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gape.hf
+from tests.hf.tiny import opened, tiny, tokens, train
+
+FAMILIES = ("gpt2", "llama")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_the_same_with_checkpointed_activations_and_with_a_cache(family):
+    found = []
+    for checkpointed, arguments in ((False, {"use_cache": False}), (True, {}), (False, {"use_cache": True})):
+        model = opened(tiny(family)).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        ids = tokens(2, 12)
+        model(input_ids=ids, labels=ids, **arguments).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    for other in found[1:]:
+        for name, gradient in found[0].items():
+            assert gradient is not None, name
+            torch.testing.assert_close(other[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_logits_and_saves_bare_names(tmp_path):
+    model, ids = opened(tiny("llama")), tokens()
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, backend="eager")
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-4)
+    compiled.save_pretrained(tmp_path)
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, model(ids).logits)
+
+
+def test_the_trainer_trains_and_saves(tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    model = gape.hf.inject(tiny("llama"), context_length=16, learn="gates")
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 16)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert bool(loaded.model.layers[0].self_attn.gape.strength.any())
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens()).logits, model.eval()(tokens()).logits)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "phi3"])
+def test_lora_keeps_and_trains_the_gates(family, tmp_path):
+    peft = pytest.importorskip("peft")
+    base = gape.hf.inject(tiny(family), context_length=16)
+    model = peft.get_peft_model(base, gape.hf.lora_config(base, r=2))
+    learning = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any("strength" in name for name in learning)
+    assert all("lora" in name or "gape" in name for name in learning)
+    train(model, rate=1e-2)
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    fresh = peft.PeftModel.from_pretrained(gape.hf.inject(tiny(family), context_length=16), tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(fresh(tokens()).logits, model(tokens()).logits, atol=0, rtol=0)
+        merged = fresh.merge_and_unload()
+        torch.testing.assert_close(merged(tokens()).logits, model(tokens()).logits, atol=1e-4, rtol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    with pytest.raises((ValueError, RuntimeError), match="T = 16"):
+        peft.PeftModel.from_pretrained(gape.hf.inject(tiny(family), context_length=32), tmp_path)
+
+
+def test_generation_samples_and_searches_beams():
+    model, ids = opened(tiny("llama")), tokens(2, 6)
+    mask = torch.ones_like(ids)
+    torch.manual_seed(0)
+    sampled = model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=5)
+    assert sampled.shape == (2, 11)
+    settings = {"attention_mask": mask, "do_sample": False, "num_beams": 3, "max_new_tokens": 6}
+    assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))

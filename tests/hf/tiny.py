@@ -1,0 +1,92 @@
+"""Tiny random models of every family, made from configs alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
+#: Layers alternate between a window of eight tokens and everything.
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1,
+                      "eos_token_id": None, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "llama": ("Llama", SIZES),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 8}),
+    "mixtral": ("Mixtral", {**SIZES, **MOE, "sliding_window": None}),
+    "qwen2": ("Qwen2", {**SIZES, **SLIDING, "use_sliding_window": True}),
+    "qwen3": ("Qwen3", SIZES),
+    "qwen3_moe": ("Qwen3Moe", {**SIZES, **MOE}),
+    "gemma": ("Gemma", SIZES),
+    "gemma2": ("Gemma2", {**SIZES, **SLIDING, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3", {**SIZES, **SLIDING, "query_pre_attn_scalar": 16}),
+    "smollm3": ("SmolLM3", {**SIZES, "no_rope_layers": [1, 0], "use_sliding_window": False}),
+    "phi3": ("Phi3", {**SIZES, "sliding_window": None, "attention_dropout": 0.0}),
+}  # fmt: skip
+
+#: Experts are summed in an order that depends on the other tokens, so these agree to rounding and not to the bit.
+MIXTURES = ("mixtral", "qwen3_moe")
+CLASSES = {"gpt2": "GPT2LMHeadModel"}
+CONFIGS = {"gemma3": "Gemma3TextConfig"}
+
+
+def tiny(family: str, implementation: str | None = None, seed: int = 0, **changes: Any) -> Any:
+    """A model of a family with weights drawn large enough for its attention to matter."""
+    name, sizes = FAMILIES[family]
+    config = getattr(transformers, CONFIGS.get(family, f"{name}Config"))(**{**sizes, **changes})
+    torch.manual_seed(seed)
+    made = getattr(transformers, CLASSES.get(family, f"{name}ForCausalLM"))
+    model = made._from_config(config, attn_implementation=implementation) if implementation else made(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(std=0.2, generator=generator)
+    return model.eval()
+
+
+def tokens(batch: int = 2, length: int = 20, seed: int = 0) -> torch.Tensor:
+    """Random ids that are neither pads nor special."""
+    return torch.randint(2, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: Any, steps: int = 5, rate: float = 1e-3) -> list[float]:
+    """A few steps on one batch; the losses."""
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+    losses = []
+    ids = tokens(4, 24, seed=7)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+def opened(model: Any, context_length: int = 16, seed: int = 3, **arguments: Any) -> Any:
+    """The model with gates that matter: strong, and different for every head and token."""
+    import gape.hf
+
+    gape.hf.inject(model, context_length=context_length, **arguments)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".gape." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) + 0.5)
+    return model
+
+
+def same(family: str, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal, to the bit where the family allows it."""
+    return torch.allclose(a, b, atol=1e-5) if family in MIXTURES else torch.equal(a, b)
