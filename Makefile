@@ -4,17 +4,23 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# The other major of transformers that is supported, laid over the environment by PYTHONPATH.
+OTHER := $(VENV)/transformers4
 
 # bfloat16 matrix products of oneDNN die with SIGILL on some virtual CPUs unless the instruction set is capped.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo precision test test-all lint format clean
+# Test files are spread over processes of one thread each; WORKERS=0 runs them in one.
+WORKERS ?= auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+.PHONY: help demo precision test test-all test-majors lint format clean
 
 help:
 	@echo "make demo      train small models with and without gates, and see who finds the needle at four times the length"
 	@echo "make precision what each implementation loses in bfloat16 and float16"
 	@echo "make test      the tests that fit in five minutes on two cores"
-	@echo "make test-all  the same and the slow ones"
+	@echo "make test-all  the same and the slow ones, and gape.hf with both majors of transformers"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    let ruff rewrite the files"
 
@@ -30,10 +36,19 @@ precision: $(INSTALLED)
 	$(BIN)/gape bench precision --quick
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
+	$(MAKE) test-majors
+
+$(OTHER)/.installed: $(INSTALLED)
+	$(BIN)/pip install --quiet --upgrade --target $(OTHER) 'transformers>=4.57,<5' httpx
+	$(BIN)/pip install --quiet --upgrade --no-deps --target $(OTHER) 'datasets>=3,<5'
+	touch $@
+
+test-majors: $(OTHER)/.installed
+	PYTHONPATH=$(OTHER) $(PYTEST) -m "not gpu and not slow" tests/hf tests/cli/test_hf.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -125,7 +125,7 @@ def test_the_page_shows_the_newest_rows() -> None:
     assert gape_exits("bench", "render") == 0
     told = page.PAGE.read_text()
     newest = stored("attention")[-1]
-    assert f"| split | 24 | {newest['ms']} | {newest['tflops']} | {newest['error']} |" in told
+    assert f"| split | 24 | 1 | {newest['ms']} | {newest['tflops']} | {newest['error']} |" in told
     assert told.count("| split |") == 1
     assert told.startswith("Before")
     assert told.endswith("after\n")
@@ -150,6 +150,8 @@ def test_the_table_of_auto_comes_from_rows() -> None:
         (["attention", *TINY, "--gates", "open"], "gates: got str 'open'"),
         (["attention", *TINY, "--impl", "magic"], "impl: got str 'magic'"),
         (["attention", *TINY, "--kv-heads", "3"], "kv_heads: got int 3"),
+        (["attention", *TINY, "--kv-heads", "0"], "kv_heads: got int 0"),
+        (["attention", *TINY, "--eps", "1.5"], "eps: got float 1.5"),
         (["attention", *TINY, "--device", "warp"], "device: got str 'warp'"),
         (["attention", *TINY[:-1]], "run this in a clone, or pass --trust"),
         (["decode", *TINY, "--dtype", "int8"], "dtype: got str 'int8'"),

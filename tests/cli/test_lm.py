@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from gape.cli import language
 from gape.train import log
@@ -130,6 +132,14 @@ def test_runs_at_once_give_what_runs_in_turn_give(corpus: Path) -> None:
     for run in RUNS:
         one, other = rows(Path("turn") / run), rows(Path("once") / run)
         assert [r["nll"] for r in one] == pytest.approx([r["nll"] for r in other], abs=1e-5)
+
+
+def test_every_run_of_a_sweep_runs_compiled(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: torch keeps a few compiled forms of a function and runs others uncompiled."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        assert train(corpus, "train.compile=on", "train.max_steps=2", "evaluation.contexts=[]") == 0
 
 
 def test_held_out_loss_that_turns_ends_a_run(corpus: Path) -> None:

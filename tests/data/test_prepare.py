@@ -303,6 +303,8 @@ def test_what_is_wrong_is_named_before_any_work(
 def test_only_empty_documents_are_no_corpus(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="inputs: no documents among the records: 2 read, 2 empty"):
         make(tmp_path / "c", write_lines(tmp_path / "a.jsonl", [{"text": ""}, {"text": " "}]), max_bad=9)
+    assert contents(tmp_path / "c") == {}
+    make(tmp_path / "c", write_lines(tmp_path / "a.jsonl", [{"text": "Some."}]))
 
 
 def test_a_directory_is_never_taken_from_something_else(tmp_path: Path, lines: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gape.data import pipeline
-from gape.train import Interrupted, StopFlag, files
+from gape.train import BusyError, Interrupted, StopFlag, files
 from tests.data.books import contents, make, texts, write_lines
 from tests.data.child import SETTINGS
 
@@ -60,6 +60,33 @@ def test_a_death_at_any_write_is_made_good(tmp_path: Path, monkeypatch: pytest.M
         assert contents(home) == whole, f"death at write {fatal}"
     # A shard and its record each, and the settings and cards.
     assert deaths > 10
+
+
+#: Holds a file's lock until its input ends.
+HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'ab'); fcntl.lockf(f, 2); print(flush=True); sys.stdin.read()"
+
+
+def test_a_directory_that_another_process_fills_is_left_to_it(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", rows(60))
+    make(tmp_path / "whole", lines, **SMALL)
+    stop = StopFlag()
+    config = pipeline.PrepareConfig(inputs=(str(lines),), tokenizer="bytes", **SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "REQUEST", 2500)
+        with pytest.raises(Interrupted):
+            pipeline.prepare(config, tmp_path / "c", workers=0, stop=stop, show=lambda _: stop.request())
+    (tmp_path / "c" / ".tmp-tokens-00009.bin-1").write_bytes(b"theirs")
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "c" / "parts" / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        before = contents(tmp_path / "c")
+        with pytest.raises(BusyError, match="is being prepared by another process"):
+            make(tmp_path / "c", lines, **SMALL)
+        assert contents(tmp_path / "c") == before
+        other.communicate()
+    make(tmp_path / "c", lines, **SMALL)
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
 
 
 def test_a_damaged_shard_is_made_again(tmp_path: Path) -> None:

@@ -69,16 +69,17 @@ def test_equals_reference(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dim", [32, 96, 128])
 def test_head_dims_and_many_splits(dim: int) -> None:
-    case = random_case(n_q=2, n_k=301, dim=dim, value_dim=dim - 7, heads=6, kv_heads=2)
+    case = random_case(n_q=2, n_k=150, dim=dim, value_dim=dim - 7, heads=6, kv_heads=2)
     exact = reference.run(problem(case, torch.float32, exact=True))
-    for splits in (None, 30):
+    for splits in (None, 15):
         assert distance(decode.run(problem(case, torch.float32), splits=splits), exact) < 1e-6
 
 
 def test_samples_of_different_lengths() -> None:
     """Each sample answers as if it were alone with a cache of its own length; what lies beyond is never read."""
-    case = random_case(batch=3, n_q=2, n_k=200)
-    lengths = [200, 131, 2]
+    case = random_case(batch=4, n_q=2, n_k=200, heads=2, kv_heads=1)
+    # The last says more than there is.
+    lengths = [200, 131, 2, 999]
     for b, n in enumerate(lengths):
         for name in "kv":
             case.tensors[name][b, :, n:] = float("nan")
@@ -103,6 +104,19 @@ def test_far_positions_keep_the_bias() -> None:
     """Distances are integers before they are floats, so a strong bias is right beyond a million tokens."""
     positions = torch.arange(70) + 2**40
     case = random_case(n_q=2, n_k=70, strength=100.0, k_positions=positions)
+    exact = reference.run(problem(case, torch.float32, exact=True))
+    assert distance(decode.run(problem(case, torch.float32)), exact) < 1e-6
+
+
+def test_positions_of_pads_do_not_matter() -> None:
+    """Also where the first query is a pad, far from the others."""
+    positions = torch.arange(70)
+    positions[:9] = -(2**40)
+    real = positions >= 0
+    rows = [0, 1, 68, 69]
+    case = random_case(
+        n_q=4, n_k=70, q_positions=positions[rows], k_positions=positions, attn_mask=real[rows, None] & real
+    )
     exact = reference.run(problem(case, torch.float32, exact=True))
     assert distance(decode.run(problem(case, torch.float32)), exact) < 1e-6
 

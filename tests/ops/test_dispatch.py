@@ -88,6 +88,11 @@ def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
     path.write_text(dispatch.written(rules).replace("dim_at_most", "dim"), encoding="utf-8")
     with pytest.raises(ValueError, match=r"^dim: .*table.toml"):
         dispatch.load(path)
+    path.write_text(dispatch.written(rules).replace("16384", '"many"'), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^length_at_least: .*int in .*table.toml"):
+        dispatch.load(path)
+    with pytest.raises(ValueError, match=r"^GAPE_DISPATCH: .*nowhere.toml"):
+        dispatch.load(tmp_path / "nowhere.toml")
     path.write_text(dispatch.written([rule(impl="magic")]), encoding="utf-8")
     with pytest.raises(ValueError, match=r"^impl: .*magic"):
         dispatch.load(path)
@@ -100,7 +105,7 @@ def test_the_library_has_a_table() -> None:
 
 def row(impl: str, ms: float, length: int = 4096, **options: object) -> dict[str, str]:
     usual = {"device": GPU, "dtype": "bfloat16", "direction": "forward", "eps": "0", "dim": "64", "gates": "log-normal"}
-    figures = {"impl": impl, "ms": str(ms), "length": str(length), "error": "0.002", "dgate": ""}
+    figures = {"impl": impl, "ms": str(ms), "length": str(length), "error": "0.002", "dgate": "", "queries": "1"}
     return usual | figures | {name: str(value) for name, value in options.items()}
 
 
@@ -119,3 +124,13 @@ def test_newer_rows_replace_older_ones_and_decoding_comes_first() -> None:
     decoded = [row("decode", 0.1, 65536), row("split", 0.2, 65536)]
     found = [(r.queries_at_most, r.impl) for r in from_rows.rules(rows, decoded)]
     assert found == [(16, "decode"), (0, "split")]
+
+
+def test_only_rows_of_the_same_sizes_are_compared() -> None:
+    rows = [row("triton", 1.0, kv_heads=2), row("split", 2.0, kv_heads=4), row("triton", 3.0, kv_heads=4)]
+    assert [r.impl for r in from_rows.rules(rows)] == ["split"]
+    assert not from_rows.rules([], [row("decode", 0.1, queries=64), row("split", 0.2, queries=64)])
+
+
+def test_without_plain_attention_the_most_exact_is_the_measure() -> None:
+    assert [r.impl for r in from_rows.rules([row("rank2", 0.5, error=0.1), row("split", 2.0)])] == ["split"]

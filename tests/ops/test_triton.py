@@ -11,10 +11,21 @@ from tests.ops.cases import Case, layouts, random_case
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = layouts()
+#: What other layouts go through as well; the interpreter is slow.
+REPEATED = (
+    "odd length", "no groups", "one query", "shuffled keys only", "repeated", "right padding", "packed", "own scale",
+    "far from zero",
+)  # fmt: skip
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in REPEATED else name for name in LAYOUTS]
+BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+#: The interpreter has no products in bfloat16.
+HALVES = list(BOUNDS) if DEVICE == "cuda" else [torch.float16]
 
 
-def moved(case: Case, dtype: torch.dtype) -> Case:
-    tensors = {n: x.to(DEVICE, dtype) for n, x in case.tensors.items()}
+def moved(case: Case, dtype: torch.dtype, content: torch.dtype | None = None) -> Case:
+    """The case on the device in `dtype`, q, k and v rounded to `content` first."""
+    tensors = {n: x.to(content) if content and n in "qkv" else x for n, x in case.tensors.items()}
+    tensors = {n: x.to(DEVICE, dtype) for n, x in tensors.items()}
     return Case(tensors, {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in case.options.items()})
 
 
@@ -26,7 +37,7 @@ def run(case: Case, impl: str) -> dict[str, torch.Tensor]:
     return {"out": out.detach()} | {name: x.grad for name, x in leaves.items()}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_float32_equals_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers start as NaN, so that an element nobody wrote shows."""
     empty_like, empty = torch.empty_like, torch.empty
@@ -41,20 +52,114 @@ def test_float32_equals_reference(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert error < 3e-6 * max(float(value.norm()), 1.0), key
 
 
-def test_rates_and_lengths_do_not_matter() -> None:
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("dim", "value_dim"), [(16, 13), (96, 16), (16, 200)], ids=["narrow", "wide", "widest"])
+def test_half_precision_is_as_exact_as_its_content(dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    """Every choice of tiles, with lengths that do not fill them."""
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "n_q": 70, "n_k": 140, "dim": dim, "value_dim": value_dim}
+    case = random_case(**sizes)
+    exact = run(moved(case, torch.float64, dtype), "reference")
+    rounded = moved(case, torch.float32, dtype)
+    rounded.tensors |= {n: rounded.tensors[n].to(dtype) for n in "qkv"}
+    got = run(rounded, "triton")
+    for key, value in exact.items():
+        assert (got[key].double() - value).norm() < BOUNDS[dtype] * float(value.norm()), key
+
+
+def test_far_positions_keep_the_bias() -> None:
     """Far beyond T and with strong gates the bias is still formed in float32, from nearby positions."""
-    positions = torch.arange(70) + 10**7
-    case = random_case(n_q=70, n_k=70, strength=100.0, q_positions=positions, k_positions=positions)
+    positions = torch.arange(40) + 10**7
+    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "n_q": 40, "n_k": 40}
+    case = random_case(**sizes, strength=100.0, q_positions=positions, k_positions=positions)
     exact = run(moved(case, torch.float64), "reference")
     got = run(moved(case, torch.float32), "triton")
     for key, value in exact.items():
         assert (got[key].double() - value).norm() < 2e-6 * float(value.norm()), key
 
 
+@pytest.mark.parametrize("pad", [-(2**31), 2**46])
+def test_positions_of_pads_do_not_matter(pad: int) -> None:
+    """Also where a tile begins with a pad and its other keys are far from it."""
+    positions = torch.arange(50)
+    positions[:5] = pad
+    real = torch.arange(50) >= 5
+    case = random_case(
+        batch=1, heads=1, kv_heads=1, n_q=50, n_k=50, q_positions=positions, k_positions=positions,
+        attn_mask=real[None, :] & real[:, None],
+    )  # fmt: skip
+    exact = run(moved(case, torch.float64), "reference")
+    got = run(moved(case, torch.float32), "triton")
+    for key, value in exact.items():
+        assert (got[key].double() - value).norm() < 3e-6 * float(value.norm()), key
+
+
+def test_views_and_constants() -> None:
+    """Strides of every kind, expanded values, and inputs of which only some learn."""
+    case = moved(random_case(batch=2, heads=2, kv_heads=2, n_q=40, n_k=40, dim=16, value_dim=16), torch.float32)
+    x = case.tensors
+    x["q"] = x["q"].transpose(1, 2).contiguous().transpose(1, 2)
+    x["k"] = x["k"].mT.contiguous().mT
+    x["v"] = x["v"][:, :1, :1].expand_as(x["v"])
+    x["gate"] = x["gate"].mT.contiguous().mT.requires_grad_()
+    found = []
+    for impl in ("triton", "reference"):
+        out = gape.gated_attention(**x, **case.options, impl=impl)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), x["gate"])))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
+def test_two_runs_give_the_same_bits_and_have_no_second_derivative() -> None:
+    case = moved(random_case(batch=1, heads=2, kv_heads=1, n_q=40, n_k=40), torch.float32)
+    leaves = case.leaves()
+    runs = []
+    for _ in range(2):
+        out = gape.gated_attention(**leaves, **case.options, impl="triton")
+        runs.append(torch.autograd.grad(out.square().sum(), list(leaves.values()), create_graph=True))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(runs[0][0].sum(), leaves["q"])
+
+
+@pytest.mark.parametrize("eps", [0.0, pytest.param(1e-2, marks=pytest.mark.slow)])
+def test_compiles_in_one_graph_for_all_lengths(eps: float) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def operator(options: dict[str, float], **tensors: torch.Tensor) -> torch.Tensor:
+        return gape.gated_attention(**tensors, **options, impl="triton", eps=eps)
+
+    compiled = torch.compile(operator, backend=counter, fullgraph=True)
+    for n in (20, 33, 47):
+        case = moved(random_case(batch=1, heads=2, kv_heads=1, n_q=n, n_k=n), torch.float32)
+        leaves = case.leaves()
+        outs = [form(case.options, **leaves) for form in (operator, compiled)]
+        grads = [torch.autograd.grad(out.square().sum(), list(leaves.values())) for out in outs]
+        for got, want in zip((outs[1], *grads[1]), (outs[0], *grads[0]), strict=True):
+            torch.testing.assert_close(got, want)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"), [({"batch": 65_536, "heads": 1}, "65,535"), ({"dim": 257}, "256"), ({"value_dim": 300}, "256")]
+)
+def test_refuses_sizes_that_no_launch_takes(sizes: dict[str, int], reason: str) -> None:
+    small = {"batch": 1, "heads": 1, "kv_heads": 1, "n_q": 1, "n_k": 1, "dim": 2, "value_dim": 2}
+    case = moved(random_case(**(small | sizes)), torch.float32)
+    with pytest.raises(ValueError, match=rf"^impl: .*{reason}"):
+        gape.gated_attention(**case.tensors, **case.options, impl="triton")
+
+
 def test_refuses_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(n_q=3, n_k=3)
     with pytest.raises(ValueError, match=r"^impl: .*float64"):
         gape.gated_attention(**moved(case, torch.float64).tensors, **case.options, impl="triton")
+    if DEVICE == "cpu":
+        short = random_case(n_q=3, n_k=3, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=r"^impl: .*interpreter"):
+            gape.gated_attention(**short.tensors, **short.options, impl="triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match=r"^impl: .*CUDA"):

@@ -19,7 +19,7 @@ from tests.report.lm_stored import DISTANCES, identity, stored
 pytest.importorskip("matplotlib")
 #: Enough for every figure to have something to show.
 FEW = ("rope", "p-rope+gape", "alibi")
-FIGURES = [name for name, entry in catalogue.FIGURES.items() if entry.command]
+FIGURES = [name for name, entry in catalogue.FIGURES.items() if entry.command and entry.recipe == catalogue.LANGUAGE]
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -38,6 +38,30 @@ def test_perplexity_is_drawn_by_stratum_with_variants_named() -> None:
     ]
     labels = [line["label"] for line in data["panels"][0]["lines"]]
     assert labels == ["RoPE", "p-RoPE", "p-RoPE+GAPE", "p-RoPE+GAPE (floor4)", "ALiBi", "FoX"]
+
+
+def test_contexts_that_few_documents_fill_are_not_joined_to_the_others(tmp_path: Path) -> None:
+    results = stored(schemes=("rope", "p-rope+gape"))
+    whole = [row | {"stratum": None} for row in results.measured["perplexity"] if row["stratum"] == "8192"]
+    few = [row | {"documents": 1} if row["context"] == 32768 else row for row in whole]
+    again = [row | {"align": 32768, "max_windows": 9, "documents": 1} for row in whole]
+    fewer = [row | {"max_windows": 3, "documents": 7} for row in again if row["context"] == 512]
+    both = replace(results, measured=results.measured | {"perplexity": (*few, *again, *fewer)})
+    one, other = lm_series.perplexity(both)["panels"]
+    assert (one["stretches"], one["documents"]["32768"]) == ([[512, 1024, 4096], [32768]], 1)
+    assert (other["stretches"], other["title"]) == (
+        [[512, 1024, 4096, 32768]],
+        "All documents (1), tokens that 32,768 precede",
+    )
+    first, second = lm_tables.perplexity_tables(both)
+    assert (first.rows[-1], len(second.rows)) == (("documents", "", "4", "4", "4", "1"), 2)
+    base = {"position": "p-rope", "variant": "p-rope"}
+    beside = [row | base if row["position"] == "rope" else row for row in (*few, *again)]
+    assert {d.what for d in lm_summary.perplexity_differences(beside)} == {
+        "last-k",
+        "last-k, tokens that 32,768 precede",
+    }
+    catalogue.write(catalogue.figure("lm-perplexity"), both, tmp_path)
 
 
 def test_several_seeds_are_averaged() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+import gape
 from gape.data import Corpus
 from gape.tasks import measured, perplexity
 from gape.tasks.intervals import weighted_interval
@@ -97,8 +98,9 @@ def test_a_loss_that_is_not_finite_is_no_result(books: Corpus) -> None:
         measured.rows(plan, measured.Scored(sums, np.ones(1)))
 
 
-@pytest.mark.parametrize("position", ["p-rope+gape", "rope", "alibi", "fox"])
-@pytest.mark.parametrize("scored", [5, 33, 90])
+@pytest.mark.parametrize(
+    ("position", "scored"), [*((name, 33) for name in gape.positions.available()), ("p-rope+gape", 5), ("fox", 90)]
+)
 def test_chunks_are_the_whole(position: str, scored: int) -> None:
     """Chunks that divide nothing, beyond the training length."""
     model, ids = text.gpt(position, torch.float32), torch.randint(text.VOCAB, (2, 91))
@@ -108,6 +110,23 @@ def test_chunks_are_the_whole(position: str, scored: int) -> None:
     assert whole.shape == (2, scored)
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
     assert len(asked) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("position", ["p-rope", "p-rope+gape", "alibi", "fox"])
+def test_131k_tokens_fit_on_a_gpu_and_chunks_are_the_whole(position: str) -> None:
+    """The paper's model in bfloat16: 1.5 GiB of keys and values, and a chunk beside them."""
+    sizes = {"vocab_size": 50257, "n_layer": 6, "n_head": 8, "n_embd": 512, "context_length": 1024}
+    model = gape.GPT(gape.GPTConfig(position=position, **sizes)).cuda().eval()
+    ids = torch.randint(50257, (1, 2**17 + 1), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    with torch.autocast("cuda", torch.bfloat16):
+        losses = perplexity.window_losses(model, ids, 512)
+        whole, parts = (perplexity.window_losses(model, ids[:, :8193], 4096, chunk=n) for n in (8192, 1500))
+    assert losses.isfinite().all()
+    assert torch.cuda.max_memory_allocated() < 8 * 2**30
+    torch.testing.assert_close(parts, whole, atol=0.05, rtol=0)
 
 
 def test_logits_never_exist_whole(books: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """From measured rows to the table of `impl="auto"`: the fastest implementation that is exact, per kind of call.
 
 Exact means: the output's error is at most twice that of plain attention in the same dtype at the same length, and the
-gates' gradients are within 2%. Of rows that were measured again the newest count, and lengths at which no portable
-implementation was measured beside the others make no rule.
+gates' gradients are within 2%. Of rows that were measured again the newest count; at each length only those of the
+batch and heads that were measured last are compared. Lengths at which no portable implementation was measured beside
+the others make no rule.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ GATE_ERROR = 0.02
 #: The gates whose rows count where nothing is skipped, and where tiles may be.
 GATES = {False: "log-normal", True: "trained"}
 
+#: What rows must share to be compared, besides length and kind.
+SIZES = ("batch", "heads", "kv_heads", "queries")
+
 #: Implementations that are the portable choice, which others are compared with.
 PORTABLE = ("split", "anchored", "rank2")
 
 
 def rules(attention: Iterable[Row], decode: Iterable[Row] = ()) -> list[Rule]:
     """The table for rows of `gape bench attention` and `gape bench decode`; rules for few queries come first."""
-    found = _rules([_as_attention(row) for row in decode], DECODE_QUERIES)
+    few = [_as_attention(row) for row in decode if int(row["queries"]) <= DECODE_QUERIES]
+    found = _rules(few, DECODE_QUERIES)
     return found + _rules([row for row in attention if _counts(row)], 0)
 
 
@@ -65,23 +70,31 @@ def _kind(row: Row) -> tuple[str, str, bool, bool, int]:
 
 
 def _by_length(rows: list[Row]) -> dict[int, dict[str, Row]]:
-    """Rows by length and implementation, later ones in place of earlier ones."""
+    """Rows by length and implementation, later ones in place of earlier ones; those of the newest one's sizes."""
+    newest = {int(row["length"]): _sizes(row) for row in rows}
     found: dict[int, dict[str, Row]] = {}
     for row in rows:
-        found.setdefault(int(row["length"]), {})[row["impl"]] = row
+        if _sizes(row) == newest[int(row["length"])]:
+            found.setdefault(int(row["length"]), {})[row["impl"]] = row
     return found
 
 
+def _sizes(row: Row) -> tuple[str | None, ...]:
+    return tuple(row.get(name) for name in SIZES)
+
+
 def _winner(candidates: Mapping[str, Row]) -> str | None:
-    plain = next((float(candidates[name]["error"]) for name in PLAIN if candidates.get(name, {}).get("error")), None)
+    """The fastest exact implementation; without a row of plain attention the most exact one is the measure."""
     if not any(name in candidates for name in PORTABLE):
         return None
+    errors = {name: float(row["error"]) for name, row in candidates.items() if row["error"]}
+    plain = next((errors[name] for name in PLAIN if name in errors), min(errors.values(), default=0.0))
     exact = [row for name, row in candidates.items() if name in CANNOT and _exact(row, plain)]
     return min(exact, key=lambda row: float(row["ms"]))["impl"] if exact else None
 
 
-def _exact(row: Row, plain: float | None) -> bool:
-    if not row["error"] or (plain is not None and float(row["error"]) > 2 * plain):
+def _exact(row: Row, plain: float) -> bool:
+    if not row["error"] or float(row["error"]) > 2 * plain:
         return False
     return all(float(row.get(name) or 0) <= GATE_ERROR for name in ("dgate", "dlandmark", "damplitude"))
 

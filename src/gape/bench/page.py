@@ -16,14 +16,14 @@ TABLES: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     "attention": (
         ("direction", "dtype", "dim", "heads", "kv_heads", "gates", "eps"),
         {
-            "impl": "", "length": "tokens", "ms": "ms", "tflops": "TFLOP/s", "peak_mib": "MiB", "tiles": "tiles",
-            "error": "error", "dgate": "dgate", "dlandmark": "dlandmark",
+            "impl": "", "length": "tokens", "batch": "batch", "ms": "ms", "tflops": "TFLOP/s", "peak_mib": "MiB",
+            "tiles": "tiles", "error": "error", "dgate": "dgate", "dlandmark": "dlandmark",
         },
     ),
     "prologue": (
         ("direction", "dtype", "dim", "heads", "kv_heads"),
         {
-            "impl": "", "length": "tokens", "ms": "ms", "gbps": "GB/s", "of_copy": "of a copy",
+            "impl": "", "length": "tokens", "batch": "batch", "ms": "ms", "gbps": "GB/s", "of_copy": "of a copy",
             "of_fused_rope": "× fused RoPE", "of_compiled_rope": "× compiled RoPE", "peak_mib": "MiB", "error": "error",
         },
     ),
@@ -67,9 +67,9 @@ def _tables(name: str, found: list[Row]) -> list[str]:
         return row["device"], *(row[key] for key in about)
 
     lines = []
-    newest = {(subject(row), row["impl"], row["length"]): row for row in found}
+    newest = {(subject(row), row["impl"], row["length"], row["batch"]): row for row in found}
     for what, members in groupby(sorted(newest.values(), key=subject), key=subject):
-        of_kind = sorted(members, key=lambda row: (int(row["length"]), row["impl"]))
+        of_kind = sorted(members, key=lambda row: (int(row["length"]), int(row["batch"]), row["impl"]))
         told = ", ".join(f"{key} {value}" for key, value in zip(about, what[1:], strict=True))
         lines += [f"**{what[0]}**, {told} ({_origin(of_kind)})", "", *_markdown(of_kind, columns), ""]
     return lines

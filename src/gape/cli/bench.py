@@ -54,9 +54,10 @@ def attention(
     from gape.bench import attention as bench  # noqa: PLC0415
 
     settings = bench.Settings(
-        lengths=_numbers("lengths", lengths), dim=dim, heads=heads, kv_heads=kv_heads or heads, dtype=dtype,
+        lengths=_numbers("lengths", lengths), dim=dim, heads=heads, dtype=dtype,
+        kv_heads=heads if kv_heads is None else kv_heads,
         tokens=tokens, impls=bench.DEFAULT if impl is None else impl.split(","), backward=backward, gates=gates,
-        eps=eps, device=_device(device), seconds=seconds, errors=errors,
+        eps=eps, device=device_called(device), seconds=seconds, errors=errors,
     )  # fmt: skip
     shown = ("impl", "direction", "length", "ms", "tflops", "peak_mib", "tiles", "error")
     _run("attention", bench.FIELDS, bench.measure, settings, trust, out, save, shown)
@@ -82,9 +83,10 @@ def decode(
     from gape.bench import decode as bench  # noqa: PLC0415
 
     settings = bench.Settings(
-        lengths=_numbers("lengths", lengths), dim=dim, heads=heads, kv_heads=kv_heads or heads, dtype=dtype,
+        lengths=_numbers("lengths", lengths), dim=dim, heads=heads, dtype=dtype,
+        kv_heads=heads if kv_heads is None else kv_heads,
         batch=batch, queries=queries, impls=bench.DEFAULT if impl is None else impl.split(","),
-        device=_device(device), seconds=seconds,
+        device=device_called(device), seconds=seconds,
     )  # fmt: skip
     shown = ("impl", "length", "batch", "ms", "gbps", "of_copy", "peak_mib", "error")
     _run("decode", bench.FIELDS, bench.measure, settings, trust, out, save, shown)
@@ -110,9 +112,10 @@ def prologue(
     from gape.bench import prologue as bench  # noqa: PLC0415
 
     settings = bench.Settings(
-        lengths=_numbers("lengths", lengths), dim=dim, heads=heads, kv_heads=kv_heads or heads, dtype=dtype,
+        lengths=_numbers("lengths", lengths), dim=dim, heads=heads, dtype=dtype,
+        kv_heads=heads if kv_heads is None else kv_heads,
         tokens=tokens, impls=bench.DEFAULT if impl is None else impl.split(","), backward=backward,
-        device=_device(device), seconds=seconds,
+        device=device_called(device), seconds=seconds,
     )  # fmt: skip
     shown = ("impl", "direction", "length", "ms", "of_copy", "of_fused_rope", "of_compiled_rope", "peak_mib", "error")
     _run("prologue", bench.FIELDS, bench.measure, settings, trust, out, save, shown)
@@ -139,7 +142,7 @@ def precision(
     if render:
         bench.render_page()
         return
-    voice, where = Voice(), _device(device)
+    voice, where = Voice(), device_called(device)
     _vouch("precision", trust, voice)
     found = []
     for row in bench.measure(where.type, quick):
@@ -250,7 +253,8 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
         raise ValueError(f"{name}: got {text!r}, expected whole numbers with commas, such as 4096,16384") from error
 
 
-def _device(name: str | None) -> torch.device:
+def device_called(name: str | None) -> torch.device:
+    """The device of that name; a GPU where there is one, without."""
     import torch  # noqa: PLC0415
 
     from gape.ops.checks import refuse  # noqa: PLC0415

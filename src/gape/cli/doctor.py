@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gape.cli.bench import DType, _device
+from gape.cli.bench import DType, device_called
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +32,16 @@ def doctor(
     from gape.bench.settings import Settings  # noqa: PLC0415
     from gape.ops.checks import whole  # noqa: PLC0415
 
-    where = _device(device)
+    where = device_called(device)
     whole("batch", batch)
     settings = Settings(
-        device=where, impls=(), lengths=(length,), dim=dim, heads=heads, kv_heads=kv_heads or heads, dtype=dtype
+        device=where,
+        impls=(),
+        lengths=(length,),
+        dim=dim,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        dtype=dtype,
     )
     for name, value in surroundings(where).items():
         typer.echo(f"{name:12} {value}")

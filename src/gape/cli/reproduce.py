@@ -42,7 +42,8 @@ def reproduce(
     try:
         paths = catalogue.write(entry, found, out)
     except NoData as error:
-        hint = f"; gape {entry.command} measures them, and gape report gathers them again" if entry.command else ""
+        how = entry.made_by or (entry.command and f"gape {entry.command} and then gape report")
+        hint = f"; {how} make them" if how else ""
         raise ValueError(f"{error}{hint}") from error
     for path in paths:
         typer.echo(path)
@@ -61,6 +62,8 @@ def _committed(entry: Entry, results: Path) -> Results:
     from gape.report.lm_results import gather  # noqa: PLC0415
 
     path = home(entry, results)
+    if not _there(path) and entry.made_by:
+        raise ValueError(f"{entry.name}: there are no results in {path}; {entry.made_by} make them")
     if not _there(path) and entry.command:
         measure = "" if entry.command == "lm train" else f", gape {entry.command} runs/{entry.recipe}/* --data DIR"
         raise ValueError(

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import torch
+
 from gape.cli.console import Board, Voice
 from gape.cli.experiment import check, claim, finished, perform, pick_device
 from gape.ops.checks import whole
@@ -70,6 +72,9 @@ def sweep(runs: Sequence[Run], directory: Path, *, jobs: int = 1, resume: str = 
 
 def _in_turn(runs: Sequence[Run], directory: Path, resume: str, stop: StopFlag, voice: Voice, tally: Tally) -> None:
     for number, run in enumerate(runs, 1):
+        if number > 1 and run.model != runs[number - 2].model:
+            # Of one function torch keeps eight compiled forms and runs what comes after uncompiled.
+            torch.compiler.reset()
         voice.say(f"[{number}/{len(runs)}] {run.name}")
         began = time.monotonic()
         try:

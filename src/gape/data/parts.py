@@ -77,13 +77,14 @@ class Parts:
         shard_tokens: tokens at which a shard is closed.
 
     Attributes:
+        records: where the records of sealed shards are until there is an index.
         shards: a line for each sealed shard: file (None for an empty last one), bytes, tokens, sha256.
     """
 
     def __init__(self, directory: Path, shard_tokens: int) -> None:
         self._directory, self._limit = directory, shard_tokens
-        self._records = directory / "parts"
-        self._records.mkdir(exist_ok=True)
+        self.records = directory / "parts"
+        self.records.mkdir(exist_ok=True)
         self.shards: list[dict[str, Any]] = []
         self._held = 0
         self._data: list[bytes] = []
@@ -96,7 +97,7 @@ class Parts:
         while not end and (part := self._valid(len(self.shards))) is not None:
             self.shards.append(part["shard"])
             cursor, tally, end = Cursor(*part["cursor"]), Tally(**part["tally"]), part["end"]
-        for path in [*self._records.glob("*.json"), *self._directory.glob("tokens-*.bin")]:
+        for path in [*self.records.glob("*.json"), *self._directory.glob("tokens-*.bin")]:
             if int(path.stem.removeprefix("tokens-")) >= len(self.shards):
                 path.unlink()
         return Sealed(cursor, tally, end)
@@ -121,24 +122,24 @@ class Parts:
         digest = hashlib.sha256(data).hexdigest()
         shard = {"file": name, "bytes": len(data), "tokens": self._held, "sha256": digest}
         part = {"shard": shard, "cursor": cursor, "tally": asdict(tally), "end": end, "documents": self._entries}
-        files.replace(self._records / f"{number:05d}.json", files.to_json(part, indent=None))
+        files.replace(self.records / f"{number:05d}.json", files.to_json(part, indent=None))
         self.shards.append(shard)
         self._data, self._entries, self._held = [], [], 0
 
     def entries(self) -> Iterator[tuple[int, list[Entry]]]:
         """The documents of each sealed shard, with its number."""
         for number in range(len(self.shards)):
-            part = json.loads((self._records / f"{number:05d}.json").read_bytes())
+            part = json.loads((self.records / f"{number:05d}.json").read_bytes())
             yield number, [Entry(*entry) for entry in part["documents"]]
 
     def discard(self) -> None:
         """Remove the records, which the index has taken the place of."""
-        shutil.rmtree(self._records, ignore_errors=True)
+        shutil.rmtree(self.records, ignore_errors=True)
 
     def _valid(self, number: int) -> dict[str, Any] | None:
         """The record of a shard that is whole, or None."""
         try:
-            part: dict[str, Any] = json.loads((self._records / f"{number:05d}.json").read_bytes())
+            part: dict[str, Any] = json.loads((self.records / f"{number:05d}.json").read_bytes())
             shard = part["shard"]
         except (OSError, ValueError, KeyError):
             return None

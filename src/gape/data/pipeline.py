@@ -21,7 +21,7 @@ from gape.data.parts import LISTED, Cursor, Entry, Parts, Tally, with_end
 from gape.data.pool import Encoded, Pool
 from gape.data.readers import EMPTY, Fields, Record
 from gape.data.tokenizer import Tokenizer, load_tokenizer
-from gape.train import StopFlag, files
+from gape.train import StopFlag, files, guards
 
 SETTINGS = "prepare.json"
 #: Bytes of text after which a request goes out; a longer document goes alone.
@@ -107,6 +107,7 @@ def prepare(
             breaks off, no document at all.
         Interrupted: a signal came; the sealed shards stay and the same call goes on.
         DiskFullError: no room; likewise.
+        BusyError: another process prepares the same corpus.
     """
     stop = stop or StopFlag()
     directory = Path(directory)
@@ -115,17 +116,26 @@ def prepare(
         dtype = choose_dtype(config.dtype, tokenizer.vocab_size)
         job = Job(config, tokenizer, dtype, find(config, stop.check), directory)
         probe(job.sources, job.fields, stop.check)
-        done = claim(directory, job.settings())
+        claim(directory, job.settings())
         parts = Parts(directory, config.shard_tokens)
-        if done:
-            parts.discard()
-            say(f"{directory} is prepared already")
-            return open_corpus(directory)
-        if config.end_of_text and tokenizer.end_of_text is None:
-            say("the tokenizer has no end of text; documents are stored without one")
-        workers = _cores() if workers is None else workers
-        tally = _fill(job, parts, workers, stop, show, say)
-        card.finish(job.config, job.settings(), directory, parts, tally)
+        with guards.alone(parts.records, "prepared"):
+            files.sweep(directory)
+            # Asked only now: whoever held the directory a moment ago may have come to the end.
+            if (directory / CARD).is_file():
+                parts.discard()
+                say(f"{directory} is prepared already")
+                return open_corpus(directory)
+            if config.end_of_text and tokenizer.end_of_text is None:
+                say("the tokenizer has no end of text; documents are stored without one")
+            try:
+                tally = _fill(job, parts, _cores() if workers is None else workers, stop, show, say)
+            except ValueError:
+                if not parts.shards:
+                    # Nothing was made of these inputs, so nothing keeps others from the directory.
+                    parts.discard()
+                    (directory / SETTINGS).unlink()
+                raise
+            card.finish(job.config, job.settings(), directory, parts, tally)
     return open_corpus(directory)
 
 
@@ -134,8 +144,8 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def claim(directory: Path, settings: dict[str, Any]) -> bool:
-    """Take a directory for a corpus; whether it is there already, whole.
+def claim(directory: Path, settings: dict[str, Any]) -> None:
+    """Take a directory for a corpus, or find that it is one of these settings.
 
     Raises:
         ValueError: it holds a corpus of other settings, or other files.
@@ -147,8 +157,7 @@ def claim(directory: Path, settings: dict[str, Any]) -> bool:
         if changed:
             lines = [f"{name} was {before.get(name)} and is now {now.get(name)}" for name in changed]
             raise ValueError(f"out: {directory} holds another corpus: {'; '.join(lines)}"[:1000])
-        files.sweep(directory)
-        return (directory / CARD).is_file()
+        return
     # A death at the very start leaves the settings under a name for the time being, and nothing else.
     strange = directory.exists() and (
         not directory.is_dir() or any(not entry.name.startswith(f".tmp-{SETTINGS}") for entry in directory.iterdir())
@@ -156,9 +165,7 @@ def claim(directory: Path, settings: dict[str, Any]) -> bool:
     if strange:
         raise ValueError(f"out: got {str(directory)!r}, expected a new or empty directory, or one of this corpus")
     directory.mkdir(parents=True, exist_ok=True)
-    files.sweep(directory)
     files.replace(path, files.to_json(settings))
-    return False
 
 
 def _fill(

@@ -27,8 +27,8 @@ class Details(NamedTuple):
 
     Attributes:
         out: (B, Hq, Nq, Dv) in q's dtype.
-        lse: natural log-sum-exp of each query's logits, float32 (B, Hq, Nq), without gradient; −inf where a query sees
-            nothing.
+        lse: natural log-sum-exp of each query's logits, (B, Hq, Nq) in float32 (float64 beside float64), without
+            gradient; −inf where a query sees nothing.
         visited: fraction of the visible key tiles that were looked at, one number; 1 where none may be skipped.
     """
 
@@ -45,7 +45,13 @@ def _reference(problem: Problem, eps: float) -> Details:
     return Details(reference.run(problem), lse, lse.new_ones(()))
 
 
-def _triton(problem: Problem, eps: float) -> Details:
+def _triton(problem: Problem, eps: float) -> Tensor:
+    from gape.ops.triton import launch  # noqa: PLC0415
+
+    return launch.run(problem, eps)
+
+
+def _detailed_triton(problem: Problem, eps: float) -> Details:
     from gape.ops.triton import launch  # noqa: PLC0415
 
     return Details(*launch.answer(problem, eps))
@@ -66,7 +72,7 @@ def _flex(problem: Problem, eps: float) -> Tensor:
 
 #: Implementations that know more than the output.
 DETAILED: dict[str, Callable[[Problem, float], Details]] = {
-    "triton": _triton,
+    "triton": _detailed_triton,
     "decode": _decode,
     "reference": _reference,
 }
@@ -75,7 +81,7 @@ DETAILED: dict[str, Callable[[Problem, float], Details]] = {
 DIRECT: dict[str, Callable[[Problem, float], Tensor]] = {
     "reference": lambda problem, eps: reference.run(problem),
     "flex": _flex,
-    "triton": lambda problem, eps: _triton(problem, eps).out,
+    "triton": _triton,
     "decode": lambda problem, eps: _decode(problem, eps).out,
 }
 
@@ -179,7 +185,7 @@ def gated_attention(
             k_documents=k_documents, attn_mask=attn_mask, is_causal=is_causal,
         )  # fmt: skip
         checks.flag("strict", strict)
-        eps = _weight(eps)
+        eps = checks.weight("eps", eps)
         name, _ = _choose(impl, problem, eps)
         if strict and name in QUADRATIC:
             raise ValueError(f"strict: impl {name!r} keeps an Nq × Nk matrix of logits")
@@ -203,15 +209,15 @@ def detailed_attention(
 ) -> Details:
     """The operator with each query's log-sum-exp and the fraction of key tiles that were looked at.
 
-    Args are those of :func:`gated_attention`; `impl` is "triton", "decode", "reference", or "auto" for the first that
-    can run. Gradients go through the output alone.
+    Args are those of :func:`gated_attention`; `impl` is "triton", "decode", "reference", or "auto" for triton where it
+    can run and else reference, which keeps an Nq × Nk matrix. Gradients go through the output alone.
 
     Raises:
         ValueError: as :func:`gated_attention`, and for an implementation that does not know these things.
     """
     with leave_autocast(q, k, v) as (q, k, v):
         problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
-        eps = _weight(eps)
+        eps = checks.weight("eps", eps)
         if impl == "auto":
             impl = "triton" if dispatch.cannot("triton", problem) is None else "reference"
         name, _ = _choose(impl, problem, eps)
@@ -244,7 +250,7 @@ def explain(
     """
     with leave_autocast(q, k, v) as (q, k, v):
         problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
-        name, reason = _choose(impl, problem, _weight(eps))
+        name, reason = _choose(impl, problem, checks.weight("eps", eps))
         if name not in FUSED:
             return Plan(
                 impl=name, reason=reason, backends=(name,), quadratic=name in QUADRATIC, pairs=problem.seen.kind,
@@ -323,13 +329,6 @@ def _problem(
         scale=width**-0.5 if scale is None else checks.positive_number("scale", scale),
         seen=checks.visibility(q, k, **seen),
     )
-
-
-def _weight(eps: float) -> float:
-    """eps, if it is a weight that may be dropped."""
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
-        raise checks.refuse("eps", eps, "a number from 0 to below 1")
-    return float(eps)
 
 
 def _choose(impl: str, problem: Problem, eps: float) -> tuple[str, str]:

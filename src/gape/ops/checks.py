@@ -42,7 +42,17 @@ def finite(name: str, x: Any, expected: str = "a finite number") -> float:
         value = float(x)
     except OverflowError:
         value = math.inf
-    if not math.isfinite(value):
+    # A comparison, which a compiler can trace; math.isfinite it cannot.
+    if not -math.inf < value < math.inf:
+        raise refuse(name, x, expected)
+    return value
+
+
+def weight(name: str, x: Any) -> float:
+    """A share of attention that may be dropped, from 0 to below 1, as a float."""
+    expected = "a number from 0 to below 1"
+    value = finite(name, x, expected)
+    if not 0 <= value < 1:
         raise refuse(name, x, expected)
     return value
 

@@ -7,6 +7,7 @@ speaks, the portable choice runs. GAPE_DISPATCH names another table.
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Callable, Iterable
@@ -26,6 +27,12 @@ TABLE = Path(__file__).with_name("dispatch.toml")
 
 #: Queries up to which the decode kernel is meant.
 DECODE_QUERIES = 16
+
+#: Widest head that the Triton kernels' tiles were made for.
+TRITON_WIDTH = 256
+
+#: Programs that a launch may have along its second axis; the kernels have one for each head of each sample.
+MOST_PROGRAMS = 65_535
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -68,19 +75,31 @@ class Rule:
         return same and few and width <= self.dim_at_most and problem.seen.n_k >= self.length_at_least
 
 
+_EXAMPLE = Rule(
+    device="", dtype="", gradient=False, eps=False, dim_at_most=0, length_at_least=0, impl="", reason=""
+)  # fmt: skip
+
+
 def load(path: Path) -> tuple[Rule, ...]:
     """The rules of a table.
 
     Raises:
-        ValueError: a key that a rule does not have, one that is missing, or an implementation that is not known.
+        ValueError: no table, a key that a rule does not have, one that is missing or of another type, or an
+            implementation that is not known.
     """
-    with path.open("rb") as file:
-        told = tomllib.load(file).get("rule", [])
-    known, needed = {field.name for field in fields(Rule)}, {f.name for f in fields(Rule) if f.default is MISSING}
+    try:
+        told = tomllib.loads(path.read_text(encoding="utf-8")).get("rule", [])
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"GAPE_DISPATCH: cannot read {path}, expected a table of rules: {error}") from error
+    types = {field.name: type(getattr(_EXAMPLE, field.name)) for field in fields(Rule)}
+    needed = {field.name for field in fields(Rule) if field.default is MISSING}
     for entry in told:
-        wrong = sorted((set(entry) - known) | (needed - set(entry)))
+        wrong = sorted((set(entry) - set(types)) | (needed - set(entry)))
         if wrong:
-            raise ValueError(f"{wrong[0]}: unknown or missing in a rule of {path}, expected {sorted(known)}")
+            raise ValueError(f"{wrong[0]}: unknown or missing in a rule of {path}, expected {sorted(types)}")
+        for name, value in entry.items():
+            if type(value) is not types[name]:
+                raise refuse(name, value, f"{types[name].__name__} in {path}")
         if entry["impl"] not in CANNOT:
             raise refuse("impl", entry["impl"], f"one of {sorted(CANNOT)} in {path}")
     return tuple(Rule(**entry) for entry in told)
@@ -152,7 +171,20 @@ def _triton_cannot(problem: Problem) -> str | None:
         return "is not installed: pip install triton"
     if not problem.q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a CUDA device"
-    return "has no float64" if problem.q.dtype == torch.float64 else None
+    if problem.q.dtype == torch.float64:
+        return "has no float64"
+    if not problem.q.is_cuda and problem.q.dtype == torch.bfloat16:
+        return "has no bfloat16 in Triton's interpreter, whose products of it are wrong"
+    return _too_large(problem)
+
+
+def _too_large(problem: Problem) -> str | None:
+    """Why no kernel can be launched for a call's sizes."""
+    if problem.q.size(0) * problem.q.size(1) > MOST_PROGRAMS:
+        return f"takes up to {MOST_PROGRAMS:,} heads, those of all samples together"
+    if max(problem.q.size(-1), problem.v.size(-1)) > TRITON_WIDTH:
+        return f"takes head dims of up to {TRITON_WIDTH}"
+    return None
 
 
 def _flex_cannot(problem: Problem) -> str | None:
@@ -223,7 +255,8 @@ def written(rules: Iterable[Rule]) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    # A basic string of TOML is a string of JSON.
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
 def _name(dtype: torch.dtype) -> str:

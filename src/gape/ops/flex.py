@@ -33,6 +33,9 @@ TILE = 128
 #: Pairs up to which a CPU runs the dense form instead of compiling a kernel for a minute.
 DENSE_PAIRS = 2048**2
 
+#: What two norms in float32 may have been rounded down by, and more.
+SLACK = 1 + 2**-15
+
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -281,7 +284,7 @@ def tile_bound(problem: Problem, eps: float) -> Tensor:
     least that of the query's own key. Where the one is below the other + log(eps / Nk), each key of the tile weighs
     less than eps / Nk, and there are at most Nk.
 
-    A query whose own key it may not see keeps all its tiles.
+    A query whose own key it may not see keeps all its tiles, and a tile whose bound is not a number stays.
     """
     with torch.no_grad():
         groups = problem.q.size(1) // problem.k.size(1)
@@ -291,9 +294,9 @@ def tile_bound(problem: Problem, eps: float) -> Tensor:
         q_positions, k_positions = (x if x.dim() == 2 else x[None] for x in problem.seen.positions())
         nearest = _ends(q_positions)[0][:, None, :, None] - _ends(k_positions)[1][:, None, None, :]
         lost = _least_loss(rate, exposure, nearest.float(), problem.seen.is_causal)
-        best = problem.scale * q_norm[..., :, None] * k_norm[..., None, :] - lost
+        best = problem.scale * SLACK * q_norm[..., :, None] * k_norm[..., None, :] - lost
         known = _pooled_last(_own_logits(problem), Tensor.amin)
-        return best >= known[..., None] + math.log(eps / max(problem.seen.n_k, 1))
+        return ~(best < known[..., None] + math.log(eps / max(problem.seen.n_k, 1)))
 
 
 def _least_loss(rate: Tensor, exposure: Tensor, nearest: Tensor, is_causal: bool) -> Tensor:

@@ -158,23 +158,31 @@ def _where(q: Tensor) -> tuple[int, int, int, int]:
 
 
 def _check(q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None, reading: GateReading | None) -> None:
-    """Refuse what does not fit together."""
+    """Refuse what does not fit together: kernels read as much as they are told to."""
     if not isinstance(q, Tensor) or q.dim() != 4 or not ready(q.device, q.dtype) or q.size(3) % 2:
         raise refuse("q", q, "a half-precision tensor (B, heads, N, even width) on a GPU, with Triton installed")
     batch, n_heads, n, width = q.shape
-    if (
-        not isinstance(k, Tensor)
-        or k.dim() != 4
-        or k.dtype != q.dtype
-        or (k.size(0), *k.shape[2:]) != (batch, n, width)
-    ):
-        raise refuse("k", k, f"a {q.dtype} tensor ({batch}, heads, {n}, {width})")
+    expected = f"a {q.dtype} tensor ({batch}, heads, {n}, {width}) on {q.device}"
+    if not isinstance(k, Tensor) or k.dim() != 4 or (k.dtype, k.device) != (q.dtype, q.device):
+        raise refuse("k", k, expected)
+    if (k.size(0), *k.shape[2:]) != (batch, n, width):
+        raise refuse("k", k, expected)
     if n_heads % k.size(1):
         raise refuse("k", k, f"heads that divide {n_heads}, those of q")
     content = width
     if reading is not None:
-        content = reading.gate_weight.size(1)
-        if room(content, width) is None or reading.landmark_weight.shape != (k.size(1), content):
+        content = reading.gate_weight.size(-1)
+        if room(content, width) is None:
             raise refuse("reading", reading.gate_weight, f"weights of an even number of coordinates up to {width - 6}")
-    if angles is not None and any(x.shape != (n, content // 2) for x in angles):
-        raise refuse("angles", angles[0], f"cosines and sines of shape ({n}, {content // 2})")
+        heads = {"gate_bias": n_heads, "landmark_bias": k.size(1), "amplitude": n_heads, "floor": n_heads}
+        shapes: dict[str, tuple[int, ...]] = {name: (count,) for name, count in heads.items()}
+        shapes |= {"gate_weight": (n_heads, content), "landmark_weight": (k.size(1), content)}
+        for name, shape in shapes.items():
+            _float32(f"reading.{name}", getattr(reading, name), shape, q.device)
+    for name, x in zip(("cosines", "sines"), angles or (), strict=False):
+        _float32(f"angles: {name}", x, (n, content // 2), q.device)
+
+
+def _float32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if x.dtype != torch.float32 or x.shape != shape or x.device != device:
+        raise refuse(name, x, f"a float32 tensor {shape} on {device}")

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gape.report import diagrams, figures, lm_figures, lm_series, series
+from gape.report import diagrams, figures, lm_figures, lm_series, ruler, series
 from gape.report.results import Results
 from gape.report.series import Data
 from gape.report.style import house_style, save
+from gape.report.tables import Table
 from gape.suggest import suggestion
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Entry:
         recipe: the recipe whose results it shows.
         every_variant: whether it shows all variants of a recipe; others show one, and say which.
         command: of a figure of language models: what of `gape` leaves its rows in a run's directory.
+        made_by: commands that make its results, where they are not those of a recipe alone.
+        tables: makes the tables that stand beside it, in NAME.md.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Entry:
     recipe: str = "niah/paper"
     every_variant: bool = False
     command: str = ""
+    made_by: str = ""
+    tables: Callable[[Results], list[Table]] | None = None
 
     def data(self, results: Results | None) -> Data:
         """The numbers of the figure.
@@ -134,7 +139,7 @@ _ALL = (
         name="lm-perplexity", paper="fig:ood_ppl_by_context_length", measure=lm_series.perplexity,
         draw=lm_figures.draw_perplexity, recipe=LANGUAGE, every_variant=True, command="lm perplexity",
         caption="Perplexity of held-out documents by context length. Bands are 95% intervals over documents, or "
-        "deviations over seeds.",
+        "deviations over seeds. A line breaks where fewer documents fill the context.",
     ),
     Entry(
         name="lm-positions", paper=None, measure=lm_series.positions, draw=lm_figures.draw_positions, recipe=LANGUAGE,
@@ -185,6 +190,24 @@ _ALL = (
         caption="Left: how far attention reaches by context length. Right: for schemes with a rate, the theory's "
         "effective context length of every head against the distance that its attention uses.",
     ),
+    Entry(
+        name="ruler-44m", paper="tab:results_wide", measure=ruler.losses, draw=ruler.draw, recipe="ruler/44m",
+        every_variant=True, command="ruler eval", made_by=ruler.made_by("lm/books", "44m"), tables=ruler.loss_tables,
+        caption="Answer NLL per token on RULER's subsets. Bars are 95% intervals over samples.",
+    ),
+    Entry(
+        name="ruler-ablation", paper="tab:ablation_comparison", measure=ruler.ablations, draw=ruler.draw,
+        recipe="ruler/ablation", every_variant=True, command="ruler eval",
+        made_by=ruler.made_by("lm/ablations", "ablation"), tables=ruler.ablation_tables,
+        caption="Change of answer NLL on RULER's subsets against p-RoPE+GAPE. Bars are 95% intervals over samples.",
+    ),
+    Entry(
+        name="ruler-124m", paper="tab:results_wide", measure=ruler.others_losses, draw=ruler.draw,
+        recipe="ruler/124m", every_variant=True, command="ruler eval", made_by=ruler.MADE_OF_GPT2,
+        tables=ruler.loss_tables,
+        caption="Answer NLL per token on RULER's subsets, GPT-2 fine-tuned with other positions. Bars are 95% "
+        "intervals over samples.",
+    ),
 )  # fmt: skip
 
 FIGURES = {entry.name: entry for entry in _ALL}
@@ -202,12 +225,12 @@ def figure(name: str) -> Entry:
 
 
 def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
-    """Draw a figure: NAME.json with its numbers, NAME.png and NAME.pdf.
+    """Draw a figure: NAME.json with its numbers, NAME.png and NAME.pdf, and NAME.md where it has tables.
 
     The same results give the same bytes.
 
     Returns:
-        The three paths.
+        The paths, in this order.
 
     Raises:
         NoData: the results have nothing for it.
@@ -221,4 +244,8 @@ def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
         drawn = save(made, directory, entry.name)
     numbers = directory / f"{entry.name}.json"
     numbers.write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
-    return [numbers, *drawn]
+    if entry.tables is None or results is None:
+        return [numbers, *drawn]
+    beside = directory / f"{entry.name}.md"
+    beside.write_text("\n\n".join(table.markdown() for table in entry.tables(results)) + "\n", encoding="utf-8")
+    return [numbers, *drawn, beside]

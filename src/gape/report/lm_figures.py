@@ -21,15 +21,19 @@ _VARIANT_COLOURS = ("#882255", "#332288", "#117733", "#AA4499", "#661100")
 
 
 def draw_perplexity(data: Data) -> Figure:
-    """Perplexity against context, a panel per stratum; bands are intervals, or deviations over seeds."""
+    """Perplexity against context, a panel per stratum and alignment; bands are intervals, or deviations over seeds.
+
+    A line breaks where a context is read on other documents, and says how many.
+    """
     panels = data["panels"]
     figure, axes = new_figure(3.6 * len(panels) + 0.6, 3.3, 1, len(panels), sharey=True)
     for ax, panel in zip(axes[0], panels, strict=True):
-        _lines(ax, panel["lines"])
+        _lines(ax, panel["lines"], panel["stretches"])
+        _documents(ax, panel)
         _trained_at(ax, data["train_length"])
         length_axis(ax, sorted({x for entry in panel["lines"] for x in entry["at"]}))
         _tilted(ax)
-        ax.set_title(panel["title"])
+        ax.set_title(panel["title"], fontsize=9)
     axes[0, 0].set_yscale("log")
     _plain_log(axes[0, 0])
     axes[0, 0].set_ylabel("Perplexity")
@@ -253,12 +257,23 @@ def _pictures(data: Data, key: str, cells: Any, look: dict[str, Any], what: str)
     return figure
 
 
-def _lines(ax: Axes, lines: list[Data]) -> None:
-    """Means with bands where there is something to say about them."""
+def _lines(ax: Axes, lines: list[Data], stretches: list[list[int]] | None = None) -> None:
+    """Means with bands where there is something to say about them; stretches of the axis are not joined."""
     for entry, look in zip(lines, _looks(lines), strict=True):
-        ax.plot(entry["at"], entry["mean"], label=entry["label"], **look)
-        if all(value is not None for value in (*entry["low"], *entry["high"])):
-            ax.fill_between(entry["at"], entry["low"], entry["high"], color=look["color"], alpha=0.12, linewidth=0)
+        for stretch in stretches or [entry["at"]]:
+            kept = [place for place, at in enumerate(entry["at"]) if at in stretch]
+            at, mean, low, high = ([entry[key][place] for place in kept] for key in ("at", "mean", "low", "high"))
+            ax.plot(at, mean, label=entry["label"], **look)
+            if all(value is not None for value in (*low, *high)):
+                ax.fill_between(at, low, high, color=look["color"], alpha=0.12, linewidth=0)
+
+
+def _documents(ax: Axes, panel: Data) -> None:
+    """Where contexts were read on different documents: how many, at the first of each."""
+    firsts = [stretch[0] for stretch in panel["stretches"]]
+    for context in firsts if len(firsts) > 1 else []:
+        text = f"{panel['documents'][str(context)]:,} documents"
+        ax.text(context, 0.02, text, transform=ax.get_xaxis_transform(), rotation=90, ha="right", va="top", fontsize=6)
 
 
 def _looks(lines: list[Data]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ results have nothing to show.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,21 +25,36 @@ ROUTING = ("mean_mask", "landmark", "gate", "amplitude")
 
 
 def perplexity(results: Results) -> Data:
-    """Perplexity by context, a panel per stratum and protocol, a line per scheme."""
+    """Perplexity by context, a panel per stratum and `align`, a line per scheme.
+
+    A panel's `documents` are those read at each context, and its `stretches` the contexts that were read on nearly the
+    same ones: what fewer documents fill is another measurement, and no line leads there.
+    """
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for row in _rows(results, "perplexity"):
-        groups.setdefault((_protocol(row), row.get("stratum") or ""), []).append(row)
-    # The protocol that most was measured by; strata of the same are panels beside one another.
+        groups.setdefault((_unaligned(row), row.get("align") or 0, row.get("stratum") or ""), []).append(row)
+    # The protocol that most was measured by; strata and alignments of the same are panels beside one another.
     best = max(
         {key[0] for key in groups},
         key=lambda p: (p[0] == "last-k", sum(len(rows) for key, rows in groups.items() if key[0] == p), repr(p)),
     )
+    chosen = {key[1:]: rows for key, rows in groups.items() if key[0] == best}
+    several = len({align for align, _ in chosen}) > 1
     panels = []
-    for (protocol, stratum), rows in sorted(groups.items(), key=lambda item: (item[0][1] != "", _number(item[0][1]))):
-        if protocol == best:
-            title = f"Documents of about {int(stratum):,} tokens" if stratum.isdigit() else stratum or "All documents"
-            lines = _curves(rows, "context", exponential=True)
-            panels.append({"title": title, "stratum": stratum or None, "lines": lines})
+    for (align, stratum), asked in sorted(chosen.items(), key=lambda item: (item[0][0], _number(item[0][1]))):
+        rows = _most_windows(asked)
+        documents = {row["context"]: row.get("documents", 0) for row in rows}
+        title = f"Documents of about {int(stratum):,} tokens" if stratum.isdigit() else stratum or "All documents"
+        if several:
+            read = documents[min(documents)]
+            title = f"{title} ({read:,})" + (f", tokens that {align:,} precede" if align else "")
+        panels.append(
+            {
+                "title": title, "stratum": stratum or None, "align": align,
+                "lines": _curves(rows, "context", exponential=True),
+                "documents": {str(at): documents[at] for at in sorted(documents)}, "stretches": _stretches(documents),
+            }
+        )  # fmt: skip
     return {"protocol": dict(best[1]) | {"protocol": best[0]}, "train_length": _train_length(results), "panels": panels}
 
 
@@ -225,6 +240,30 @@ def _latest(rows: Iterable[Record], along: str) -> list[Record]:
 
 def _protocol(row: Record) -> tuple[str, tuple[tuple[str, Any], ...]]:
     return row.get("protocol", ""), tuple((key, row.get(key)) for key in QUESTION[1:])
+
+
+def _unaligned(row: Record) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """The question of a row of perplexity but for which, and how many, of the tokens are scored."""
+    asked, rest = _protocol(row)
+    return asked, tuple((key, value) for key, value in rest if key not in ("align", "max_windows"))
+
+
+def _most_windows(rows: Sequence[Record]) -> list[Record]:
+    """The rows of the `max_windows` that most of them were measured with; of equals the larger."""
+    counts = [row.get("max_windows") or 0 for row in rows]
+    most = max(counts, key=lambda count: (counts.count(count), count))
+    return [row for row, count in zip(rows, counts, strict=True) if count == most]
+
+
+def _stretches(documents: Mapping[int, int]) -> list[list[int]]:
+    """Contexts in order, cut where fewer than nine tenths of the documents of the stretch's first are left."""
+    found: list[list[int]] = []
+    for context in sorted(documents):
+        if found and documents[context] >= 0.9 * documents[found[-1][0]]:
+            found[-1].append(context)
+        else:
+            found.append([context])
+    return found
 
 
 def _train_length(results: Results) -> int | None:

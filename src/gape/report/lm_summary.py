@@ -110,13 +110,16 @@ def far_back_differences(rows: Iterable[Record], *, gain: bool = False) -> list[
 
 def perplexity_differences(rows: Iterable[Record]) -> list[Difference]:
     """Gated schemes against their base and against ALiBi at every context, window by window."""
+    rows = list(rows)
+    several = len({row.get("align") or 0 for row in rows}) > 1
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for row in rows:
-        key = (row["protocol"], row["context"], row.get("stratum"), row.get("plan"), row.get("precision"))
-        groups.setdefault(key, []).append(row)
+        what = row["protocol"] if row.get("stratum") is None else f"{row['protocol']}, stratum {row['stratum']}"
+        if several and row.get("align"):
+            what = f"{what}, tokens that {row['align']:,} precede"
+        groups.setdefault((what, row["context"], row.get("plan"), row.get("precision")), []).append(row)
     found = []
-    for (protocol, context, stratum, _, _), records in groups.items():
-        what = protocol if stratum is None else f"{protocol}, stratum {stratum}"
+    for (what, context, _, _), records in groups.items():
         for first, second, seeds in _pairs(records):
             units = [_by_window(first[seed], second[seed]) for seed in seeds]
             found.append(_difference(first, second, what, context, units))

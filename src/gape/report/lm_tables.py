@@ -37,7 +37,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def perplexity_tables(results: Results) -> list[Table]:
-    """A table per stratum: a row per scheme, a column per context; the lowest of each column stands out."""
+    """A table per panel of the figure: a row per scheme, a column per context; the lowest of each column stands out."""
     try:
         data = perplexity_series(results)
     except NoData:
@@ -55,6 +55,8 @@ def perplexity_tables(results: Results) -> list[Table]:
             lowest = min(value for row in values if (value := row[column]) is not None)
             best |= {(r, column + 2) for r, row in enumerate(values) if row[column] == lowest and len(values) > 1}
         header = ("Scheme", "seeds", *(f"{context:,}" for context in contexts))
+        if len(panel["stretches"]) > 1:
+            rows.append(("documents", "", *(f"{panel['documents'][str(context)]:,}" for context in contexts)))
         title = f"Perplexity by context, {data['protocol']['protocol']}, {panel['title'].lower()}"
         made.append(Table(title=title, header=header, rows=tuple(rows), strong=frozenset(best)))
     return made

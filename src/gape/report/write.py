@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from gape.report import catalogue, lm_tables
+from gape.report import catalogue, lm_tables, ruler
 from gape.report.lm_results import store
 from gape.report.page import page
 from gape.report.results import Results
@@ -57,7 +57,7 @@ def report(
 def tables(results: Results) -> list[Table]:
     """All tables of some results."""
     needle = [table for table in (*accuracy_tables(results), comparison_table(results)) if table is not None]
-    return needle + lm_tables.tables(results)
+    return needle + lm_tables.tables(results) + ruler.loss_tables(results)
 
 
 def _figures(results: Results, directory: Path) -> list[tuple[catalogue.Entry, Path]]:

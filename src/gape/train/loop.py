@@ -150,6 +150,9 @@ class Trainer:
         if self.config.tensorboard:
             self._board = TensorBoard(self.run_dir / "tensorboard", self.state.step, self._warn)
         self._note(event="started", step=self.state.step, **record)
+        if self.device.type == "cuda":
+            # What ran in this process before is not this run's.
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.model.train()
         self._began, self._clock = self.state.step, time.perf_counter()
 

@@ -17,11 +17,13 @@ import triton.language as tl
 from gape.ops.triton.tiles import (
     GROUP,
     anchor_of,
+    distances,
     document_of,
     load_rows,
     load_vector,
     local_positions,
     needed,
+    needed_by_rows,
     store_rows,
     visible,
 )
@@ -39,33 +41,39 @@ def row_products(a_ptr, b_ptr, out_ptr, n, d, BLOCK: tl.constexpr, BLOCK_D: tl.c
 
 @triton.jit
 def rows_tile(
-    q, grad, c, lse, delta, i_first, dq, dc, start_n,
-    k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+    CHECK: tl.constexpr, start_n, dq, dc,
+    q, grad, c, lse, delta, i_first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
     k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-    CHECK: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add what one tile of keys gives to dq and dc."""
+    """Add what the tile of keys from `start_n` on gives to dq and dc. CHECK: look at single pairs."""
     offs_n = start_n + tl.arange(0, BLOCK_N)
     anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
-    i = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
-    j = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
+    i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
+    j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
     k = load_rows(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, CHECK, PARTIAL_D)
     v = load_rows(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, CHECK, PARTIAL_V)
     u = load_vector(u_ptr, offs_n, n_k, 0.0, CHECK)
-    lost = (u * j)[None, :] - i[:, None] * u[None, :]
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + (c[:, None] * lost - lse[:, None])
+    if HAS_POSITIONS:
+        distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
+        earlier = distance >= 0
+        lost = -(u[None, :] * distance)
+    else:
+        earlier = j[None, :] <= i[:, None]
+        lost = (u * j)[None, :] - i[:, None] * u[None, :]
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + (c[:, None] * lost - lse[:, None])
     if CHECK:
         k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
         seen = visible(
-            i[:, None], j[None, :], offs_m[:, None], offs_n[None, :], n_q, n_k, q_doc[:, None], k_doc[None, :],
+            earlier, offs_m[:, None], offs_n[None, :], n_q, n_k, q_doc[:, None], k_doc[None, :],
             mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
         )  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
     p = tl.exp2(s)
-    ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None])
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     dc += tl.sum(ds * lost, 1)
     return dq, dc
 
@@ -78,7 +86,7 @@ def by_rows(
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
     n_heads, groups, n_q, n_k, d, d_v, scale, content_scale,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
-    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr, SKIP: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Hq, Nq, D) and dc (B, Hq, Nq), contiguous; one program per tile of queries."""
@@ -111,14 +119,16 @@ def by_rows(
     if not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
         whole = n_k
         if CAUSAL:
-            whole = tl.minimum(n_k, first + start_m + 1)
+            whole = first + start_m
         whole = (whole // BLOCK_N) * BLOCK_N
+    rest = (
+        q, grad, c, lse, delta, first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
+        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+    )  # fmt: skip
     for start_n in range(whole, stop, BLOCK_N):
         dq, dc = rows_tile(
-            q, grad, c, lse, delta, first, dq, dc, start_n,
-            k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
-            k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-            True, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+            True, start_n, dq, dc, *rest,
+            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
             BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     if SKIP:
@@ -128,39 +138,30 @@ def by_rows(
         reach = load_vector(reach_ptr + row, offs_m, n_q, 0.0, True)
         low = load_vector(low_ptr + row, offs_m, n_q, float("inf"), True)
         for step in range(0, count, GROUP):
-            tiles = count - 1 - step - tl.arange(0, GROUP)
-            k_reach = tl.load(k_reach_ptr + tiles, mask=tiles >= 0, other=0.0)
-            u_least = tl.load(u_least_ptr + tiles, mask=tiles >= 0, other=0.0)
-            distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
-            keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance)
-            keep = (tl.max(keep.to(tl.int32), 0) > 0) & (tiles >= 0)
+            tiles, keep = needed_by_rows(
+                step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N
+            )  # fmt: skip
             kept = tl.sum(keep.to(tl.int32), 0)
             if kept == GROUP:
                 for tile in range(count - step - GROUP, count - step):
                     dq, dc = rows_tile(
-                        q, grad, c, lse, delta, first, dq, dc, tile * BLOCK_N,
-                        k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
-                        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-                        False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                        False, tile * BLOCK_N, dq, dc, *rest,
+                        CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
                         BLOCK_N, BLOCK_D, BLOCK_V,
                     )  # fmt: skip
             elif kept > 0:
                 for tile in range(tl.maximum(count - step - GROUP, 0), count - step):
                     if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
                         dq, dc = rows_tile(
-                            q, grad, c, lse, delta, first, dq, dc, tile * BLOCK_N,
-                            k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
-                            k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-                            False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                            False, tile * BLOCK_N, dq, dc, *rest,
+                            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
                             BLOCK_N, BLOCK_D, BLOCK_V,
                         )  # fmt: skip
     else:
         for start_n in range(0, whole, BLOCK_N):
             dq, dc = rows_tile(
-                q, grad, c, lse, delta, first, dq, dc, start_n,
-                k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
-                k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-                False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                False, start_n, dq, dc, *rest,
+                CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
                 BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
     store_rows(dq_ptr + row * d, dq * content_scale, start_m, n_q, d, BLOCK_M, BLOCK_D)
@@ -169,34 +170,44 @@ def by_rows(
 
 @triton.jit
 def columns_tile(
-    k, v, u, j, dk, dv, du, start_m, anchor, i_first,
-    q_ptr, grad_ptr, c_ptr, lse_ptr, delta_ptr, qp_ptr, qd_ptr, mask_ptr, k_doc, offs_n,
+    CHECK: tl.constexpr, start_m, dk, dv, du,
+    k, v, u, j, j_far, anchor, i_first, k_doc, offs_n,
+    q_ptr, grad_ptr, c_ptr, lse_ptr, delta_ptr, qp_ptr, qd_ptr, mask_ptr,
     q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-    CHECK: tl.constexpr, RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add what one tile of queries gives to dk, dv and du. Pairs lie (key, query), so that sums run along a row."""
+    """Add what the tile of queries from `start_m` on gives to dk, dv and du. CHECK: look at single pairs.
+
+    Pairs lie (key, query), so that sums run along a row.
+    """
     offs_m = start_m + tl.arange(0, BLOCK_M)
     q = load_rows(q_ptr, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, RAGGED, PARTIAL_D)
     grad = load_rows(grad_ptr, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, RAGGED, PARTIAL_V)
     c = load_vector(c_ptr, offs_m, n_q, 0.0, RAGGED)
     lse = load_vector(lse_ptr, offs_m, n_q, float("inf"), RAGGED)
     delta = load_vector(delta_ptr, offs_m, n_q, 0.0, RAGGED)
-    i = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
-    lost = j[:, None] * c[None, :] - (c * i)[None, :]
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + (u[:, None] * lost - lse[None, :])
+    i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
+    if HAS_POSITIONS:
+        distance = distances(i[None, :], i_far[None, :], j[:, None], j_far[:, None])
+        earlier = distance >= 0
+        lost = -(c[None, :] * distance)
+    else:
+        earlier = j[:, None] <= i[None, :]
+        lost = j[:, None] * c[None, :] - (c * i)[None, :]
+    s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + (u[:, None] * lost - lse[None, :])
     if CHECK:
         q_doc = document_of(qd_ptr, offs_m, n_q, 0, HAS_DOCUMENTS)
         seen = visible(
-            i[None, :], j[:, None], offs_m[None, :], offs_n[:, None], n_q, n_k, q_doc[None, :], k_doc[:, None],
+            earlier, offs_m[None, :], offs_n[:, None], n_q, n_k, q_doc[None, :], k_doc[:, None],
             mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
         )  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
     p = tl.exp2(s)
-    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
-    ds = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
+    ds = p * (tl.dot(v, tl.trans(grad), input_precision="ieee") - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     du += tl.sum(ds * lost, 1)
     return dk, dv, du
 
@@ -209,7 +220,7 @@ def by_columns(
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
     n_kv_heads, groups, n_q, n_k, d, d_v, scale, content_scale, log2e,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
-    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr, SKIP: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -231,7 +242,7 @@ def by_columns(
     u = load_vector(u_ptr + column, offs_n, n_k, 0.0, True)
     k_doc = document_of(kd_ptr + batch * n_k, offs_n, n_k, -1, HAS_DOCUMENTS)
     anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
-    j = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
+    j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
 
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
@@ -243,7 +254,7 @@ def by_columns(
         # From this query on every pair is seen; queries past the end have p = 0 by their lse.
         whole = 0
         if CAUSAL:
-            whole = tl.minimum(n_q, tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - first, 0), BLOCK_M) * BLOCK_M)
+            whole = tl.minimum(n_q, tl.cdiv(tl.maximum(start_n + BLOCK_N - first, 0), BLOCK_M) * BLOCK_M)
     if SKIP:
         tile = (batch * n_kv_heads + key_head) * tl.num_programs(0) + tl.program_id(0)
         k_reach = tl.load(k_reach_ptr + tile)
@@ -251,15 +262,16 @@ def by_columns(
     for member in range(0, groups):
         head = key_head * groups + member
         row = (batch * n_kv_heads * groups + head) * n_q
-        queries = q_ptr + batch * q_b + head * q_h
-        grads = grad_ptr + row * d_v
-        masked = mask_ptr + batch * mask_b + head * mask_h
+        rest = (
+            k, v, u, j, j_far, anchor, first, k_doc, offs_n,
+            q_ptr + batch * q_b + head * q_h, grad_ptr + row * d_v, c_ptr + row, lse_ptr + row, delta_ptr + row,
+            qp_ptr, qd_ptr, mask_ptr + batch * mask_b + head * mask_h,
+            q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+        )  # fmt: skip
         for start_m in range(begin, whole, BLOCK_M):
             dk, dv, du = columns_tile(
-                k, v, u, j, dk, dv, du, start_m, anchor, first,
-                queries, grads, c_ptr + row, lse_ptr + row, delta_ptr + row, qp_ptr, qd_ptr, masked, k_doc, offs_n,
-                q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-                True, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                True, start_m, dk, dv, du, *rest,
+                RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
                 BLOCK_M, BLOCK_D, BLOCK_V,
             )  # fmt: skip
         if SKIP:
@@ -270,34 +282,29 @@ def by_columns(
                 low = tl.load(low_ptr + row + rows, mask=rows < n_q, other=float("inf"))
                 c = tl.load(c_ptr + row + rows, mask=rows < n_q, other=0.0)
                 distance = (first + rows - (start_n + BLOCK_N - 1)).to(tl.float32)
-                keep = tl.max(needed(reach, c, low, k_reach, u_least, distance).to(tl.int32), 1)
+                # A bound that is not a number would keep tiles of rows past the end.
+                keep = tl.max(tl.where(rows < n_q, needed(reach, c, low, k_reach, u_least, distance), 0), 1)
                 kept = tl.sum(keep, 0)
                 if kept == GROUP:
                     for block in range(0, GROUP):
                         dk, dv, du = columns_tile(
-                            k, v, u, j, dk, dv, du, start + block * BLOCK_M, anchor, first,
-                            queries, grads, c_ptr + row, lse_ptr + row, delta_ptr + row, qp_ptr, qd_ptr, masked,
-                            k_doc, offs_n, q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-                            False, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                            PRECISION, BLOCK_M, BLOCK_D, BLOCK_V,
+                            False, start + block * BLOCK_M, dk, dv, du, *rest,
+                            RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
+                            BLOCK_M, BLOCK_D, BLOCK_V,
                         )  # fmt: skip
                 elif kept > 0:
                     for block in range(0, GROUP):
                         if tl.sum(tl.where(blocks == block, keep, 0), 0) > 0:
                             dk, dv, du = columns_tile(
-                                k, v, u, j, dk, dv, du, start + block * BLOCK_M, anchor, first,
-                                queries, grads, c_ptr + row, lse_ptr + row, delta_ptr + row, qp_ptr, qd_ptr, masked,
-                                k_doc, offs_n, q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-                                False, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                                PRECISION, BLOCK_M, BLOCK_D, BLOCK_V,
+                                False, start + block * BLOCK_M, dk, dv, du, *rest,
+                                RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
+                                BLOCK_M, BLOCK_D, BLOCK_V,
                             )  # fmt: skip
         else:
             for start_m in range(whole, n_q, BLOCK_M):
                 dk, dv, du = columns_tile(
-                    k, v, u, j, dk, dv, du, start_m, anchor, first,
-                    queries, grads, c_ptr + row, lse_ptr + row, delta_ptr + row, qp_ptr, qd_ptr, masked, k_doc, offs_n,
-                    q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-                    False, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                    False, start_m, dk, dv, du, *rest,
+                    RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
                     BLOCK_M, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
     store_rows(dk_ptr + column * d, dk * content_scale, start_n, n_k, d, BLOCK_N, BLOCK_D)

@@ -4,8 +4,8 @@ One program reads a run of the keys of one key head once, for all query heads th
 into one tile, which also gives the matrix units the 16 rows they want. Each program leaves a normalised partial output
 and the base-2 log-sum-exp of its logits; the second kernel weighs the parts by those.
 
-Positions are counted from the first query in integers, the bias −c·u·(i − j) is float32, and the landmark is read as it
-is cached: nothing is computed over the whole cache beforehand. Everything is in base 2: `scale` and `rate_unit` come
+Distances are integers before they are floats, the bias −c·u·(i − j) is float32, and the landmark is read as it is
+cached: nothing is computed over the whole cache beforehand. Everything is in base 2: `scale` and `rate_unit` come
 multiplied by log₂e.
 """
 
@@ -76,7 +76,7 @@ def partial(
 
     length = n_k
     if HAS_LENGTHS:
-        length = tl.load(lengths_ptr + batch).to(tl.int32)
+        length = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), n_k)
     first = length - n_q
     low, high = split * span, tl.minimum(split * span + span, length)
     whole = low
@@ -95,12 +95,10 @@ def partial(
     )
     gate = tl.load(gate_ptr + batch * gate_b + head * gate_h + m * gate_n, mask=live, other=0.0)
     c = gate * tl.load(amplitude_ptr + head * amp_h, mask=live, other=0.0) * rate_unit
-    # Positions are counted from the first query in integers, and are floats only then: queries are few and near it.
-    anchor = first
+    # In index order queries are few and near each other: counted from the first of them, floats hold them exactly.
     i = m.to(tl.float32)
     if HAS_POSITIONS:
-        anchor = tl.load(qp_ptr + batch * qp_b)
-        i = (tl.load(qp_ptr + batch * qp_b + m * qp_n, mask=live, other=0) - anchor).to(tl.float32)
+        position = tl.load(qp_ptr + batch * qp_b + m * qp_n, mask=live, other=0)
     q_doc = m
     if HAS_DOCUMENTS:
         q_doc = tl.load(qd_ptr + batch * qd_b + m * qd_n, mask=live, other=0)
@@ -128,10 +126,11 @@ def partial(
                 landmark = tl.load(landmark_ptr + offs.to(tl.int64) * mark_n, mask=inside, other=0.0)
             else:
                 landmark = tl.load(landmark_ptr + offs.to(tl.int64) * mark_n)
-            j = offs
             if HAS_POSITIONS:
                 j = tl.load(kp_ptr + batch * kp_b + offs.to(tl.int64) * kp_n, mask=inside, other=0)
-            distance = i[:, None] - (j - anchor).to(tl.float32)[None, :]
+                distance = (position[:, None] - j[None, :]).to(tl.float32)
+            else:
+                distance = i[:, None] - (offs - first).to(tl.float32)[None, :]
             products = tl.dot(q, tl.trans(k), input_precision="ieee")
             s = products * scale - c[:, None] * ((1.0 - landmark)[None, :] * distance)
             if CHECK:
@@ -201,7 +200,7 @@ def attend(problem: Problem, *, lengths: Tensor | None = None, splits: int | Non
     Args:
         problem: q, k, v in bfloat16, float16 or float32, every layout; any number of queries, meant for few.
         lengths: integer (B,): sample b has keys 0 … lengths[b] − 1, and its queries are the last of those; what lies
-            beyond is not read. Without explicit positions, documents or mask.
+            beyond is not read, nor what lies beyond Nk. Without explicit positions, documents or mask.
         splits: parts that the keys are cut into; by default enough to fill the device.
 
     Returns:

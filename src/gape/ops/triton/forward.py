@@ -12,11 +12,12 @@ import triton.language as tl
 from gape.ops.triton.tiles import (
     GROUP,
     anchor_of,
+    distances,
     document_of,
     load_rows,
     load_vector,
     local_positions,
-    needed,
+    needed_by_rows,
     store_rows,
     visible,
 )
@@ -24,26 +25,35 @@ from gape.ops.triton.tiles import (
 
 @triton.jit
 def attend_tile(
-    q, c, i_first, top, total, acc, start_n,
-    k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
+    CHECK: tl.constexpr, start_n, top, total, acc,
+    q, c, i_first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
     k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-    CHECK: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile of keys into the running softmax (top, total, acc)."""
+    """Take the tile of keys from `start_n` on into the running softmax (top, total, acc).
+
+    CHECK: look at single pairs; a tile all of whose pairs are seen needs no look.
+    """
     offs_n = start_n + tl.arange(0, BLOCK_N)
     anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
-    i = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
-    j = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
+    i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
+    j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
     k = load_rows(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, CHECK, PARTIAL_D)
     u = load_vector(u_ptr, offs_n, n_k, 0.0, CHECK)
-    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    s = products * scale + (c[:, None] * (u * j)[None, :] - (c * i)[:, None] * u[None, :])
+    products = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if HAS_POSITIONS:
+        distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
+        earlier = distance >= 0
+        s = products * scale - c[:, None] * (u[None, :] * distance)
+    else:
+        earlier = j[None, :] <= i[:, None]
+        s = products * scale + (c[:, None] * (u * j)[None, :] - (c * i)[:, None] * u[None, :])
     if CHECK:
         k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
         seen = visible(
-            i[:, None], j[None, :], offs_m[:, None], offs_n[None, :], n_q, n_k, q_doc[:, None], k_doc[None, :],
+            earlier, offs_m[:, None], offs_n[None, :], n_q, n_k, q_doc[:, None], k_doc[None, :],
             mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
         )  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
@@ -54,7 +64,7 @@ def attend_tile(
     fade = tl.exp2(top - level)
     total = total * fade + tl.sum(p, 1)
     v = load_rows(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, CHECK, PARTIAL_V)
-    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return higher, total, acc
 
 
@@ -66,7 +76,7 @@ def attend(
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
     n_heads, groups, n_q, n_k, d, d_v, scale, eps,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
-    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, PRECISION: tl.constexpr, SKIP: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, u, documents too.
@@ -103,19 +113,21 @@ def attend(
         # Tiles before this key need no look at single pairs.
         whole = n_k
         if CAUSAL:
-            whole = tl.minimum(n_k, first + start_m + 1)
+            # Every query's own key stays behind it, so that there is something to judge others by.
+            whole = first + start_m
         whole = (whole // BLOCK_N) * BLOCK_N
+    rest = (
+        q, c, first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
+        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+    )  # fmt: skip
     for start_n in range(whole, stop, BLOCK_N):
         top, total, acc = attend_tile(
-            q, c, first, top, total, acc, start_n,
-            k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
-            k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-            True, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+            True, start_n, top, total, acc, *rest,
+            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
             BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
-    count = whole // BLOCK_N
     if SKIP:
-        n_tiles = tl.cdiv(n_k, BLOCK_N)
+        count, n_tiles = whole // BLOCK_N, tl.cdiv(n_k, BLOCK_N)
         k_reach_ptr += key_row * n_tiles
         u_least_ptr += key_row * n_tiles
         reach = load_vector(reach_ptr + row, offs_m, n_q, 0.0, True)
@@ -126,42 +138,33 @@ def attend(
         tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
         visited = tl.cdiv(stop, BLOCK_N) - count
         for step in range(0, count, GROUP):
-            tiles = count - 1 - step - tl.arange(0, GROUP)
-            k_reach = tl.load(k_reach_ptr + tiles, mask=tiles >= 0, other=0.0)
-            u_least = tl.load(u_least_ptr + tiles, mask=tiles >= 0, other=0.0)
-            distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
-            keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance)
-            keep = (tl.max(keep.to(tl.int32), 0) > 0) & (tiles >= 0)
+            tiles, keep = needed_by_rows(
+                step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N
+            )  # fmt: skip
             kept = tl.sum(keep.to(tl.int32), 0)
             visited += kept
             if kept == GROUP:
                 # No question inside the loop: it can be pipelined.
                 for tile in range(count - step - GROUP, count - step):
                     top, total, acc = attend_tile(
-                        q, c, first, top, total, acc, tile * BLOCK_N,
-                        k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
-                        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-                        False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                        False, tile * BLOCK_N, top, total, acc, *rest,
+                        CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
                         BLOCK_N, BLOCK_D, BLOCK_V,
                     )  # fmt: skip
             elif kept > 0:
                 for tile in range(tl.maximum(count - step - GROUP, 0), count - step):
                     if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
                         top, total, acc = attend_tile(
-                            q, c, first, top, total, acc, tile * BLOCK_N,
-                            k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
-                            k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-                            False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                            False, tile * BLOCK_N, top, total, acc, *rest,
+                            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
                             BLOCK_N, BLOCK_D, BLOCK_V,
                         )  # fmt: skip
         tl.store(visited_ptr + tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M, visited)
     else:
         for start_n in range(0, whole, BLOCK_N):
             top, total, acc = attend_tile(
-                q, c, first, top, total, acc, start_n,
-                k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr, q_doc, offs_m,
-                k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-                False, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, PRECISION,
+                False, start_n, top, total, acc, *rest,
+                CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
                 BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gape.ops.problem import Problem
 from gape.ops.triton import backward, forward
-from gape.ops.triton.registered import traceable
+from gape.ops.triton.registered import operator, traceable
 
 LOG2E = math.log2(math.e)
 
@@ -56,18 +56,24 @@ class Answer(NamedTuple):
 
 def run(problem: Problem, eps: float = 0.0) -> Tensor:
     """The operator, (B, Hq, Nq, Dv) in q's dtype, which is not float64."""
-    return answer(problem, eps).out
+    return _attended(problem, eps)[0]
 
 
 def answer(problem: Problem, eps: float = 0.0) -> Answer:
     """The operator with what else is known when it has run."""
-    where = layout(problem)
-    eps = eps if where.plain else 0.0
-    out, lse, _, visited = torch.ops.gape.attend(
-        problem.q, problem.k, problem.v, problem.rate, problem.exposure, *where, problem.scale, eps
-    )
+    out, lse, _, visited = _attended(problem, eps)
     fraction = visited.sum() / _tiles_seen(problem.q, problem.k, problem.v) if visited.numel() else lse.new_ones(())
     return Answer(out, lse / LOG2E, fraction)
+
+
+def _attended(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What :func:`attend` returns; nothing is skipped but tokens in index order."""
+    where = layout(problem)
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.gape.attend(
+        problem.q, problem.k, problem.v, problem.rate, problem.exposure, *where, problem.scale,
+        eps if where.plain else 0.0,
+    )  # fmt: skip
+    return found
 
 
 def layout(problem: Problem) -> Layout:
@@ -86,7 +92,7 @@ def layout(problem: Problem) -> Layout:
     )
 
 
-@torch.library.triton_op("gape::attend", mutates_args={})
+@operator("gape::attend")
 def attend(
     q: Tensor,
     k: Tensor,
@@ -118,7 +124,7 @@ def attend(
     return out, lse, low, visited
 
 
-@torch.library.triton_op("gape::attend_backward", mutates_args={})
+@operator("gape::attend_backward")
 def attend_backward(
     grad: Tensor,
     out: Tensor,
@@ -164,7 +170,7 @@ def attend_backward(
     columns = (-(-k.size(2) // tile["BLOCK_N"]), k.size(0) * k.size(1))
     traceable(backward.by_columns)[columns](
         *a.tensors, *upstream, dk, dv, du, reach, low, k_reach, u_least, *a.strides, k.size(1), *a.sizes,
-        scale * LOG2E, scale, LOG2E, **a.flags, RAGGED=q.size(2) % tile["BLOCK_M"] != 0,
+        scale * LOG2E, scale, LOG2E, **a.flags, RAGGED=bool(q.size(2) % tile["BLOCK_M"]),
     )  # fmt: skip
     return dq, dk, dv, dc, du
 
@@ -233,8 +239,6 @@ def _arguments(
         "HAS_MASK": where.mask is not None,
         "PARTIAL_D": d != tile["BLOCK_D"],
         "PARTIAL_V": d_v != tile["BLOCK_V"],
-        # TF32 would shorten float32 content; it does not touch half precision.
-        "PRECISION": "ieee",
         "SKIP": eps > 0,
     }
     # A pointer that is never followed stands in for what is not there: kernels do arithmetic on all of them.
@@ -262,12 +266,13 @@ def _bounds(q: Tensor, k: Tensor, u: Tensor, scale: float, columns: int) -> tupl
     return reach, k_reach.contiguous(), u_least.contiguous()
 
 
-#: Tile sizes and launch options by kernel, for half precision with heads of up to 64 and up to 128, and for float32.
-#: Where tiles are skipped, all kernels judge the same tiles, so theirs are equal.
+#: Rows and columns of a tile, warps and stages, by kernel: half precision with heads of up to 64, up to 128, and wider.
+#: Small ones are for float32. Where tiles are skipped all kernels judge the same tiles, so theirs are equal.
 TILES: dict[str, dict[str, tuple[int, int, int, int]]] = {
     "narrow": {"attend": (64, 128, 4, 3), "by_rows": (64, 64, 4, 3), "by_columns": (64, 64, 4, 2)},
     "wide": {"attend": (128, 64, 8, 3), "by_rows": (128, 64, 8, 3), "by_columns": (64, 128, 8, 3)},
-    "float32": {"attend": (32, 32, 4, 2), "by_rows": (32, 32, 4, 2), "by_columns": (32, 32, 4, 2)},
+    "widest": {"attend": (64, 32, 8, 2), "by_rows": (64, 32, 8, 2), "by_columns": (32, 64, 8, 2)},
+    "small": {"attend": (32, 32, 4, 2), "by_rows": (32, 32, 4, 2), "by_columns": (32, 32, 4, 2)},
     "skipping": {"attend": (64, 64, 4, 2), "by_rows": (64, 64, 4, 2), "by_columns": (64, 64, 4, 2)},
 }
 
@@ -275,9 +280,10 @@ TILES: dict[str, dict[str, tuple[int, int, int, int]]] = {
 def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[str, int]:
     """Tile sizes and launch options of a kernel; widths are powers of two of at least 16, which matrix units want."""
     width, value_width = (max(16, 1 << (x.size(-1) - 1).bit_length()) for x in (q, v))
-    kind = "wide" if max(width, value_width) > 64 else "narrow"
-    if q.dtype == torch.float32:
-        kind = "float32"
+    widest = max(width, value_width)
+    kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
+    if q.dtype == torch.float32 or (skip and kind == "widest"):
+        kind = "small"
     elif skip:
         kind = "skipping"
     rows, columns, warps, stages = TILES[kind][kernel]

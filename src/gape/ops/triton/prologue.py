@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gape.ops.rounding import significand_bits
 from gape.ops.triton import prologue_kernels
-from gape.ops.triton.registered import traceable
+from gape.ops.triton.registered import operator, traceable
 
 #: Tokens of one program, and its warps: forward and backward.
 TILES = {"prepare": (16, 2), "undo": (32, 2)}
@@ -18,7 +18,7 @@ TILES = {"prepare": (16, 2), "undo": (32, 2)}
 HEADS = (2, 1)
 
 
-@torch.library.triton_op("gape::prepare", mutates_args={})
+@operator("gape::prepare")
 def prepare(
     x: Tensor,
     cos: Tensor | None,
@@ -58,7 +58,7 @@ def prepare(
     return out
 
 
-@torch.library.triton_op("gape::prepare_backward", mutates_args={})
+@operator("gape::prepare_backward")
 def prepare_backward(
     grad: Tensor,
     x: Tensor,
@@ -135,6 +135,6 @@ def _flags(
     return {
         "QUERIES": queries, "ROTATED": cos is not None, "GATED": weight is not None,
         "LOW": edge if weight is None else weight.size(1) // 2, "EDGE": edge, "HEADS": _heads(x.size(1)),
-        "T": block, "HALF": half, "EVEN": half == edge and x.size(2) % block == 0,
+        "T": block, "HALF": half, "EVEN": half == edge and not x.size(2) % block,
         "ANCHORS": anchors, "LIMIT": torch.finfo(x.dtype).max / 2, "num_warps": warps,
     }  # fmt: skip

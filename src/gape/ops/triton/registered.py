@@ -1,13 +1,50 @@
-"""Kernels inside operators of torch."""
+"""Kernels inside operators of torch, so that compilers carry them along and autograd knows their gradients."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime.jit import JITFunction
+
+#: Whether kernels run in Triton's interpreter, which a compiler cannot see through.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Register a function that launches kernels; it tells shapes by itself, with tensors that hold nothing.
+
+    A compiler sees through it down to the kernels. In the interpreter it is a closed box.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        if not INTERPRETED:
+            return torch.library.triton_op(name, mutates_args={})(function)
+        box = torch.library.custom_op(name, mutates_args=())(function)
+        box.register_fake(function)
+        return box
+
+    return register
 
 
 def traceable(kernel: Any) -> Any:
-    """The kernel in a form that a compiler sees through; the interpreter's stand-in has none and needs none."""
-    return torch.library.wrap_triton(kernel) if isinstance(kernel, JITFunction) else kernel
+    """The kernel in a form that operators launch."""
+    return torch.library.wrap_triton(kernel) if isinstance(kernel, JITFunction) else _Interpreted(kernel)
+
+
+class _Interpreted:
+    """A kernel of the interpreter, which leaves tensors alone that hold nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **flags: Any) -> None:
+            if not any(isinstance(x, FakeTensor) for x in arguments if isinstance(x, Tensor)):
+                self.kernel[grid](*arguments, **flags)
+
+        return launch

@@ -1,7 +1,8 @@
 """What forward and backward kernels share: the rows of a tile, who sees whom in it, and which tiles may be skipped.
 
 Everything is in base 2: `scale` and `c` come multiplied by log₂e. Positions enter a tile counted from the tile's first
-key, so that distances are small whole numbers that float32 holds exactly.
+key, so that in index order distances are small whole numbers that float32 holds exactly. Explicit positions may lie
+anywhere (pads often do): there a position is two floats, and distances are exact up to 2⁴⁷ tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import triton.language as tl
 #: Neighbouring tiles that are looked at together when some may be skipped.
 GROUP = tl.constexpr(16)
 
+#: Tokens in one unit of a position's far part, and the bits below it.
+FAR = tl.constexpr(8388608)
+NEAR_BITS = tl.constexpr(23)
+
 
 @triton.jit
 def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr):
@@ -21,12 +26,21 @@ def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr):
 
 @triton.jit
 def local_positions(ptr, stride, offsets, n, anchor, first, HAS_POSITIONS: tl.constexpr):
-    """Positions of tokens `offsets`, counted from `anchor`, as float32; `first` is that of token 0 in index order."""
+    """Positions of tokens `offsets`, counted from `anchor`, as float32: the near part and the far one, in 2²³ tokens.
+
+    In index order, where `first` is the position of token 0, the near part is all there is.
+    """
     if HAS_POSITIONS:
         local = tl.load(ptr + offsets * stride, mask=offsets < n, other=0) - anchor
-    else:
-        local = offsets + (first - anchor)
-    return local.to(tl.float32)
+        return (local & (FAR - 1)).to(tl.float32), (local >> NEAR_BITS).to(tl.float32)
+    local = (offsets + (first - anchor)).to(tl.float32)
+    return local, local
+
+
+@triton.jit
+def distances(i, i_far, j, j_far):
+    """i − j of explicit positions: both differences are exact, so their sum is rounded once and has the right sign."""
+    return (i - j) + (i_far - j_far) * FAR
 
 
 @triton.jit
@@ -67,14 +81,17 @@ def load_vector(ptr, offsets, n, other, CHECK: tl.constexpr):
 
 @triton.jit
 def visible(
-    i, j, offs_i, offs_j, n_q, n_k, q_doc, k_doc, mask_ptr, mask_m, mask_n,
+    earlier, offs_i, offs_j, n_q, n_k, q_doc, k_doc, mask_ptr, mask_m, mask_n,
     CAUSAL: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Which pairs of the tile may be used; what is the query's comes as (M, 1) and the key's as (1, N), or turned."""
+    """Which pairs of the tile may be used; what is the query's comes as (M, 1) and the key's as (1, N), or turned.
+
+    earlier: the pairs whose key is not later than their query.
+    """
     inside = (offs_i < n_q) & (offs_j < n_k)
     seen = inside
     if CAUSAL:
-        seen = seen & (j <= i)
+        seen = seen & earlier
     if HAS_DOCUMENTS:
         seen = seen & (q_doc == k_doc)
     if HAS_MASK:
@@ -91,9 +108,23 @@ def document_of(ptr, offsets, n, other, HAS_DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def needed(reach, c, low, k_reach, u_least, distance):
-    """Whether a key tile may matter to a query: its best possible logit against what the query has already seen.
+    """1 where a key tile may matter to a query: its best possible logit against what the query has already seen.
 
     reach: scale·‖q‖ (≥ 0); k_reach: the largest ‖k‖ of the tile; u_least: its smallest exposure; distance: to the
     tile's last key; low: a lower bound of the query's log-sum-exp, plus log₂(eps / N). The proof: `docs/skipping.md`.
+    A bound that is not a number shows nothing, so such a tile is kept.
     """
-    return reach * k_reach - c * u_least * distance > low
+    return tl.where(reach * k_reach - c * u_least * distance <= low, 0, 1)
+
+
+@triton.jit
+def needed_by_rows(
+    step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """GROUP key tiles before tile `count` − `step`, last one first, and which of them a query of the row tile needs."""
+    tiles = count - 1 - step - tl.arange(0, GROUP)
+    k_reach = tl.load(k_reach_ptr + tiles, mask=tiles >= 0, other=0.0)
+    u_least = tl.load(u_least_ptr + tiles, mask=tiles >= 0, other=0.0)
+    distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
+    keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance)
+    return tiles, (tl.max(keep, 0) > 0) & (tiles >= 0)
