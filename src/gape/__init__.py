@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from gape import analysis, data, gates, hf, models, ops, positions, report, tasks, theory, train
+    from gape import analysis, data, gates, models, ops, positions, report, tasks, theory, train
     from gape.gates import GAPEGates
     from gape.models.attention import GAPEAttention
     from gape.models.gpt import GPT, GPTConfig
