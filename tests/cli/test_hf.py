@@ -67,6 +67,19 @@ def test_inject_and_remove_give_the_same_tensors_back(models: Path, capsys: pyte
     assert json.loads(Path("bare/config.json").read_text())["model_type"] == "llama"
 
 
+def test_a_dry_run_of_longer_positions_writes_nothing(models: Path) -> None:
+    assert gape_exits("hf", "convert", "gpt2", "--extend-positions", "256", "--out", "o", "--dry-run") == 0
+    assert not Path("o").exists()
+
+
+def test_contexts_beyond_learned_positions_are_refused(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = str(text.corpus(models / "books").directory)
+    asked = ("hf", "perplexity", "gpt2", "--data", corpus, "--contexts", "16,129", "--last", "16", "--device", "cpu")
+    assert gape_exits(*asked) == 2
+    assert "learned positions" in capsys.readouterr().err
+    assert not Path("gpt2/perplexity.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

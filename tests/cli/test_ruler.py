@@ -114,6 +114,12 @@ def test_a_gpt2_of_the_users(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert gape_exits("reproduce", "ruler-124m") == 0
 
 
+def test_two_models_of_one_name_are_not_mixed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--data", "samples", "--limit", "1", "--no-generate", *EVAL]
+    assert gape_exits("ruler", "eval", "runs/p-rope", "runs/p-rope", *asked) == 2
+    assert "models: 'runs/p-rope' goes by the name of another" in capsys.readouterr().err
+
+
 def test_a_gpt2_with_other_positions(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is called by its scheme, and reads further than GPT-2 did."""
     pytest.importorskip("transformers")
@@ -182,7 +188,9 @@ def test_samples_are_made_once(here: Path, capsys: pytest.CaptureFixture[str]) -
     assert gape_exits(*made, "--tasks", TASKS) == 0
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before} == before
     Path("samples/vt_512.jsonl").unlink()
+    Path("samples/fwe_512.jsonl").write_text("cut short")
     assert gape_exits(*made, "--tasks", TASKS) == 0
+    assert Path("samples/fwe_512.jsonl").read_bytes() == before[Path("samples/fwe_512.jsonl")][1]
     assert Path("samples/vt_512.jsonl").read_bytes() == before[Path("samples/vt_512.jsonl")][1]
     assert gape_exits(*made, "--tasks", TASKS, "--seed", "1") == 2
     assert "out: got str 'samples', expected an empty folder" in capsys.readouterr().err

@@ -60,6 +60,20 @@ def test_caches_padding_and_packing_change_nothing(position):
         torch.testing.assert_close(cached, model(ids, use_cache=False).logits, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["context_length", "max_position_embeddings"])
+def test_another_t_on_loading_is_an_error(tmp_path, name):
+    made().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="context_length"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **{name: 64})
+
+
+def test_fox_says_that_it_runs_without_a_cache():
+    model, ids = made("fox"), tokens(1, 6)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model.generate(ids, max_new_tokens=2)
+    assert model.generate(ids, max_new_tokens=2, use_cache=False).shape == (1, 8)
+
+
 def test_it_trains_with_checkpointed_activations_and_comes_back_to_the_bit(tmp_path):
     model = made()
     model.gradient_checkpointing_enable()

@@ -33,6 +33,8 @@ def unchanged(model, before):
         ("llama", {"context_length": 16, "learn": "some"}, "learn"),
         ("llama", {"context_length": 16, "start": "cold"}, "start"),
         ("llama", {"context_length": 16, "gates": {"flor": 1}}, "flor"),
+        ("llama", {"context_length": 16, "gates": {"gate_floor": -1.0}}, "gate_floor"),
+        ("gemma3", {"context_length": 16, "position": "rope+gape"}, "position"),
         ("llama", {"context_length": 16, "fraction": 0.5}, "fraction"),
         ("llama", {"context_length": 16, "position": "rope+gape", "fraction": 0.5}, "fraction"),
         ("llama", {"context_length": 16, "position": "rope", "layers": [0]}, "layers"),
@@ -110,6 +112,48 @@ def test_remove_gives_back_what_was_frozen():
     model.lm_head.weight.requires_grad_(False)
     gape.hf.remove(gape.hf.inject(model, context_length=16, learn="gates"))
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
+
+
+def test_another_model_of_the_same_config_stays_as_it_is():
+    first = tiny("llama")
+    second = type(first)(first.config)
+    gape.hf.inject(first, context_length=16)
+    assert second.config.model_type == "llama"
+    assert not hasattr(second.config, "gape")
+    gape.hf.inject(second, context_length=32)
+    assert first.config.gape["context_length"] == 16
+
+
+def test_the_plan_counts_only_what_learns():
+    model, fixed = tiny("llama"), {"learn_gate": False}
+    plan = gape.hf.plan(model, context_length=16, gates=fixed)
+    gape.hf.inject(model, context_length=16, gates=fixed)
+    assert sum(plan.parameters) == sum(p.numel() for p in model.parameters())
+
+
+def test_dropout_that_is_left_out_is_said(caplog):
+    gape.hf.inject(tiny("llama", attention_dropout=0.1), context_length=16, layers=[1])
+    assert "dropout" in caplog.text
+
+
+@pytest.mark.parametrize("position", [None, "rope"])
+def test_additive_masks_hide_what_they_hide(position):
+    model, ids = tiny("llama"), tokens(1, 12)
+    hidden = ~torch.ones(12, 12, dtype=torch.bool).tril()
+    hidden[4:, 2:4] = True
+    mask = torch.zeros(1, 1, 12, 12).masked_fill(hidden, -1e9)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        gape.hf.inject(model, context_length=16, position=position)
+        torch.testing.assert_close(model(ids, attention_mask=mask).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_layers_that_are_not_rotated_stay_so():
+    model, ids = tiny("smollm3"), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        gape.hf.inject(model, context_length=16, position="rope+gape")
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_distances_are_of_positions_and_divided_by_t():
@@ -248,6 +292,12 @@ def test_gpt2_leaves_its_learned_positions_and_reads_on(position):
     torch.testing.assert_close(torch.cat([first.logits, rest], dim=1), whole, atol=2e-5, rtol=1e-4)
     gape.hf.remove(model)
     assert unchanged(model, before)
+
+
+def test_gpt2s_positions_come_back_in_the_dtype_the_model_has_by_then():
+    model = gape.hf.inject(tiny("gpt2"), context_length=128, position="rope+gape").to(torch.bfloat16)
+    gape.hf.remove(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def test_gpt2_past_its_learned_positions_says_what_to_do():

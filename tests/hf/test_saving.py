@@ -70,6 +70,21 @@ def test_another_t_is_an_error(saved):
         other.load_state_dict(load_file(saved / "model.safetensors"))
 
 
+def test_a_config_without_t_or_with_unknown_settings_is_an_error(saved):
+    config = json.loads((saved / "config.json").read_text())
+    for wrong in ({"start": "identity"}, {**config["gape"], "other": 1}):
+        (saved / "config.json").write_text(json.dumps({**config, "gape": wrong}))
+        with pytest.raises(ValueError, match=r"config\.gape"):
+            AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_a_floor_given_as_a_tensor_is_saved(tmp_path):
+    floors = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    gape.hf.inject(tiny("llama"), context_length=16, gates={"gate_floor": floors}).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert list(loaded.model.layers[0].self_attn.gape.gate_floor) == floors.tolist()
+
+
 def test_half_precision_on_disk_or_on_load_leaves_the_gates_alone(tmp_path):
     model = opened(tiny("llama"))
     model.save_pretrained(tmp_path / "single")

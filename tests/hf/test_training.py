@@ -70,6 +70,7 @@ def test_lora_keeps_and_trains_the_gates(family, tmp_path):
     learning = {name for name, p in model.named_parameters() if p.requires_grad}
     assert any("strength" in name for name in learning)
     assert all("lora" in name or "gape" in name for name in learning)
+    assert not any("mlp" in name for name in learning)
     train(model, rate=1e-2)
     model.save_pretrained(tmp_path)
     torch.manual_seed(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,6 +156,36 @@ def attacked(bounds: str) -> tuple[float, int]:
     return witness.judged()[0], cache.beyond
 
 
+@torch.no_grad()
+def worst(error: float = 0.0) -> float:
+    """Most that a query missed, as a part of eps, where every bound is attained: gates at their floor, queries along
+    the longest direction, own keys against them and old keys with them; own logits are taken `error` too high."""
+    gpt = model("nope+gape", n_kv_head=4, reserve=0, options={"gate_floor": 8.0, "init_landmark_bias": -9.0})
+    block = next(gpt.blocks())
+    attention, norm = block.attention, block.attention_norm
+    attention.qkv.weight.zero_()
+    q, k, _ = attention.qkv.weight.view(3, 4, 12, 48).unbind()
+    q[:, 0, 0], q[:, 0, 1], k[:, 0, 0], k[:, 0, 1] = 0.3, -0.3, -0.3, 0.3
+    attention.gates.gate_projection.weight.zero_()
+    attention.gates.gate_projection.bias.fill_(-60.0)
+    cache = ForgettingLayer(attention, norm, eps=1e-3)
+    cache._fixed = replace(cache._fixed, own=cache._fixed.own - error)
+    witness, x = Witness(cache), torch.zeros(160, 1, 1, 48, dtype=torch.float64)
+    x[..., 0], x[:40, ..., 0] = 1e4, -1e4
+    x[..., 1] = -x[..., 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "attend", witness.attend)
+        for token in x:
+            attention(norm(token), cache=cache)
+    return witness.judged()[0] / 1e-3
+
+
+def test_the_promise_is_kept_where_the_bounds_are_attained() -> None:
+    """And would not be if they were a little lower."""
+    assert 0.1 < worst() <= 1
+    assert worst(error=3.0) > 1
+
+
 def test_bounds_from_weights_withstand_queries_of_a_new_kind() -> None:
     missed, beyond = attacked("weights")
     assert missed <= 1e-3
@@ -187,6 +218,18 @@ def test_limits_hold_for_any_input_and_are_attained() -> None:
     # No offset pulls at the longest query here, but the norm's own epsilon does a little.
     assert a.abs().max() == 0
     assert (reach.amax(-1) >= 0.999 * known.reach).all()
+
+
+def test_no_gate_is_below_the_rate_that_is_promised() -> None:
+    """0.1 in float32 is more than 0.1, by more than the room for rounding in float64."""
+    gpt = model(options={"gate_floor": 0.1})
+    attention = next(gpt.blocks()).attention
+    with torch.no_grad():
+        attention.gates.gate_projection.weight.zero_()
+        attention.gates.gate_projection.bias.fill_(-800.0)
+        gate = attention.gates.gate(torch.randn(1, 4, 3, attention.content_dim, dtype=torch.float64))
+        rate = (attention.gates.amplitude[:, None] * gate / attention.context_length).amin((0, 2))
+    assert (limits.least_rates(attention) * (1 - 2.0**-30) <= rate).all()
 
 
 def test_bytes_stop_growing_where_everything_fades() -> None:

@@ -54,7 +54,7 @@ def test_the_papers_layout() -> None:
     assert f"<u>{table.rows[1][2]}</u>" in table.markdown()
     assert f"{best} *" in table.text()
     assert f"<strong>{best}</strong>" in table.html()
-    tex = table.latex()
+    tex = ruler.latex(table)
     assert r"\textbf{" + best.replace("±", r"$\pm$") + "}" in tex
     assert r"cwe\_4k" in tex
 
@@ -63,6 +63,25 @@ def test_best_and_second_are_found_within_each_model() -> None:
     made = rows() + rows({"gpt2-rope": 5.0, "gpt2-gape": 4.0}, model="gpt2-12x768")
     table = ruler.ranking(ruler.methods(made))
     assert {r for r, c in table.strong if c == 2} == {2, 3}
+
+
+def test_nothing_is_best_on_other_samples() -> None:
+    made = [one | {"plan": "other"} if one["position"] == "rope" and one["task"] == "vt" else one for one in rows()]
+    table = ruler.ranking(ruler.methods(made))
+    assert {c for _, c in table.strong | table.second} == {2, 3}
+
+
+def test_one_sample_separates_nothing() -> None:
+    made = [one | {"samples": 1, "sample_nll": one["sample_nll"][:1]} for one in rows()]
+    assert {cells[-1] for cells in ruler.difference_table(ruler.methods(made)).rows} == {"one sample"}
+    assert not ruler.ablation(made).strong
+
+
+def test_every_table_is_latex() -> None:
+    tex = ruler.FORMATS["latex"](ruler.ablation(rows()))
+    assert r"\textbf{+" in tex
+    assert r"\%" in tex
+    assert "|" not in tex
 
 
 def test_matches_are_ranked_the_other_way_up() -> None:

@@ -85,10 +85,15 @@ def strip(name: str, out: Path) -> None:
     save(gape.hf.remove(load(name)), name, out)
 
 
-def lengthen(name: str, out: Path, length: int) -> None:
+def lengthen(name: str, out: Path, length: int, *, dry_run: bool) -> None:
     """Give a GPT-2 more learned positions and save it."""
     _free(out)
-    save(extend_positions(load(name), length), name, out)
+    model = load(name)
+    before = model.num_parameters()
+    extend_positions(model, length)
+    print(f"parameters   {model.num_parameters() - before:+,} beside {before:,}, {length:,} positions")
+    if not dry_run:
+        save(model, name, out)
 
 
 def save(model: Any, name: str, out: Path) -> None:
@@ -139,7 +144,8 @@ def finetune(
     _refuse_length(model, length)
     freeze(model, learn)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # The other kind gives no gradients where the embedding is frozen.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     wrapped = gape.hf.LanguageModel(model.to(where))
     source = WindowSource(
         corpus, length=length, batch_size=batch_size, seed=config.seed, device=where, accumulation=config.accumulation
@@ -192,7 +198,7 @@ def _measured(
         about = of | {"plan": plan.identity()} | plan.protocol.settings()
         rows = [row for row in stored if all(row.get(key) == value for key, value in about.items())]
         if not rows:
-            model = model or gape.hf.LanguageModel(load(str(directory)).to(device).eval())
+            model = model or _reader(directory, plans, device)
             store = directory / f".scores-{plan.protocol.context}.jsonl"
             with torch.autocast(device.type, torch.bfloat16, enabled=low):
                 scored = measured.score_all(
@@ -205,6 +211,14 @@ def _measured(
             voice.say(f"{directory} at {plan.protocol.context:,}: perplexity {rows[-1]['perplexity']:.2f}")
         cells.append(f"{rows[-1]['perplexity']:.2f}")
     return tuple(cells)
+
+
+def _reader(directory: Path, plans: Sequence[perplexity.Plan], device: torch.device) -> gape.hf.LanguageModel:
+    """A model that can read every context that is asked for."""
+    model = load(str(directory))
+    for plan in plans:
+        _refuse_length(model, plan.protocol.context)
+    return gape.hf.LanguageModel(model.to(device).eval())
 
 
 def _weights(directory: Path) -> list[list[Any]]:

@@ -66,7 +66,7 @@ def convert(
     if (position is None) == (extend_positions is None):
         raise ValueError("position, extend_positions: expected exactly one of --position and --extend-positions")
     if extend_positions is not None:
-        finetune.lengthen(model, out, extend_positions)
+        finetune.lengthen(model, out, extend_positions, dry_run=dry_run)
         return
     finetune.retrofit(
         model, out, context_length=context_length, position=position, layers=None, start=start, seed=seed,

@@ -62,8 +62,12 @@ def measure(models: Sequence[str], asked: Asked, *, stop: StopFlag, say: Say) ->
         raise ValueError(f"out and name: got them for {len(models)} models, expected one")
     found: list[Record] = []
     encoded: dict[str, list[Prepared]] = {}
+    homes: set[Path] = set()
     for spec in models:
         opened = _open(spec, asked, stop)
+        if opened.home in homes:
+            raise ValueError(f"models: {spec!r} goes by the name of another; score it by itself, with --name")
+        homes.add(opened.home)
         tokenizer = str(opened.known["tokenizer"]["sha256"]) + str(opened.reader.limit)
         if tokenizer not in encoded:
             encoded[tokenizer] = prompts.prepare(

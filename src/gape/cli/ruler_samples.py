@@ -62,7 +62,8 @@ def write(
     for (name, length), (identity, rows) in made.items():
         target = directory / f"{name}_{length}.jsonl"
         known = listed.get(target.name, {})
-        if not (target.is_file() and known.get("ingredients") == files.plain(identity)):
+        intact = target.is_file() and files.sha256(target.read_bytes()) == known.get("sha256")
+        if not (intact and known.get("ingredients") == files.plain(identity)):
             data = _lines(rows, check)
             files.replace(target, data)
             listed[target.name] = {"ingredients": identity, "sha256": files.sha256(data)}

@@ -153,7 +153,9 @@ def attend(
         mask = _checked(mask, n_k)
     impl = KNOWN[our_name(name)]
     additive = mask is not None and mask.dtype != torch.bool
-    if softcap is not None or (sides is not None and (impl == "reference" or additive)):
+    # A scheme of our GPT has a bias of its own, which only `plain` knows.
+    dense = sides is not None or plain is attention
+    if softcap is not None or (dense and additive) or (sides is not None and impl == "reference"):
         return dense_attention(
             q, k, v, sides, mask=mask, scale=scale, softcap=softcap, q_positions=q_positions, k_positions=k_positions
         )

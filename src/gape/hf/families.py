@@ -168,7 +168,8 @@ def rope_theta(config: Any) -> float:
     scaling = getattr(config, "rope_scaling", None) or given
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else "default"
     theta = given.get("rope_theta")
-    if theta is None or kind not in (None, "default"):
+    several = getattr(config, "rope_local_base_freq", None) is not None
+    if theta is None or several or kind not in (None, "default"):
         raise ValueError(
             f"position: the model's own rotation is {kind or 'unknown'!r} with base {theta}, expected a plain one to "
             "put another in its place; position=None keeps it and adds the gates"

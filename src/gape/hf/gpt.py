@@ -48,6 +48,7 @@ class GapeConfig(PretrainedConfig):  # type: ignore[misc]
         own = sizes | {name: renamed.pop(name) for name in list(renamed) if name in _FIELDS}
         values = GPTConfig.from_dict(own).to_dict()
         self.gate_checksum = renamed.pop("gate_checksum", None)
+        self.saved_length = renamed.pop("saved_length", None)
         self.use_cache = renamed.pop("use_cache", True)
         for name, value in values.items():
             setattr(self, name, value)
@@ -146,6 +147,8 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         cache = past_key_values
         if cache is None and use_cache and self.config.position != "fox":
             cache = DynamicCache()
+        if cache is not None and self.config.position == "fox":
+            raise refuse("past_key_values", cache, "None, since FoX runs without a cache; use_cache=False in generate")
         positions = self._positions(x, attention_mask, position_ids, cache)
         told = {"cache_position": torch.arange(x.size(1), device=x.device) + _length(cache)}
         mask = made_mask(self.config, x, attention_mask, positions, cache)
@@ -234,13 +237,14 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in `transformers`; also stores the checksum of the scheme's tensors and writes a model card."""
         self.config.gate_checksum = gate_checksum(kwargs.get("state_dict") or self.state_dict())
+        self.config.saved_length = self.config.context_length
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             write_card(Path(save_directory), self)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`; tensors that are missing, or gates that are not those saved, are an error.
+        """As in `transformers`; tensors that are missing, gates that are not those saved, or another T are an error.
 
         Raises:
             ValueError: says which.
@@ -251,6 +255,10 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         refuse_missing(info, where)
         if info["missing_keys"]:
             raise ValueError(f"{where}: {sorted(info['missing_keys'])[0]} is missing")
+        length = model.config.saved_length
+        if length not in (None, model.config.context_length):
+            # max_position_embeddings is another name for it, which people raise to read further.
+            raise refuse("context_length", model.config.context_length, f"{length}, the T that {where} was saved with")
         stored = model.config.gate_checksum
         if is_gated(model.config.position) and stored not in (None, gate_checksum(model.state_dict())):
             raise ValueError(f"{where}: the gates are not those that were saved: their checksum differs")

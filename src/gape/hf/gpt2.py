@@ -97,7 +97,9 @@ def give_positions_back(model: Any, undo: dict[str, Any]) -> None:
     if undo.get("loaded") and isinstance(model.transformer.wpe, NoPositions):
         raise ValueError("model: it was saved without its learned positions, which cannot be put back")
     table.__class__ = nn.Embedding
-    model.transformer.wpe = table
+    # A table that was out of the model did not follow it to another device or dtype.
+    words = model.transformer.wte.weight
+    model.transformer.wpe = table.to(device=words.device, dtype=words.dtype)
 
 
 def _tell_blocks(

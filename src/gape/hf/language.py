@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from gape.gates import GAPEGates
+from gape.hf.saving import MODULE
 from gape.models.gpt import Output
 from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
 from gape.ops.checks import refuse
@@ -93,7 +94,10 @@ class LanguageModel(nn.Module):
 
     def gates(self) -> Iterator[tuple[int, GAPEGates]]:
         """(number, gates) of every layer that has gates."""
-        return enumerate(module for module in self.model.modules() if isinstance(module, GAPEGates))
+        for module in self.model.modules():
+            gates = getattr(module, MODULE, None)
+            if isinstance(gates, GAPEGates):
+                yield module.layer_idx, gates
 
     def _logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self.model.get_output_embeddings()(x)

@@ -72,10 +72,12 @@ def lora_config(model: Any, **options: Any) -> Any:
     except ImportError as error:
         raise ImportError("LoRA needs peft: pip install 'gape[hf]'") from error
     family = family_of(model)
-    known = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn", "c_proj")
+    # GPT-2 has another c_proj in its feed-forward layers.
+    known = {name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn")}
+    known["c_proj"] = "attn.c_proj"
     first = family.modules(model)[0]
     chosen = {
-        "target_modules": [name for name in known if hasattr(first, name)],
+        "target_modules": [target for name, target in known.items() if hasattr(first, name)],
         "modules_to_save": [MODULE],
         "task_type": "CAUSAL_LM",
     }

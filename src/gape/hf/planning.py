@@ -69,8 +69,10 @@ def planned(model: Any, family: Family, settings: Settings) -> Plan:
     changed = len(modules) if settings.layers is None else len(settings.layers)
     gated = changed if settings.gated else 0
     own = sum(p.numel() for p in model.parameters())
-    # A weight vector and a bias per head, an amplitude and a strength per query head.
-    added = gated * (n_heads * (width + 3) + n_kv_heads * (width + 1))
+    # A weight vector and a bias per head whose gate learns, an amplitude and a strength per query head.
+    learns = (settings.gates.get("learn_gate", True), settings.gates.get("learn_landmark", True))
+    readers = n_heads * bool(learns[0]) + n_kv_heads * bool(learns[1])
+    added = gated * (readers * (width + 1) + 2 * n_heads)
     if family.model_type == "gpt2" and settings.position is not None:
         added -= model.transformer.wpe.weight.numel()
     parameter = next(model.parameters())
@@ -82,7 +84,7 @@ def planned(model: Any, family: Family, settings: Settings) -> Plan:
         settings=settings,
         layers=(changed, len(modules)),
         parameters=(added, own),
-        gate_flops=2 * gated * (n_heads + n_kv_heads) * width,
+        gate_flops=2 * gated * readers * width,
         own_flops=2 * own,
         cache_bytes=(carried, 2 * len(modules) * n_kv_heads * width * like.element_size()),
         implementation=name,

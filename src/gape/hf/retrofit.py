@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gape import positions as schemes
 from gape.hf import gpt2
@@ -66,6 +68,7 @@ def inject(
         print(planned(model, family, settings))
         return model
     undo = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    _own_config(model)
     model.config.gape = settings.to_dict()
     model.__class__, model.config.__class__ = model_class(model.__class__), config_class(model.config.__class__)
     install(model, settings)
@@ -106,9 +109,10 @@ def install(model: Any, settings: Settings) -> None:
     if family.model_type == "gpt2":
         undo |= gpt2.take_positions(model, replaced=settings.position is not None)
     chosen = settings.layers if settings.layers is not None else range(len(family.modules(model)))
-    for number, module in enumerate(family.modules(model)):
-        if number in chosen:
-            _wrap(module, wiring, settings)
+    modules = [module for number, module in enumerate(family.modules(model)) if number in chosen]
+    for module in modules:
+        _wrap(module, wiring, settings)
+    _warn_of_dropout(modules[0])
     model.config._attn_implementation = our_name(model.config._attn_implementation)
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), MODULE}
     object.__setattr__(model, "gape_undo", undo)
@@ -146,7 +150,8 @@ def remove(model: Any) -> Any:
     object.__delattr__(model, "gape_undo")
     model.__class__ = base
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(undo.get("frozen", {}).get(name, True))
+        # Quantised ones are integers, which cannot learn.
+        parameter.requires_grad_(undo.get("frozen", {}).get(name, parameter.is_floating_point()))
     return model
 
 
@@ -172,7 +177,7 @@ def _checked(
     numbers = None if layers is None else _layers(layers, count)
     settings = Settings(
         context_length=context_length,  # type: ignore[arg-type]
-        position=position, layers=numbers, start=start, gates=dict(gates or {}), options=dict(options),
+        position=position, layers=numbers, start=start, gates=_plain(gates or {}), options=_plain(options),
     )  # fmt: skip
     name = our_name(model.config._attn_implementation)
     if name == "sdpa" and OLD:
@@ -180,6 +185,9 @@ def _checked(
         settings = replace(settings, softcap=False)
     _refuse_model(model, family, settings, learn)
     _scheme(family, settings, model)
+    # Without memory, and without drawing numbers: only to see whether the options are taken.
+    with torch.device("meta"):
+        _gates(family.modules(model)[0], family, settings)
     return settings, family
 
 
@@ -232,19 +240,42 @@ def _scheme(family: Family, settings: Settings, model: Any) -> schemes.Scheme | 
     )  # fmt: skip
 
 
+def _own_config(model: Any) -> None:
+    """Give a model a config of its own: another model made from the same object keeps that as it is."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if value is shared:
+                setattr(module, name, own)
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as config.json can hold them."""
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in options.items()}
+
+
+def _gates(module: Any, family: Family, settings: Settings) -> RetrofitGates | None:
+    """New gates for an attention module, or None where only positions change."""
+    if not settings.gated:
+        return None
+    n_heads, n_kv_heads, width = family.layout.sizes(module)
+    return RetrofitGates(
+        n_heads, width, n_kv_heads, context_length=settings.context_length, start=settings.start, **settings.gates
+    )
+
+
 def _wrap(module: Any, wiring: Wiring, settings: Settings) -> None:
-    n_heads, n_kv_heads, width = wiring.family.layout.sizes(module)
-    gates = None
-    if settings.gated:
-        gates = RetrofitGates(
-            n_heads, width, n_kv_heads, context_length=settings.context_length, start=settings.start, **settings.gates
-        )
+    gates = _gates(module, wiring.family, settings)
+    if gates is not None:
         gates.to(next(module.parameters()).device)
     module.__class__ = injected(module.__class__)
     module.gape_wiring = wiring
     setattr(module, MODULE, gates)
+
+
+def _warn_of_dropout(module: Any) -> None:
     dropout = getattr(module, "attention_dropout", 0.0) or getattr(getattr(module, "attn_dropout", None), "p", 0.0)
-    if dropout and wiring.family is not None and module.layer_idx == 0:
+    if dropout:
         log.warning("attention dropout (p = %g) is not applied in layers with gates", dropout)
 
 

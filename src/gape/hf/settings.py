@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from gape import positions as schemes
@@ -74,12 +74,15 @@ class Settings:
         """The settings that a model's config keeps.
 
         Raises:
-            ValueError: it keeps none.
+            ValueError: it keeps none, or others than are known here.
         """
         stored = getattr(config, "gape", None)
         if not isinstance(stored, Mapping):
             raise refuse("config.gape", stored, "what gape.hf.inject leaves there")
         values = {key: value for key, value in stored.items() if key != "checksum"}
+        named = {known.name for known in fields(cls)}
+        if "context_length" not in values or not named.issuperset(values):
+            raise refuse("config.gape", sorted(values), f"context_length, and nothing but {', '.join(sorted(named))}")
         layers = values.get("layers")
         return cls(**{**values, "layers": None if layers is None else tuple(layers)})
 

@@ -91,9 +91,12 @@ class Injected:
         self, q: Tensor, k: Tensor, positions: Tensor, embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         scheme, rotation = self.gape_wiring.scheme, self.gape_wiring.rotation
+        # SmolLM3 has layers without positions; there is nothing to replace in them.
+        if not getattr(self, "use_rope", True):
+            return q, k
         if scheme is not None:
             return scheme.queries(q, positions)[0], scheme.keys(k, positions)[0]
-        if rotation is None or embeddings is None or not getattr(self, "use_rope", True):
+        if rotation is None or embeddings is None:
             return q, k
         return rotation(q, k, *embeddings)
 

@@ -90,7 +90,8 @@ def least_rates(attention: GAPEAttention) -> Tensor:
     gates = attention.gates
     if gates is None:
         raise refuse("position", attention.position, "a scheme with gates, which alone forgets at a known rate")
-    least = gates.floors(torch.device("cpu")).double()
+    # Not from float32, which may be above what a layer in float64 adds.
+    least = torch.tensor(gates.gate_floor, dtype=torch.float64)
     if gates.gate_projection is None:
         least = least + F.softplus(torch.tensor(gates.init_gate_bias, dtype=torch.float64))
     return gates.amplitude.detach().cpu().double() * least / attention.context_length

@@ -55,37 +55,41 @@ class Ranked(Table):
         caption = f"<caption>{escape(self.title)}</caption>"
         return f"<table>{caption}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>"
 
-    def latex(self) -> str:
-        """The rows of a LaTeX table as the paper has it; the best bold, the second underlined."""
-        marked = _with(self, r"\textbf{", "}", r"\underline{", "}")
-        lines = [
-            " & ".join(_tex(cell) for cell in self.header), *(" & ".join(map(_tex, row)) for row in marked.rows)
-        ]  # fmt: skip
-        columns = "ll" + "c" * (len(self.header) - 2)
-        body = " \\\\\n".join([lines[0], "\\midrule\n" + lines[1], *lines[2:]]) if len(lines) > 1 else lines[0]
-        return (
-            f"% {self.title}\n\\begin{{tabular}}{{{columns}}}\n\\toprule\n{body} \\\\\n\\bottomrule\n\\end{{tabular}}"
-        )
-
     def _html(self, row: int, column: int, cell: str) -> str:
         tag = "strong" if (row, column) in self.strong else "u" if (row, column) in self.second else ""
         return f"<{tag}>{escape(cell)}</{tag}>" if tag else escape(cell)
 
 
-def _with(table: Ranked, before: str, after: str, start: str, end: str) -> Table:
+def latex(table: Table) -> str:
+    """A LaTeX table as the paper has it; the best bold, the second underlined."""
+    marked = _with(table, r"\textbf{", "}", r"\underline{", "}")
+    lines = [" & ".join(map(_tex, cells)) for cells in (table.header, *marked.rows)]
+    columns = "ll" + "c" * (len(table.header) - 2)
+    body = " \\\\\n".join([lines[0], "\\midrule\n" + lines[1], *lines[2:]]) if len(lines) > 1 else lines[0]
+    return f"% {table.title}\n\\begin{{tabular}}{{{columns}}}\n\\toprule\n{body} \\\\\n\\bottomrule\n\\end{{tabular}}"
+
+
+def _with(table: Table, before: str, after: str, start: str, end: str) -> Table:
     """The table with its marks written into the cells."""
+    second = table.second if isinstance(table, Ranked) else frozenset()
 
     def cell(r: int, c: int, text: str) -> str:
         if (r, c) in table.strong:
             return f"{before}{text}{after}"
-        return f"{start}{text}{end}" if (r, c) in table.second else text
+        return f"{start}{text}{end}" if (r, c) in second else text
 
     rows = tuple(tuple(cell(r, c, text) for c, text in enumerate(row)) for r, row in enumerate(table.rows))
     return Table(title=table.title, header=table.header, rows=rows)
 
 
 def _tex(text: str) -> str:
-    return text.replace("_", r"\_").replace("%", r"\%").replace(" ± ", r" $\pm$ ").replace("–", "--")
+    for sign, written in _TEX.items():
+        text = text.replace(sign, written)
+    return text
+
+
+#: What LaTeX reads as something else, or not at all.
+_TEX = {"&": r"\&", "_": r"\_", "%": r"\%", "#": r"\#", "±": r"$\pm$", "–": "--", "−": "$-$", "…": r"\dots{}"}
 
 
 class Method(NamedTuple):
@@ -153,7 +157,10 @@ _TITLES = {
 
 
 def ranking(found: Sequence[Method], metric: str = "nll") -> Ranked:
-    """The paper's table: a row per method, a column per task and length, best and second within each model."""
+    """The paper's table: a row per method, a column per task and length, best and second within each model.
+
+    Where methods of a model were measured on different samples, none of that column stands out.
+    """
     across, scale, form = columns(found), *((1.0, ".2f") if metric == "nll" else (100.0, ".1f"))
     strong, second, cells = set(), set(), []
     for method in found:
@@ -165,7 +172,8 @@ def ranking(found: Sequence[Method], metric: str = "nll") -> Ranked:
             means = {r: v.mean() for r in own if (v := found[r].values(column, metric)) is not None}
             shown = {r: round(mean * scale, 2 if metric == "nll" else 1) for r, mean in means.items()}
             ranks = sorted(set(shown.values()), reverse=metric == "match")
-            if len(ranks) > 1:
+            # Means over other samples are no better or worse.
+            if len(ranks) > 1 and len({frozenset(found[r].plan(column)) for r in means}) == 1:
                 strong |= {(r, c) for r, value in shown.items() if value == ranks[0]}
                 second |= {(r, c) for r, value in shown.items() if value == ranks[1]}
     return Ranked(
@@ -213,6 +221,8 @@ class Paired(NamedTuple):
     @property
     def verdict(self) -> str:
         """In a word."""
+        if self.samples == 1:
+            return "one sample"
         return "not separable" if self.low <= 0 <= self.high else "worse" if self.mean > 0 else "better"
 
 
@@ -246,7 +256,7 @@ def ablation(rows: Iterable[Record], full: tuple[str, str] = FULL) -> Table:
     for r, method in enumerate(others):
         paired = [difference(method, bases[method.model], column) for column in across]
         cells.append((method.model, method.label, *(f"{p.percent(p.mean):+.2f}%" if p else "–" for p in paired)))
-        strong |= {(r, c) for c, p in enumerate(paired, 2) if p and p.verdict != "not separable"}
+        strong |= {(r, c) for c, p in enumerate(paired, 2) if p and p.verdict in ("better", "worse")}
     label = next(iter(bases.values())).label
     return Table(
         title=f"RULER: change of answer NLL against {label}; above zero is worse",
@@ -369,5 +379,5 @@ def _interval(each: Floats) -> tuple[float, float]:
 FORMATS: dict[str, Callable[[Table], str]] = {
     "text": lambda table: table.text(),
     "markdown": lambda table: table.markdown(),
-    "latex": lambda table: table.latex() if isinstance(table, Ranked) else f"% {table.title}\n{table.markdown()}",
+    "latex": latex,
 }

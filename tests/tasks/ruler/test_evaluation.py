@@ -100,6 +100,21 @@ def test_another_question_is_refused(reader: GPTReader, items: list[Prepared], t
         evaluation.evaluate(reader, items, SETTINGS, tmp_path / "out", asked=asked)
 
 
+def test_a_broken_line_of_scored_samples_is_named(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
+    score(reader, items, tmp_path / "out")
+    path = tmp_path / "out" / SAMPLES
+    path.write_bytes(b"\0\0\n" + path.read_bytes())
+    with pytest.raises(ValueError, match=r"samples\.jsonl: line 1 is no scored sample"):
+        score(reader, items, tmp_path / "out")
+
+
+def test_a_plan_is_of_what_was_read(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
+    """Another tokenizer's losses per token, or those of a prompt that was cut, are of something else."""
+    rows = score(reader, items[:2], tmp_path / "out")
+    changed = ([rows[0] | more, rows[1]] for more in ({}, {"answer_tokens": 2}, {"cut": 5}))
+    assert len({evaluation.summarise(made)[0]["plan"] for made in changed}) == 3
+
+
 def test_a_loss_that_is_no_number_is_named(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
     reader.model.embedding.weight.data.fill_(float("nan"))
     with pytest.raises(ValueError, match=r"loss: got nan for mixed\.jsonl sample"):

@@ -16,6 +16,7 @@ import pytest
 from gape.data import Tokenizer, load_tokenizer
 from gape.tasks.ruler.fitting import Room, TooShortError
 from gape.tasks.ruler.generator import Generator
+from gape.tasks.ruler.haystacks import Text
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.tasks import TASKS
 from tests.tasks.ruler import small
@@ -121,6 +122,21 @@ def test_needles_are_asked_for_as_often_as_ruler_does(made_of: Ingredients) -> N
     assert counts["niah_multikey_1"] == (4, 1)
     assert (counts["niah_multivalue"], counts["niah_multiquery"]) == ((4, 4), (4, 4))
     assert min(counts[name][0] for name in ("niah_multikey_2", "niah_multikey_3")) > 8
+
+
+def test_a_name_that_is_asked_for_has_one_value(made_of: Ingredients) -> None:
+    """Also where there are few names, so that others are likely to be drawn again."""
+    few = Ingredients()
+    few.names = made_of.names._replace(nouns=made_of.names.nouns[:40], adjectives=made_of.names.adjectives[:10])
+    for number in range(8):
+        found = Generator("niah_multikey_2", 2048, load_tokenizer("bytes"), few).sample(number)
+        name = found["answer_prefix"].split()[-2]
+        assert found["input"].count(f"The secret number of {name} is") == 1
+
+
+def test_lines_are_hidden_at_their_depth_in_a_text_without_sentences() -> None:
+    text = Text("one two three four " * 50)
+    assert text.hide(0, 100, ["HERE"], [0.5]).split().index("HERE") == 50
 
 
 def test_common_words_are_the_most_common(tokenizers: dict[str, Tokenizer], made_of: Ingredients) -> None:

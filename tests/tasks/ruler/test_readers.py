@@ -95,6 +95,31 @@ def test_a_model_of_transformers_generates_by_itself_what_it_does_in_company(gpt
         assert found == expected[: [*expected, 0].index(0)]
 
 
+def test_answers_are_greedy_whatever_a_model_comes_with(gpt2: Path, tmp_path: Path) -> None:
+    reader = open_transformers(str(gpt2))
+    reader.model.generation_config.repetition_penalty = 5.0
+    reader.model.save_pretrained(tmp_path)
+    reader.tokenizer.save_pretrained(tmp_path)
+    alone, other = (open_transformers(str(path)).complete(PROMPTS[:1], [12]) for path in (gpt2, tmp_path))
+    assert other == alone
+
+
+def test_a_budget_of_another_takes_no_answer_past_the_limit(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    reader = open_transformers(str(small.random_gpt2(tmp_path, positions=64)))
+    together = reader.complete(PROMPTS[1:], [3, 30])
+    assert together == [reader.complete([prompt], [n])[0] for prompt, n in zip(PROMPTS[1:], [3, 30], strict=True)]
+
+
+def test_another_chat_is_another_tokenizer(gpt2: Path) -> None:
+    """Prompts that models share are shared by its hash."""
+    reader = open_transformers(str(gpt2))
+    before = reader.identity()["tokenizer"]["sha256"]
+    assert open_transformers(str(gpt2)).identity()["tokenizer"]["sha256"] == before
+    reader.tokenizer.chat_template = "{{ messages[0].content }}"
+    assert reader.identity()["tokenizer"]["sha256"] != before
+
+
 def test_what_transformers_cannot_load_is_named(tmp_path: Path, gpt2: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer: that of .* cannot be loaded, are all its files there"):
         open_transformers(str(tmp_path))
@@ -143,6 +168,11 @@ def test_a_chat_template_is_the_models_own(gpt2: Path) -> None:
         prompts.prepare(reader, [sample()], template="chat")
     reader.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<bot>"
     assert prompts.rendered(reader, sample(), "chat") == "<user>The text. Q?</><bot>It is:"
+    # The end of a chat template is the model's, also where it is a line break and no prefix follows.
+    reader.tokenizer.chat_template += "{{ '\\n' }}"
+    (item,) = prompts.prepare(reader, [sample(prefix="")], template="chat")
+    assert reader.decode(item.prompt.tolist()) == "<user>The text. Q?</><bot>\n"
+    assert reader.decode(item.answer.tolist()) == "AB CD"
     with pytest.raises(ValueError, match="this model knows no chat"):
         prompts.prepare(ours(), [sample()], template="chat")
 

@@ -97,6 +97,7 @@ def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("[1]", "line 2 is not a JSON object"),
         ('{"outputs": ["a"], "length": 9}', "line 2 has no text in input, prompt or context"),
         ('{"input": " ", "outputs": ["a"], "length": 9}', "line 2 has no text in"),
+        ('{"input": "T\\ud800", "outputs": ["a"], "length": 9}', "line 2 has half a character"),
         ('{"input": "T", "length": 9}', "line 2 has none of the fields outputs, output, answers, answer"),
         ('{"input": "T", "outputs": [], "length": 9}', r"line 2 has outputs \[\], expected one or more texts"),
         ('{"input": "T", "outputs": [""], "length": 9}', r"line 2 has outputs \[''\], expected one or more"),

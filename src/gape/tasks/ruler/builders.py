@@ -76,8 +76,9 @@ def _among_needles(
     keys = _keys(task, rng, ingredients, most)
     values = _values(task, rng, most)
     kind = _KINDS[task.settings["values"]]
-    others = [f"The secret {kind} of {key} is {value}." for key, value in zip(keys, values, strict=True)]
-    others = [line for line in others if line not in lines]
+    begun = ((f"The secret {kind} of {key} is ", value) for key, value in zip(keys, values, strict=True))
+    # A name that is asked for has no second value.
+    others = [f"{about}{value}." for about, value in begun if not any(line.startswith(about) for line in lines)]
 
     def context(count: int, words: int) -> str:
         made = others[:count]

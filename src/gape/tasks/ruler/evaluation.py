@@ -136,7 +136,7 @@ def summarise(rows: Sequence[Record], seed: int = 0) -> list[Record]:
     """A record for each task and length: mean, deviation and interval of the loss per token, and of the match.
 
     Loss and match of every counted sample are in it, in the samples' order, so that models are compared on the same
-    samples; `plan` is equal where these are.
+    samples; `plan` is equal where these are, in as many tokens and cut alike.
     """
     groups: dict[tuple[str, int], list[Record]] = {}
     for row in rows:
@@ -147,7 +147,7 @@ def summarise(rows: Sequence[Record], seed: int = 0) -> list[Record]:
         record: Record = {
             "task": name, "length": length, "data": sorted({row["source"] for row in own}), "samples": len(counted),
             "skipped": len(own) - len(counted), "truncated": sum(row["cut"] > 0 for row in counted),
-            "plan": files.sha256("".join(f"{r['prompt_sha256']}{r['answer']}" for r in counted).encode())[:16],
+            "plan": files.sha256("\n".join(_read(row) for row in counted).encode())[:16],
         }  # fmt: skip
         if counted:
             record |= _statistics([row["nll"] for row in counted], "nll", seed)
@@ -156,6 +156,11 @@ def summarise(rows: Sequence[Record], seed: int = 0) -> list[Record]:
                 record |= _statistics([row["score"] for row in counted], "match", seed)
         made.append(record)
     return made
+
+
+def _read(row: Record) -> str:
+    """What a model was asked, as far as its loss per token can be set beside another's."""
+    return f"{row['prompt_sha256']} {row['cut']} {row['answer_tokens']} {row['answer']}"
 
 
 def _statistics(values: Sequence[float], name: str, seed: int) -> Record:
@@ -186,12 +191,16 @@ def _recall(path: Path, lines: JSONLines, items: Sequence[Prepared]) -> dict[int
     data = path.read_bytes()
     data = data[: data.rfind(b"\n") + 1]
     lines.cut(len(data))
-    rows = [json.loads(line) for line in data.splitlines()]
-    return {
-        row["sample"]: row
-        for row in rows
-        if row["sample"] < len(items) and row["prompt_sha256"] == items[row["sample"]].digest
-    }
+    done: dict[int, Record] = {}
+    for place, line in enumerate(data.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            number, digest = int(row["sample"]), row["prompt_sha256"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: line {place} is no scored sample; without that line the rest goes on") from error
+        if number < len(items) and digest == items[number].digest:
+            done[number] = row
+    return done
 
 
 def _about(number: int, item: Prepared) -> Record:

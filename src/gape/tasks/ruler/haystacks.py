@@ -34,7 +34,9 @@ class Text:
         if not self.words:
             raise ValueError(f"haystack: got {name}, which has no words, expected a text")
         self.name, self.digest = name, digest or sha256(text.encode())
-        self.ends = [place for place, word in enumerate(self.words, 1) if _END.search(word)] or [len(self.words)]
+        ends = [place for place, word in enumerate(self.words, 1) if _END.search(word)]
+        # Without sentences that can be told, any word may end one: all lines would come first otherwise.
+        self.ends = ends or list(range(1, len(self.words) + 1))
 
     def start(self, rng: Random) -> int:
         """A place at which some sentence begins."""

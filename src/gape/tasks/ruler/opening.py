@@ -108,6 +108,8 @@ def open_transformers(
         )  # fmt: skip
     except Exception as error:
         raise ValueError(f"model: got {name!r}, expected a run or a model of transformers: {error}") from error
+    # Nothing but its end: penalties for repetition and the like, which some come with, would make answers less greedy.
+    model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     path = Path(name)
     # gape hf finetune calls the folder of every model so.
     called = path.parent.name if path.name == "model" and path.parent.name else path.name

@@ -57,26 +57,25 @@ def check_template(template: str) -> str:
 
 
 def rendered(reader: Reader, sample: Sample, template: str) -> str:
-    """The text of a prompt, without white space at its end, which belongs to what follows."""
+    """The text of a prompt, without white space at its end, which belongs to what follows; that of a chat stays."""
     if template == "chat":
-        text = reader.chat(sample.input) + sample.prefix.lstrip()
-    else:
-        # Not str.format: prompts and templates may have braces of their own.
-        text = TEMPLATES.get(template, template).replace("{prefix}", sample.prefix).replace("{input}", sample.input)
+        return reader.chat(sample.input) + sample.prefix.strip()
+    # Not str.format: prompts and templates may have braces of their own.
+    text = TEMPLATES.get(template, template).replace("{prefix}", sample.prefix).replace("{input}", sample.input)
     return text.rstrip()
 
 
 def answer_ids(reader: Reader, prompt: str, answer: str) -> list[int]:
-    """The ids of an answer where it stands, behind a prompt and a space.
+    """The ids of an answer where it stands, behind a prompt and a space; none where the prompt ends with white space.
 
     Text before it and the answer are encoded together and apart: tokenizers that mark beginnings of words would
     otherwise take the answer for the beginning of a text. Where the two do not meet, the answer's own ids are taken.
     """
-    before = prompt[-_BEFORE:]
-    head, both = reader.encode(before), reader.encode(f"{before} {answer}")
+    before, placed = prompt[-_BEFORE:], answer if prompt[-1:].isspace() else f" {answer}"
+    head, both = reader.encode(before), reader.encode(before + placed)
     if len(both) > len(head) and both[: len(head)] == head:
         return both[len(head) :]
-    return reader.encode(f" {answer}", start=False)
+    return reader.encode(placed, start=False)
 
 
 def prepare(

@@ -213,6 +213,19 @@ class TransformersReader:
     @torch.no_grad()
     def complete(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
         """See :class:`Reader`."""
+        longest, found = max(map(len, prompts)), dict[int, list[int]]()
+        if self.limit is None or longest + max(budgets) <= self.limit:
+            groups = [list(range(len(prompts)))]
+        else:
+            # Each has room for its own budget, but not for that of another.
+            groups = [[row for row, own in enumerate(budgets) if own == budget] for budget in sorted(set(budgets))]
+        for rows in groups:
+            made = self._together([prompts[row] for row in rows], [budgets[row] for row in rows])
+            found |= dict(zip(rows, made, strict=True))
+        return [found[row] for row in range(len(prompts))]
+
+    def _together(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
+        """What follows prompts that are read as one batch."""
         self.check()
         ids = torch.from_numpy(padded(prompts, left=True)).to(self.device)
         mask = torch.zeros_like(ids)
@@ -230,16 +243,22 @@ class TransformersReader:
 
     def identity(self) -> dict[str, Any]:
         """See :class:`Reader`."""
-        vocabulary = "\n".join(f"{token}\t{i}" for token, i in sorted(self.tokenizer.get_vocab().items()))
-        digest = hashlib.sha256(vocabulary.encode(errors="surrogatepass")).hexdigest()
         config = self.model.config
         return {
             "kind": "transformers", "size": f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}",
             "config": config.to_diff_dict(), "dtype": str(self.model.dtype).removeprefix("torch."),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "weights": weights_digest(self.model),
-            "tokenizer": {"kind": "transformers", "name": type(self.tokenizer).__name__, "sha256": digest},
+            "tokenizer": {"kind": "transformers", "name": type(self.tokenizer).__name__, "sha256": self._digest()},
         }  # fmt: skip
+
+    def _digest(self) -> str:
+        """A SHA-256 of everything that makes ids of a prompt: vocabulary, merges, what stands before it, the chat."""
+        vocabulary = "\n".join(f"{token}\t{i}" for token, i in sorted(self.tokenizer.get_vocab().items()))
+        inner = getattr(self.tokenizer, "backend_tokenizer", None)
+        rules = "" if inner is None else inner.to_str()
+        parts = (vocabulary, rules, str(self._before), str(getattr(self.tokenizer, "chat_template", None)))
+        return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -186,6 +186,10 @@ def sample(
     if prefix and not prefix[0].isspace() and not text[-1].isspace():
         # Files of other harnesses have it stripped.
         prefix = f" {prefix}"
+    try:
+        "".join((text, prefix, *outputs)).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} has half a character, which no tokenizer takes: {error}") from error
     return Sample(
         task=name, length=nominal, input=text, prefix=prefix, outputs=outputs, source=source, number=number,
         budget=found or task(name).budget,
