@@ -29,6 +29,15 @@ def test_gradients_are_the_same_with_checkpointed_activations_and_with_a_cache(f
             torch.testing.assert_close(other[name], gradient, atol=1e-6, rtol=1e-4)
 
 
+def test_a_cache_does_not_round_the_gradients_of_gates_that_learn_alone():
+    from transformers import DynamicCache
+
+    from gape.hf.wrap import remember
+
+    k, landmark = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16), torch.rand(1, 2, 3, requires_grad=True)
+    assert remember(DynamicCache(), 0, k, k, landmark, torch.arange(3), {})[2] is landmark
+
+
 @pytest.mark.slow
 def test_a_compiled_model_gives_the_same_logits_and_saves_bare_names(tmp_path):
     model, ids = opened(tiny("llama")), tokens()

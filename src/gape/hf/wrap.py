@@ -163,7 +163,8 @@ def remember(
     if cache is None:
         return k, v, landmark, positions
     static = _layer_kind(cache, layer).startswith("Static")
-    first = torch.is_grad_enabled() and k.requires_grad and not int(cache.get_seq_length(layer))
+    learns = k.requires_grad or (landmark is not None and landmark.requires_grad)
+    first = torch.is_grad_enabled() and learns and not int(cache.get_seq_length(layer))
     packed = pack(k, landmark, positions)
     width, carried = k.size(-1), packed.size(-1)
     # Static layers of transformers 4 make room for values as wide as keys.
