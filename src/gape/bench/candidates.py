@@ -99,12 +99,12 @@ def _sdpa(backend: SDPBackend, *, needs_cuda: bool) -> Builder:
     def build(arguments: Arguments, eps: float) -> Work:
         if needs_cuda and not arguments["q"].is_cuda:
             raise UnavailableError("needs a CUDA device")
-        grouped = arguments["q"].size(1) != arguments["k"].size(1)
+        grouped, scale = arguments["q"].size(1) != arguments["k"].size(1), arguments["q"].size(-1) ** -0.5
 
         def forward(leaves: Arguments) -> Tensor:
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(
-                    leaves["q"], leaves["k"], leaves["v"], is_causal=True, enable_gqa=grouped
+                    leaves["q"], leaves["k"], leaves["v"], is_causal=True, scale=scale, enable_gqa=grouped
                 )
 
         return Work(leaves=_content(arguments), forward=forward)

@@ -74,11 +74,13 @@ def _sdpa(*backends: SDPBackend) -> Callable[[Arguments], Work]:
             raise UnavailableError("needs a CUDA device")
         if arguments["q"].size(2) > 1:
             raise UnavailableError("several queries would need a mask")
-        grouped = arguments["q"].size(1) != arguments["k"].size(1)
+        grouped, scale = arguments["q"].size(1) != arguments["k"].size(1), arguments["q"].size(-1) ** -0.5
 
         def forward(leaves: Arguments) -> Tensor:
             with sdpa_kernel(list(backends)):
-                return F.scaled_dot_product_attention(leaves["q"], leaves["k"], leaves["v"], enable_gqa=grouped)
+                return F.scaled_dot_product_attention(
+                    leaves["q"], leaves["k"], leaves["v"], scale=scale, enable_gqa=grouped
+                )
 
         return Work(leaves={name: arguments[name] for name in "qkv"}, forward=forward)
 

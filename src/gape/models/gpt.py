@@ -289,25 +289,8 @@ class GPT(nn.Module):
     def _large(self) -> bool:
         return self.config.vocab_size > LARGE_VOCABULARY
 
-    def generate(
-        self,
-        ids: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        pad_id: int | None = None,
-        eos_id: int | None = None,
-        cache: ModelCache | None = None,
-    ) -> Tensor:
-        """Continue ids (B, N); see :func:`gape.models.generate.generate`."""
-        return generate(
-            self, ids, max_new_tokens, temperature, top_k, top_p, seed,
-            attention_mask=attention_mask, pad_id=pad_id, eos_id=eos_id, cache=cache,
-        )  # fmt: skip
+    #: Continue prompts (B, N): a method with the arguments of :func:`gape.models.generate.generate`.
+    generate = generate
 
     def new_cache(self, capacity: int = 0) -> ModelCache:
         """An empty cache for `forward`, with room for `capacity` tokens at once."""

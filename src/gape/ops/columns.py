@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gape.ops.problem import beside_heads
-from gape.ops.rounding import UNIT, pieces, round_significand, straight_through
+from gape.ops.problem import Problem, beside_heads
+from gape.ops.rounding import UNIT, pieces, round_significand, significand_bits, straight_through
 
 #: Queries that two anchors are near enough to, 1,024 each, for gates that learn through a half-precision backward.
 ANCHORED_ROWS = 2048
@@ -69,6 +69,35 @@ def key_columns(exposure: Tensor, positions: Sequence[Tensor], dtype: torch.dtyp
     for j in counted:
         columns += pieces((u * (j / UNIT)).clamp(-limit, limit), bits, count)
     return torch.stack(columns, dim=-1).to(dtype)
+
+
+def learns_shortly(problem: Problem) -> bool:
+    """Whether gates learn through a backward pass too short for one anchor."""
+    return significand_bits(problem.q) <= SHORT_BITS and problem.gates_learn
+
+
+def sides(problem: Problem, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Both sides for queries start … stop − 1 and the keys that any of them may see.
+
+    There is one anchor, the middle query, or one for each half where gates learn shortly and both are near enough.
+
+    Returns:
+        (B, Hq, stop − start, columns) in q's dtype and (B, Hk, n, columns) in k's.
+    """
+    seen, bits = problem.seen, significand_bits(problem.q)
+    middle = (start + stop) // 2
+    near = learns_shortly(problem) and stop - start <= ANCHORED_ROWS
+    groups = [(start, middle), (middle, stop)] if near and middle > start else [(start, stop)]
+    count = 2 if near and seen.index_order else 3
+    n_k = seen.rows(start, stop).n_k
+    anchors = [seen.anchor(*group) for group in groups]
+    q_positions, k_positions = seen.positions()
+    i = [q_positions[..., a:b] - anchor for (a, b), anchor in zip(groups, anchors, strict=True)]
+    j = [k_positions[..., :n_k] - anchor for anchor in anchors]
+    return (
+        query_columns(problem.rate[:, :, start:stop], i, problem.scale, problem.q.dtype, bits, count),
+        key_columns(problem.exposure[:, :, :n_k], j, problem.k.dtype, bits, count),
+    )
 
 
 def _wide(positions: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_ma
 
 from gape.ops import columns
 from gape.ops.problem import Problem
-from gape.ops.rounding import significand_bits
 from gape.ops.visibility import Visibility
 
 #: Queries and keys of a tile.
@@ -149,17 +148,8 @@ def _legal(x: Tensor) -> Tensor:
 
 
 def _carried(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with the bias's coordinates: one anchor, or two where gates learn and queries are near them."""
-    bits, seen, n_q = significand_bits(problem.q), problem.seen, problem.seen.n_q
-    near = problem.gates_learn and bits <= columns.SHORT_BITS and 1 < n_q <= columns.ANCHORED_ROWS
-    groups = [(0, n_q // 2), (n_q // 2, n_q)] if near else [(0, n_q)]
-    count = 2 if near and seen.index_order else 3
-    anchors = [seen.anchor(*group) for group in groups]
-    q_positions, k_positions = seen.positions()
-    i = [q_positions[..., a:b] - anchor for (a, b), anchor in zip(groups, anchors, strict=True)]
-    j = [k_positions - anchor for anchor in anchors]
-    q_columns = columns.query_columns(problem.rate, i, problem.scale, problem.q.dtype, bits, count)
-    k_columns = columns.key_columns(problem.exposure, j, problem.k.dtype, bits, count)
+    """q, k and v with the bias's coordinates."""
+    q_columns, k_columns = columns.sides(problem, 0, problem.seen.n_q)
     return torch.cat([problem.q, q_columns], dim=-1), torch.cat([problem.k, k_columns], dim=-1), problem.v
 
 

@@ -27,9 +27,7 @@ from collections.abc import Iterator
 import torch
 
 from gape.ops import columns, sdpa
-from gape.ops.columns import key_columns, query_columns
 from gape.ops.problem import Problem
-from gape.ops.rounding import significand_bits
 
 
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
@@ -40,31 +38,20 @@ def calls(problem: Problem) -> Iterator[sdpa.Call]:
 
 def anchored_calls(problem: Problem) -> Iterator[sdpa.Call]:
     """As `calls`, in chunks whose queries are all near an anchor where gates learn through a short backward."""
-    if sdpa.draws_mask(problem.seen, problem.q) or not _learns(problem):
+    if sdpa.draws_mask(problem.seen, problem.q) or not columns.learns_shortly(problem):
         return calls(problem)
     return _calls(problem, columns.ANCHORED_ROWS)
 
 
 def _calls(problem: Problem, rows: int | None) -> Iterator[sdpa.Call]:
-    bits = significand_bits(problem.q)
     spans = sdpa.chunks(problem.seen.n_q, rows)
-    near = _learns(problem) and spans[0][1] <= columns.ANCHORED_ROWS
-    count = 2 if near and problem.seen.index_order else 3
-    q_positions, k_positions = problem.seen.positions()
-    rate, exposure = problem.rate, problem.exposure
     k, v = problem.k, problem.v
     if len(spans) > 1:
         # The chunks' gradients are added up in float32 and rounded once.
-        k, v = k.to(exposure.dtype), v.to(exposure.dtype)
+        k, v = k.to(problem.exposure.dtype), v.to(problem.exposure.dtype)
     for start, stop in spans:
         seen = problem.seen.rows(start, stop)
-        middle = (start + stop) // 2
-        groups = [(start, middle), (middle, stop)] if near and middle > start else [(start, stop)]
-        anchors = [problem.seen.anchor(*group) for group in groups]
-        i = [q_positions[..., a:b] - anchor for (a, b), anchor in zip(groups, anchors, strict=True)]
-        j = [k_positions[..., : seen.n_k] - anchor for anchor in anchors]
-        q_columns = query_columns(rate[:, :, start:stop], i, problem.scale, problem.q.dtype, bits, count)
-        k_columns = key_columns(exposure[:, :, : seen.n_k], j, problem.k.dtype, bits, count)
+        q_columns, k_columns = columns.sides(problem, start, stop)
         yield sdpa.prepare(
             torch.cat([problem.q[:, :, start:stop], q_columns], dim=-1),
             torch.cat([k[:, :, : seen.n_k].to(problem.k.dtype), k_columns], dim=-1),
@@ -72,8 +59,3 @@ def _calls(problem: Problem, rows: int | None) -> Iterator[sdpa.Call]:
             seen,
             problem.scale,
         )
-
-
-def _learns(problem: Problem) -> bool:
-    """Whether gates learn through a backward pass too short for one anchor."""
-    return significand_bits(problem.q) <= columns.SHORT_BITS and problem.gates_learn
