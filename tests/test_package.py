@@ -52,6 +52,7 @@ def test_precision_page_is_drawn_from_its_rows() -> None:
 
 def test_benchmark_page_is_drawn_from_its_rows() -> None:
     assert page.rendered(ROOT) in (ROOT / page.PAGE).read_text(encoding="utf-8")
+    assert page.skipping(ROOT) in (ROOT / page.SKIPPING).read_text(encoding="utf-8")
 
 
 def cells(line: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def rows(home: Path) -> list[dict[str, object]]:
 def test_from_a_recipe_to_a_page(
     toy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalogue, "FIGURES", {"overview": catalogue.figure("overview")})
+    monkeypatch.setattr(catalogue, "FIGURES", {name: catalogue.figure(name) for name in ("overview", "fox")})
     assert gape_exits("niah", "train", toy) == 0
     for run in RUNS:
         home = Path("runs/toy") / run
@@ -96,6 +97,9 @@ def test_from_a_recipe_to_a_page(
     Path("page").rename("results/niah/paper")
     assert gape_exits("reproduce", "overview", "--out", "drawn") == 0
     assert Path("drawn/overview.pdf").is_file()
+    capsys.readouterr()
+    assert gape_exits("reproduce", "fox") == 2
+    assert re.search(r"fox: .* no rows .* gape niah train niah/paper", capsys.readouterr().err)
 
 
 def test_what_is_done_is_not_done_again(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`docs/benchmarks.md`: its tables, drawn from the stored rows; of a case measured again the newest row counts."""
+"""Tables of `docs/benchmarks.md` and `docs/skipping.md` from the stored rows; the newest row of a case counts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from gape.bench import rows
 from gape.bench.rows import Row
 
 PAGE = Path("docs/benchmarks.md")
+SKIPPING = Path("docs/skipping.md")
+
+#: Gates that skipping is shown for.
+KINDS = ("contracting", "landmarks", "trained", "trained-floor")
 
 #: By benchmark: what a table is about, and its columns with their headings.
 TABLES: dict[str, tuple[Sequence[str], dict[str, str]]] = {
@@ -46,8 +50,30 @@ def redraw(page: Path, mark: str, text: str) -> None:
 
 
 def render(root: Path = Path()) -> None:
-    """Redraw the page of a clone."""
+    """Redraw the pages of a clone."""
     redraw(root / PAGE, "benchmarks", rendered(root))
+    redraw(root / SKIPPING, "skipping", skipping(root))
+
+
+def skipping(root: Path = Path()) -> str:
+    """How many times as fast as dense cuDNN the skipping kernel is, by kind of gates and length."""
+    found = rows.load(root / rows.DATA / "attention.csv")
+    newest = {
+        (row["gates"], row["impl"], row["direction"], int(row["length"])): row for row in found if row["eps"] != "0"
+    }
+    lines = ["| `--gates` | tokens | tiles visited | forward | forward and backward |", "|---|---:|---:|---:|---:|"]
+    for kind, length in sorted(
+        {(gates, length) for gates, _, _, length in newest}, key=lambda x: (KINDS.index(x[0]), x[1])
+    ):
+        times = {
+            (impl, way): float(newest[kind, impl, way, length]["ms"])
+            for impl in ("triton", "sdpa-cudnn")
+            for way in ("forward", "both")
+        }
+        gains = [f"{times['sdpa-cudnn', way] / times['triton', way]:.2f}×" for way in ("forward", "both")]
+        tiles = newest[kind, "triton", "forward", length]["tiles"]
+        lines.append(f"| `{kind}` | {length:,} | {tiles} | {gains[0]} | {gains[1]} |")
+    return "\n".join(lines) + "\n"
 
 
 def rendered(root: Path = Path()) -> str:

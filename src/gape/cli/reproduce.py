@@ -42,9 +42,9 @@ def reproduce(
     try:
         paths = catalogue.write(entry, found, out)
     except NoData as error:
-        how = entry.made_by or (entry.command and f"gape {entry.command} and then gape report")
-        hint = f"; {how} make them" if how else ""
-        raise ValueError(f"{error}{hint}") from error
+        train = f"gape {entry.command}" if entry.command else f"gape niah train {entry.recipe}"
+        how = entry.made_by or f"{train} and then gape report runs/{entry.recipe} --out {home(entry, results)}"
+        raise ValueError(f"{entry.name}: {error}; {how} make them") from error
     for path in paths:
         typer.echo(path)
 
