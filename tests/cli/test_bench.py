@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gape.bench import errors, guard, inputs, page, rows
-from gape.bench.attention import flops
+from gape.bench.attention import FIELDS, flops
 from gape.bench.candidates import CANDIDATES, Work
 from gape.ops import dispatch
 from tests.cli.test_commands import gape_exits
@@ -122,9 +122,21 @@ def test_the_page_shows_the_newest_rows() -> None:
     assert gape_exits(*case) == 0
     page.PAGE.parent.mkdir()
     page.PAGE.write_text("Before\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nafter\n")
+    page.SKIPPING.write_text("Before\n<!-- skipping: begin -->\nold\n<!-- skipping: end -->\nafter\n")
+    for gates, impl, way, ms, tiles in (
+        ("contracting", "triton", "forward", "2", "0.1"),
+        ("contracting", "sdpa-cudnn", "forward", "5", ""),
+        ("contracting", "triton", "both", "4", "0.1"),
+        ("contracting", "sdpa-cudnn", "both", "30", ""),
+        ("trained", "triton", "forward", "9", "0.9"),
+    ):
+        measured = {"gates": gates, "impl": impl, "direction": way, "ms": ms, "tiles": tiles, "length": "4096"}
+        with (rows.DATA / "attention.csv").open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, FIELDS).writerow(stored("attention")[-1] | measured | {"eps": "0.0001"})
     assert gape_exits("bench", "render") == 0
+    assert "| `contracting` | 4,096 | 0.1 | 2.50× | 7.50× |\n\n<!--" in page.SKIPPING.read_text()
     told = page.PAGE.read_text()
-    newest = stored("attention")[-1]
+    newest = next(row for row in reversed(stored("attention")) if row["impl"] == "split")
     assert f"| split | 24 | 1 | {newest['ms']} | {newest['tflops']} | {newest['error']} |" in told
     assert told.count("| split |") == 1
     assert told.startswith("Before")
