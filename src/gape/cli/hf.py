@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,25 @@ Length = Annotated[int | None, typer.Option(help="T, the length the model is (or
 Start = Annotated[str, typer.Option(help="identity begins with the model's own logits, paper with an amplitude of 1.")]
 Dry = Annotated[bool, typer.Option("--dry-run", help="Only print parameters added, cost and backend.")]
 Seed = Annotated[int, typer.Option(help="Of the gates' first values.")]
+Gate = Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the gates, such as gate_floor=4; repeated.")]
+Option = Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the scheme, such as factor=8; repeated.")]
+Attention = Annotated[
+    str | None, typer.Option(help="attn_implementation, such as gape_triton; the model's own by default.")
+]
+
+
+@app.command("import")
+def bring(
+    file: Annotated[Path, typer.Argument(help="A GGUF file, or model.bin of llama2.c.")],
+    out: Out,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.bin of llama2.c, where it does not follow the weights in FILE.")
+    ] = None,
+) -> None:
+    """Save a model that comes in another format as transformers knows it, with its tokenizer."""
+    from gape.cli import finetune  # noqa: PLC0415
+
+    finetune.bring(file, out, tokenizer)
 
 
 @app.command()
@@ -27,6 +46,8 @@ def inject(
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Numbers with commas, such as 0,1,-1; all by default.")] = None,
     start: Start = "identity",
+    gate: Gate = None,
+    option: Option = None,
     seed: Seed = 0,
     dry_run: Dry = False,
 ) -> None:
@@ -35,7 +56,7 @@ def inject(
 
     finetune.retrofit(
         model, out, context_length=context_length, position=position, layers=_numbers(layers), start=start, seed=seed,
-        dry_run=dry_run,
+        gates=_values(gate), options=_values(option), dry_run=dry_run,
     )  # fmt: skip
 
 
@@ -57,6 +78,8 @@ def convert(
         int | None, typer.Option(help="Instead of another scheme: so many learned positions.")
     ] = None,
     start: Start = "paper",
+    gate: Gate = None,
+    option: Option = None,
     seed: Seed = 0,
     dry_run: Dry = False,
 ) -> None:
@@ -70,7 +93,7 @@ def convert(
         return
     finetune.retrofit(
         model, out, context_length=context_length, position=position, layers=None, start=start, seed=seed,
-        dry_run=dry_run, learned_positions=True,
+        gates=_values(gate), options=_values(option), dry_run=dry_run, learned_positions=True,
     )  # fmt: skip
 
 
@@ -92,6 +115,8 @@ def train(
     validate_every: Annotated[int, typer.Option(help="Updates between validations; 0 never validates.")] = 100,
     checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 500,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more time.")] = False,
+    attention: Attention = None,
+    variant: Annotated[str, typer.Option(help="What tells the run from others of its scheme, for tables.")] = "",
     seed: Annotated[int, typer.Option(help="Of the order of the data.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto.")] = "auto",
@@ -110,14 +135,15 @@ def train(
     )  # fmt: skip
     written = finetune.finetune(
         model, data, out, config, length=length, batch_size=batch_size, learn=learn, device=device, resume=resume,
-        heldout_fraction=heldout_fraction, gradient_checkpointing=gradient_checkpointing,
+        heldout_fraction=heldout_fraction, gradient_checkpointing=gradient_checkpointing, attention=attention,
+        variant=variant,
     )  # fmt: skip
     typer.echo(written)
 
 
 @app.command("perplexity")
 def measure(
-    models: Annotated[list[Path], typer.Argument(help="Directories of models.")],
+    models: Annotated[list[Path], typer.Argument(help="Runs of gape hf finetune, or directories of models.")],
     data: Annotated[Path, typer.Option(help="A corpus of the models' tokenizer.")],
     contexts: Annotated[str, typer.Option(help="Lengths with commas.")] = "512,1024,2048,4096",
     last: Annotated[int, typer.Option(help="Tokens scored at the end of each window.")] = 512,
@@ -125,19 +151,22 @@ def measure(
     split: Annotated[str, typer.Option(help="Which documents.")] = "heldout",
     max_windows: Annotated[int, typer.Option(help="Windows per context at most.")] = 8000,
     seed: Annotated[int, typer.Option(help="Which windows, where there are more.")] = 0,
-    chunk: Annotated[int, typer.Option(help="Tokens at once; longer windows are read with a cache.")] = 16384,
+    chunk: Annotated[
+        int, typer.Option(help="Tokens at once; longer windows are read with a cache, which takes mask tensors.")
+    ] = 65536,
+    attention: Attention = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto.")] = "auto",
 ) -> None:
     """Measure the perplexity of models at several contexts; rows go to perplexity.jsonl in each directory."""
-    from gape.cli import finetune  # noqa: PLC0415
+    from gape.cli import hf_perplexity  # noqa: PLC0415
     from gape.recipes.lm import Evaluation  # noqa: PLC0415
 
     evaluation = Evaluation(
         contexts=_numbers(contexts) or (), last=last, align=align, max_windows=max_windows, seed=seed, chunk=chunk
     )
-    table = finetune.perplexity_table(models, data, evaluation, split=split, device=device, precision=precision)
-    typer.echo(table.text())
+    asked = hf_perplexity.Asked.of(data, evaluation, split=split, device=device, precision=precision)
+    typer.echo(hf_perplexity.table(models, asked, attention).text())
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:
@@ -147,3 +176,10 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
         return tuple(int(part.replace("_", "")) for part in text.split(","))
     except ValueError as error:
         raise ValueError(f"got {text!r}, expected whole numbers with commas, such as 0,1,2") from error
+
+
+def _values(given: list[str] | None) -> dict[str, Any]:
+    """KEY=VALUE, the values as in a recipe."""
+    from gape.recipes.tables import override  # noqa: PLC0415
+
+    return dict(override(text) for text in given or [])

@@ -17,15 +17,19 @@ except ImportError as error:
 from gape.hf.auto import register
 
 if TYPE_CHECKING:
+    from gape.hf.forgetting import ForgettingCache
+    from gape.hf.gguf import read_gguf
     from gape.hf.gpt import GapeConfig, GapeForCausalLM
     from gape.hf.gpt2 import extend_positions
     from gape.hf.language import LanguageModel
     from gape.hf.learn import lora_config, parameters
+    from gape.hf.llama2c import read_llama2c
     from gape.hf.planning import Plan
     from gape.hf.retrofit import inject, plan, remove
     from gape.hf.saving import gate_checksum
 
 _HOMES = {
+    "ForgettingCache": "forgetting",
     "GapeConfig": "gpt",
     "GapeForCausalLM": "gpt",
     "LanguageModel": "language",
@@ -36,10 +40,13 @@ _HOMES = {
     "lora_config": "learn",
     "parameters": "learn",
     "plan": "retrofit",
+    "read_gguf": "gguf",
+    "read_llama2c": "llama2c",
     "remove": "retrofit",
 }
 
 __all__ = [
+    "ForgettingCache",
     "GapeConfig",
     "GapeForCausalLM",
     "LanguageModel",
@@ -50,6 +57,8 @@ __all__ = [
     "lora_config",
     "parameters",
     "plan",
+    "read_gguf",
+    "read_llama2c",
     "register",
     "remove",
 ]

@@ -44,10 +44,18 @@ def register() -> None:
     AutoModelForCausalLM.register(GapeConfig, GapeForCausalLM, exist_ok=True)
 
 
+def _reduce_config(config: Any, protocol: Any) -> Any:
+    """For pickle and copies: the class is made anew from the family's."""
+    from gape.hf.saving import rebuilt  # noqa: PLC0415
+
+    return rebuilt, (config_class, type(config).__mro__[1]), vars(config)
+
+
 @functools.cache
 def config_class(base: type[Any]) -> type[Any]:
     """The config class of models of `base` with gates; loading through AutoModelForCausalLM knows it from then on."""
-    made = type(f"Gape{base.__name__}", (base,), {"model_type": PREFIX + base.model_type, "__module__": __name__})
+    own = {"model_type": PREFIX + base.model_type, "__module__": __name__, "__reduce_ex__": _reduce_config}
+    made = type(f"Gape{base.__name__}", (base,), own)
     model = model_class(MODEL_FOR_CAUSAL_LM_MAPPING[base])
     model.config_class = made
     AutoModelForCausalLM.register(made, model, exist_ok=True)

@@ -151,11 +151,16 @@ def family_of(model: Any) -> Family:
     name = type(model).__name__
     if model_type not in ATTENTION or not name.endswith(("ForCausalLM", "LMHeadModel")):
         raise ValueError(f"model: got {name} of type {model_type!r}, expected a causal language model of {known}")
-    attention, layout = ATTENTION[model_type]
-    family = Family(model_type=model_type, attention=attention, layout=layout)
+    family = family_named(model_type)
     if not family.modules(model):
-        raise ValueError(f"model: {name} has no {attention}, expected one in each layer")
+        raise ValueError(f"model: {name} has no {family.attention}, expected one in each layer")
     return family
+
+
+def family_named(model_type: str) -> Family:
+    """The family of a model type in :data:`ATTENTION`."""
+    attention, layout = ATTENTION[model_type]
+    return Family(model_type=model_type, attention=attention, layout=layout)
 
 
 def rope_theta(config: Any) -> float:

@@ -9,10 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape.gates import GAPEGates
+from gape.hf.settings import MARKED, STARTS, Settings
 from gape.ops.checks import refuse
-
-#: How an injected model begins: with its own logits, or with the gates of the paper.
-STARTS = ("identity", "paper")
 
 
 class RetrofitGates(GAPEGates):
@@ -23,12 +21,14 @@ class RetrofitGates(GAPEGates):
     every other gate parameter has a gradient. Nothing is saturated: g, l and γ begin where the paper begins. "paper"
     begins with s = 1, which is the paper's Γ = 1.
 
-    T is stored beside the parameters, in `context_length`, and a state with another T is refused.
+    T is stored beside the parameters, in `context_length`, and what else they were trained under in `settings`. A state
+    of another T or other settings is refused, also one of an adapter.
 
     Args:
         n_heads, head_dim, n_kv_heads: as in :class:`gape.GAPEGates`.
         context_length: T.
         start: "identity" or "paper".
+        settings: of the injection; none are kept without.
         **options: options of :class:`gape.GAPEGates`.
 
     Raises:
@@ -36,9 +36,18 @@ class RetrofitGates(GAPEGates):
     """
 
     context_length: Tensor
+    settings: Tensor
 
     def __init__(
-        self, n_heads: int, head_dim: int, n_kv_heads: int, *, context_length: int, start: str, **options: Any
+        self,
+        n_heads: int,
+        head_dim: int,
+        n_kv_heads: int,
+        *,
+        context_length: int,
+        start: str,
+        settings: Settings | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(n_heads, head_dim, n_kv_heads, **options)
         if start not in STARTS:
@@ -47,6 +56,9 @@ class RetrofitGates(GAPEGates):
         self.strength = nn.Parameter(torch.full((n_heads,), float(start == "paper")))
         # An integer: casting a model to half precision leaves it alone.
         self.register_buffer("context_length", torch.tensor([context_length], dtype=torch.int64))
+        self.told = settings
+        marks = [] if settings is None else settings.marks()
+        self.register_buffer("settings", torch.tensor(marks, dtype=torch.int64))
 
     def reset_parameters(self) -> None:
         """Draw the projections anew and set everything else back."""
@@ -64,6 +76,7 @@ class RetrofitGates(GAPEGates):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         refuse_other_length(state_dict.get(f"{prefix}context_length"), self.length, prefix)
+        refuse_other_settings(state_dict.get(f"{prefix}settings"), self.told, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -75,3 +88,19 @@ def refuse_other_length(stored: Tensor | None, own: int, where: str) -> None:
     """
     if stored is not None and stored.device.type != "meta" and int(stored.reshape(-1)[0]) != own:
         raise ValueError(f"context_length: {where} was trained with T = {int(stored.reshape(-1)[0])}, expected {own}")
+
+
+def refuse_other_settings(stored: Tensor | None, own: Settings | None, where: str) -> None:
+    """Refuse gates that were trained under other settings of an injection than the model's.
+
+    Raises:
+        ValueError: names the layer, the settings that differ and the model's values of them.
+    """
+    if stored is None or own is None or stored.device.type == "meta":
+        return
+    values, marks = own.to_dict(), stored.to(torch.int64).tolist()
+    pairs = zip(MARKED, marks, own.marks(), strict=True) if len(marks) == len(MARKED) else ()
+    other = [name for name, was, now in pairs if was != now] if pairs else list(MARKED)
+    if other:
+        told = ", ".join(f"{name} = {values[name]!r}" for name in other)
+        raise ValueError(f"{where} was trained under other settings than the model's {told}; inject with those it had")

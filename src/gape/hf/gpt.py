@@ -13,10 +13,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from gape.hf.attend import Sides, attend, made_mask, our_name, try_causality
 from gape.hf.card import write_card
+from gape.hf.forgetting import ForgettingCache, pads
 from gape.hf.saving import gate_checksum, refuse_missing
 from gape.hf.wrap import remember
 from gape.models.attention import GAPEAttention
-from gape.models.gpt import GPT, Block, GPTConfig
+from gape.models.config import GPTConfig
+from gape.models.gpt import GPT, Block
 from gape.ops.checks import refuse
 from gape.positions import is_gated
 
@@ -73,8 +75,8 @@ class GapeConfig(PretrainedConfig):  # type: ignore[misc]
 class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """:class:`gape.GPT` with the interface of `transformers`: `generate`, caches, `Trainer`, saving.
 
-    Its tensors are those of the GPT, under the prefix `gpt.`. The embedding is also the output layer, one tensor under
-    one name. FoX, whose keys carry a running sum, runs without a cache only.
+    Its tensors are those of the GPT, under the prefix `gpt.`. Where the embedding is also the output layer, it is one
+    tensor under one name. FoX, whose keys carry a running sum, runs without a cache only.
     """
 
     config_class = GapeConfig
@@ -116,8 +118,13 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.gpt.embedding = value
         self.gpt.config = dataclasses.replace(self.gpt.config, vocab_size=value.num_embeddings)
 
-    def get_output_embeddings(self) -> None:
-        """None: the embedding is the output layer, and there is nothing to tie."""
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """The output layer; None where the embedding is that, and there is nothing to tie."""
+        return self.gpt.head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        """Put another output layer in its place, for another vocabulary."""
+        self.gpt.head = value
 
     def forward(
         self,
@@ -151,7 +158,10 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             raise refuse("past_key_values", cache, "None, since FoX runs without a cache; use_cache=False in generate")
         positions = self._positions(x, attention_mask, position_ids, cache)
         told = {"cache_position": torch.arange(x.size(1), device=x.device) + _length(cache)}
-        mask = made_mask(self.config, x, attention_mask, positions, cache)
+        if isinstance(cache, ForgettingCache):
+            mask = pads(attention_mask, x)
+        else:
+            mask = made_mask(self.config, x, attention_mask, positions, cache)
         x = self.gpt.dropout(x)
         hidden, weights = [x], []
         for index, block in enumerate(self.gpt.blocks()):
@@ -201,6 +211,9 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         k, side = scheme.keys(k, positions, x, None)
         gates, sides = attention.gates, None
         landmark = side if gates is not None else None
+        if isinstance(cache, ForgettingCache) and gate is not None and landmark is not None:
+            y = cache.layers[layer].attend(q, k, v, gate, landmark, positions, mask)
+            return attention.out(y.transpose(1, 2).flatten(2)), None
         k, v, landmark, k_positions = remember(cache, layer, k, v, landmark, positions, told, attention.head_dim)
         if gates is not None and gate is not None and landmark is not None:
             sides = Sides(gate, landmark, gates.amplitude, attention.context_length)

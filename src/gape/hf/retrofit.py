@@ -260,8 +260,9 @@ def _gates(module: Any, family: Family, settings: Settings) -> RetrofitGates | N
         return None
     n_heads, n_kv_heads, width = family.layout.sizes(module)
     return RetrofitGates(
-        n_heads, width, n_kv_heads, context_length=settings.context_length, start=settings.start, **settings.gates
-    )
+        n_heads, width, n_kv_heads, context_length=settings.context_length, start=settings.start, settings=settings,
+        **settings.gates,
+    )  # fmt: skip
 
 
 def _wrap(module: Any, wiring: Wiring, settings: Settings) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gape.hf.card import write_card
-from gape.hf.gates import RetrofitGates, refuse_other_length
+from gape.hf.gates import RetrofitGates, refuse_other_length, refuse_other_settings
 from gape.hf.settings import Settings
 
 #: The name under which an attention module keeps its gates; for PEFT's modules_to_save.
@@ -32,6 +32,12 @@ class Saved:
         install(self, Settings.from_config(config))
         # What such a model does without is not known here.
         self.gape_undo["loaded"] = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle and copies: the class is made anew from the family's, which has a name to be found by."""
+        from gape.hf.auto import model_class  # noqa: PLC0415
+
+        return rebuilt, (model_class, self.gape_base), vars(self)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in `transformers`; also stores the gates' checksum and writes a model card."""
@@ -59,6 +65,11 @@ class Saved:
         return (model, info) if told else model
 
 
+def rebuilt(made: Callable[[type[Any]], type[Any]], base: type[Any]) -> Any:
+    """An empty instance of the class that `made` makes of a class of transformers; its state is set by pickle."""
+    return object.__new__(made(base))
+
+
 def refuse_missing(info: Mapping[str, Any], where: str) -> None:
     """Refuse a load that left gates as they were made.
 
@@ -79,8 +90,10 @@ def check_gates(model: Any, where: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, RetrofitGates):
             refuse_other_length(module.context_length, module.length, f"{where}: {name}")
-            # What is kept in float32 becomes float32, this one too.
+            refuse_other_settings(module.settings, module.told, f"{where}: {name}")
+            # What is kept in float32 becomes float32, these too.
             module.context_length = module.context_length.to(torch.int64)
+            module.settings = module.settings.to(torch.int64)
     stored = model.config.gape.get("checksum")
     if stored is not None and stored != gate_checksum(model.state_dict()):
         raise ValueError(f"{where}: the gates are not those that were saved: their checksum differs")

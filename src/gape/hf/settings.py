@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from gape import positions as schemes
 from gape.gates import GAPEGates
-from gape.hf.gates import STARTS
 from gape.ops.checks import refuse, whole
 from gape.positions.base import keyword_defaults
 
+#: How an injected model begins: with its own logits, or with the gates of the paper.
+STARTS = ("identity", "paper")
 #: What may learn: the gates alone, the projections of q and k beside them, everything.
 LEARN = ("gates", "gates+qk", "all")
+#: Settings without which gates mean something else; T is kept by itself.
+MARKED = ("position", "layers", "gates", "options", "softcap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,15 @@ class Settings:
     def base(self) -> str | None:
         """The scheme without gates, or None."""
         return None if self.position is None else self.position.removesuffix("+gape")
+
+    def marks(self) -> list[int]:
+        """A number for each of :data:`MARKED`, kept beside the gates: what is another there is another value.
+
+        Each is below 2²⁴, so that it outlives a stay in float32.
+        """
+        values = self.to_dict()
+        told = (json.dumps(values[name], sort_keys=True).encode() for name in MARKED)
+        return [int.from_bytes(hashlib.sha256(text).digest()[:3]) for text in told]
 
     def to_dict(self) -> dict[str, Any]:
         """For config.json."""

@@ -17,8 +17,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape.hf.attend import Sides, attend, try_causality
-from gape.hf.families import Family
+from gape.hf.families import Family, family_named
+from gape.hf.forgetting import ForgettingCache, real_tokens
 from gape.hf.packing import pack, unpack
+from gape.hf.saving import rebuilt
 from gape.hf.version import OLD
 from gape.ops.checks import refuse
 from gape.positions.base import Scheme
@@ -45,12 +47,28 @@ class Wiring:
     scheme: Scheme | None = None
     softcap: bool = True
 
+    def __reduce__(self) -> Any:
+        # Layouts and rotations are functions, some without a name; the family knows its own.
+        return _wired, (self.family.model_type, self.context_length, self.scheme, self.softcap)
+
+
+def _wired(model_type: str, context_length: int, scheme: Scheme | None, softcap: bool) -> Wiring:
+    family = family_named(model_type)
+    return Wiring(
+        family=family, rotation=family.rotation(), context_length=context_length, scheme=scheme, softcap=softcap
+    )
+
 
 class Injected:
     """Mixed into an attention class of `transformers`. `gape` are the gates, None where only positions changed."""
 
     gape: Any
+    gape_base: type[nn.Module]
     gape_wiring: Wiring
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle and copies: the class is made anew from the family's, which has a name to be found by."""
+        return rebuilt, (injected, self.gape_base), vars(self)
 
     def forward(
         self,
@@ -75,6 +93,10 @@ class Injected:
         positions = _positions(kwargs, q.size(0))
         gate, landmark = (None, None) if self.gape is None else self.gape(q, k)
         q, k = self._rotate(q, k, positions, position_embeddings)
+        if self.gape is not None and isinstance(past_key_values, ForgettingCache):
+            real = real_tokens(attention_mask, q.size(2), q.size(0))
+            out = past_key_values.layers[module.layer_idx].attend(q, k, v, gate, landmark, positions, real)
+            return layout.merge(module, out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
         k, v, landmark, k_positions = remember(past_key_values, module.layer_idx, k, v, landmark, positions, kwargs)
         sides = None
         if gate is not None and landmark is not None:

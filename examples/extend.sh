@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Fine-tune a model at a short window, with gates and without, on the same text in the same order; then measure its
+# perplexity far beyond the context it was made for. What is done is not done again.
+#
+#     bash examples/extend.sh MODEL CORPUS RUNS [SCHEME...]
+#
+# MODEL is a directory of a rotary model, CORPUS what `gape data prepare --tokenizer MODEL` wrote. A SCHEME is rope (the
+# model as it is), p-rope or yarn, with or without +gape, and _floorN after it for gates with a floor. For a try on a
+# CPU: LENGTH=64 STEPS=20 BATCH=2 NATIVE=128 FAR=512 CONTEXTS=64,512 LAST=32.
+set -euo pipefail
+model=$1 corpus=$2 runs=$3
+shift 3
+[ $# -gt 0 ] || set -- rope+gape rope yarn p-rope+gape p-rope
+gape=${GAPE:-gape}
+length=${LENGTH:-1024} native=${NATIVE:-8192} far=${FAR:-65536}
+train="--length $length --steps ${STEPS:-600} --batch-size ${BATCH:-32} --learning-rate ${RATE:-3e-4} --gate-rate 10
+    --warmup ${WARMUP:-30} --validate-every ${VALIDATE:-100} --checkpoint-every 0 --seed ${SEED:-0} ${TRAIN:-}"
+# Every context is scored on the same tokens: those that the longest can precede.
+read="--contexts ${CONTEXTS:-1024,2048,4096,8192,16384,32768,65536} --last ${LAST:-512} --align $far
+    --max-windows ${WINDOWS:-60} --chunk $far ${READ:-}"
+
+# begin NAME POSITION: the model that a run starts from, as a directory.
+begin() {
+    local floor=${1#*_floor} place="$runs/begin/$1" told
+    [ "$1" = rope ] && { echo "$model"; return; }
+    told="--position $2 --context-length $length"
+    # Gates alone leave the model's own rotation in place; YaRN stretches the context the model was made for.
+    [ "$2" = rope+gape ] && told="--context-length $length"
+    [ "$2" = yarn ] && told="--position yarn --context-length $native --option factor=$((far / native))"
+    [ "$floor" != "$1" ] && told="$told --gate gate_floor=$floor"
+    [ -e "$place/config.json" ] || $gape hf inject "$model" $told --start paper --out "$place" >&2
+    echo "$place"
+}
+
+for name in "$@"; do
+    position=${name%%_*} variant=${name#"${name%%_*}"}
+    [ -e "$runs/$name/run.json" ] ||
+        $gape hf finetune "$(begin "$name" "$position")" "$corpus" --out "$runs/$name" --variant "${variant#_}" $train
+    $gape hf perplexity "$runs/$name" --data "$corpus" $read
+done
+[ -n "${NOBASE:-}" ] || $gape hf perplexity "$model" --data "$corpus" $read

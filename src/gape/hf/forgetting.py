@@ -1,0 +1,298 @@
+"""A cache for `generate` that lets go of keys which no future query can give weight: `docs/forgetting.md`.
+
+Each layer with gates keeps its keys in a :class:`gape.models.forgetting.ForgettingLayer`. What no query of a layer can
+exceed follows from its weights here too: from the norm before its projections, or from the norms of q and k behind them
+where the model has those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from gape.gates import GAPEGates
+from gape.hf.attend import consecutive
+from gape.hf.forgetting_limits import of_module
+from gape.models.cache import BOUNDS
+from gape.models.forgetting import ForgettingLayer
+from gape.models.forgetting_limits import least_rates
+from gape.ops.checks import finite, flag, refuse
+
+#: What decoder layers call the norm that their attention reads from.
+NORMS = ("input_layernorm", "ln_1", "attention_norm")
+
+
+@dataclass(kw_only=True, eq=False)
+class Seat:
+    """An injected layer as a forgetting cache sees it: :class:`gape.models.forgetting_limits.Attends`."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    scale: float
+    context_length: float
+    gates: GAPEGates
+    position: str
+    content_dim: int
+    # Keys of a loaded model have no coordinates to spare for the bias.
+    reserve: int = 0
+    impl: str = "auto"
+
+    def how(self, queries: int) -> dict[str, Any]:
+        """Whatever runs by default, and nothing is dropped."""
+        return {"impl": self.impl}
+
+
+class ForgettingCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The cache of one layer with gates. Attention goes through :meth:`attend`; keys and values are never handed out.
+
+    Attributes:
+        held: what is remembered.
+    """
+
+    is_croppable = True
+
+    def __init__(self, seat: Any, held: ForgettingLayer) -> None:
+        super().__init__()
+        self.seat, self.held = seat, held
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, landmark: Tensor, positions: Tensor, real: Tensor | None
+    ) -> Tensor:
+        """Add tokens and attend to everything kept.
+
+        Args:
+            q, k, v: (B, Hq, n, D), (B, Hk, n, D) and (B, Hk, n, Dv), rotated.
+            gate, landmark: (B, Hq, n) and (B, Hk, n).
+            positions: integer (n,) or (B, n).
+            real: bool (B, n), False for pads; None where there are none.
+
+        Returns:
+            (B, Hq, n, Dv).
+        """
+        # Pads stand before everything; a document of their own hides them.
+        where = positions if real is None else torch.where(real, positions, 0).expand(k.size(0), -1)
+        documents = None if real is None else real.to(torch.uint8)
+        told = None if real is None and self._counted(positions) else where
+        seen = {"q_positions": told, "q_documents": documents, "attn_mask": None}
+        return self.held.attend(self.seat, q, k, v, gate, landmark, where, seen)
+
+    def _counted(self, positions: Tensor) -> bool:
+        """Whether positions go on from what came before: then nothing but their number has to be known."""
+        row = positions if positions.dim() == 1 else positions[0]
+        same = positions.dim() == 1 or bool((positions == row).all())
+        return same and consecutive(row) and int(row[0]) == self.held.length
+
+    def lazy_initialization(self, *args: Any) -> None:
+        """Nothing: room is made as tokens come."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refused: layers that use this cache attend through it.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("past_key_values: a ForgettingCache serves the model it was made for, and no other")
+
+    def get_seq_length(self) -> int:
+        """Tokens that have come, kept or not."""
+        return self.held.length
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Keys that a mask speaks of, and the first of them: all that have come, dropped or not."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.held.length + new, 0
+
+    def get_max_length(self) -> int:
+        """−1: there is no limit."""
+        return -1
+
+    #: The name of it in transformers 4.
+    get_max_cache_shape = get_max_length
+
+    def crop(self, max_length: int) -> None:
+        """Forget all but the first tokens, or so many of the last ones where it is negative.
+
+        Raises:
+            ValueError: keys were dropped that a token there could see.
+        """
+        self.held.truncate(max_length if max_length >= 0 else self.held.length + max_length)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.held.truncate(0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refused: beams would share keys that each of them judges.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("num_beams: got beams, expected 1, since a ForgettingCache cannot be reordered")
+
+
+class ForgettingCache(Cache):  # type: ignore[misc]
+    """The caches of a model with gates that drop keys for good once no future query can give them weight.
+
+    Give it to `generate` or to the model as `past_key_values`; a new one for every text. Batches, left padding and
+    chunked prefill work, beams do not.
+
+    Args:
+        model: a :class:`gape.hf.GapeForCausalLM`, or a model that :func:`gape.hf.inject` was called on; its gates have
+            a floor.
+        eps, bounds, partial: as in :class:`gape.models.cache.ForgettingCache`. With `partial`, heads without a floor
+            and layers without gates keep all their keys.
+
+    Raises:
+        ValueError: an argument is out of range, a head has no floor or an amplitude of 0, or a layer caps its logits or
+            has a window; names layer and head.
+    """
+
+    def __init__(self, model: nn.Module, *, eps: float, bounds: str = "weights", partial: bool = False) -> None:
+        if not 0 < finite("eps", eps, "a number above 0 and below 1") < 1:
+            raise refuse("eps", eps, "a number above 0 and below 1")
+        if bounds not in BOUNDS:
+            raise refuse("bounds", bounds, f"one of {BOUNDS}")
+        flag("partial", partial)
+        places = _places(model, limited=bounds == "weights")
+        if bounds != "gates":
+            _refuse_without_floors([seat for seat, _ in places], partial)
+        layers = []
+        for number, (seat, limits) in enumerate(places):
+            if seat is None and not partial:
+                raise ValueError(
+                    f"model: layer {number} has no gates and forgets nothing; expected some, or partial=True"
+                )
+            held = None if seat is None else ForgettingLayer(seat, limits, eps=eps, bounds=bounds)
+            layers.append(DynamicLayer() if held is None else ForgettingCacheLayer(seat, held))
+        super().__init__(layers=layers)
+
+    @property
+    def forgetting(self) -> list[ForgettingLayer]:
+        """The layers that forget."""
+        return [layer.held for layer in self.layers if isinstance(layer, ForgettingCacheLayer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held, room to grow included; those of layers that do not forget too."""
+        plain = [layer for layer in self.layers if not isinstance(layer, ForgettingCacheLayer)]
+        kept: list[Tensor] = [x for layer in plain if layer.keys is not None for x in (layer.keys, layer.values)]
+        return sum(held.nbytes for held in self.forgetting) + sum(x.nbytes for x in kept)
+
+    @property
+    def kept(self) -> list[list[int]]:
+        """Keys that each layer that forgets holds, by key head."""
+        return [held.kept for held in self.forgetting]
+
+    @property
+    def beyond(self) -> int:
+        """Queries, counted for each layer and head, that may have missed more than eps; only "queries" counts any."""
+        return sum(held.beyond for held in self.forgetting)
+
+
+def pads(real: Tensor | None, embeddings: Tensor) -> Tensor | None:
+    """Which of some tokens (B, n, E) are no pads, bool (B, n), by a mask (B, cached + n); None: all are.
+
+    Raises:
+        ValueError: a mask of another kind, or pads behind a token.
+    """
+    if real is None:
+        return None
+    if real.dim() != 2:
+        raise refuse("attention_mask", real, "(batch, tokens), 0 for pads, where the cache forgets")
+    there = real != 0
+    if bool((there[:, :-1] & ~there[:, 1:]).any()):
+        raise ValueError("attention_mask: got pads behind a token, expected padding on the left")
+    return None if bool(there.all()) else there[:, -embeddings.size(1) :]
+
+
+def real_tokens(mask: Tensor | None, n: int, batch: int) -> Tensor | None:
+    """Which of the last n tokens are no pads, bool (B, n), by the mask that `transformers` made; None: all are.
+
+    Args:
+        mask: bool or additive (B or 1, 1, n, keys), or None.
+
+    Raises:
+        ValueError: a mask that hides more than pads on the left and later tokens.
+    """
+    if mask is None:
+        return None
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    if seen.dim() != 4 or seen.size(-2) != n:
+        raise refuse("attention_mask", mask, f"(batch, 1, {n}, keys), as transformers makes it")
+    seen = seen[:, 0].expand(batch, -1, -1)
+    real, past = seen[:, -1], seen.size(-1) - n
+    index = torch.arange(seen.size(-1), device=seen.device)
+    expected = (index <= index[past:, None]) & real[:, None]
+    if bool((real[:, past:, None] & (seen != expected)).any()):
+        raise ValueError("attention_mask: hides more than pads and later tokens, which would void the proof")
+    return None if bool(real.all()) else real[:, past:]
+
+
+def _refuse_without_floors(seats: list[Any], partial: bool) -> None:
+    rates = [torch.zeros(1) if seat is None else least_rates(seat) for seat in seats]
+    bare = [(layer, head) for layer, each in enumerate(rates) for head in torch.nonzero(each <= 0).flatten().tolist()]
+    if bare and not (partial and any(bool((each > 0).any()) for each in rates)):
+        hint = "in some head" if partial else "everywhere, or partial=True"
+        raise ValueError(
+            f"model: nothing ever fades in layer {bare[0][0]}, head {bare[0][1]}; expected gates with a gate_floor and "
+            f"an amplitude above 0 {hint}"
+        )
+
+
+def _places(model: Any, *, limited: bool) -> list[tuple[Any, Any]]:
+    """For each layer of a model what attends there, None without gates, and its limits, or what they follow from."""
+    from gape.hf.gpt import GapeForCausalLM  # noqa: PLC0415
+    from gape.hf.wrap import Injected  # noqa: PLC0415
+
+    if isinstance(model, GapeForCausalLM):
+        return [(block.attention, block.attention_norm) for block in model.gpt.blocks()]
+    found: dict[int, tuple[Seat, Any]] = {}
+    for parent in model.modules():
+        for module in parent.children():
+            if isinstance(module, Injected) and module.gape is not None:
+                place: Any = module
+                found[place.layer_idx] = _injected(model, parent, place, limited=limited)
+    if not found:
+        raise refuse("model", type(model).__name__, "one with gates: of gape.hf.inject, or a gape.hf.GapeForCausalLM")
+    return [found.get(number, (None, None)) for number in range(model.config.num_hidden_layers)]
+
+
+def _injected(model: Any, parent: Any, module: Any, *, limited: bool) -> tuple[Seat, Any]:
+    wiring, number = module.gape_wiring, module.layer_idx
+    layout = wiring.family.layout
+    if getattr(module, "attn_logit_softcapping", None) is not None and wiring.softcap:
+        raise ValueError(f"model: layer {number} caps its logits, expected none that does")
+    if _has_window(module):
+        raise ValueError(f"model: layer {number} has a sliding window, expected none that has one")
+    n_heads, n_kv_heads, width = layout.sizes(module)
+    seat = Seat(
+        n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=width, content_dim=width, scale=layout.scale(module),
+        context_length=wiring.context_length, gates=module.gape, position=f"{wiring.family.model_type}+gape",
+    )  # fmt: skip
+    norm = next((getattr(parent, name) for name in NORMS if hasattr(parent, name)), None)
+    if limited:
+        return seat, of_module(module, seat, norm, _stretch(model, module))
+    return seat, norm
+
+
+def _has_window(module: Any) -> bool:
+    """Whether a layer sees the latest tokens only, wherever its family says so."""
+    if hasattr(module, "sliding_window"):
+        return bool(module.sliding_window)
+    kinds = getattr(module.config, "layer_types", None)
+    if kinds is not None:
+        return bool(kinds[module.layer_idx] != "full_attention")
+    return bool(getattr(module.config, "sliding_window", None))
+
+
+def _stretch(model: Any, module: Any) -> float:
+    """What the rotation of a layer multiplies q and k by."""
+    if module.gape_wiring.scheme is not None:
+        return float(getattr(module.gape_wiring.scheme, "attention_scale", 1.0))
+    # A model may have several rotations; the one that stretches most bounds all.
+    return max([1.0, *(float(x) for m in model.modules() if (x := getattr(m, "attention_scaling", None)) is not None)])

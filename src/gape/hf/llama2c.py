@@ -1,0 +1,184 @@
+"""Models of llama2.c: model.bin, the float32 weights behind seven numbers, and tokenizer.bin, as transformers has them.
+
+The format is that of llama2.c's first `export.py` ("version 0"), which TinyStories comes in. Some packages keep both
+files in one, the tokenizer after the weights.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gape.ops.checks import refuse
+
+_HEADER = struct.Struct("<7i")
+#: The first ids of every tokenizer, which tokenizer.bin writes in other words; llama2.c knows the bytes by number too.
+_SPECIAL = ("<unk>", "<s>", "</s>")
+_FIXED = (*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)))
+
+
+class Sizes(NamedTuple):
+    """What the seven numbers say; a negative vocabulary has an output layer of its own."""
+
+    width: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    length: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether the embedding is the output layer."""
+        return self.vocabulary > 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors in their order."""
+        head, words = self.width // self.heads, abs(self.vocabulary)
+        own, keys, inner = (self.layers, self.width, self.width), head * self.kv_heads, (self.layers, self.hidden)
+        shapes = {
+            "embedding": (words, self.width), "norm": (self.layers, self.width), "q": own,
+            "k": (self.layers, keys, self.width), "v": (self.layers, keys, self.width), "o": own,
+            "mlp_norm": (self.layers, self.width), "gate": (*inner, self.width),
+            "down": (self.layers, self.width, self.hidden), "up": (*inner, self.width), "last_norm": (self.width,),
+            # Two tables of cosines and sines, which nobody needs.
+            "angles": (2, self.length, head // 2),
+        }  # fmt: skip
+        return shapes if self.shared else {**shapes, "head": (words, self.width)}
+
+
+def read_llama2c(path: str | Path, tokenizer: str | Path | None = None) -> tuple[Any, Any]:
+    """A model of llama2.c as a Llama of transformers.
+
+    Args:
+        path: model.bin, or a file in which tokenizer.bin follows it.
+        tokenizer: tokenizer.bin, where it is a file of its own.
+
+    Returns:
+        The model, a `LlamaForCausalLM` in float32, and its tokenizer, None where there is none.
+
+    Raises:
+        ValueError: a file of another format, or one that was cut short.
+    """
+    from transformers import LlamaForCausalLM  # noqa: PLC0415
+
+    data = Path(path).read_bytes()
+    sizes = _sizes(data, path)
+    tensors, end = _tensors(data, sizes)
+    model = LlamaForCausalLM(_config(sizes))
+    model.load_state_dict(_named(tensors, sizes))
+    rest = data[end:] if tokenizer is None else Path(tokenizer).read_bytes()
+    if not rest:
+        return model.eval(), None
+    return model.eval(), _tokenizer(_pieces(rest, abs(sizes.vocabulary), tokenizer or path), sizes.length)
+
+
+def _sizes(data: bytes, path: str | Path) -> Sizes:
+    if len(data) < _HEADER.size:
+        raise refuse("path", str(path), "model.bin of llama2.c, which begins with seven numbers")
+    sizes = Sizes(*_HEADER.unpack_from(data))
+    sound = all(value > 0 for value in (*sizes[:5], sizes.length)) and sizes.vocabulary != 0
+    whole = sound and sizes.width % sizes.heads == 0 and sizes.heads % sizes.kv_heads == 0
+    if not whole:
+        raise refuse("path", str(path), "model.bin of llama2.c (version 0, float32); its first numbers are no sizes")
+    needed = _HEADER.size + 4 * sum(int(np.prod(shape)) for shape in sizes.shapes().values())
+    if len(data) < needed:
+        raise refuse("path", f"{path} of {len(data):,} bytes", f"model.bin of llama2.c, {needed:,} bytes by its sizes")
+    return sizes
+
+
+def _tensors(data: bytes, sizes: Sizes) -> tuple[dict[str, Tensor], int]:
+    """The tensors by name, and where they end."""
+    at, found = _HEADER.size, {}
+    for name, shape in sizes.shapes().items():
+        count = int(np.prod(shape))
+        found[name] = torch.from_numpy(np.frombuffer(data, "<f4", count, at).astype(np.float32)).view(shape)
+        at += 4 * count
+    return found, at
+
+
+def _named(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """The tensors under the names of a `LlamaForCausalLM`."""
+    head = sizes.width // sizes.heads
+    named = {
+        "model.embed_tokens.weight": tensors["embedding"], "model.norm.weight": tensors["last_norm"],
+        "lm_head.weight": tensors["embedding" if sizes.shared else "head"],
+    }  # fmt: skip
+    plain = {
+        "norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj", "gate": "mlp.gate_proj", "down": "mlp.down_proj", "up": "mlp.up_proj",
+    }  # fmt: skip
+    for layer in range(sizes.layers):
+        prefix = f"model.layers.{layer}"
+        named |= {f"{prefix}.{name}.weight": tensors[part][layer] for part, name in plain.items()}
+        for part in ("q", "k"):
+            # llama2.c rotates neighbours, transformers a coordinate and the one half a head further.
+            turned = tensors[part][layer].view(-1, head // 2, 2, sizes.width).transpose(1, 2)
+            named[f"{prefix}.self_attn.{part}_proj.weight"] = turned.reshape(-1, sizes.width)
+    return named
+
+
+def _config(sizes: Sizes) -> Any:
+    from transformers import LlamaConfig  # noqa: PLC0415
+
+    return LlamaConfig(
+        vocab_size=abs(sizes.vocabulary), hidden_size=sizes.width, intermediate_size=sizes.hidden,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=sizes.length, rms_norm_eps=1e-5, tie_word_embeddings=sizes.shared, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+
+
+def _pieces(data: bytes, count: int, path: str | Path) -> list[tuple[str, float]]:
+    """What each id of tokenizer.bin stands for, with ▁ for a space, and its score."""
+    if count < len(_FIXED):
+        raise refuse("path", f"{count} pieces", f"at least {len(_FIXED)}: special ones and bytes come first")
+    # The first number is the length of the longest piece.
+    at, found = 4, []
+    try:
+        for _ in range(count):
+            score, size = struct.unpack_from("<fi", data, at)
+            text = data[at + 8 : at + 8 + size].decode()
+            found.append((text.replace(" ", "▁"), float(score)))
+            at += 8 + size
+    except (struct.error, UnicodeDecodeError) as error:
+        raise refuse("tokenizer", str(path), f"tokenizer.bin of llama2.c with {count:,} pieces ({error})") from error
+    return [*((name, 0.0) for name in _FIXED), *found[len(_FIXED) :]]
+
+
+def _tokenizer(pieces: Sequence[tuple[str, float]], length: int) -> Any:
+    """The byte-pair tokenizer of those pieces, as transformers makes it of a Llama's."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    vocabulary = {piece: number for number, (piece, _) in enumerate(pieces)}
+    merges = _merges(pieces, vocabulary)
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    inner.add_special_tokens(list(_SPECIAL))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>", model_max_length=length
+    )
+
+
+def _merges(pieces: Sequence[tuple[str, float]], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Every way to put a piece together from two others, the pieces of the highest scores first."""
+    found = []
+    for piece, _ in sorted(pieces[len(_FIXED) :], key=lambda scored: -scored[1]):
+        halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        known = [half for half in halves if half[0] in vocabulary and half[1] in vocabulary]
+        found += sorted(known, key=lambda half: (vocabulary[half[0]], vocabulary[half[1]]))
+    return found

@@ -1,0 +1,135 @@
+"""Forgetting caches in models of transformers: the same text with fewer keys, and bounds that hold for any input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gape.hf
+from gape.hf import forgetting
+from gape.hf.forgetting import ForgettingCache
+from gape.models.config import GPTConfig
+from gape.models.gpt import GPT
+from tests.hf.tiny import tiny, tokens
+
+FLOOR = {"gate_floor": 96.0, "init_landmark_bias": -9.0}
+SIZES = {"vocab_size": 64, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "context_length": 16}
+#: With a norm by the mean square, LayerNorm and biases, a joined projection, and norms of q and k.
+FAMILIES = ("llama", "gpt2", "phi3", "qwen3")
+
+
+def ours(**changes: Any) -> gape.hf.GapeForCausalLM:
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(**{**SIZES, "options": FLOOR, **changes}))
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return gape.hf.GapeForCausalLM.from_gpt(gpt.eval())
+
+
+def injected(family: str, floor: dict[str, Any] = FLOOR, **changes: Any) -> Any:
+    model = tiny(family, **changes)
+    return gape.hf.inject(model, context_length=16, start="paper", gates=floor)
+
+
+def made(name: str) -> Any:
+    return ours() if name == "gape" else injected(name)
+
+
+@pytest.mark.parametrize("name", ["gape", *FAMILIES])
+def test_generation_says_the_same_with_fewer_keys(name: str) -> None:
+    model, ids = made(name), tokens(2, 60)
+    settings = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    cache = ForgettingCache(model, eps=1e-6)
+    found = model.generate(ids, past_key_values=cache, **settings)
+    assert torch.equal(found, model.generate(ids, **settings))
+    assert cache.get_seq_length() == 79
+    assert max(max(kept) for kept in cache.kept) < 75
+    assert cache.nbytes > 0
+    assert cache.beyond == 0
+
+
+@pytest.mark.parametrize("name", ["gape", "llama"])
+def test_left_padding_and_chunks(name: str) -> None:
+    model, ids = made(name), tokens(2, 60)
+    real = torch.ones_like(ids)
+    real[0, :25] = 0
+    settings = {"max_new_tokens": 10, "do_sample": False, "attention_mask": real}
+    cache = ForgettingCache(model, eps=1e-6, bounds="queries")
+    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), model.generate(ids, **settings))
+    assert max(max(kept) for kept in cache.kept) < 69
+    cache = ForgettingCache(model, eps=1e-6)
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(13, dim=1)]
+        expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_input_exceeds_the_limits_of_a_layer(family: str) -> None:
+    model = injected(family)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    cache = ForgettingCache(model, eps=1e-3)
+    parent = next(m for m in model.modules() if any(hasattr(m, n) for n in forgetting.NORMS))
+    norm = next(getattr(parent, n) for n in forgetting.NORMS if hasattr(parent, n))
+    module: Any = next(m for m in model.modules() if hasattr(m, "gape_wiring"))
+    seat, limits = cache.layers[0].seat, cache.layers[0].held._fixed
+    x = 50 * torch.randn(1, 4000, 32, generator=torch.Generator().manual_seed(1)) + 20
+    with torch.no_grad():
+        q, k, _ = module.gape_wiring.family.layout.project(module, norm(x))
+    k = k.repeat_interleave(seat.n_heads // seat.n_kv_heads, dim=1)
+    reach = seat.scale * q.norm(dim=-1).amax((0, 2)).double()
+    own = -seat.scale * (q * k).sum(-1).amin((0, 2)).double()
+    assert (reach <= limits.reach * (1 + 1e-4)).all()
+    assert (own <= limits.own + 1e-4).all()
+    # Not so wide that they would say nothing.
+    assert (reach > 0.3 * limits.reach).all()
+
+
+def test_layers_without_gates_keep_everything_on_request() -> None:
+    model = gape.hf.inject(tiny("llama"), context_length=16, start="paper", gates=FLOOR, layers=[1])
+    with pytest.raises(ValueError, match="layer 0"):
+        ForgettingCache(model, eps=1e-3)
+    cache, ids = ForgettingCache(model, eps=1e-6, partial=True), tokens(1, 60)
+    settings = {"max_new_tokens": 10, "do_sample": False}
+    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), model.generate(ids, **settings))
+    assert len(cache.kept) == 1
+    assert cache.layers[0].keys.size(2) == 69
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "match"),
+    [
+        (lambda: ours(options={}), {}, "layer 0, head 0"),
+        (lambda: ours(position="rope", options={}), {}, "gates"),
+        (lambda: tiny("llama"), {}, "one with gates"),
+        (lambda: injected("llama", {}), {}, "layer 0, head 0"),
+        (lambda: gape.hf.inject(tiny("llama"), context_length=16, gates=FLOOR), {}, "amplitude above 0"),
+        (lambda: injected("mistral"), {}, "window"),
+        (lambda: injected("gemma2", implementation="eager"), {}, "caps its logits"),
+        (ours, {"eps": 0.0}, "eps"),
+        (ours, {"bounds": "hopes"}, "bounds"),
+    ],
+)
+def test_what_cannot_be_promised_is_refused(model: Any, given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ForgettingCache(model(), **({"eps": 1e-3} | given))
+
+
+def test_what_would_void_the_proof_is_refused() -> None:
+    model, ids = injected("llama"), tokens(1, 12)
+    with torch.no_grad():
+        window = torch.ones(12, 12, dtype=torch.bool).tril().triu(-3)[None, None]
+        with pytest.raises(ValueError, match="hides more than pads"):
+            model(ids, attention_mask=window, past_key_values=ForgettingCache(model, eps=1e-3))
+        with pytest.raises(ValueError, match="num_beams"):
+            model.generate(ids, num_beams=2, max_new_tokens=4, past_key_values=ForgettingCache(model, eps=1e-3))
+        with pytest.raises(ValueError, match="serves the model"):
+            tiny("llama")(ids, past_key_values=ForgettingCache(model, eps=1e-3))
