@@ -396,3 +396,18 @@ def test_tests_of_the_promise_can_fail() -> None:
     with witnessed(cache) as witnesses:
         decoded(gpt, cache, tokens(2, 150), 20, chunk=5)
     assert max(witness.judged()[0] for witness in witnesses) > eps
+
+
+def test_floors_may_differ_from_layer_to_layer() -> None:
+    gpt = model(options={"gate_floor": [[0.0], [8.0, 8.0, 4.0, 4.0]]})
+    assert [gates.gate_floor for _, gates in gpt.gates()] == [(0.0,) * 4, (8.0, 8.0, 4.0, 4.0)]
+    assert gpt.config.from_dict(gpt.config.to_dict()) == gpt.config
+    with pytest.raises(ValueError, match="no floor in layer 0, head 0"):
+        ForgettingCache(gpt, eps=1e-3)
+    cache = ForgettingCache(gpt, eps=1e-3, partial=True)
+    decoded(gpt, cache, tokens(1, 400), 400, chunk=50)
+    assert cache.kept[0] == [400, 400]
+    assert max(cache.kept[1]) < 400
+    for wrong in ([[1.0]], [[1.0], 2.0], [[1.0], []], [[1.0], [1.0, 2.0, 3.0]]):
+        with pytest.raises(ValueError, match="gate_floor"):
+            model(options={"gate_floor": wrong})

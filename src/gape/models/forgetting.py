@@ -5,7 +5,7 @@ Shapes: B batch, Hq query heads, Hk key heads, G = Hq / Hk, n new tokens, D and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class ForgettingLayer:
 
     Args:
         attention: the layer.
-        norm: the LayerNorm or RMSNorm that the layer reads from.
+        norm: the LayerNorm or RMSNorm that the layer reads from, or the limits themselves.
         eps: the attention that a query may miss, above 0 and below 1.
         bounds: what is known of future queries, as in :class:`gape.models.cache.ForgettingCache`.
 
@@ -48,12 +48,16 @@ class ForgettingLayer:
     #: The scheme's number per cached key; gated schemes look at no earlier ones.
     side: None = None
 
-    def __init__(self, attention: GAPEAttention, norm: nn.Module, *, eps: float, bounds: str = "weights") -> None:
+    def __init__(
+        self, attention: limits.Attends, norm: nn.Module | limits.Limits, *, eps: float, bounds: str = "weights"
+    ) -> None:
         floors = limits.least_rates(attention)
         self.eps = eps
         self.length = 0
         self._attention = attention
-        self._fixed = limits.of_weights(attention, norm) if bounds == "weights" else None
+        if isinstance(norm, nn.Module) and bounds == "weights":
+            norm = limits.of_weights(cast("GAPEAttention", attention), norm)
+        self._fixed = norm if isinstance(norm, limits.Limits) and bounds == "weights" else None
         self._measured = limits.Measured(floors if bounds == "queries" else None)
         self._counts_beyond = bounds == "queries"
         self._beyond: int | Tensor = 0
@@ -136,7 +140,7 @@ class ForgettingLayer:
 
     def attend(
         self,
-        attention: GAPEAttention,
+        attention: limits.Attends,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -293,6 +297,8 @@ class ForgettingLayer:
         self, form: str | None, q: Tensor, strength: Tensor, positions: Tensor, documents: Tensor | None
     ) -> Tensor:
         """Attention of q (B, Hq, n, d) with Γ·g = strength (B, Hq, n), shelf by shelf, (B, Hq, n, Dv)."""
+        if documents is None and not self._explicit and "eps" in self._attention.how(q.size(2)) and self._whole:
+            return self._skipping(q, strength)
         batch, _, n, _ = q.shape
         sizes = (batch, self._attention.n_kv_heads, q.size(1) // self._attention.n_kv_heads, n)
         q, strength = q.reshape(*sizes, q.size(-1)), strength.reshape(sizes)
@@ -300,9 +306,11 @@ class ForgettingLayer:
         for shelf in self._shelves:
             # Heads become samples: each has keys of its own, with their own positions and documents.
             rows = len(shelf.heads)
-            where, seen = positions.repeat_interleave(rows, dim=0), {}
-            if self._explicit or form is None:
+            where, seen = positions.repeat_interleave(rows, dim=0), dict[str, Any]()
+            if form is None or (self._explicit and n > 1):
                 seen = {"q_positions": where, "k_positions": shelf.view("positions").flatten(0, 1)}
+                # A single query is the latest: it sees whatever is held, and positions then cost no mask.
+                seen |= {"is_causal": False} if n == 1 else {}
             if documents is not None:
                 seen["q_documents"] = documents.repeat_interleave(rows, dim=0)
                 seen["k_documents"] = shelf.view("documents").flatten(0, 1)
@@ -311,8 +319,23 @@ class ForgettingLayer:
             y[:, shelf.pick] = out.view(batch, rows, *out.shape[1:])
         return y.flatten(1, 2)
 
+    @property
+    def _whole(self) -> bool:
+        """Whether nothing was dropped yet: the keys lie in one shelf, in index order."""
+        return len(self._shelves) == 1 and self._shelves[0].width == self.length
+
+    def _skipping(self, q: Tensor, strength: Tensor) -> Tensor:
+        """The same over all keys in index order, by the kernel that leaves tiles away."""
+        attention, shelf = self._attention, self._shelves[0]
+        unit = torch.ones(q.size(1), dtype=strength.dtype, device=q.device)
+        k = shelf.view("k")[..., : attention.content_dim]
+        return gated_attention(
+            q, k, shelf.view("v"), strength, shelf.view("landmark"), unit,
+            context_length=attention.context_length, scale=attention.scale, **attention.how(q.size(2)),
+        )  # fmt: skip
+
     def _over(
-        self, shelf: Shelf, form: str | None, q: Tensor, strength: Tensor, where: Tensor, seen: dict[str, Tensor]
+        self, shelf: Shelf, form: str | None, q: Tensor, strength: Tensor, where: Tensor, seen: dict[str, Any]
     ) -> Tensor:
         """Attention over a shelf whose B·H rows are samples of one key head: q (B·H, G, n, d) → (B·H, G, n, Dv)."""
         attention = self._attention

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gape.ops.checks import refuse
 
 if TYPE_CHECKING:
+    from gape.gates import GAPEGates
     from gape.models.attention import GAPEAttention
 
 #: How far the numbers of a dtype may be from what the weights say: gates are rounded once on each side, norms and
@@ -23,6 +24,29 @@ _ROUNDING = {torch.float64: 2.0**-30, torch.float32: 2.0**-9, torch.bfloat16: 2.
 
 #: By how much measured numbers are widened, so that not every new record counts.
 _MARGIN = 0.125
+
+
+class Attends(Protocol):
+    """As much of a :class:`gape.GAPEAttention` as a forgetting cache needs; `how` is its method of that name."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    content_dim: int
+    reserve: int
+    scale: float
+    impl: str
+    position: str
+    context_length: float
+
+    @property
+    def gates(self) -> GAPEGates | None:
+        """The gates of the layer."""
+        ...
+
+    def how(self, queries: int) -> dict[str, Any]:
+        """The implementation for so many queries, and what it may drop."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -66,11 +90,25 @@ def of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
     Raises:
         ValueError: `norm` is neither a LayerNorm nor an RMSNorm over the last dimension.
     """
-    (A, a), (B, b) = _maps(attention, norm)
+    stretch = float(getattr(getattr(attention.scheme, "base", None), "attention_scale", 1.0))
+    return of_maps(attention, *_maps(attention, norm), stretch=stretch)
+
+
+def of_maps(
+    attention: Attends, queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], *, stretch: float = 1.0
+) -> Limits:
+    """Limits of a layer with q = A·z + a and k = B·z + b before any rotation, for all z of norm √E at most.
+
+    Args:
+        attention: the layer.
+        queries: A (Hq, d, E) and a (Hq, d), in float64.
+        keys: B (Hk, d, E) and b (Hk, d).
+        stretch: what the rotation multiplies q and k by.
+    """
+    (A, a), (B, b) = queries, keys
     groups = attention.n_heads // attention.n_kv_heads
     B, b = B.repeat_interleave(groups, dim=0), b.repeat_interleave(groups, dim=0)
     radius = A.size(-1) ** 0.5
-    stretch = float(getattr(getattr(attention.scheme, "base", None), "attention_scale", 1.0))
     query = stretch * (radius * _stretch(A) + a.norm(dim=-1))
     key = stretch * (radius * _stretch(B) + b.norm(dim=-1))
     linear = torch.einsum("hde,hd->he", A, b) + torch.einsum("hde,hd->he", B, a)
@@ -81,7 +119,7 @@ def of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
     )
 
 
-def least_rates(attention: GAPEAttention) -> Tensor:
+def least_rates(attention: Attends) -> Tensor:
     """Γ·floor/T, (Hq,) in float64: what no query's rate falls below. A gate that is fixed is its own floor.
 
     Raises:

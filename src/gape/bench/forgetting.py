@@ -1,0 +1,160 @@
+"""What forgetting is worth to a trained model: tiles looked at, time of prefill, time and bytes of decoding.
+
+Attention alone is timed on the queries and keys that the model itself makes of a text, layer by layer:
+
+    cudnn      plain causal attention of the same width, no bias; on a CPU whatever backend there is
+    split      the gated operator through dense attention, as the model runs without skipping
+    triton, flex   the operator by the kernel that skips, with eps 0 too
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gape.analysis.tap import attended
+from gape.bench.timing import measured
+from gape.models.cache import ForgettingCache, ModelCache
+from gape.models.gpt import GPT
+from gape.models.skipping import skipping
+from gape.ops import gated_attention
+from gape.ops.problem import Problem
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """How times are taken: about so many seconds for each, and at least so many runs."""
+
+    seconds: float = 0.5
+    least: int = 5
+
+    def ms(self, work: Callable[[], Any], device: torch.device) -> float:
+        """Median milliseconds of a run."""
+        return measured(torch.no_grad()(work), device, seconds=self.seconds, least=self.least).ms
+
+
+def layers(model: GPT, ids: Tensor, dtype: torch.dtype) -> list[Problem]:
+    """What each layer attends with, in `dtype`, when the model reads ids (B, N).
+
+    Values are drawn: no time and no tile depends on them.
+    """
+    width = next(model.blocks()).attention.head_dim
+    made = []
+    for found in attended(model, ids, logits_to_keep=1):
+        problem = found.problem(0, found.seen.n_q)
+        v = torch.randn(*problem.k.shape[:3], width, dtype=dtype, device=ids.device)
+        made.append(replace(problem, q=problem.q.to(dtype), k=problem.k.to(dtype), v=v))
+    return made
+
+
+def tiles(problems: Sequence[Problem], eps: float, impl: str) -> list[list[float]]:
+    """The fraction of the visible key tiles that is looked at, by layer and head; under "flex" one number a layer."""
+    with torch.no_grad():
+        return [_VISITS[impl](problem, eps) for problem in problems]
+
+
+def _triton_visits(problem: Problem, eps: float) -> list[float]:
+    from gape.ops.triton import launch  # noqa: PLC0415
+
+    each: list[float] = launch.visits(problem, eps).mean(0).tolist()
+    return each
+
+
+def _flex_visits(problem: Problem, eps: float) -> list[float]:
+    from gape.ops import flex  # noqa: PLC0415
+
+    return [flex.visited(problem, eps)]
+
+
+_VISITS: dict[str, Callable[[Problem, float], list[float]]] = {"triton": _triton_visits, "flex": _flex_visits}
+
+
+def attention_ms(problems: Sequence[Problem], impl: str, eps: float, clock: Clock) -> list[float]:
+    """Milliseconds of each layer's attention; `impl` is one of the operator's, or "cudnn"."""
+    work = _plain if impl == "cudnn" else lambda problem: _gated(problem, impl, eps)
+    return [clock.ms(work(problem), problem.q.device) for problem in problems]
+
+
+def _gated(problem: Problem, impl: str, eps: float) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        return gated_attention(
+            problem.q, problem.k, problem.v, problem.gate, problem.landmark, problem.amplitude,
+            context_length=problem.context_length, scale=problem.scale, impl=impl, eps=eps,
+        )  # fmt: skip
+
+    return run
+
+
+def _plain(problem: Problem) -> Callable[[], Tensor]:
+    spare = problem.v.size(-1) - problem.q.size(-1)
+    q, k = (F.pad(x, (0, spare)) for x in (problem.q, problem.k))
+    grouped = q.size(1) != k.size(1)
+
+    def run() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext():
+            return F.scaled_dot_product_attention(
+                q, k, problem.v, is_causal=True, scale=problem.scale, enable_gqa=grouped
+            )
+
+    return run
+
+
+def prefill_ms(model: GPT, ids: Tensor, eps: float, impl: str, clock: Clock) -> float:
+    """Milliseconds in which the whole model reads ids (B, N) and says what follows; eps 0 is the dense model."""
+    with skipping(model, eps, impl=impl):
+        return clock.ms(lambda: model(ids, logits_to_keep=1), ids.device)
+
+
+@torch.no_grad()
+def decode(
+    model: GPT, cache: ModelCache, ids: Tensor, tokens: int, chunk: int, check: Callable[[], None] = lambda: None
+) -> Record:
+    """Read a prompt into a cache, then single tokens, and time those by the clock on the wall.
+
+    Args:
+        model: in eval mode.
+        cache: an empty one.
+        ids: (B, N): what is read; its last `tokens` come one by one.
+        tokens: at least 2.
+        chunk: tokens of the prompt at once.
+        check: called now and then; may raise to stop.
+
+    Returns:
+        `first_ms` of the first token, in which a forgetting cache looks through its keys; `ms` of the others, a
+        median; `tokens_per_second` of the batch; `bytes` that the cache holds after them, `kept` by layer and key head.
+    """
+    prompt, rest = ids[:, :-tokens], ids[:, -tokens:]
+    for part in torch.split(prompt, chunk, dim=1):
+        check()
+        model(part, cache=cache, logits_to_keep=1)
+    times = []
+    for token in torch.split(rest, 1, dim=1):
+        _wait(ids.device)
+        begin = time.perf_counter()
+        model(token, cache=cache, logits_to_keep=1)
+        _wait(ids.device)
+        times.append(1000 * (time.perf_counter() - begin))
+    check()
+    ms = median(times[1:])
+    found: Record = {
+        "first_ms": times[0], "ms": ms, "tokens_per_second": ids.size(0) * 1000 / ms, "bytes": cache.nbytes,
+    }  # fmt: skip
+    if isinstance(cache, ForgettingCache):
+        found |= {"kept": cache.kept, "beyond": cache.beyond}
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

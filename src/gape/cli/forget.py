@@ -1,0 +1,139 @@
+"""`gape forget`: what a trained run gains by forgetting, and what it loses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from gape.analysis.passages import Reader
+    from gape.cli.experiment import Say
+    from gape.cli.forget_bench import Asked, Bench
+    from gape.train import StopFlag
+
+app = typer.Typer(help="Forgetting, measured on trained runs.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _group() -> None:
+    """Forgetting, measured on trained runs."""
+
+
+@app.command()
+def measure(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of trained runs, of gape lm or gape niah.")],
+    data: Annotated[Path | None, typer.Option(help="A corpus of the runs' tokenizer, for language models.")] = None,
+    measures: Annotated[
+        str | None,
+        typer.Option(
+            "--measure",
+            help="Some of tiles, prefill, decode, perplexity and needle, with commas; by default all but needle for "
+            "language models, tiles and needle for runs of the needle task.",
+        ),
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Language models: tokens, with commas.")] = "65536,131072",
+    factors: Annotated[str, typer.Option(help="Needle task: multiples of the training length.")] = "1,2,4",
+    eps: Annotated[str, typer.Option(help="What a query may lose, with commas.")] = "1e-3,1e-4",
+    bounds: Annotated[str, typer.Option(help="What caches go by: weights, queries, gates.")] = "weights,queries",
+    batches: Annotated[str, typer.Option(help="decode: samples at once.")] = "1,8",
+    tokens: Annotated[int, typer.Option(help="decode: tokens after the prompt.")] = 64,
+    max_windows: Annotated[int, typer.Option(help="perplexity: windows per length at most.")] = 60,
+    last: Annotated[int, typer.Option(help="perplexity: tokens scored at the end of each window.")] = 512,
+    samples: Annotated[int, typer.Option(help="needle: sequences per length.")] = 1000,
+    chunk: Annotated[int, typer.Option(help="Tokens at once where a text is read into a cache.")] = 16384,
+    impl: Annotated[str, typer.Option(help="The kernel that skips: triton or flex.")] = "triton",
+    seconds: Annotated[float, typer.Option(help="prefill: about how long each time is taken.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Which text.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU.")] = "auto",
+) -> None:
+    """Measure runs dense, skipping and with a forgetting cache: forgetting.jsonl. What is there is not done again."""
+    from gape.cli.forget_bench import Asked  # noqa: PLC0415
+    from gape.ops.checks import refuse  # noqa: PLC0415
+    from gape.report.forgetting import tables  # noqa: PLC0415
+
+    asked = Asked(
+        lengths=_numbers("lengths", lengths, int), factors=_numbers("factors", factors, int),
+        eps=_numbers("eps", eps, float), bounds=tuple(bounds.split(",")), batches=_numbers("batches", batches, int),
+        tokens=tokens, max_windows=max_windows, last=last, samples=samples, chunk=chunk, impl=impl, seconds=seconds,
+        seed=seed,
+    )  # fmt: skip
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise refuse("dtype", dtype, "auto, float32 or bfloat16")
+    chosen = None if measures is None else tuple(measures.split(","))
+    rows = _measured(runs, data, asked, chosen, device, dtype)
+    for table in tables(rows):
+        typer.echo(f"\n{table.text()}")
+
+
+def _measured(
+    runs: list[Path], data: Path | None, asked: Asked, measures: tuple[str, ...] | None, device: str, dtype: str
+) -> list[dict[str, Any]]:
+    """Measure what is missing of every run; all their rows."""
+    from gape.cli.console import Voice  # noqa: PLC0415
+    from gape.cli.experiment import low_precision, pick_device  # noqa: PLC0415
+    from gape.cli.forget_run import MEASURES, check  # noqa: PLC0415
+    from gape.train import StopFlag, guards  # noqa: PLC0415
+
+    voice, where, rows = Voice(), pick_device(device), []
+    reader = _reader(runs, data)
+    with StopFlag() as stop:
+        for directory in runs:
+            with guards.alone(directory, "measured"):
+                low = low_precision(dtype, where)
+                bench = _bench(directory, reader, asked, where, low, stop, voice.say)
+                for name in check(bench, measures):
+                    MEASURES[name](bench)
+                rows += bench.rows()
+    return rows
+
+
+def _reader(runs: list[Path], data: Path | None) -> Reader | None:
+    """The corpus that language models among the runs read.
+
+    Raises:
+        ValueError: a directory without a run, or no corpus for a language model.
+    """
+    from gape.analysis.passages import Reader  # noqa: PLC0415
+    from gape.recipes import Run  # noqa: PLC0415
+    from gape.train.log import read_object  # noqa: PLC0415
+
+    for directory in runs:
+        settings = read_object(directory / "run.json")
+        if not settings:
+            raise ValueError(f"run: got {str(directory)!r}, expected a directory that gape lm or gape niah train made")
+        if Run.from_dict(settings).kind == "lm" and data is None:
+            raise ValueError(f"data: got nothing, expected --data CORPUS for the language model in {directory}")
+    if data is None:
+        return None
+    if not data.is_dir():
+        raise ValueError(f"data: got {str(data)!r}, expected a corpus that gape data prepare wrote")
+    return Reader(data)
+
+
+def _bench(
+    directory: Path, reader: Reader | None, asked: Asked, device: torch.device, low: bool, stop: StopFlag, say: Say
+) -> Bench:
+    from gape.analysis.runs import open_run  # noqa: PLC0415
+    from gape.cli.forget_bench import Bench  # noqa: PLC0415
+    from gape.recipes import Run  # noqa: PLC0415
+    from gape.train.log import read_object  # noqa: PLC0415
+
+    run = Run.from_dict(read_object(directory / "run.json"))
+    trained = open_run(directory, device, say)
+    own = reader if run.kind == "lm" else None
+    if own is not None:
+        trained.accept(own.tokenizer)
+    return Bench(trained=trained, run=run, asked=asked, reader=own, low=low, stop=stop, say=say)
+
+
+def _numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        word = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{name}: got {text!r}, expected {word} with commas") from error

@@ -1,0 +1,185 @@
+"""What forgetting does to a trained run: tiles, time of prefill, decoding, perplexity and needles.
+
+:mod:`gape.cli.forget_bench` keeps the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import cast
+
+import numpy as np
+
+from gape.bench import forgetting
+from gape.cli.console import Board, Voice
+from gape.cli.experiment import Record
+from gape.cli.forget_bench import Bench, Way, setting
+from gape.models.cache import ModelCache
+from gape.models.gpt import GPT
+from gape.ops.checks import refuse
+from gape.ops.problem import Problem
+from gape.recipes import NeedleRun
+from gape.report.results import pack_hits
+from gape.tasks import measured, niah, perplexity
+
+#: What is measured of a run of each kind unless asked otherwise.
+DEFAULT = {"lm": ("tiles", "prefill", "decode", "perplexity"), "niah": ("tiles", "needle")}
+#: Measures of one kind of run only.
+ONLY = {"perplexity": "lm", "needle": "niah"}
+
+
+def check(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
+    """The measures of a run, if they can be made.
+
+    Raises:
+        ValueError: the model has no gates, or a measure is unknown or not one for the run's kind.
+    """
+    if next(bench.model.gates(), None) is None:
+        raise refuse("run", bench.trained.identity["position"], "a scheme with gates, which alone forgets")
+    chosen = tuple(measures or DEFAULT[bench.run.kind])
+    for name in chosen:
+        if name not in MEASURES:
+            raise refuse("measure", name, f"some of {', '.join(MEASURES)}")
+        if ONLY.get(name, bench.run.kind) != bench.run.kind:
+            raise refuse("measure", name, f"others for a run of gape {bench.run.kind} train")
+    return chosen
+
+
+def tiles(bench: Bench) -> None:
+    """Tiles looked at, by layer and head."""
+    impl = bench.asked.impl
+    for length in bench.lengths if bench.able(impl) else ():
+        layers = cache(partial(bench.layers, length))
+        for eps in bench.asked.eps:
+            about = {"kind": "tiles", "length": length, "how": "skipping", "impl": impl, "eps": eps}
+
+            def make(eps: float = eps, layers: Callable[[], list[Problem]] = layers) -> Record:
+                found = forgetting.tiles(layers(), eps, impl)
+                mean = float(np.mean([np.mean(layer) for layer in found]))
+                return {"tiles": [[round(x, 5) for x in layer] for layer in found], "mean": mean}
+
+            bench.once(about, make, lambda row: f"{row['mean']:.3f} of the tiles")
+
+
+def prefill(bench: Bench) -> None:
+    """Time of attention alone and of the whole model, dense and skipping."""
+    for length in bench.lengths:
+        _attention(bench, length)
+        _whole_model(bench, length)
+
+
+def _attention(bench: Bench, length: int) -> None:
+    impl, clock = bench.asked.impl, _clock(bench)
+    layers = cache(partial(bench.layers, length))
+    ways = [("cudnn", 0.0), ("split", 0.0)]
+    if bench.able(impl):
+        ways += [(impl, eps) for eps in (0.0, *bench.asked.eps)]
+    for name, eps in ways:
+        about = {"kind": "prefill", "what": "attention", "length": length, "how": "skipping" if eps else "dense"}
+
+        def make(name: str = name, eps: float = eps) -> Record:
+            each = forgetting.attention_ms(layers(), name, eps, clock)
+            return {"ms": sum(each), "layers": [round(ms, 4) for ms in each]}
+
+        bench.once(about | {"impl": name, "eps": eps}, make, lambda row: f"{row['ms']:.3f} ms")
+
+
+def _whole_model(bench: Bench, length: int) -> None:
+    impl, clock = bench.asked.impl, _clock(bench)
+    for eps in (0.0, *(bench.asked.eps if bench.able(impl) else ())):
+        about = {"kind": "prefill", "what": "model", "length": length, "how": "skipping" if eps else "dense"}
+
+        def make(eps: float = eps) -> Record:
+            return {"ms": forgetting.prefill_ms(bench.model, bench.text(length, 1), eps, impl, clock)}
+
+        about |= {"impl": impl if eps else bench.model.config.impl, "eps": eps}
+        bench.once(about, make, lambda row: f"{row['ms']:.3f} ms")
+
+
+def _clock(bench: Bench) -> forgetting.Clock:
+    return forgetting.Clock(seconds=bench.asked.seconds, least=5 if bench.device.type == "cuda" else 1)
+
+
+def decode(bench: Bench) -> None:
+    """Tokens per second and bytes with the full cache and with forgetting ones."""
+    tokens = bench.asked.tokens
+    for length in bench.lengths:
+        for told, new_cache in bench.caches(length + tokens):
+            for batch in bench.asked.batches:
+                about = {"kind": "decode", "length": length, "batch": batch, "tokens": tokens, **told}
+                make = partial(_decoded, bench, new_cache, length, batch)
+                bench.once(about, make, _speed)
+
+
+def _decoded(bench: Bench, new_cache: Callable[[], ModelCache], length: int, batch: int) -> Record:
+    ids = bench.text(length + bench.asked.tokens, batch)
+    chunk = max(1, bench.asked.chunk // batch)
+    return forgetting.decode(bench.model, new_cache(), ids, bench.asked.tokens, chunk, bench.stop.check)
+
+
+def _speed(row: Record) -> str:
+    return f"{row['tokens_per_second']:.1f} tokens/s, {row['bytes'] / 2**20:.2f} MiB"
+
+
+def perplexities(bench: Bench) -> None:
+    """Perplexity dense, skipping, and read through forgetting caches."""
+    assert bench.reader is not None
+    assert bench.reader.corpus is not None
+    asked = bench.asked
+    for length in bench.lengths:
+        protocol = perplexity.Protocol(context=length, last=min(asked.last, length))
+        plan = perplexity.plan(bench.reader.corpus, protocol, max_windows=asked.max_windows, seed=asked.seed)
+        for way in bench.ways(length):
+            about = {"kind": "perplexity", "length": length, "max_windows": asked.max_windows}
+            about |= protocol.settings() | way.told
+            make = partial(_scored, bench, plan, about, way)
+            bench.once(about, make, lambda row: f"perplexity {row['perplexity']:.3f}, loss {row['nll']:.5f}")
+
+
+def _scored(bench: Bench, plan: perplexity.Plan, about: Record, way: Way) -> Record:
+    assert bench.reader is not None
+    assert bench.reader.corpus is not None
+    store = bench.trained.directory / f".forgetting-{about['how']}-{about['length']}.jsonl"
+    label = f"{bench.trained.identity['run']}: {setting(about)}"
+    with Board(Voice(), "window") as board, way.context():
+        scored = measured.score_all(
+            cast(GPT, way.reader), bench.reader.corpus, plan, store=store,
+            of=repr(sorted((bench.shared | about).items(), key=str)), chunk=about["chunk"], check=bench.stop.check,
+            progress=lambda done, total: board.show(label, done, total),
+        )  # fmt: skip
+        board.drop(label)
+    rows = measured.rows(plan, scored, bench.asked.seed)
+    store.unlink()
+    return next((row for row in rows if row["stratum"] is None), rows[-1])
+
+
+def needles(bench: Bench) -> None:
+    """Accuracy on the needle task dense, skipping, and read through forgetting caches."""
+    run, samples = cast(NeedleRun, bench.run), bench.asked.samples
+    for factor, length in zip(bench.asked.factors, bench.lengths, strict=True):
+        config = run.task.at(length)
+        for way in bench.ways(length):
+            about = {"kind": "needle", "length": length, "factor": factor, "samples": samples, **way.told}
+            bench.once(about, partial(_answered, bench, config, way), lambda row: f"accuracy {row['accuracy']:.3f}")
+
+
+def _answered(bench: Bench, config: niah.NIAHConfig, way: Way) -> Record:
+    with way.context():
+        right = niah.hits(
+            way.reader, config, samples=bench.asked.samples, seed=bench.asked.seed, device=bench.device,
+            stop=lambda: bench.stop.requested,
+        )  # fmt: skip
+    if len(right) < bench.asked.samples:
+        bench.stop.check()
+    return {"accuracy": float(right.double().mean()), "hits": pack_hits(right.tolist())}
+
+
+#: Everything that can be measured, by name.
+MEASURES: dict[str, Callable[[Bench], None]] = {
+    "tiles": tiles,
+    "prefill": prefill,
+    "decode": decode,
+    "perplexity": perplexities,
+    "needle": needles,
+}

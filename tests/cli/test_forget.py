@@ -1,0 +1,137 @@
+"""`gape forget` at toy size: a language model and a needle run measured, the rows kept, resumed and reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gape.cli import forget_bench
+from gape.train.signals import Interrupted
+from tests.cli.test_commands import gape_exits
+from tests.tasks import text
+
+MODEL = [
+    "train.max_steps=2", "train.validate_every=0", "train.checkpoint_every=0", "train.warmup_steps=1",
+    "train.progress=off", "model.n_layer=1", "model.n_embd=16", "batch_size=2", "model.options.gate_floor=48.0",
+    "model.options.init_landmark_bias=-9.0", "model.position=p-rope+gape",
+]  # fmt: skip
+LANGUAGE = [
+    *MODEL, "task.length=16", "evaluation.contexts=[]", "evaluation.validation_windows=2", "analysis.routing_every=0",
+]  # fmt: skip
+NEEDLE = [
+    *MODEL, "task.length=32", "task.n_needles=2", "evaluation.factors=[1]", "evaluation.samples=4",
+    "evaluation.validation_samples=4", "analysis.samples=0", "seed=0",
+]  # fmt: skip
+FEW = ["--eps", "1e-3", "--tokens", "2", "--seconds", "0.001", "--device", "cpu"]
+
+
+@pytest.fixture
+def language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A corpus and a run on it."""
+    monkeypatch.chdir(tmp_path)
+    corpus = text.corpus(tmp_path / "books").directory
+    assert gape_exits("lm", "train", "lm/toy", f"data={corpus}", *LANGUAGE) == 0
+    return corpus, tmp_path / "runs/lm/toy/p-rope+gape"
+
+
+def measured(home: Path, corpus: Path, *more: str) -> int:
+    few = ["--lengths", "96", "--batches", "2", "--last", "16", "--max-windows", "3", "--chunk", "24"]
+    return gape_exits("forget", "measure", home, "--data", corpus, *few, *FEW, *more)
+
+
+def rows(home: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (home / "forgetting.jsonl").read_text().splitlines()]
+
+
+def test_a_language_model_is_measured_reported_and_drawn(
+    language: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, home = language
+    assert measured(home, corpus) == 0
+    told = capsys.readouterr().out
+    assert all(title in told for title in ("Prefill: attention alone", "Decoding beside", "Perplexity beside"))
+    found = rows(home)
+    attention = [(r["impl"], r["eps"]) for r in found if r.get("what") == "attention"]
+    assert attention == [("cudnn", 0.0), ("split", 0.0), ("triton", 0.0), ("triton", 1e-3)]
+    (tiles,) = [r for r in found if r["kind"] == "tiles"]
+    assert len(tiles["tiles"]) == 1
+    assert len(tiles["tiles"][0]) == 2
+    assert tiles["mean"] < 1
+    decoded = {(r["how"], r["bounds"]): r for r in found if r["kind"] == "decode"}
+    assert set(decoded) == {("dense", None), ("forgetting", "weights"), ("forgetting", "queries")}
+    assert max(map(max, decoded["forgetting", "queries"]["kept"])) < 98
+    dense, *others = [r for r in found if r["kind"] == "perplexity"]
+    assert [r["how"] for r in others] == ["skipping", "forgetting", "forgetting"]
+    assert all(r["plan"] == dense["plan"] and abs(r["nll"] - dense["nll"]) < 1e-2 for r in others)
+    assert all(r["machine"].startswith("CPU") and r["step"] == 2 for r in found)
+
+    assert measured(home, corpus) == 0
+    assert rows(home) == found
+    assert gape_exits("report", home.parent, "--out", "results/forgetting") == 0
+    assert "Decoding beside the full cache" in Path("results/forgetting/tables.md").read_text()
+    assert gape_exits("reproduce", "forgetting") == 0
+    drawn = json.loads(Path("figures/forgetting.json").read_text())
+    assert {cost["how"] for cost in drawn["cost"]} >= {"dense", "skipping", "forgetting, weights"}
+
+
+def test_what_was_interrupted_goes_on(language: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, home = language
+    once, calls = forget_bench.Bench.once, []
+
+    def stopping(bench: forget_bench.Bench, *given: Any) -> None:
+        calls.append(given)
+        if len(calls) == 3:
+            raise Interrupted(130)
+        once(bench, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forget_bench.Bench, "once", stopping)
+        assert measured(home, corpus, "--measure", "decode") == 130
+    before = rows(home)
+    assert len(before) == 2
+    assert measured(home, corpus, "--measure", "decode") == 0
+    assert rows(home)[:2] == before
+    assert len(rows(home)) == 3
+
+
+def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert gape_exits("niah", "train", "niah/demo", *NEEDLE) == 0
+    home = tmp_path / "runs/niah/demo/p-rope+gape_seed0"
+    assert gape_exits("forget", "measure", home, "--factors", "1,4", "--samples", "5", *FEW) == 0
+    found = rows(home)
+    assert [(r["kind"], r["length"]) for r in found[:2]] == [("tiles", 32), ("tiles", 128)]
+    answers = {(r["factor"], r["how"], r.get("bounds")): r["hits"] for r in found if r["kind"] == "needle"}
+    assert set(answers) == {
+        (factor, *way)
+        for factor in (1, 4)
+        for way in (("dense", None), ("skipping", None), ("forgetting", "weights"), ("forgetting", "queries"))
+    }
+    assert all(hits == answers[factor, "dense", None] for (factor, _, _), hits in answers.items())
+    assert gape_exits("report", home.parent, "--out", "report") == 0
+    assert "Needle accuracy beside dense attention" in Path("report/tables.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        (["--eps", "0"], "eps: got float 0.0"),
+        (["--eps", "x"], "eps: got 'x'"),
+        (["--bounds", "hopes"], "bounds"),
+        (["--measure", "needle"], "measure: got str 'needle'"),
+        (["--measure", "speed"], "measure: got str 'speed'"),
+        (["--tokens", "1"], "tokens"),
+        (["--dtype", "half"], "dtype"),
+        (["--lengths", "100000"], "at most 200"),
+    ],
+)
+def test_bad_wishes_are_refused(
+    language: tuple[Path, Path], capsys: pytest.CaptureFixture[str], more: list[str], match: str
+) -> None:
+    corpus, home = language
+    assert measured(home, corpus, *more) == 2
+    assert match in capsys.readouterr().err
+    assert not (home / "forgetting.jsonl").exists()
