@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gape.models import loss
 
@@ -70,24 +69,85 @@ def test_autocast_shortens_the_products_alone() -> None:
         assert float((a - b).norm() / b.norm()) < 0.02
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers that any tensor had."""
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """(rows, place, whether gradients were made) of all logits that existed."""
+    seen = []
+    score = loss._score
 
-    numbers = 0
+    def spy(logits, targets, vocabulary, *, gradient):
+        seen.append((logits.size(0), logits.data_ptr(), gradient))
+        return score(logits, targets, vocabulary, gradient=gradient)
 
-    def __torch_dispatch__(self, function, kinds, arguments=(), options=None):
-        made = function(*arguments, **(options or {}))
-        if isinstance(made, torch.Tensor):
-            self.numbers = max(self.numbers, made.numel())
-        return made
+    monkeypatch.setattr(loss, "_score", spy)
+    return seen
 
 
-def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_logits_never_exist(scored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "LOSS_ROWS", 8)
-    x, weight, targets = drawn(200, 512)
-    with Largest() as seen:
-        loss.sliced_cross_entropy(x, weight, targets).backward()
-    assert seen.numbers == 512 * 16
+    loss.sliced_cross_entropy(*drawn(30, 100)).backward()
+    assert [rows for rows, _, _ in scored] == [8, 8, 8, 6]
+    assert len({place for _, place, _ in scored}) == 1
+
+
+def test_no_gradient_is_computed_where_none_is_asked_for(scored) -> None:
+    x, weight, targets = drawn(5, 10)
+    with torch.no_grad():
+        loss.sliced_cross_entropy(x, weight, targets)
+    loss.sliced_cross_entropy(x.detach(), weight.detach(), targets)
+    assert [gradient for _, _, gradient in scored] == [False, False]
+
+
+def test_a_frozen_weight_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, targets = drawn(5, 10)
+    (want,) = torch.autograd.grad(plain(x, weight, targets), x)
+    monkeypatch.setattr(loss, "_add_product", None)
+    (got,) = torch.autograd.grad(loss.sliced_cross_entropy(x, weight.detach(), targets), x)
+    torch.testing.assert_close(got, want)
+
+
+def test_the_weight_may_also_be_what_x_comes_from() -> None:
+    _, weight, targets = drawn(20, 10)
+    ids = torch.randint(10, (20,))
+    both = []
+    for function in (loss.sliced_cross_entropy, plain):
+        x = weight[ids].tanh()
+        # Used twice, as two heads on one trunk would.
+        total = function(x, weight, targets) + 2 * function(x, weight, targets.flip(0))
+        both.append(torch.autograd.grad(total, weight)[0])
+    torch.testing.assert_close(*both)
+
+
+def test_many_slices_lose_nothing_of_the_weights_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Added up in float32: in bfloat16, 256 slices would lose two digits."""
+    x, weight, targets = drawn(256, 64, ignored=0)
+    x, weight = (y.detach().bfloat16().double().requires_grad_() for y in (x, weight))
+    (want,) = torch.autograd.grad(plain(x, weight, targets), weight)
+    errors = []
+    for rows in (256, 1):
+        monkeypatch.setattr(loss, "LOSS_ROWS", rows)
+        y, table = (z.detach().float().requires_grad_() for z in (x, weight))
+        with torch.autocast("cpu", torch.bfloat16):
+            total = loss.sliced_cross_entropy(y, table, targets)
+        errors.append(float((torch.autograd.grad(total, table)[0] - want).norm() / want.norm()))
+    assert errors[1] < 1.2 * errors[0] < 0.005
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, weight, targets = drawn(5, 10)
+    (first,) = torch.autograd.grad(loss.sliced_cross_entropy(x, weight, targets).square(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_is_not_passed_over_in_silence(bad: float) -> None:
+    x, weight, targets = drawn(5, 10, ignored=0)
+    x.data[2, 3] = bad
+    total = loss.sliced_cross_entropy(x, weight, targets)
+    assert total.isnan()
+    targets[2] = -100
+    assert loss.sliced_cross_entropy(x, weight, targets).isfinite()
 
 
 def test_it_compiles_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +157,8 @@ def test_it_compiles_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile(loss.sliced_cross_entropy, fullgraph=True, backend="aot_eager")
     for a, b in zip(*(torch.autograd.grad(f(x, weight, targets), (x, weight)) for f in (compiled, plain)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, weight, targets), plain(x, weight, targets))
 
 
 def test_a_target_outside_the_vocabulary_is_named() -> None:

@@ -1,21 +1,25 @@
 """The loss over a vocabulary: in one piece, or in slices of rows so that logits never exist whole.
 
 The sliced form computes its gradients in the forward pass, while a slice's logits are there, and keeps them instead of
-the logits: R · E numbers for x and V · E for the weight, where logits would be R · V.
+the logits: R · E numbers for x and V · E for the weight, where logits would be R · V. A slice's logits lie in one
+buffer, are overwritten with their gradients (on a GPU by one kernel, :mod:`gape.ops.triton.vocabulary`), and make room
+for the next slice. Compilers see all of that as one operator.
 
-Shapes: R rows (tokens), E width, V vocabulary.
+Shapes: R rows (tokens), E width, V vocabulary, P the vocabulary and its padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gape.ops.checks import refuse
+from gape.ops.prologue import HAS_TRITON
 
 #: A target that counts for nothing.
 IGNORED = -100
@@ -48,7 +52,7 @@ def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The summed cross entropy of logits x·weightᵀ, of which never more than :data:`LOSS_ROWS` rows exist.
 
     Logits are computed in the dtype autocast asks for, their softmax in float32 (float64 beside float64), and the
-    slices' gradients of the weight are added up in float32. One derivative only.
+    weight's gradient is added up in float32. One derivative only; none is computed where none is asked for.
 
     Args:
         x: (..., E).
@@ -56,15 +60,17 @@ def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         targets: int64 (...), −100 where none counts.
 
     Returns:
-        A single number in float32 or float64.
+        A single number in float32 or float64. NaN where a row that counts has a logit that is NaN or +inf, or, on a
+        GPU, a target outside the vocabulary.
 
     Raises:
         ValueError: on a CPU, for a target outside the vocabulary.
     """
-    x, targets = _rows(x, weight, targets)
-    if not torch.is_grad_enabled():
-        return _each(x, weight, targets).sum()
-    total: Tensor = _Sliced.apply(x, weight, targets, working_dtype(x))  # type: ignore[no-untyped-call]
+    if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        return token_cross_entropy(x, weight, targets).sum()
+    total: Tensor = _Sliced.apply(  # type: ignore[no-untyped-call]
+        x.flatten(0, -2), weight, targets.flatten(), working_dtype(x)
+    )
     return total
 
 
@@ -78,8 +84,10 @@ def token_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     Raises:
         ValueError: on a CPU, for a target outside the vocabulary.
     """
-    rows, flat = _rows(x, weight, targets)
-    return _each(rows, weight, flat).view(targets.shape)
+    dtype = working_dtype(x)
+    rows = x.flatten(0, -2).to(dtype)
+    losses: Tensor = _losses(rows, _padded(weight, dtype), targets.flatten(), weight.size(0), LOSS_ROWS)
+    return losses.view(targets.shape)
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -89,81 +97,127 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-class _Slice(NamedTuple):
-    """What one slice of n rows gives: `wide` are its logits (n, V and the columns of padding), the others (n, 1)."""
-
-    x: Tensor
-    targets: Tensor
-    counted: Tensor
-    wide: Tensor
-    log_sum: Tensor
-    picked: Tensor
-
-    @property
-    def loss(self) -> Tensor:
-        return (self.log_sum - self.picked) * self.counted
-
-
 class _Sliced(torch.autograd.Function):
     """(x (R, E), weight (V, E), targets (R,), dtype of the products) → the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtypes, ctx.vocabulary, ctx.learned = (x.dtype, weight.dtype), weight.size(0), ctx.needs_input_grad[1]
         table = _padded(weight, dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=x.device)
-        of_x, of_table = [], torch.zeros_like(table, dtype=wide)
-        for part in _slices(x, table, targets, weight.size(0)):
-            total = total + part.loss.sum()
-            # Columns of padding may hold anything finite: their rows of the table are zero, their gradient is cut off.
-            share = part.wide.sub_(part.log_sum).clamp_(max=0).exp_().mul_(part.counted).to(dtype)
-            of_target = ((part.picked - part.log_sum).exp() - 1) * part.counted
-            share.scatter_(1, part.targets, of_target.to(dtype))
-            of_x.append(share @ table)
-            of_table = of_table + (share.t() @ part.x).to(wide)
-        joined = torch.cat(of_x) if of_x else torch.zeros_like(x, dtype=dtype)
-        ctx.save_for_backward(joined, of_table[: weight.size(0)])
-        ctx.dtypes = x.dtype, weight.dtype
+        losses, of_x, of_table = _derived(x.to(dtype), table, targets, weight.size(0), LOSS_ROWS, ctx.learned)
+        ctx.save_for_backward(of_x, of_table)
+        total: Tensor = losses.sum()
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (grad,) = grads
-        of_x, of_weight = ctx.saved_tensors
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        of_x, of_table = ctx.saved_tensors
         first, second = ctx.dtypes
-        return (of_x * grad).to(first), (of_weight * grad).to(second), None, None
+        of_weight = (of_table[: ctx.vocabulary] * grad).to(second) if ctx.learned else None
+        return of_x.to(first) * grad, of_weight, None, None
 
 
-def _slices(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int) -> Iterator[_Slice]:
-    wide = torch.promote_types(table.dtype, torch.float32)
-    for start in range(0, x.size(0), LOSS_ROWS):
-        rows, wanted = (y[start : start + LOSS_ROWS] for y in (x, targets.unsqueeze(1)))
-        rows = rows.to(table.dtype)
-        counted = wanted != IGNORED
-        wanted = wanted.clamp(min=0)
-        logits = F.linear(rows, table).to(wide)
-        log_sum = logits[:, :vocabulary].logsumexp(-1, keepdim=True)
-        yield _Slice(rows, wanted, counted.to(wide), logits, log_sum, logits.gather(1, wanted))
+@torch.library.custom_op("gape::vocabulary_losses", mutates_args=())
+def _losses(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int) -> Tensor:
+    """The loss of each row, (R,), of x (R, E) and a padded weight (P, E) of the same dtype."""
+    losses = _empty_losses(x)
+    for part, logits in _slices(x, table, targets, vocabulary, rows):
+        losses[part] = _score(logits, targets[part], vocabulary, gradient=False)
+    return losses
 
 
-def _each(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The loss of every row, (R,)."""
-    table = _padded(weight, working_dtype(x))
-    losses = [part.loss.squeeze(1) for part in _slices(x, table, targets, weight.size(0))]
-    return torch.cat(losses) if losses else x.new_zeros(0, dtype=torch.promote_types(x.dtype, torch.float32))
+@torch.library.custom_op("gape::vocabulary_losses_and_gradients", mutates_args=())
+def _derived(
+    x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int, learned: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same and the gradients of their sum: of x, (R, E) in its dtype, and of the table, (P, E) in float32 at least.
+
+    The latter is (0, E) unless `learned`.
+    """
+    losses, of_x, of_table = _empty_losses(x), torch.empty_like(x), _empty_gradient(table, learned).zero_()
+    for part, logits in _slices(x, table, targets, vocabulary, rows):
+        losses[part] = _score(logits, targets[part], vocabulary, gradient=True)
+        torch.mm(logits, table, out=of_x[part])
+        if learned:
+            _add_product(of_table, logits.t(), x[part])
+    return losses, of_x, of_table
+
+
+@_losses.register_fake
+def _(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int) -> Tensor:
+    return _empty_losses(x)
+
+
+@_derived.register_fake
+def _(
+    x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int, learned: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_losses(x), torch.empty_like(x), _empty_gradient(table, learned)
+
+
+def _empty_losses(x: Tensor) -> Tensor:
+    return x.new_empty(x.size(0), dtype=_wide(x))
+
+
+def _empty_gradient(table: Tensor, learned: bool) -> Tensor:
+    return table.new_empty(table.size(0) if learned else 0, table.size(1), dtype=_wide(table))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _slices(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Which rows, and their logits (n, P); all slices' lie in the same place."""
+    if targets.device.type == "cpu":
+        known = (targets >= 0) & (targets < vocabulary) | (targets == IGNORED)
+        if not bool(known.all()):
+            raise _foreign(targets, vocabulary)
+    buffer = x.new_empty(min(rows, x.size(0)), table.size(0))
+    for start in range(0, x.size(0), rows):
+        part = slice(start, min(start + rows, x.size(0)))
+        yield part, torch.mm(x[part], table.t(), out=buffer[: part.stop - start])
+
+
+def _score(logits: Tensor, targets: Tensor, vocabulary: int, *, gradient: bool) -> Tensor:
+    """The loss of each row of padded logits (n, P), (n,); their gradients overwrite them if `gradient`."""
+    if HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64:
+        from gape.ops.triton.vocabulary import score_rows  # noqa: PLC0415
+
+        return score_rows(logits, targets, vocabulary, IGNORED, gradient)
+    return _score_stepwise(logits, targets, vocabulary, gradient)
+
+
+def _score_stepwise(logits: Tensor, targets: Tensor, vocabulary: int, gradient: bool) -> Tensor:
+    """What the kernel does, in several passes."""
+    wide = logits.to(_wide(logits))
+    counted = (targets != IGNORED).unsqueeze(1)
+    at = targets.clamp(0, vocabulary - 1).unsqueeze(1)
+    log_sum = wide[:, :vocabulary].logsumexp(-1, keepdim=True)
+    # A target that does not exist, or an infinite logit, is nothing to be silent about.
+    log_sum = log_sum.masked_fill(counted & (at != targets.unsqueeze(1)) | log_sum.isposinf(), float("nan"))
+    picked = wide.gather(1, at)
+    if gradient:
+        wide = wide.sub_(log_sum).exp_() if wide is logits else wide.sub(log_sum).exp_()
+        wide.scatter_(1, at, (picked - log_sum).exp() - 1).masked_fill_(~counted, 0)
+        # Columns of padding may hold anything: their rows of the table are zero.
+        wide[:, vocabulary:] = 0
+        logits.copy_(wide)
+    return (log_sum - picked).masked_fill(~counted, 0).squeeze(1)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a·b, added up in total's dtype."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in `dtype` with rows of zeros up to a multiple of :data:`ALIGNED`."""
     return F.pad(weight.detach().to(dtype), (0, 0, 0, -weight.size(0) % ALIGNED))
-
-
-def _rows(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    if not torch.compiler.is_compiling() and targets.device.type == "cpu":
-        known = (targets >= 0) & (targets < weight.size(0)) | (targets == IGNORED)
-        if not bool(known.all()):
-            raise _foreign(targets, weight.size(0))
-    return x.flatten(0, -2), targets.flatten()
 
 
 def _foreign(targets: Tensor, vocabulary: int) -> ValueError:
