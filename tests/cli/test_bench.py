@@ -52,12 +52,12 @@ def test_attention_appends_a_row_for_each_case(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_decode_and_prologue() -> None:
-    impls = ["decode", "split", "carried", "sdpa", "sdpa-flash"]
+    impls = ["sdpa", "decode", "split", "carried", "sdpa-flash"]
     sizes = ["--lengths", "40", "--dim", "16"]
     assert gape_exits("bench", "decode", *TINY, *sizes, "--kv-heads", "1", "--impl", ",".join(impls)) == 0
     found = stored("decode")
     assert [row["impl"] for row in found] == impls
-    assert all(float(row["error"]) < 1e-5 and float(row["of_copy"]) > 0 for row in found)
+    assert all(float(row["error"]) < 1e-5 and float(row["of_copy"]) > 0 and float(row["of_sdpa"]) > 0 for row in found)
     half = ["bench", "prologue", *TINY, "--dtype", "float16", "--tokens", "40", *sizes]
     assert gape_exits(*half, "--impl", "steps-gape,steps-rope+attention,steps-gape+attention", "--backward") == 0
     assert gape_exits(*half, "--impl", "fused-rope+attention,fused-gape+attention") == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gape import gated_attention
 from gape.ops import reference
 from gape.ops.api import _problem
 from gape.ops.problem import Problem
@@ -75,22 +76,76 @@ def test_head_dims_and_many_splits(dim: int) -> None:
         assert distance(decode.run(problem(case, torch.float32), splits=splits), exact) < 1e-6
 
 
-def test_samples_of_different_lengths() -> None:
+@pytest.mark.parametrize("n_q", [1, 2])
+def test_samples_of_different_lengths(n_q: int) -> None:
     """Each sample answers as if it were alone with a cache of its own length; what lies beyond is never read."""
-    case = random_case(batch=4, n_q=2, n_k=200, heads=2, kv_heads=1)
-    # The last says more than there is.
-    lengths = [200, 131, 2, 999]
+    # The last says more than there is, the one before has nothing.
+    lengths = [200, 131, n_q, 0, 999]
+    case = random_case(batch=len(lengths), n_q=n_q, n_k=200, heads=2, kv_heads=1)
     for b, n in enumerate(lengths):
-        for name in "kv":
+        for name in ("k", "v", "landmark"):
             case.tensors[name][b, :, n:] = float("nan")
-        case.tensors["landmark"][b, :, n:] = float("nan")
     given = torch.tensor(lengths, device=DEVICE)
     got = decode.run(problem(case, torch.float32), lengths=given, splits=3)
+    assert not got[3].any()
     for b, n in enumerate(lengths):
+        if n == 0:
+            continue
         alone = {m: x[b : b + 1] if m != "amplitude" else x for m, x in case.tensors.items()}
         alone |= {m: alone[m][:, :, :n] for m in ("k", "v", "landmark")}
         exact = reference.run(problem(Case(alone, case.options), torch.float32, exact=True))
         assert distance(got[b : b + 1], exact) < 1e-6, n
+
+
+LONE = {"n_q": 1, "heads": 2, "kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [
+        (LONE | {"n_k": 99}, 1),
+        # More parts than are merged at once.
+        (LONE | {"n_k": 550, "dim": 40, "heads": 1, "kv_heads": 1}, 40),
+        ({"n_q": 2, "n_k": 99, "heads": 2, "kv_heads": 1}, 3),
+    ],
+    ids=["one row, one part", "one row, many parts", "several rows"],
+)
+def test_parts_are_merged_alike_by_either_kernel(
+    sizes: dict[str, int], splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the last program to finish and by a kernel of their own; the same bits in every run."""
+    case = random_case(batch=1, **sizes, strength=10.0)
+    given, exact = problem(case, torch.float32), reference.run(problem(case, torch.float32, exact=True))
+    monkeypatch.setattr(decode, "ALONE", 1000)
+    (first, lse), (again, again_lse) = (decode.attend(given, splits=splits) for _ in range(2))
+    assert distance(first, exact) < 1e-6
+    assert torch.equal(again, first)
+    assert torch.equal(again_lse, lse)
+    monkeypatch.setattr(decode, "ALONE", 0)
+    apart, apart_lse = decode.attend(given, splits=splits)
+    assert torch.allclose(apart, first, atol=1e-6)
+    assert torch.allclose(apart_lse, lse, atol=1e-6)
+
+
+def test_tickets_are_given_back() -> None:
+    """Also where some splits have no keys, and where later calls are larger or smaller."""
+    lengths = torch.tensor([70, 1], device=DEVICE)
+    for heads, n_q in ((1, 1), (4, 2), (3, 1)):
+        case = random_case(n_q=n_q, n_k=70, heads=heads, kv_heads=heads // n_q)
+        decode.run(problem(case, torch.float32), lengths=lengths, splits=4)
+        assert not any(held.any() for held in decode._held.values())
+
+
+def test_compiles_without_a_break() -> None:
+    case = random_case(n_k=70, **LONE)
+    tensors = [x.to(DEVICE, torch.float32) for x in case.tensors.values()]
+
+    def operator(*given: torch.Tensor) -> torch.Tensor:
+        return gated_attention(*given, **case.options, impl="decode") * 2
+
+    with torch.no_grad():
+        compiled = torch.compile(operator, backend="aot_eager", fullgraph=True)(*tensors)
+        assert torch.allclose(compiled, operator(*tensors), atol=1e-6)
 
 
 def test_log_sum_exp() -> None:
@@ -142,9 +197,33 @@ def test_refuses_what_it_cannot() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_long_cache_on_a_gpu(dtype: torch.dtype) -> None:
-    sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "n_q": 1, "n_k": 40_001, "dim": 64, "value_dim": 64}
+def test_long_cache_on_a_gpu(dtype: torch.dtype, kv_heads: int) -> None:
+    sizes = {"batch": 2, "heads": 8, "kv_heads": kv_heads, "n_q": 1, "n_k": 40_001, "dim": 64, "value_dim": 64}
     case = random_case(**sizes, strength=10.0, context_length=1024)
     exact = reference.run(problem(case, dtype, exact=True))
-    assert distance(decode.run(problem(case, dtype)), exact) < BOUNDS[dtype]
+    given = problem(case, dtype)
+    outs = [decode.run(given) for _ in range(20)]
+    assert distance(outs[0], exact) < BOUNDS[dtype]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_and_compiled_on_a_gpu() -> None:
+    """A captured graph holds no tickets that another stream could take."""
+    case = random_case(batch=1, n_k=5000, **LONE)
+    tensors = [x.to("cuda", torch.float32) for x in case.tensors.values()]
+
+    def operator(*given: torch.Tensor) -> torch.Tensor:
+        return gated_attention(*given, **case.options, impl="decode")
+
+    with torch.no_grad():
+        plain = operator(*tensors)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = operator(*tensors)
+        graph.replay()
+        assert torch.allclose(captured, plain, atol=1e-5)
+        assert torch.allclose(torch.compile(operator, fullgraph=True)(*tensors), plain, atol=1e-5)

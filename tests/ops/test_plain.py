@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import gape
-from gape.ops import attention
+from gape.ops import attention, sdpa
+from gape.ops.visibility import Visibility
 from tests.ops.cases import layouts, random_case
 
 LAYOUTS = layouts()
@@ -62,3 +63,20 @@ def test_wrong_key_bias_is_named(value: object) -> None:
     case = random_case()
     with pytest.raises(ValueError, match=r"^key_bias: "):
         attention(*(case.tensors[n] for n in "qkv"), key_bias=value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "first", "copied"),
+    [((2, 5, 112), 72, False), ((2, 5, 112), 78, True), ((2, 5, 110), 72, True), ((1, 1, 112), 78, True)],
+)
+def test_a_gpu_gets_rows_that_begin_at_16_bytes(
+    shape: tuple[int, ...], first: int, copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v = torch.randn(shape).half()[..., first : first + 32].unsqueeze(1)
+    seen = Visibility(n_q=shape[1], n_k=shape[1], device=v.device)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    taken = sdpa.prepare(v, v, v, seen, 1.0).v
+    assert torch.equal(taken, v)
+    assert (taken.data_ptr() != v.data_ptr()) == copied
+    assert taken.storage_offset() % 8 == 0
+    assert taken.stride(2) % 8 == 0

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import gape
 from gape.ops import columns, prologue
@@ -44,7 +48,7 @@ def projected(scheme: Gated, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 def angles(scheme: Gated, n: int) -> tuple[Tensor, Tensor] | None:
     base = scheme.base
-    return base.cos_sin(torch.arange(n, device=DEVICE)) if isinstance(base, Rotary) else None
+    return base.one_pass(n, torch.device(DEVICE)).angles if isinstance(base, Rotary) else None
 
 
 def fused(scheme: Gated, q: Tensor, k: Tensor, width: int = WIDTH) -> tuple[Tensor, ...]:
@@ -94,9 +98,9 @@ def test_writes_what_the_steps_write(base: str, n: int, width: int, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("base", "n"), [("rope", 33), ("p-rope", 64), ("nope", 20)])
-def test_gradients_are_those_of_the_steps(base: str, n: int, dtype: torch.dtype) -> None:
-    scheme = layer(base, gate_floor=1.0)
+@pytest.mark.parametrize(("base", "n", "heads"), [("rope", 33, (4, 2)), ("p-rope", 32, (6, 3)), ("nope", 20, (3, 1))])
+def test_gradients_are_those_of_the_steps(base: str, n: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    scheme = layer(base, *heads, gate_floor=1.0)
     parameters = list(scheme.parameters())
     found = []
     for way in ("steps", "fused"):
@@ -107,6 +111,18 @@ def test_gradients_are_those_of_the_steps(base: str, n: int, dtype: torch.dtype)
         found.append(torch.autograd.grad(loss, [q, k, *parameters]))
     for want, got in zip(*found, strict=True):
         assert (got.double() - want.double()).norm() < 0.01 * want.double().norm()
+
+
+def test_q_and_k_share_a_launch_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gape.ops.triton import prologue as operators
+
+    launched: list[str] = []
+    traceable = operators.traceable
+    monkeypatch.setattr(operators, "traceable", lambda kernel: (launched.append(kernel.__name__), traceable(kernel))[1])
+    scheme = layer("rope")
+    outs = fused(scheme, *projected(scheme, 8, torch.float16))
+    sum(x.sum() for x in outs).backward()
+    assert launched == ["prepare", "undo"]
 
 
 def test_without_gates_it_only_turns() -> None:
@@ -124,15 +140,73 @@ def test_refuses_what_does_not_fit() -> None:
         prologue.prologue(q.double(), k, None, None, scale=SCALE)
     with pytest.raises(ValueError, match=r"^k: "):
         prologue.prologue(q, k[:, :, :4], None, None, scale=SCALE)
-    with pytest.raises(ValueError, match=r"^angles: "):
-        prologue.prologue(q, k, angles(scheme, 9), None, scale=SCALE)
+    cos, sin = angles(scheme, 8)
+    for wrong in (angles(scheme, 9), (cos[:, :12], sin[:, :12]), (cos, sin[:, :13])):
+        with pytest.raises(ValueError, match=r"^angles: "):
+            prologue.prologue(q, k, wrong, None, scale=SCALE)
     reading = scheme.reading(q.device)
     with pytest.raises(ValueError, match=r"^reading: "):
         prologue.prologue(q, k, None, reading, scale=SCALE)
     wide = [prologue.spread(x, WIDTH) for x in (q, k)]
-    for wrong in ({"gate_weight": reading.gate_weight[:2]}, {"floor": reading.floor.double()}):
-        with pytest.raises(ValueError, match=rf"^reading.{next(iter(wrong))}: "):
-            prologue.prologue(*wide, None, replace(reading, **wrong), scale=SCALE)
+    for other in ({"gate_weight": reading.gate_weight[:2]}, {"floor": reading.floor.double()}):
+        with pytest.raises(ValueError, match=rf"^reading.{next(iter(other))}: "):
+            prologue.prologue(*wide, None, replace(reading, **other), scale=SCALE)
+
+
+def test_angles_are_kept_for_the_next_layer_and_only_where_they_last() -> None:
+    one, other = layer("rope").base, layer("rope", n_heads=2).base
+    device = torch.device(DEVICE)
+    with torch.inference_mode():
+        cos, sin = one.one_pass(19, device).angles
+    assert not cos.is_inference()
+    assert cos.shape == sin.shape == (19, 16)
+    assert other.one_pass(19, device).angles[0] is cos
+    torch.testing.assert_close(cos[:, :13], one.cos_sin(torch.arange(19, device=device))[0])
+    with FakeTensorMode():
+        assert isinstance(one.one_pass(19, device).angles[0], FakeTensor)
+        assert isinstance(one.one_pass(18, device).angles[0], FakeTensor)
+    assert type(one.one_pass(18, device).angles[0]) is Tensor
+    compiled = torch.compile(lambda: one.one_pass(19, device).angles, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(), (cos, sin))
+
+
+@pytest.mark.gpu
+def test_compiled_it_writes_the_same() -> None:
+    scheme = layer("rope")
+
+    def prepared(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (prologue.spread(x, WIDTH) for x in (q, k))
+        return prologue.prologue(q, k, angles(scheme, 64), scheme.reading(q.device), scale=SCALE)
+
+    found = []
+    for way in (prepared, torch.compile(prepared, fullgraph=True)):
+        q, k = projected(scheme, 64, torch.float16)
+        outs = way(q, k)
+        loss = sum(x.float().square().sum() for x in outs)
+        found.append([*outs, *torch.autograd.grad(loss, [q, k, *scheme.parameters()])])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+def test_kernels_take_a_float_of_either_length() -> None:
+    """A compiler hands Python floats over in float64; nothing but the cast may see it."""
+    program = """
+import triton
+from triton.backends.compiler import GPUTarget
+from gape.ops.triton import prologue_kernels
+flags = dict(ROTATED=True, GATED=True, LOW=13, EDGE=16, COLUMNS=16, Q_HEADS=1, K_HEADS=1, PARTS=1, T=16, HALF=16)
+flags |= dict(EVEN=True, ANCHORS=2, LIMIT=1.0, BITS=8)
+for kernel in (prologue_kernels.prepare, prologue_kernels.undo):
+    names = kernel.arg_names
+    types = {x: "*fp32" if x.endswith("_ptr") else "constexpr" if x in flags else "i32" for x in names}
+    types["factor"] = "fp64"
+    constants = {(names.index(x),): value for x, value in flags.items() if x in names}
+    source = triton.compiler.ASTSource(kernel, types, constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    print(sum("f64" in line for line in made.asm["ttir"].splitlines() if "tt.func" not in line))
+"""
+    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, "-c", program], env=outside, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["1", "1"]
 
 
 def test_a_layer_attends_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

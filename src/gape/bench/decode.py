@@ -5,14 +5,18 @@ process, is what it stands beside. Queries are the last tokens of the cache.
 
     decode           the decode kernel: plain keys and a landmark per key
     split, triton    the operator as for many queries
-    carried          keys that carry the bias in six of their coordinates, through scaled_dot_product_attention
+    carried          keys that carry the bias in six of their coordinates, as the models keep them: a pass over the
+                     query, and scaled_dot_product_attention over a cache of the same bytes
     sdpa, sdpa-cudnn, sdpa-flash   the same cache without any bias
+    …-graph          the same, captured once and replayed
+
+`of_sdpa` is a time over that of `sdpa` (of `sdpa-graph` for what is captured), where it was measured before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import ClassVar
 
@@ -33,7 +37,7 @@ from gape.ops.checks import whole
 
 FIELDS = (
     *rows.STAMP, "impl", "dtype", "batch", "heads", "kv_heads", "queries", "length", "dim",
-    "ms", "gbps", "copy_gbps", "of_copy", "peak_mib", "error",
+    "ms", "gbps", "copy_gbps", "of_copy", "peak_mib", "error", "of_sdpa",
 )  # fmt: skip
 
 
@@ -87,22 +91,49 @@ def _sdpa(*backends: SDPBackend) -> Callable[[Arguments], Work]:
     return build
 
 
+def _captured(build: Callable[[Arguments], Work]) -> Callable[[Arguments], Work]:
+    """The same candidate as a CUDA graph, which has no launches to wait for."""
+
+    def capture(arguments: Arguments) -> Work:
+        if not arguments["q"].is_cuda:
+            raise UnavailableError("needs a CUDA device")
+        work = build(arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            # Kernels are compiled before, not while capturing.
+            work.forward(work.leaves)
+            with torch.cuda.graph(graph):
+                out = work.forward(work.leaves)
+
+        def replay(leaves: Arguments) -> Tensor:
+            graph.replay()
+            return out
+
+        return replace(work, forward=replay)
+
+    return capture
+
+
 ANY = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 #: What is timed, by name.
 CANDIDATES: dict[str, Callable[[Arguments], Work]] = {
-    "decode": _decode,
-    "split": _operator("split"),
-    "triton": _operator("triton"),
-    "carried": _carried,
+    # What others are compared with comes first.
     "sdpa": _sdpa(*ANY),
+    "sdpa-graph": _captured(_sdpa(*ANY)),
     "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
     "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "carried": _carried,
+    "carried-graph": _captured(_carried),
+    "decode": _decode,
+    "decode-graph": _captured(_decode),
+    "split": _operator("split"),
+    "triton": _operator("triton"),
 }
 DEFAULT = tuple(CANDIDATES)
 
 #: Candidates that read a landmark per key beside the keys.
-READS_LANDMARKS = ("decode", "split", "triton")
+READS_LANDMARKS = ("decode", "decode-graph", "split", "triton")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +171,20 @@ def measure(settings: Settings, stamp: rows.Row, say: Callable[[str], None]) -> 
             queries=settings.queries,
         )  # fmt: skip
         arguments = draw(shape, "log-normal", settings.torch_dtype, settings.device)
+        times: dict[str, float] = {}
         for impl in settings.impls:
             with on_its_own(impl, length, say):
                 nbytes = cache_bytes(arguments, landmarks=impl in READS_LANDMARKS)
-                yield stamp | _one(settings, shape, impl, CANDIDATES[impl](arguments), nbytes, copied)
+                yield stamp | _one(settings, shape, impl, CANDIDATES[impl](arguments), nbytes, copied, times)
 
 
-def _one(settings: Settings, shape: Shape, impl: str, work: Work, nbytes: int, copied: float) -> rows.Row:
+def _one(
+    settings: Settings, shape: Shape, impl: str, work: Work, nbytes: int, copied: float, times: dict[str, float]
+) -> rows.Row:
+    """The figures of one candidate; `times` keeps those that others are compared with."""
     timing = measured(work.step(backward=False), settings.device, seconds=settings.seconds)
+    times[impl] = timing.ms
+    plain = times.get("sdpa-graph" if impl.endswith("-graph") else "sdpa")
     gbps = nbytes / timing.ms / 1e6
     found = against_float64(work, backward=False)
     figures = {
@@ -160,6 +197,7 @@ def _one(settings: Settings, shape: Shape, impl: str, work: Work, nbytes: int, c
         "of_copy": rows.number(gbps / copied, 3),
         "peak_mib": rows.number(timing.peak_mib, 5),
         "error": rows.number(found["error"], 3),
+        "of_sdpa": rows.number(None if plain is None else timing.ms / plain),
     }
     return figures | {name: str(getattr(shape, name)) for name in ("batch", "heads", "kv_heads", "length", "dim")}
 

@@ -37,8 +37,8 @@ TABLES: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     "decode": (
         ("dtype", "dim", "heads", "kv_heads", "batch", "queries"),
         {
-            "impl": "", "length": "keys", "ms": "ms", "gbps": "GB/s", "of_copy": "of a copy", "peak_mib": "MiB",
-            "error": "error",
+            "impl": "", "length": "keys", "ms": "ms", "gbps": "GB/s", "of_copy": "of a copy", "of_sdpa": "× SDPA",
+            "peak_mib": "MiB", "error": "error",
         },
     ),
 }  # fmt: skip

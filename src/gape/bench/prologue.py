@@ -49,7 +49,7 @@ class Layer:
     Attributes:
         shape: sizes, `dim` that of the whole head.
         leaves: "q", "k" and "v", (B, H, N, dim) as views of one projection, and with gates their weights and biases.
-        angles: cosines and sines, (N, content / 2) each.
+        angles: cosines and sines, (N, content / 2) each, padded to a multiple of eight columns as a layer's are.
         gated: whether there are gates, and six coordinates fewer for content.
     """
 
@@ -99,13 +99,15 @@ def layer(shape: Shape, dtype: torch.dtype, device: torch.device, *, gated: bool
             "amplitude": 1 + normal(shape.heads).abs(),
         }
     frequency = 10_000 ** (-torch.arange(0, content, 2, device=device) / content)
-    angle = torch.arange(shape.length, device=device)[:, None] * frequency
+    padded = F.pad(frequency, (0, -len(frequency) % 8))
+    angle = torch.arange(shape.length, device=device)[:, None] * padded
     return Layer(shape=shape, leaves=leaves, angles=(angle.cos(), angle.sin()), gated=gated)
 
 
 def turned(x: Tensor, angles: Pair) -> Tensor:
     """x (B, H, N, D) with pair (m, m + D/2) turned by its angle, in float32 inside."""
-    cos, sin = (a.to(torch.promote_types(x.dtype, torch.float32)) for a in angles)
+    pairs = x.size(-1) // 2
+    cos, sin = (a[:, :pairs].to(torch.promote_types(x.dtype, torch.float32)) for a in angles)
     one, other = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1).to(x.dtype)
 

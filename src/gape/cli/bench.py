@@ -88,7 +88,7 @@ def decode(
         batch=batch, queries=queries, impls=bench.DEFAULT if impl is None else impl.split(","),
         device=device_called(device), seconds=seconds,
     )  # fmt: skip
-    shown = ("impl", "length", "batch", "ms", "gbps", "of_copy", "peak_mib", "error")
+    shown = ("impl", "length", "batch", "ms", "gbps", "of_copy", "of_sdpa", "peak_mib", "error")
     _run("decode", bench.FIELDS, bench.measure, settings, trust, out, save, shown)
 
 

@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gape.ops import checks, columns, rank2
+from gape.ops import checks, columns, prologue, rank2
 from gape.ops.plain import attention
-from gape.ops.rounding import significand_bits
+from gape.ops.problem import bias_dtype
+from gape.ops.rounding import UNIT, significand_bits
 
 #: Coordinates that each form takes.
 COLUMNS = {"rank2": rank2.COLUMNS, "split": columns.COLUMNS}
@@ -59,11 +60,14 @@ def carry(
     Raises:
         ValueError: unknown form, or a width that is too small.
     """
-    if _known(form) == "split":
-        extra = columns.key_columns(1 - landmark, [positions], k.dtype, significand_bits(k))
-    else:
-        extra = rank2.key_columns(landmark, positions, context_length, k.dtype)
-    return _joined(k, extra, k.size(-1) + COLUMNS[form] if width is None else width)
+    width = _wide_enough(k.size(-1), _known(form), width)
+    if form == "rank2":
+        return _joined(k, rank2.key_columns(landmark, positions, context_length, k.dtype), width)
+    if _in_one_launch(k, landmark):
+        from gape.ops.triton.carry import joined_keys  # noqa: PLC0415
+
+        return joined_keys(k, landmark, positions, width)
+    return _joined(k, columns.key_columns(1 - landmark, [positions], k.dtype, significand_bits(k)), width)
 
 
 def carried_attention(
@@ -97,13 +101,31 @@ def carried_attention(
     Raises:
         ValueError: unknown form, or tensors that do not fit together; names the argument.
     """
-    if _known(form) == "split":
-        rate = amplitude[:, None] * gate / context_length
-        extra = columns.query_columns(rate, [positions], scale, q.dtype, significand_bits(q))
-    else:
+    width = _wide_enough(q.size(-1), _known(form), k.size(-1))
+    if form == "rank2":
         strength = amplitude[:, None] * gate / scale
-        extra = rank2.query_columns(strength, positions, context_length, q.dtype)
-    return attention(_joined(q, extra, k.size(-1)), k, v, scale=scale, **seen)
+        q = _joined(q, rank2.query_columns(strength, positions, context_length, q.dtype), width)
+    elif _in_one_launch(q, gate, amplitude):
+        from gape.ops.triton.carry import joined_queries  # noqa: PLC0415
+
+        q = joined_queries(q, gate, amplitude, positions, width, context_length=context_length, scale=scale)
+    else:
+        rate = amplitude[:, None] * gate / context_length
+        q = _joined(q, columns.query_columns(rate, [positions], scale, q.dtype, significand_bits(q)), width)
+    return attention(q, k, v, scale=scale, **seen)
+
+
+def uncarried(k: Tensor, content: int) -> tuple[Tensor, Tensor]:
+    """The keys and landmarks of which :func:`carry` made `k` in the form "split": for kernels that want both apart.
+
+    Args:
+        k: (B, Hk, N, width).
+        content: coordinates of content, D.
+
+    Returns:
+        (B, Hk, N, D), a view, and (B, Hk, N) in float32 (float64 beside float64), rounded as the keys carry them.
+    """
+    return k[..., :content], 1 - k[..., content].to(bias_dtype(k.dtype)) / UNIT
 
 
 def _known(form: str) -> str:
@@ -112,8 +134,21 @@ def _known(form: str) -> str:
     return form
 
 
+def _wide_enough(content: int, form: str, width: int | None) -> int:
+    """The width of rows: `width`, or no more than they need."""
+    least = content + COLUMNS[form]
+    if width is not None and width < least:
+        raise checks.refuse("width", width, f"at least {content} + {COLUMNS[form]}, content and bias")
+    return least if width is None else width
+
+
+def _in_one_launch(x: Tensor, *sides: Tensor) -> bool:
+    """Whether a kernel may join content and bias: on a GPU, where nothing is learned and no compiler is at work."""
+    learns = torch.is_grad_enabled() and any(y.requires_grad for y in (x, *sides))
+    plain = all(y.dtype == torch.float32 for y in sides) and not torch.compiler.is_compiling()
+    return x.is_cuda and plain and not learns and prologue.ready(x.device, x.dtype)
+
+
 def _joined(x: Tensor, extra: Tensor, width: int) -> Tensor:
     spare = width - x.size(-1) - extra.size(-1)
-    if spare < 0:
-        raise checks.refuse("width", width, f"at least {x.size(-1)} + {extra.size(-1)}, content and bias")
-    return torch.cat([x, F.pad(extra, (0, spare))], dim=-1)
+    return torch.cat([x, F.pad(extra, (0, spare)) if spare else extra], dim=-1)

@@ -1,4 +1,4 @@
-"""From q and k as projected to q and k that carry the bias, in one pass over memory each.
+"""From q and k as projected to q and k that carry the bias, in one pass over memory.
 
 Without Triton or a GPU the same numbers come from a scheme's own steps and :mod:`gape.ops.split`, several passes; this
 module is what replaces them where it can run. `docs/precision.md` says what the coordinates are.
@@ -51,7 +51,7 @@ class OnePass(NamedTuple):
     """What a positional scheme does to q and k, where that is no more than turning them and reading gates.
 
     Attributes:
-        angles: cosines and sines, each (N, D/2) in float32, or None.
+        angles: cosines and sines, each (N, D/2 or more) in float32, or None. Columns beyond D/2 are padding.
         reading: the gates, or None.
     """
 
@@ -94,8 +94,8 @@ def prologue(
     Args:
         q, k: (B, Hq, N, W) and (B, Hk, N, W), bfloat16 or float16, any strides: content as :func:`spread` lays it out
             (a projection whose weights are laid out so gives it at once). Without gates there are no gaps.
-        angles: cosines and sines, each (N, C/2) in float32; pair m of the content is (x_m, x_{m+C/2}). None turns
-            nothing.
+        angles: cosines and sines, each (N, C/2) in float32; pair m of the content is (x_m, x_{m+C/2}). Further
+            columns are padding, which lets rows begin where they are read fast. None turns nothing.
         reading: the gates; None leaves q and k without a bias.
         scale: the softmax scale.
 
@@ -108,15 +108,17 @@ def prologue(
     _check(q, k, angles, reading)
     from gape.ops.triton.prologue import prepare  # noqa: PLC0415
 
-    cos, sin = (None, None) if angles is None else angles
-    if reading is None:
-        ungated = (None, None, None, None, True, 1, 0, 0, 0)
-        return prepare(q, cos, sin, *ungated), prepare(k, cos, sin, *ungated)
-    where = _where(q)
-    factor = reading.amplitude * (UNIT / scale / reading.context_length)
-    q_gate = (reading.gate_weight, reading.gate_bias, factor, reading.floor)
-    k_gate = (reading.landmark_weight, reading.landmark_bias, None, None)
-    return prepare(q, cos, sin, *q_gate, True, *where), prepare(k, cos, sin, *k_gate, False, *where)
+    turning = (None, None) if angles is None else angles
+    gates: tuple[Tensor | None, ...] = (None,) * 6
+    factor, where = 1.0, (1, 0, 0, 0)
+    if reading is not None:
+        gates = (
+            reading.gate_weight, reading.gate_bias, reading.amplitude, reading.floor,
+            reading.landmark_weight, reading.landmark_bias,
+        )  # fmt: skip
+        factor, where = UNIT / scale / reading.context_length, _where(q)
+    out_q, out_k = prepare(q, k, *turning, *gates, factor, *where)
+    return out_q, out_k
 
 
 def fused_attention(
@@ -179,8 +181,11 @@ def _check(q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None, reading: 
         shapes |= {"gate_weight": (n_heads, content), "landmark_weight": (k.size(1), content)}
         for name, shape in shapes.items():
             _float32(f"reading.{name}", getattr(reading, name), shape, q.device)
-    for name, x in zip(("cosines", "sines"), angles or (), strict=False):
-        _float32(f"angles: {name}", x, (n, content // 2), q.device)
+    if angles is not None:
+        # Both may be padded, by as much.
+        most = max(content // 2, angles[0].size(-1))
+        for name, x in zip(("cosines", "sines"), angles, strict=True):
+            _float32(f"angles: {name}", x, (n, most), q.device)
 
 
 def _float32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

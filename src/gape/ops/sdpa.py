@@ -174,10 +174,18 @@ def _legal_widths(q: Tensor, k: Tensor, v: Tensor, *, equal: bool) -> tuple[Tens
 
 
 def _pad(x: Tensor, width: int) -> Tensor:
-    """Zero coordinates up to `width`, and neighbouring ones side by side in memory, as fused backends want."""
+    """Zero coordinates up to `width`, neighbouring ones side by side and rows aligned, as fused backends want."""
     if x.size(-1) != width:
         return F.pad(x, (0, width - x.size(-1)))
-    return x if x.stride(-1) == 1 else x.contiguous()
+    # Not contiguous(), which leaves a tensor where it is that only begins elsewhere.
+    return x if x.stride(-1) == 1 and _aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether every row of a CUDA tensor begins at 16 bytes: cuDNN reads others as if they did, and says nothing."""
+    step = 16 // x.element_size()
+    rows = (stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size != 1)
+    return not x.is_cuda or (x.storage_offset() % step == 0 and all(stride % step == 0 for stride in rows))
 
 
 def _lower_right(n_q: int, n_k: int) -> Tensor:

@@ -71,6 +71,8 @@ class Gated(Scheme):
     ) -> Tensor:
         """Attend under the gates; the sides are those of `queries` and `keys`. Returns (B, Hq, Nq, Dv).
 
+        `seen` may also hold `eps`, what a query may lose to tiles that are left away.
+
         Raises:
             ValueError: a side is None.
         """

@@ -6,6 +6,7 @@ Pair k of a head is (x_k, x_{k+D/2}), the half-split order of `transformers`, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,9 @@ from gape.positions.checks import even
 
 #: Inverse frequencies, one per pair, and the factor on cos and sin.
 Spectrum = tuple[list[float], float]
+
+#: Most tokens whose angles are kept for the next layer. Beside attention over more, making them anew is nothing.
+LONGEST_KEPT = 65_536
 
 
 class Rotary(Scheme):
@@ -58,6 +62,8 @@ class Rotary(Scheme):
         )
         values, self.attention_scale = type(self).frequencies(head_dim, context_length, **options)
         self._spectrum = Constant(values)
+        # Rows of eight columns each are read fast; the pairs added do not turn.
+        self._padded = Constant([*values, *[0.0] * (-len(values) % 8)])
 
     @classmethod
     def options(cls) -> dict[str, Any]:
@@ -84,14 +90,7 @@ class Rotary(Scheme):
 
         The angles are float64: in float32, position 131,072 times frequency 1 is already off by 0.004.
         """
-        device = positions.device
-        # Apple's GPUs have no float64 at all.
-        wide_device = torch.device("cpu") if device.type == "mps" else device
-        angles = positions.to(wide_device, torch.float64).unsqueeze(-1) * self._spectrum.on(wide_device)
-        cos, sin = angles.cos(), angles.sin()
-        if self.attention_scale != 1.0:
-            cos, sin = cos * self.attention_scale, sin * self.attention_scale
-        return cos.to(dtype).to(device), sin.to(dtype).to(device)
+        return _cos_sin(positions, self._spectrum, self.attention_scale, dtype)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (B, H, N, D) at `positions` (N,) or (B, N); returns x's shape and dtype.
@@ -109,12 +108,48 @@ class Rotary(Scheme):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:
-        """The angles of n tokens in index order."""
-        return OnePass(self.cos_sin(torch.arange(n, device=device)), None)
+        """The angles of n tokens in index order, with columns that turn nothing up to a multiple of eight."""
+        if torch.compiler.is_compiling() or not _may_keep(n, device):
+            return OnePass(_cos_sin(torch.arange(n, device=device), self._padded, self.attention_scale), None)
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        return OnePass(_kept(self._padded.values, self.attention_scale, n, device, stream), None)
 
     def extra_repr(self) -> str:
         """What `print` shows."""
         return f"head_dim={self.head_dim}, attention_scale={self.attention_scale:g}"
+
+
+def _cos_sin(
+    positions: Tensor, frequencies: Constant, scale: float, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of `positions` times each frequency, times `scale`: (..., N, frequencies) in `dtype`."""
+    device = positions.device
+    # Apple's GPUs have no float64 at all.
+    wide_device = torch.device("cpu") if device.type == "mps" else device
+    angles = positions.to(wide_device, torch.float64).unsqueeze(-1) * frequencies.on(wide_device)
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1.0:
+        cos, sin = cos * scale, sin * scale
+    return cos.to(dtype).to(device), sin.to(dtype).to(device)
+
+
+def _may_keep(n: int, device: torch.device) -> bool:
+    """Whether angles made now, or kept from earlier, are good here and later."""
+    if n > LONGEST_KEPT or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        # What a capture makes holds nothing until a replay; what it reads must outlive it, and these may not.
+        return False
+    # A fake tensor is good for the trace it was made in, and a trace for nothing else.
+    return type(torch.empty(0, device=device)) is Tensor
+
+
+@lru_cache(maxsize=4)
+def _kept(
+    frequencies: tuple[float, ...], scale: float, n: int, device: torch.device, stream: int
+) -> tuple[Tensor, Tensor]:
+    """The angles of n tokens, shared by layers and passes; not to be written to. Each stream has its own."""
+    # A tensor first made under inference_mode could not be saved for a later backward pass.
+    with torch.inference_mode(False):
+        return _cos_sin(torch.arange(n, device=device), Constant(frequencies), scale)
 
 
 def spectrum(head_dim: int, theta: float) -> list[float]:

@@ -5,8 +5,8 @@ With p = exp2(s − lse), delta = Σ dO·O, dS = p·(dP − delta) and natural l
     dc_i = Σ_j dS·u_j·(j − i),    du_j = Σ_i dS·c_i·(j − i)
 
 Both sums are taken tile by tile in float32, with positions counted from the tile's first key. There are no atomics, so
-two runs give the same bits. Rows that saw nothing come with lse = +inf, which makes their p zero. With SKIP both leave
-away exactly the tiles that the forward pass left away: they judge by the same numbers.
+two runs give the same bits. With SKIP both leave away exactly the tiles that the forward pass left away: they judge by
+the same numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gape.ops.triton.tiles import (
     anchor_of,
     distances,
     document_of,
+    load_numbers,
     load_rows,
     load_vector,
     local_positions,
@@ -30,13 +31,25 @@ from gape.ops.triton.tiles import (
 
 
 @triton.jit
-def row_products(a_ptr, b_ptr, out_ptr, n, d, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Σ a·b of each of n rows of two contiguous (n, d) matrices, in float32."""
+def row_numbers(
+    grad_ptr, out_ptr, c_ptr, lse_ptr, numbers_ptr, n, n_q, d,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """What the others want of each of n queries, (n, 4) in float32: c, c·(i mod BLOCK_M), lse and delta = Σ dO·O.
+
+    A row that saw nothing has lse −inf; +inf makes its p zero without a test in the other kernels.
+    """
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    a = load_rows(a_ptr, start, d, 1, n, d, BLOCK, BLOCK_D, True, True).to(tl.float32)
-    b = load_rows(b_ptr, start, d, 1, n, d, BLOCK, BLOCK_D, True, True).to(tl.float32)
+    grad = load_rows(grad_ptr, start, d, 1, n, d, BLOCK, BLOCK_D, True, True).to(tl.float32)
+    out = load_rows(out_ptr, start, d, 1, n, d, BLOCK, BLOCK_D, True, True).to(tl.float32)
+    c = load_vector(c_ptr, start, n, 0.0, BLOCK, True)
+    lse = load_vector(lse_ptr, start, n, 0.0, BLOCK, True)
     rows = start + tl.arange(0, BLOCK)
-    tl.store(out_ptr + rows, tl.sum(a * b, 1), mask=rows < n)
+    where, inside = numbers_ptr + rows * 4, rows < n
+    tl.store(where, c, mask=inside)
+    tl.store(where + 1, c * (rows % n_q % BLOCK_M).to(tl.float32), mask=inside)
+    tl.store(where + 2, tl.where(lse == float("-inf"), float("inf"), lse), mask=inside)
+    tl.store(where + 3, tl.sum(grad * out, 1), mask=inside)
 
 
 @triton.jit
@@ -55,7 +68,7 @@ def rows_tile(
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
     k = load_rows(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, CHECK, PARTIAL_D)
     v = load_rows(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, CHECK, PARTIAL_V)
-    u = load_vector(u_ptr, offs_n, n_k, 0.0, CHECK)
+    u = load_vector(u_ptr, start_n, n_k, 0.0, BLOCK_N, CHECK)
     if HAS_POSITIONS:
         distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
         earlier = distance >= 0
@@ -81,7 +94,7 @@ def rows_tile(
 @triton.jit
 def by_rows(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
-    grad_ptr, lse_ptr, delta_ptr, dq_ptr, dc_ptr, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
+    grad_ptr, numbers_ptr, dq_ptr, dc_ptr, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
     n_heads, groups, n_q, n_k, d, d_v, scale, content_scale,
@@ -106,9 +119,7 @@ def by_rows(
     mask_ptr += batch * mask_b + head * mask_h
     q = load_rows(q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, True, PARTIAL_D)
     grad = load_rows(grad_ptr + row * d_v, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, True, PARTIAL_V)
-    c = load_vector(c_ptr + row, offs_m, n_q, 0.0, True)
-    lse = load_vector(lse_ptr + row, offs_m, n_q, float("inf"), True)
-    delta = load_vector(delta_ptr + row, offs_m, n_q, 0.0, True)
+    c, _, lse, delta = load_numbers(numbers_ptr + row * 4, start_m, n_q, BLOCK_M, True)
     q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
 
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -135,8 +146,8 @@ def by_rows(
         count, n_tiles = whole // BLOCK_N, tl.cdiv(n_k, BLOCK_N)
         k_reach_ptr += key_row * n_tiles
         u_least_ptr += key_row * n_tiles
-        reach = load_vector(reach_ptr + row, offs_m, n_q, 0.0, True)
-        low = load_vector(low_ptr + row, offs_m, n_q, float("inf"), True)
+        reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
+        low = load_vector(low_ptr + row, start_m, n_q, float("inf"), BLOCK_M, True)
         for step in range(0, count, GROUP):
             tiles, keep = needed_by_rows(
                 step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N
@@ -171,33 +182,35 @@ def by_rows(
 @triton.jit
 def columns_tile(
     CHECK: tl.constexpr, start_m, dk, dv, du,
-    k, v, u, j, j_far, anchor, i_first, k_doc, offs_n,
-    q_ptr, grad_ptr, c_ptr, lse_ptr, delta_ptr, qp_ptr, qd_ptr, mask_ptr,
+    whole, k, v, u, j, j_far, anchor, i_first, k_doc, offs_n,
+    q_ptr, grad_ptr, numbers_ptr, qp_ptr, qd_ptr, mask_ptr,
     q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
     RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add what the tile of queries from `start_m` on gives to dk, dv and du. CHECK: look at single pairs.
+    """Add what the tile of queries from `start_m` on gives to dk, dv and du.
 
-    Pairs lie (key, query), so that sums run along a row.
+    CHECK: look at single pairs; where order alone decides, only in tiles that begin before query `whole`. Pairs lie
+    (key, query), so that sums run along a row. Queries past the end have nothing but zeros, and give nothing.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
     q = load_rows(q_ptr, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, RAGGED, PARTIAL_D)
     grad = load_rows(grad_ptr, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, RAGGED, PARTIAL_V)
-    c = load_vector(c_ptr, offs_m, n_q, 0.0, RAGGED)
-    lse = load_vector(lse_ptr, offs_m, n_q, float("inf"), RAGGED)
-    delta = load_vector(delta_ptr, offs_m, n_q, 0.0, RAGGED)
-    i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
+    c, local, lse, delta = load_numbers(numbers_ptr, start_m, n_q, BLOCK_M, RAGGED)
     if HAS_POSITIONS:
+        i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, 0, HAS_POSITIONS)
         distance = distances(i[None, :], i_far[None, :], j[:, None], j_far[:, None])
         earlier = distance >= 0
         lost = -(c[None, :] * distance)
     else:
+        # Counted from the tile's first query, so that what is large is the key's, of which a thread has few.
+        i = tl.arange(0, BLOCK_M).to(tl.float32)
+        j = (offs_n - (i_first + start_m)).to(tl.float32)
         earlier = j[:, None] <= i[None, :]
-        lost = j[:, None] * c[None, :] - (c * i)[None, :]
+        lost = j[:, None] * c[None, :] - local[None, :]
     s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + (u[:, None] * lost - lse[None, :])
-    if CHECK:
+    if CHECK and (HAS_POSITIONS or HAS_DOCUMENTS or HAS_MASK or start_m < whole):
         q_doc = document_of(qd_ptr, offs_m, n_q, 0, HAS_DOCUMENTS)
         seen = visible(
             earlier, offs_m[None, :], offs_n[:, None], n_q, n_k, q_doc[None, :], k_doc[:, None],
@@ -215,7 +228,7 @@ def columns_tile(
 @triton.jit
 def by_columns(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
-    grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, du_ptr, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
+    grad_ptr, numbers_ptr, dk_ptr, dv_ptr, du_ptr, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
     n_kv_heads, groups, n_q, n_k, d, d_v, scale, content_scale, log2e,
@@ -239,7 +252,7 @@ def by_columns(
     qd_ptr += batch * n_q
     k = load_rows(k_ptr + batch * k_b + key_head * k_h, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, True, PARTIAL_D)
     v = load_rows(v_ptr + batch * v_b + key_head * v_h, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, True, PARTIAL_V)
-    u = load_vector(u_ptr + column, offs_n, n_k, 0.0, True)
+    u = load_vector(u_ptr + column, start_n, n_k, 0.0, BLOCK_N, True)
     k_doc = document_of(kd_ptr + batch * n_k, offs_n, n_k, -1, HAS_DOCUMENTS)
     anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
@@ -251,7 +264,7 @@ def by_columns(
     if not HAS_POSITIONS and CAUSAL:
         begin = (tl.maximum(start_n - first, 0) // BLOCK_M) * BLOCK_M
     if not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
-        # From this query on every pair is seen; queries past the end have p = 0 by their lse.
+        # From this query on every pair is seen.
         whole = 0
         if CAUSAL:
             whole = tl.minimum(n_q, tl.cdiv(tl.maximum(start_n + BLOCK_N - first, 0), BLOCK_M) * BLOCK_M)
@@ -263,12 +276,13 @@ def by_columns(
         head = key_head * groups + member
         row = (batch * n_kv_heads * groups + head) * n_q
         rest = (
-            k, v, u, j, j_far, anchor, first, k_doc, offs_n,
-            q_ptr + batch * q_b + head * q_h, grad_ptr + row * d_v, c_ptr + row, lse_ptr + row, delta_ptr + row,
+            whole, k, v, u, j, j_far, anchor, first, k_doc, offs_n,
+            q_ptr + batch * q_b + head * q_h, grad_ptr + row * d_v, numbers_ptr + row * 4,
             qp_ptr, qd_ptr, mask_ptr + batch * mask_b + head * mask_h,
             q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
         )  # fmt: skip
-        for start_m in range(begin, whole, BLOCK_M):
+        # One loop with a question in it: with two, the compiler makes every matrix product wait for the one before.
+        for start_m in range(begin, whole if SKIP else n_q, BLOCK_M):
             dk, dv, du = columns_tile(
                 True, start_m, dk, dv, du, *rest,
                 RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
@@ -300,13 +314,6 @@ def by_columns(
                                 RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
                                 BLOCK_M, BLOCK_D, BLOCK_V,
                             )  # fmt: skip
-        else:
-            for start_m in range(whole, n_q, BLOCK_M):
-                dk, dv, du = columns_tile(
-                    False, start_m, dk, dv, du, *rest,
-                    RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                    BLOCK_M, BLOCK_D, BLOCK_V,
-                )  # fmt: skip
     store_rows(dk_ptr + column * d, dk * content_scale, start_n, n_k, d, BLOCK_N, BLOCK_D)
     store_rows(dv_ptr + column * d_v, dv, start_n, n_k, d_v, BLOCK_N, BLOCK_V)
     # c came in base 2; the gradient is that of natural logits.

@@ -26,13 +26,15 @@ from gape.ops.triton.tiles import (
 @triton.jit
 def attend_tile(
     CHECK: tl.constexpr, start_n, top, total, acc,
-    q, c, i_first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
+    q, rate, i_first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
     k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Take the tile of keys from `start_n` on into the running softmax (top, total, acc).
+
+    Logits are formed over the softmax scale, which then costs no operation of its own: `rate` is c over it.
 
     CHECK: look at single pairs; a tile all of whose pairs are seen needs no look.
     """
@@ -41,15 +43,17 @@ def attend_tile(
     i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
     k = load_rows(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, CHECK, PARTIAL_D)
-    u = load_vector(u_ptr, offs_n, n_k, 0.0, CHECK)
-    products = tl.dot(q, tl.trans(k), input_precision="ieee")
+    u = load_vector(u_ptr, start_n, n_k, 0.0, BLOCK_N, CHECK)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if HAS_POSITIONS:
         distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
         earlier = distance >= 0
-        s = products * scale - c[:, None] * (u[None, :] * distance)
+        s -= rate[:, None] * (u[None, :] * distance)
     else:
         earlier = j[None, :] <= i[:, None]
-        s = products * scale + (c[:, None] * (u * j)[None, :] - (c * i)[:, None] * u[None, :])
+        # Positions of keys are small here, so nothing large is added before the rest is taken away.
+        s += rate[:, None] * (u * j)[None, :]
+        s -= (rate * i)[:, None] * u[None, :]
     if CHECK:
         k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
         seen = visible(
@@ -57,10 +61,10 @@ def attend_tile(
             mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
         )  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
-    higher = tl.maximum(top, tl.max(s, 1))
+    higher = tl.maximum(top, tl.max(s, 1) * scale)
     # A row that has seen nothing yet keeps −inf; 0 stands in for it so that no inf − inf arises.
     level = tl.where(higher == float("-inf"), 0.0, higher) if CHECK else higher
-    p = tl.exp2(s - level[:, None])
+    p = tl.exp2(s * scale - level[:, None])
     fade = tl.exp2(top - level)
     total = total * fade + tl.sum(p, 1)
     v = load_rows(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, CHECK, PARTIAL_V)
@@ -100,7 +104,7 @@ def attend(
     kd_ptr += batch * n_k
     mask_ptr += batch * mask_b + head * mask_h
     q = load_rows(q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, True, PARTIAL_D)
-    c = load_vector(c_ptr + row, offs_m, n_q, 0.0, True)
+    c = load_vector(c_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
     q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -117,7 +121,7 @@ def attend(
             whole = first + start_m
         whole = (whole // BLOCK_N) * BLOCK_N
     rest = (
-        q, c, first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
+        q, c / scale, first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
         k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
     )  # fmt: skip
     for start_n in range(whole, stop, BLOCK_N):
@@ -130,7 +134,7 @@ def attend(
         count, n_tiles = whole // BLOCK_N, tl.cdiv(n_k, BLOCK_N)
         k_reach_ptr += key_row * n_tiles
         u_least_ptr += key_row * n_tiles
-        reach = load_vector(reach_ptr + row, offs_m, n_q, 0.0, True)
+        reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
         low = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
         low += tl.log2(eps / n_k)
         # Rows past the end need nothing.

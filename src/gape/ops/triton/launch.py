@@ -66,6 +66,15 @@ def answer(problem: Problem, eps: float = 0.0) -> Answer:
     return Answer(out, lse / LOG2E, fraction)
 
 
+def visits(problem: Problem, eps: float) -> Tensor:
+    """The fraction of the visible key tiles that each head looks at, (B, Hq); 1 where none may be skipped."""
+    visited = _attended(problem, eps)[3]
+    if not visited.numel():
+        return visited.new_ones(visited.shape[:2])
+    each = _tiles_seen(problem.q, problem.k, problem.v) / (problem.q.size(0) * problem.q.size(1))
+    return visited.sum(-1) / each
+
+
 def _attended(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What :func:`attend` returns; nothing is skipped but tokens in index order."""
     where = layout(problem)
@@ -151,26 +160,25 @@ def attend_backward(
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in grads)  # type: ignore[return-value]
     dq, dk, dv, dc, du = grads
-    delta = torch.empty_like(lse)
-    traceable(backward.row_products)[(-(-lse.numel() // 64),)](
-        grad, out, delta, lse.numel(), v.size(3), BLOCK=64, BLOCK_D=tiles_for(q, v, "by_rows")["BLOCK_V"]
-    )
-    # A row that saw nothing has −inf; +inf makes its weights zero without a test in the kernels.
-    upstream = (grad, lse.masked_fill(lse == -torch.inf, torch.inf), delta)
-    tile = tiles_for(q, v, "by_rows", skip=eps > 0)
+    tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("by_rows", "by_columns"))
     a = _arguments(q, k, v, c, u, where, tile, scale, eps)
     reach, k_reach, u_least = a.bounds
+    numbers = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
+    upstream = (grad, numbers)
+    traceable(backward.row_numbers)[(-(-lse.numel() // 64),)](
+        grad, out, a.base_2_rate, lse, numbers, lse.numel(), q.size(2), v.size(3),
+        BLOCK=64, BLOCK_D=tile["BLOCK_V"], BLOCK_M=column_tile["BLOCK_M"],
+    )  # fmt: skip
     rows = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
     traceable(backward.by_rows)[rows](
         *a.tensors, *upstream, dq, dc, reach, low, k_reach, u_least, *a.strides, q.size(1), *a.sizes, scale * LOG2E,
         scale, **a.flags,
     )  # fmt: skip
-    tile = tiles_for(q, v, "by_columns", skip=eps > 0)
-    a = a._replace(flags=a.flags | tile)
-    columns = (-(-k.size(2) // tile["BLOCK_N"]), k.size(0) * k.size(1))
+    a = a._replace(flags=a.flags | column_tile)
+    columns = (-(-k.size(2) // column_tile["BLOCK_N"]), k.size(0) * k.size(1))
     traceable(backward.by_columns)[columns](
         *a.tensors, *upstream, dk, dv, du, reach, low, k_reach, u_least, *a.strides, k.size(1), *a.sizes,
-        scale * LOG2E, scale, LOG2E, **a.flags, RAGGED=bool(q.size(2) % tile["BLOCK_M"]),
+        scale * LOG2E, scale, LOG2E, **a.flags, RAGGED=bool(q.size(2) % column_tile["BLOCK_M"]),
     )  # fmt: skip
     return dq, dk, dv, dc, du
 
@@ -215,6 +223,11 @@ class _Arguments(NamedTuple):
     sizes: tuple[int, ...]
     bounds: tuple[Tensor, Tensor, Tensor]
     flags: dict[str, Any]
+
+    @property
+    def base_2_rate(self) -> Tensor:
+        """c · log₂e, as all kernels take it."""
+        return self.tensors[3]
 
 
 def _arguments(
@@ -269,7 +282,7 @@ def _bounds(q: Tensor, k: Tensor, u: Tensor, scale: float, columns: int) -> tupl
 #: Rows and columns of a tile, warps and stages, by kernel: half precision with heads of up to 64, up to 128, and wider.
 #: Small ones are for float32. Where tiles are skipped all kernels judge the same tiles, so theirs are equal.
 TILES: dict[str, dict[str, tuple[int, int, int, int]]] = {
-    "narrow": {"attend": (64, 128, 4, 3), "by_rows": (64, 64, 4, 3), "by_columns": (64, 64, 4, 2)},
+    "narrow": {"attend": (64, 64, 4, 3), "by_rows": (64, 64, 4, 3), "by_columns": (64, 64, 4, 2)},
     "wide": {"attend": (128, 64, 8, 3), "by_rows": (128, 64, 8, 3), "by_columns": (64, 128, 8, 3)},
     "widest": {"attend": (64, 32, 8, 2), "by_rows": (64, 32, 8, 2), "by_columns": (32, 64, 8, 2)},
     "small": {"attend": (32, 32, 4, 2), "by_rows": (32, 32, 4, 2), "by_columns": (32, 32, 4, 2)},

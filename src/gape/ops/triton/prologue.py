@@ -1,8 +1,8 @@
-"""The prologue's kernels as operators that torch can trace and differentiate."""
+"""The prologue's kernels as operators that torch can trace and differentiate: one launch each for q and k together."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,98 +11,131 @@ from gape.ops.rounding import significand_bits
 from gape.ops.triton import prologue_kernels
 from gape.ops.triton.registered import operator, traceable
 
-#: Tokens of one program, and its warps: forward and backward.
-TILES = {"prepare": (16, 2), "undo": (32, 2)}
 
-#: Heads that one program goes through, the first of these that divides them.
-HEADS = (2, 1)
+class Tile(NamedTuple):
+    """What one program takes.
+
+    Attributes:
+        tokens: at a time, a power of two.
+        heads: of q or of k, a power of two; halved until they divide those that there are. One, backward.
+        warps: how many it has for heads of 64, more for wider ones. A thread should have eight neighbouring coordinates
+            of each half, a load of 16 bytes; with more the compiler may move cosines through shared memory.
+        parts: with gates, how many times `tokens` one after another; sums for the parameters are over all of them.
+    """
+
+    tokens: int
+    heads: int
+    warps: int
+    parts: int = 1
+
+
+TILES = {"prepare": Tile(16, 4, 2), "undo": Tile(16, 1, 2, parts=4)}
 
 
 @operator("gape::prepare")
 def prepare(
-    x: Tensor,
+    q: Tensor,
+    k: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    factor: Tensor | None,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    amplitude: Tensor | None,
     floor: Tensor | None,
-    queries: bool,
-    anchors: int,
-    first: int,
-    middle: int,
-    apart: int,
-) -> Tensor:
-    """Turn x and write the bias's coordinates into its gaps.
-
-    Args:
-        x: q or k, (B, H, N, W) in half precision, laid out as :mod:`gape.ops.triton.prologue_kernels` says.
-        cos, sin: (N, C/2) in float32, or None to turn nothing.
-        weight, bias: (H, C) and (H,) of the gate that reads x, in float32, or None for no gate: C is W then.
-        factor: (H,) in float32, times which g is the scaled rate; for queries.
-        floor: (H,) in float32, least g; for queries.
-        queries: whether x is q.
-        anchors, first, middle, apart: which coordinates; as `prologue_kernels.prepare` has them.
-
-    Returns:
-        (B, H, N, W) in x's dtype, contiguous.
-    """
-    x = _rows(x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
-        flags = _flags(x, cos, weight, queries, anchors, "prepare") | {"BITS": significand_bits(x)}
-        traceable(prologue_kernels.prepare)[_grid(x, "prepare")](
-            x, *_given(x, cos, sin, weight, bias, factor, floor), out, *x.stride()[:3],
-            x.size(1), x.size(2), first, middle, apart, **flags,
-        )  # fmt: skip
-    return out
-
-
-@operator("gape::prepare_backward")
-def prepare_backward(
-    grad: Tensor,
-    x: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    factor: Tensor | None,
-    floor: Tensor | None,
-    queries: bool,
+    landmark_weight: Tensor | None,
+    landmark_bias: Tensor | None,
+    factor: float,
     anchors: int,
     first: int,
     middle: int,
     apart: int,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, (B, H, N, W), and the sums (blocks, H, C + 2) over tokens for the parameters."""
-    grad, x = _rows(grad), _rows(x)
-    batch, n_heads, n, width = x.shape
-    dx = torch.empty(batch, n, n_heads, width, dtype=x.dtype, device=x.device)
-    block = TILES["undo"][0]
-    blocks, content = (0, 0) if weight is None else (batch * ((n + block - 1) // block), weight.size(1))
-    sums = torch.empty(blocks, n_heads, content + 2, dtype=torch.float32, device=x.device)
-    if dx.numel():
-        traceable(prologue_kernels.undo)[_grid(x, "undo")](
-            grad, x, *_given(x, cos, sin, weight, bias, factor, floor), dx, sums, *grad.stride()[:3], *x.stride()[:3],
-            n_heads, n, first, middle, apart, **_flags(x, cos, weight, queries, anchors, "undo"),
+    """Turn q and k and write the bias's coordinates into their gaps.
+
+    Args:
+        q, k: (B, Hq, N, W) and (B, Hk, N, W) in half precision, laid out as :mod:`gape.ops.triton.prologue_kernels`
+            says.
+        cos, sin: (N, C/2 or more) in float32, or None to turn nothing. With a multiple of 4 columns, W/2 at best,
+            they are read faster.
+        gate_weight, gate_bias: (Hq, C) and (Hq,) of the gate that reads q, in float32. None, like all that follow, for
+            no gates: C is W then.
+        amplitude, floor: (Hq,) in float32, what the gate is multiplied with and the least gate.
+        landmark_weight, landmark_bias: (Hk, C) and (Hk,) of the landmark, which reads k, in float32.
+        factor: times which amplitude · gate is the scaled rate.
+        anchors, first, middle, apart: which coordinates; as `prologue_kernels.prepare` has them.
+
+    Returns:
+        q and k, their shapes, in their dtype, contiguous.
+    """
+    q, k = _rows(q), _rows(k)
+    outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    if q.numel():
+        parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
+        tile = _tile("prepare", gate_weight)
+        flags = _flags(q, cos, gate_weight, anchors, tile)
+        flags |= {"Q_HEADS": _heads(q, tile), "K_HEADS": _heads(k, tile), "BITS": significand_bits(q)}
+        traceable(prologue_kernels.prepare)[_grid(q, k, tile)](
+            q, k, *_given(q, cos, sin, *parameters), *outs, *q.stride()[:3], *k.stride()[:3],
+            q.size(1), k.size(1), q.size(2), first, middle, apart, factor, **flags,
         )  # fmt: skip
-    return dx.transpose(1, 2), sums
+    return outs[0], outs[1]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:7])
-    ctx.settings = inputs[7:]
+@operator("gape::prepare_backward")
+def prepare_backward(
+    q_grad: Tensor,
+    k_grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    amplitude: Tensor | None,
+    floor: Tensor | None,
+    landmark_weight: Tensor | None,
+    landmark_bias: Tensor | None,
+    factor: float,
+    anchors: int,
+    first: int,
+    middle: int,
+    apart: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q and k, (B, H, N, W), and the sums (blocks, Hq + Hk, C + 2) over tokens for the parameters."""
+    q_grad, k_grad, q, k = (_rows(x) for x in (q_grad, k_grad, q, k))
+    (batch, q_heads, n, width), k_heads = q.shape, k.size(1)
+    dq, dk = (torch.empty(batch, n, heads, width, dtype=q.dtype, device=q.device) for heads in (q_heads, k_heads))
+    tile = _tile("undo", gate_weight)
+    blocks = 0 if gate_weight is None else batch * _blocks(n, tile)
+    columns = 0 if gate_weight is None else gate_weight.size(1) + 2
+    sums = torch.empty(blocks, q_heads + k_heads, columns, dtype=torch.float32, device=q.device)
+    if q.numel():
+        parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
+        strides = (stride for x in (q_grad, k_grad, q, k) for stride in x.stride()[:3])
+        flags = _flags(q, cos, gate_weight, anchors, tile) | {"PARTS": tile.parts}
+        traceable(prologue_kernels.undo)[_grid(q, k, tile)](
+            q_grad, k_grad, q, k, *_given(q, cos, sin, *parameters), dq, dk, sums, *strides,
+            q_heads, k_heads, n, first, middle, apart, factor, **flags,
+        )  # fmt: skip
+    return dq.transpose(1, 2), dk.transpose(1, 2), sums
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    _, _, _, weight, _, factor, _ = ctx.saved_tensors
-    dx, sums = torch.ops.gape.prepare_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    dweight = dbias = dfactor = None
-    if weight is not None:
-        total, content = sums.sum(0), weight.size(1)
-        dweight, dbias = total[:, :content], total[:, content]
-        dfactor = None if factor is None else total[:, content + 1]
-    return (dx, None, None, dweight, dbias, dfactor, None, *(None,) * 5)
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:10])
+    ctx.settings = inputs[10:]
+
+
+def _backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Any, ...]:
+    gate_weight = ctx.saved_tensors[4]
+    dq, dk, sums = torch.ops.gape.prepare_backward(q_grad, k_grad, *ctx.saved_tensors, *ctx.settings)
+    settings = (None,) * len(ctx.settings)
+    if gate_weight is None:
+        return (dq, dk, *(None,) * 8, *settings)
+    heads, content = gate_weight.shape
+    total = sums.sum(0)
+    queries, keys = total[:heads], total[heads:]
+    gate = (queries[:, :content], queries[:, content], queries[:, content + 1], None)
+    return (dq, dk, None, None, *gate, keys[:, :content], keys[:, content], *settings)
 
 
 prepare.register_autograd(_backward, setup_context=_setup)
@@ -118,23 +151,35 @@ def _given(stand_in: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     return [stand_in if x is None else x.contiguous() for x in tensors]
 
 
-def _heads(n_heads: int) -> int:
-    return next(heads for heads in HEADS if n_heads % heads == 0)
+def _tile(kernel: str, gate_weight: Tensor | None) -> Tile:
+    tile = TILES[kernel]
+    return tile if gate_weight is not None else tile._replace(parts=1)
 
 
-def _grid(x: Tensor, kernel: str) -> tuple[int, int, int]:
-    return -(-x.size(2) // TILES[kernel][0]), x.size(1) // _heads(x.size(1)), x.size(0)
+def _blocks(n: int, tile: Tile) -> int:
+    tokens = tile.tokens * tile.parts
+    return (n + tokens - 1) // tokens
 
 
-def _flags(
-    x: Tensor, cos: Tensor | None, weight: Tensor | None, queries: bool, anchors: int, kernel: str
-) -> dict[str, Any]:
-    block, warps = TILES[kernel]
-    edge = x.size(-1) // 2
+def _heads(x: Tensor, tile: Tile) -> int:
+    heads = tile.heads
+    while x.size(1) % heads:
+        heads //= 2
+    return heads
+
+
+def _grid(q: Tensor, k: Tensor, tile: Tile) -> tuple[int, int]:
+    groups = sum(x.size(1) // _heads(x, tile) for x in (q, k))
+    return groups * _blocks(q.size(2), tile), q.size(0)
+
+
+def _flags(q: Tensor, cos: Tensor | None, gate_weight: Tensor | None, anchors: int, tile: Tile) -> dict[str, Any]:
+    edge = q.size(-1) // 2
     half = 1 << (edge - 1).bit_length()
     return {
-        "QUERIES": queries, "ROTATED": cos is not None, "GATED": weight is not None,
-        "LOW": edge if weight is None else weight.size(1) // 2, "EDGE": edge, "HEADS": _heads(x.size(1)),
-        "T": block, "HALF": half, "EVEN": half == edge and not x.size(2) % block,
-        "ANCHORS": anchors, "LIMIT": torch.finfo(x.dtype).max / 2, "num_warps": warps,
+        "ROTATED": cos is not None, "GATED": gate_weight is not None,
+        "LOW": edge if gate_weight is None else gate_weight.size(1) // 2, "EDGE": edge,
+        "COLUMNS": 0 if cos is None else cos.size(1),
+        "T": tile.tokens, "HALF": half, "EVEN": half == edge and not q.size(2) % (tile.tokens * tile.parts),
+        "ANCHORS": anchors, "LIMIT": torch.finfo(q.dtype).max / 2, "num_warps": max(1, tile.warps * half // 32),
     }  # fmt: skip

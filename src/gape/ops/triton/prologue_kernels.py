@@ -1,4 +1,4 @@
-"""One pass over q or k before attention: rotate, read the gate, write the bias's coordinates beside the content.
+"""One pass over q and k before attention: rotate, read the gates, write the bias's coordinates beside the content.
 
 Rows come and go as wide as the head, with the two halves of the content at the start of the row's two halves and the
 bias's coordinates in the gaps behind them, so that every access is aligned:
@@ -6,9 +6,10 @@ bias's coordinates in the gaps behind them, so that every access is aligned:
     [ content, first half | 3 coordinates | content, second half | 3 coordinates ]
 
 The coordinates' numbers are, one for one, those that :mod:`gape.ops.split` makes of the same gates; its docstring says
-what they are. A program takes a block of tokens of one sample and goes through some of its heads, so that cosines and
-sines are read once for all of them. The backward pass also leaves sums over the block's tokens for the parameters: no
-atomics, so two runs give the same bits.
+what they are. A program takes a block of tokens of one sample and goes through some heads of q or some of k, so that
+cosines and sines are read once for all of them. Programs that run side by side have the same tokens, so that cosines
+and sines come from the cache. The backward pass takes one head and several blocks, and leaves sums over their tokens
+for the parameters: no atomics, so two runs give the same bits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ import triton.language as tl
 
 #: A power of two between the two sides of a product, as in :mod:`gape.ops.rounding`.
 UNIT = tl.constexpr(256.0)
+
+#: 1 / UNIT and 1 / UNIT². Products with powers of two are exact, and cost less than quotients.
+PER_UNIT = tl.constexpr(1.0 / 256.0)
+PER_SQUARE = tl.constexpr(1.0 / 65536.0)
 
 
 @triton.jit
@@ -48,187 +53,341 @@ def sigmoid(z):
 @triton.jit
 def steepest_rate(i, LIMIT: tl.constexpr):
     """The largest rate whose product with i the dtype still holds."""
-    return LIMIT / tl.maximum(tl.abs(i) / (UNIT * UNIT), 1.0)
+    return LIMIT / tl.maximum(tl.abs(i) * PER_SQUARE, 1.0)
 
 
 @triton.jit
-def laid(half, a, c0, c1, c2, LOW: tl.constexpr, EDGE: tl.constexpr):
+def within(x, LIMIT: tl.constexpr):
+    """x, held between -LIMIT and LIMIT."""
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
+
+
+@triton.jit
+def split_heads(n_q_heads, n_k_heads, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr):
+    """Which block of tokens this program has, the first of its heads, and whether these are heads of q.
+
+    Programs are counted through the groups of heads, q's and then k's, block after block.
+    """
+    q_groups = n_q_heads // Q_HEADS
+    groups = q_groups + n_k_heads // K_HEADS
+    block = tl.program_id(0) // groups
+    group = tl.program_id(0) - block * groups
+    of_queries = group < q_groups
+    head = tl.where(of_queries, group * Q_HEADS, (group - q_groups) * K_HEADS)
+    return block, head.to(tl.int64), of_queries
+
+
+@triton.jit
+def turns(
+    cos_ptr, sin_ptr, start, n,
+    ROTATED: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Cosines and sines (T, HALF) of the tokens from `start` on; what is beyond the content is not to be used."""
+    cos, sin = 0.0, 0.0
+    if ROTATED:
+        rows, half = tl.arange(0, T)[:, None], tl.arange(0, HALF)[None, :]
+        at = start.to(tl.int64) * COLUMNS + (rows * COLUMNS + half)
+        if EVEN and COLUMNS >= HALF:
+            cos, sin = tl.load(cos_ptr + at), tl.load(sin_ptr + at)
+        else:
+            there = (rows < n - start) & (half < COLUMNS)
+            cos = tl.load(cos_ptr + at, mask=there, other=0.0)
+            sin = tl.load(sin_ptr + at, mask=there, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def load_halves(x_ptr, inside, EDGE: tl.constexpr, EVEN: tl.constexpr):
+    """Both halves of rows, (T, HALF) each."""
+    if EVEN:
+        a = tl.load(x_ptr)
+        b = tl.load(x_ptr + EDGE)
+    else:
+        a = tl.load(x_ptr, mask=inside, other=0.0)
+        b = tl.load(x_ptr + EDGE, mask=inside, other=0.0)
+    return a, b
+
+
+@triton.jit
+def store_halves(x_ptr, a, b, inside, EDGE: tl.constexpr, EVEN: tl.constexpr):
+    """Both halves of rows to where they belong, in its dtype."""
+    if EVEN:
+        tl.store(x_ptr, a.to(x_ptr.dtype.element_ty))
+        tl.store(x_ptr + EDGE, b.to(x_ptr.dtype.element_ty))
+    else:
+        tl.store(x_ptr, a.to(x_ptr.dtype.element_ty), mask=inside)
+        tl.store(x_ptr + EDGE, b.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_weights(weight_ptr, half, LOW: tl.constexpr):
+    """Both halves of a gate's weights, (1, HALF) each, 0 beyond the content."""
+    a = tl.load(weight_ptr + half, mask=half < LOW, other=0.0)
+    b = tl.load(weight_ptr + LOW + half, mask=half < LOW, other=0.0)
+    return a, b
+
+
+@triton.jit
+def laid(half, a, c0, c1, c2, LOW: tl.constexpr):
     """Half a row: content a (T, HALF), three coordinates (T, 1) behind it, zeros from there on."""
-    a = tl.where(half < LOW, a, 0.0)
-    if EDGE > LOW:
-        a = tl.where(half == LOW, c0, tl.where(half == LOW + 1, c1, tl.where(half == LOW + 2, c2, a)))
-    return a
+    behind = tl.where(half == LOW, c0, tl.where(half == LOW + 1, c1, tl.where(half == LOW + 2, c2, 0.0)))
+    return tl.where(half < LOW, a, behind)
+
+
+@triton.jit
+def query_coordinates(
+    g, factor, position, in_first, apart, BITS: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr
+):
+    """The six coordinates (T, 1) of queries with gate g; `factor` turns g into the scaled rate."""
+    i = tl.where(in_first, position, position - apart)
+    c = rounded(tl.minimum(g * factor, steepest_rate(i, LIMIT)), BITS)
+    product = c * (i * PER_SQUARE)
+    p0 = rounded(product, BITS)
+    p1 = rounded(product - p0, BITS)
+    if ANCHORS == 1:
+        c2, c3, c4, c5 = -rounded(product - p0 - p1, BITS), c, c, c
+    else:
+        c2 = tl.where(in_first, c, 0.0)
+        c3, c4, c5 = c2, c - c2, c - c2
+    return -p0, -p1, c2, c3, c4, c5
+
+
+@triton.jit
+def key_coordinates(u, position, apart, BITS: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr):
+    """The six coordinates (T, 1) of keys that lose a share u of their distance."""
+    u = rounded(u, BITS)
+    product = within(u * (position * PER_UNIT), LIMIT)
+    p0 = rounded(product, BITS)
+    p1 = rounded(product - p0, BITS)
+    if ANCHORS == 1:
+        c2, c3, c4, c5 = u * UNIT, p0, p1, rounded(product - p0 - p1, BITS)
+    else:
+        other = within(u * ((position - apart) * PER_UNIT), LIMIT)
+        c2, c3, c4 = p0, p1, rounded(other, BITS)
+        c5 = rounded(other - c4, BITS)
+    return u * UNIT, u * UNIT, c2, c3, c4, c5
+
+
+@triton.jit
+def prepare_heads(
+    x_ptr, weight_ptr, bias_ptr, amplitude_ptr, floor_ptr, out_ptr, x_b, x_h, x_n,
+    cos_ptr, sin_ptr, start, head, n_heads, n, first, middle, apart, factor,
+    QUERIES: tl.constexpr, ROTATED: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
+    COLUMNS: tl.constexpr, HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+    BITS: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of x from `head` on, T tokens from `start` on."""
+    batch = tl.program_id(1).to(tl.int64)
+    rows, half = tl.arange(0, T)[:, None], tl.arange(0, HALF)[None, :]
+    inside = (rows < n - start) & (half < EDGE)
+    source = x_ptr + batch * x_b + start.to(tl.int64) * x_n + head * x_h + (rows * x_n + half)
+    to_next = tl.cast(n, tl.int64) * (2 * EDGE)
+    target = out_ptr + (batch * n_heads + head) * to_next + start.to(tl.int64) * (2 * EDGE) + (rows * (2 * EDGE) + half)
+    weight_ptr += head * (2 * LOW)
+    bias_ptr += head
+    amplitude_ptr += head
+    floor_ptr += head
+    coming_a, coming_b = load_halves(source, inside, EDGE, EVEN)
+    cos, sin = turns(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
+    position = (start + first + rows).to(tl.float32)
+    for step in tl.static_range(HEADS):
+        a, b = coming_a.to(tl.float32), coming_b.to(tl.float32)
+        if step + 1 < HEADS:
+            # Under way while this head is worked on.
+            source += x_h
+            coming_a, coming_b = load_halves(source, inside, EDGE, EVEN)
+        turned_a, turned_b = a, b
+        if ROTATED:
+            turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
+        if GATED:
+            wa, wb = load_weights(weight_ptr + step * (2 * LOW), half, LOW)
+            z = tl.sum(a * wa + b * wb, 1, keep_dims=True) + tl.load(bias_ptr + step)
+            if QUERIES:
+                g = tl.load(floor_ptr + step) + softplus(z)
+                c0, c1, c2, c3, c4, c5 = query_coordinates(
+                    g, tl.load(amplitude_ptr + step) * factor, position, start + rows < middle, apart,
+                    BITS, ANCHORS, LIMIT,
+                )  # fmt: skip
+            else:
+                c0, c1, c2, c3, c4, c5 = key_coordinates(1.0 - sigmoid(z), position, apart, BITS, ANCHORS, LIMIT)
+            turned_a = laid(half, turned_a, c0, c1, c2, LOW)
+            turned_b = laid(half, turned_b, c3, c4, c5, LOW)
+        store_halves(target, turned_a, turned_b, inside, EDGE, EVEN)
+        target += to_next
 
 
 @triton.jit
 def prepare(
-    x_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, factor_ptr, floor_ptr, out_ptr,
-    x_b, x_h, x_n, n_heads, n, first, middle, apart,
-    QUERIES: tl.constexpr, ROTATED: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
-    HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
-    BITS: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr,
+    q_out_ptr, k_out_ptr, q_b, q_h, q_n, k_b, k_h, k_n, n_q_heads, n_k_heads, n, first, middle, apart, factor,
+    ROTATED: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr, COLUMNS: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+    ANCHORS: tl.constexpr, LIMIT: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """x (B, H, N, W) → out (B, H, N, W), contiguous: content turned, the bias's coordinates in the gaps.
+    """q and k (B, H, N, W) → the same, contiguous: content turned, the bias's coordinates in the gaps.
 
-    LOW: coordinates of half the content. EDGE: W / 2. EVEN: blocks and halves fill their tiles. first: position of
-    token 0 from the first anchor. middle: tokens before it count from the first anchor, those from it on from the
-    second, `apart` further on. factor: what turns g into the scaled rate, per head.
+    LOW: coordinates of half the content. EDGE: W / 2. COLUMNS: of the cosines and sines, LOW or more. EVEN: blocks and
+    halves fill their tiles. first: position of token 0 from the first anchor. middle: tokens before it count from the
+    first anchor, those from it on from the second, `apart` further on. factor: times which amplitude · g is the scaled
+    rate.
     """
-    start = tl.program_id(0) * T
-    batch = tl.program_id(2).to(tl.int64)
+    # Compilers hand a Python float over in float64, and all that it touches would be.
+    factor = tl.cast(factor, tl.float32)
+    block, head, of_queries = split_heads(n_q_heads, n_k_heads, Q_HEADS, K_HEADS)
+    if of_queries:
+        prepare_heads(
+            q_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, q_out_ptr, q_b, q_h, q_n,
+            cos_ptr, sin_ptr, block * T, head, n_q_heads, n, first, middle, apart, factor,
+            True, ROTATED, GATED, LOW, EDGE, COLUMNS, Q_HEADS, T, HALF, EVEN, BITS, ANCHORS, LIMIT,
+        )  # fmt: skip
+    else:
+        prepare_heads(
+            k_ptr, k_weight_ptr, k_bias_ptr, amplitude_ptr, floor_ptr, k_out_ptr, k_b, k_h, k_n,
+            cos_ptr, sin_ptr, block * T, head, n_k_heads, n, first, middle, apart, factor,
+            False, ROTATED, GATED, LOW, EDGE, COLUMNS, K_HEADS, T, HALF, EVEN, BITS, ANCHORS, LIMIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def rate_gradient(ga, gb, slot, i, in_first, ANCHORS: tl.constexpr):
+    """The gradient (T, 1) of the scaled rate from that of the row's halves."""
+    # Every piece of c·i meets the same partner, so the first column has the whole gradient.
+    share_a = tl.where(slot == 0, -(i * PER_SQUARE), 0.0)
+    if ANCHORS == 1:
+        share_b = tl.where((slot >= 0) & (slot < 3), 1.0, 0.0)
+    else:
+        mine = tl.where(in_first, 1.0, 0.0)
+        share_a = tl.where(slot == 2, mine, share_a)
+        share_b = tl.where(slot == 0, mine, tl.where((slot > 0) & (slot < 3), 1.0 - mine, 0.0))
+    return tl.sum(ga * share_a + gb * share_b, 1, keep_dims=True)
+
+
+@triton.jit
+def loss_gradient(ga, gb, slot, position, apart, ANCHORS: tl.constexpr):
+    """The gradient (T, 1) of the share u that a key loses, from that of the row's halves."""
+    share_a = tl.where((slot >= 0) & (slot < 2), UNIT, 0.0)
+    here = position * PER_UNIT
+    if ANCHORS == 1:
+        share_a = tl.where(slot == 2, UNIT, share_a)
+        share_b = tl.where(slot == 0, here, 0.0)
+    else:
+        share_a = tl.where(slot == 2, here, share_a)
+        share_b = tl.where(slot == 1, (position - apart) * PER_UNIT, 0.0)
+    return tl.sum(ga * share_a + gb * share_b, 1, keep_dims=True)
+
+
+@triton.jit
+def gate_gradient(
+    z, ga, gb, slot, position, in_first, apart, floor_ptr, amplitude_ptr, factor,
+    QUERIES: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The gradients (T, 1) of the gate's reading z and of the amplitude from that of the row's halves."""
+    damplitude = tl.zeros_like(z)
+    if QUERIES:
+        i = tl.where(in_first, position, position - apart)
+        scaled = tl.load(amplitude_ptr) * factor
+        g = tl.load(floor_ptr) + softplus(z)
+        dc = rate_gradient(ga, gb, slot, i, in_first, ANCHORS)
+        dc = tl.where(g * scaled <= steepest_rate(i, LIMIT), dc, 0.0)
+        damplitude = dc * g * factor
+        dz = dc * scaled * sigmoid(z)
+    else:
+        spared = sigmoid(z)
+        dz = -loss_gradient(ga, gb, slot, position, apart, ANCHORS) * spared * (1.0 - spared)
+    return dz, damplitude
+
+
+@triton.jit
+def undo_head(
+    grad_ptr, x_ptr, weight_ptr, bias_ptr, amplitude_ptr, floor_ptr, dx_ptr, sums_ptr, g_b, g_h, g_n, x_b, x_h, x_n,
+    cos_ptr, sin_ptr, start, head, n_heads, n, first, middle, apart, factor,
+    QUERIES: tl.constexpr, ROTATED: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+    ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The gradient of `prepare_heads` for one head and PARTS · T tokens from `start` on, and sums over them."""
+    batch = tl.program_id(1).to(tl.int64)
     rows, half = tl.arange(0, T)[:, None], tl.arange(0, HALF)[None, :]
+    grad_ptr += batch * g_b + head * g_h + start.to(tl.int64) * g_n + (rows * g_n + half)
+    x_ptr += batch * x_b + head * x_h + start.to(tl.int64) * x_n + (rows * x_n + half)
+    dx_ptr += ((batch * n + start) * n_heads + head) * (2 * EDGE) + (rows * (n_heads * 2 * EDGE) + half)
     inside = (rows < n - start) & (half < EDGE)
-    turning = (rows < n - start) & (half < LOW)
-    x_ptr += batch * x_b + start.to(tl.int64) * x_n
-    out_ptr += (batch * n_heads * n + start) * (2 * EDGE)
-    if ROTATED:
-        cos = tl.load(cos_ptr + start * LOW + rows * LOW + half, mask=turning, other=0.0)
-        sin = tl.load(sin_ptr + start * LOW + rows * LOW + half, mask=turning, other=0.0)
-    position = (start + first + rows).to(tl.float32)
-    in_first = start + rows < middle
-    for step in range(HEADS):
-        head = (tl.program_id(1) * HEADS + step).to(tl.int64)
-        source = x_ptr + head * x_h + (rows * x_n + half)
-        target = out_ptr + head * n * (2 * EDGE) + (rows * (2 * EDGE) + half)
-        if EVEN:
-            a = tl.load(source).to(tl.float32)
-            b = tl.load(source + EDGE).to(tl.float32)
-        else:
-            a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(source + EDGE, mask=inside, other=0.0).to(tl.float32)
-        zero = tl.zeros((T, 1), tl.float32)
-        c0, c1, c2, c3, c4, c5 = zero, zero, zero, zero, zero, zero
+    coming_ga, coming_gb = load_halves(grad_ptr, inside, EDGE, EVEN)
+    if GATED:
+        coming_a, coming_b = load_halves(x_ptr, inside, EDGE, EVEN)
+        wa, wb = load_weights(weight_ptr + head * (2 * LOW), half, LOW)
+        sums_a, sums_b = tl.zeros((T, HALF), tl.float32), tl.zeros((T, HALF), tl.float32)
+    for part in tl.static_range(PARTS):
+        ga, gb = coming_ga.to(tl.float32), coming_gb.to(tl.float32)
+        da, db = ga, gb
+        here = inside
         if GATED:
-            wa = tl.load(weight_ptr + head * (2 * LOW) + half, mask=half < LOW, other=0.0)
-            wb = tl.load(weight_ptr + head * (2 * LOW) + LOW + half, mask=half < LOW, other=0.0)
-            z = tl.sum(a * wa + b * wb, 1, keep_dims=True) + tl.load(bias_ptr + head)
-            if QUERIES:
-                i = tl.where(in_first, position, position - apart)
-                c = (tl.load(floor_ptr + head) + softplus(z)) * tl.load(factor_ptr + head)
-                c = rounded(tl.minimum(c, steepest_rate(i, LIMIT)), BITS)
-                product = c * (i / (UNIT * UNIT))
-                p0 = rounded(product, BITS)
-                p1 = rounded(product - p0, BITS)
-                c0, c1 = -p0, -p1
-                if ANCHORS == 1:
-                    c2, c3, c4, c5 = -rounded(product - p0 - p1, BITS), c, c, c
-                else:
-                    c2 = tl.where(in_first, c, 0.0)
-                    c3, c4, c5 = c2, c - c2, c - c2
-            else:
-                u = rounded(1.0 - sigmoid(z), BITS)
-                product = tl.minimum(tl.maximum(u * (position / UNIT), -LIMIT), LIMIT)
-                p0 = rounded(product, BITS)
-                p1 = rounded(product - p0, BITS)
-                c0, c1 = u * UNIT, u * UNIT
-                if ANCHORS == 1:
-                    c2, c3, c4, c5 = u * UNIT, p0, p1, rounded(product - p0 - p1, BITS)
-                else:
-                    other = tl.minimum(tl.maximum(u * ((position - apart) / UNIT), -LIMIT), LIMIT)
-                    c2, c3, c4 = p0, p1, rounded(other, BITS)
-                    c5 = rounded(other - c4, BITS)
+            a, b = coming_a.to(tl.float32), coming_b.to(tl.float32)
+        cos, sin = turns(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
+        position = (start + first + rows).to(tl.float32)
+        in_first = start + rows < middle
+        if part + 1 < PARTS:
+            # Under way while this part is worked on.
+            start += T
+            inside = (rows < n - start) & (half < EDGE)
+            grad_ptr += T * g_n
+            coming_ga, coming_gb = load_halves(grad_ptr, inside, EDGE, EVEN)
+            if GATED:
+                x_ptr += T * x_n
+                coming_a, coming_b = load_halves(x_ptr, inside, EDGE, EVEN)
         if ROTATED:
-            a, b = a * cos - b * sin, b * cos + a * sin
-        a = laid(half, a, c0, c1, c2, LOW, EDGE).to(out_ptr.dtype.element_ty)
-        b = laid(half, b, c3, c4, c5, LOW, EDGE).to(out_ptr.dtype.element_ty)
-        if EVEN:
-            tl.store(target, a)
-            tl.store(target + EDGE, b)
-        else:
-            tl.store(target, a, mask=inside)
-            tl.store(target + EDGE, b, mask=inside)
+            da, db = ga * cos + gb * sin, gb * cos - ga * sin
+        if GATED:
+            z = tl.sum(a * wa + b * wb, 1, keep_dims=True) + tl.load(bias_ptr + head)
+            # Tokens that are not there have no gradient and so add nothing.
+            dz, damplitude = gate_gradient(
+                z, ga, gb, half - LOW, position, in_first, apart,
+                floor_ptr + head, amplitude_ptr + head, factor, QUERIES, ANCHORS, LIMIT,
+            )  # fmt: skip
+            da, db = tl.where(half < LOW, da + dz * wa, 0.0), tl.where(half < LOW, db + dz * wb, 0.0)
+            # The gap has room for what is not a weight's.
+            sums_a += tl.where(half == LOW, dz, tl.where(half == LOW + 1, damplitude, dz * a))
+            sums_b += dz * b
+        store_halves(dx_ptr, da, db, here, EDGE, EVEN)
+        dx_ptr += T * n_heads * (2 * EDGE)
+    if GATED:
+        sums_ptr += head * (2 * LOW + 2)
+        tl.store(
+            sums_ptr + tl.where(half < LOW, half, half + LOW), tl.sum(sums_a, 0, keep_dims=True), mask=half < LOW + 2
+        )
+        tl.store(sums_ptr + LOW + half, tl.sum(sums_b, 0, keep_dims=True), mask=half < LOW)
 
 
 @triton.jit
 def undo(
-    grad_ptr, x_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, factor_ptr, floor_ptr, dx_ptr, sums_ptr,
-    g_b, g_h, g_n, x_b, x_h, x_n, n_heads, n, first, middle, apart,
-    QUERIES: tl.constexpr, ROTATED: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
-    HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+    q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr,
+    q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr, dq_ptr, dk_ptr, sums_ptr,
+    qg_b, qg_h, qg_n, kg_b, kg_h, kg_n, q_b, q_h, q_n, k_b, k_h, k_n,
+    n_q_heads, n_k_heads, n, first, middle, apart, factor,
+    ROTATED: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
     ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of `prepare`: dx (B, N, H, W), contiguous, from grad (B, H, N, W); zero in the gaps.
+    """The gradient of `prepare`: dq and dk (B, N, H, W), contiguous, from gradients (B, H, N, W); zero in the gaps.
 
-    sums (B · blocks, H, C + 2): over the block's tokens, Σ dz·x, Σ dz, and for queries Σ d(factor).
+    sums (B · blocks, Hq + Hk, C + 2): over a program's tokens, Σ dz·x, Σ dz, and the amplitude's (0 for k).
     """
-    start = tl.program_id(0) * T
-    batch = tl.program_id(2).to(tl.int64)
-    rows, half = tl.arange(0, T)[:, None], tl.arange(0, HALF)[None, :]
-    inside = (rows < n - start) & (half < EDGE)
-    turning = (rows < n - start) & (half < LOW)
-    grad_ptr += batch * g_b + start.to(tl.int64) * g_n
-    x_ptr += batch * x_b + start.to(tl.int64) * x_n
-    dx_ptr += (batch * n + start) * n_heads * (2 * EDGE)
-    sums_ptr += (batch * tl.num_programs(0) + tl.program_id(0)) * n_heads * (2 * LOW + 2)
-    if ROTATED:
-        cos = tl.load(cos_ptr + start * LOW + rows * LOW + half, mask=turning, other=0.0)
-        sin = tl.load(sin_ptr + start * LOW + rows * LOW + half, mask=turning, other=0.0)
-    position = (start + first + rows).to(tl.float32)
-    in_first = start + rows < middle
-    for step in range(HEADS):
-        head = (tl.program_id(1) * HEADS + step).to(tl.int64)
-        source = grad_ptr + head * g_h + (rows * g_n + half)
-        content = x_ptr + head * x_h + (rows * x_n + half)
-        if EVEN:
-            da = tl.load(source).to(tl.float32)
-            db = tl.load(source + EDGE).to(tl.float32)
-        else:
-            da = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-            db = tl.load(source + EDGE, mask=inside, other=0.0).to(tl.float32)
-        ga, gb = da, db
-        if ROTATED:
-            da, db = da * cos + db * sin, db * cos - da * sin
-        da = tl.where(half < LOW, da, 0.0)
-        db = tl.where(half < LOW, db, 0.0)
-        if GATED:
-            if EVEN:
-                a = tl.load(content).to(tl.float32)
-                b = tl.load(content + EDGE).to(tl.float32)
-            else:
-                a = tl.load(content, mask=inside, other=0.0).to(tl.float32)
-                b = tl.load(content + EDGE, mask=inside, other=0.0).to(tl.float32)
-            wa = tl.load(weight_ptr + head * (2 * LOW) + half, mask=half < LOW, other=0.0)
-            wb = tl.load(weight_ptr + head * (2 * LOW) + LOW + half, mask=half < LOW, other=0.0)
-            z = tl.sum(a * wa + b * wb, 1, keep_dims=True) + tl.load(bias_ptr + head)
-            slot = half - LOW
-            total = sums_ptr + head * (2 * LOW + 2)
-            if QUERIES:
-                i = tl.where(in_first, position, position - apart)
-                factor = tl.load(factor_ptr + head)
-                g = tl.load(floor_ptr + head) + softplus(z)
-                # Every piece of c·i meets the same partner, so the first column has the whole gradient.
-                share_a = tl.where(slot == 0, -i / (UNIT * UNIT), 0.0)
-                if ANCHORS == 1:
-                    share_b = tl.where((slot >= 0) & (slot < 3), 1.0, 0.0)
-                else:
-                    mine = tl.where(in_first, 1.0, 0.0)
-                    share_a = tl.where(slot == 2, mine, share_a)
-                    share_b = tl.where(slot == 0, mine, tl.where((slot > 0) & (slot < 3), 1.0 - mine, 0.0))
-                dc = tl.sum(ga * share_a + gb * share_b, 1, keep_dims=True)
-                dc = tl.where(g * factor <= steepest_rate(i, LIMIT), dc, 0.0)
-                tl.store(total + 2 * LOW + 1, tl.sum(tl.where(rows < n - start, dc * g, 0.0)))
-                dz = dc * factor * sigmoid(z)
-            else:
-                share_a = tl.where((slot >= 0) & (slot < 2), UNIT, 0.0)
-                here = position / UNIT
-                if ANCHORS == 1:
-                    share_a = tl.where(slot == 2, UNIT, share_a)
-                    share_b = tl.where(slot == 0, here, 0.0)
-                else:
-                    share_a = tl.where(slot == 2, here, share_a)
-                    share_b = tl.where(slot == 1, (position - apart) / UNIT, 0.0)
-                spared = sigmoid(z)
-                dz = -tl.sum(ga * share_a + gb * share_b, 1, keep_dims=True) * spared * (1.0 - spared)
-            dz = tl.where(rows < n - start, dz, 0.0)
-            da += dz * wa
-            db += dz * wb
-            tl.store(total + half, tl.sum(dz * a, 0, keep_dims=True), mask=half < LOW)
-            tl.store(total + LOW + half, tl.sum(dz * b, 0, keep_dims=True), mask=half < LOW)
-            tl.store(total + 2 * LOW, tl.sum(dz))
-        target = dx_ptr + head * (2 * EDGE) + (rows * (n_heads * 2 * EDGE) + half)
-        if EVEN:
-            tl.store(target, da.to(dx_ptr.dtype.element_ty))
-            tl.store(target + EDGE, db.to(dx_ptr.dtype.element_ty))
-        else:
-            tl.store(target, da.to(dx_ptr.dtype.element_ty), mask=inside)
-            tl.store(target + EDGE, db.to(dx_ptr.dtype.element_ty), mask=inside)
+    # Compilers hand a Python float over in float64, and all that it touches would be.
+    factor = tl.cast(factor, tl.float32)
+    block, head, of_queries = split_heads(n_q_heads, n_k_heads, 1, 1)
+    blocks = (n + PARTS * T - 1) // (PARTS * T)
+    sums_ptr += (tl.program_id(1).to(tl.int64) * blocks + block) * (n_q_heads + n_k_heads) * (2 * LOW + 2)
+    start = block * (PARTS * T)
+    if of_queries:
+        undo_head(
+            q_grad_ptr, q_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, dq_ptr, sums_ptr,
+            qg_b, qg_h, qg_n, q_b, q_h, q_n, cos_ptr, sin_ptr, start, head, n_q_heads, n, first, middle, apart, factor,
+            True, ROTATED, GATED, LOW, EDGE, COLUMNS, PARTS, T, HALF, EVEN, ANCHORS, LIMIT,
+        )  # fmt: skip
+    else:
+        undo_head(
+            k_grad_ptr, k_ptr, k_weight_ptr, k_bias_ptr, amplitude_ptr, floor_ptr, dk_ptr,
+            sums_ptr + n_q_heads * (2 * LOW + 2),
+            kg_b, kg_h, kg_n, k_b, k_h, k_n, cos_ptr, sin_ptr, start, head, n_k_heads, n, first, middle, apart, factor,
+            False, ROTATED, GATED, LOW, EDGE, COLUMNS, PARTS, T, HALF, EVEN, ANCHORS, LIMIT,
+        )  # fmt: skip

@@ -72,11 +72,30 @@ def store_rows(ptr, tile, start, n, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_vector(ptr, offsets, n, other, CHECK: tl.constexpr):
-    """Numbers at `offsets`, `other` past the end."""
+def load_vector(ptr, start, n, other, LENGTH: tl.constexpr, CHECK: tl.constexpr):
+    """Numbers start … start + LENGTH − 1 of a vector, `other` past its end.
+
+    The start goes into the pointer, so that what is added to it is known when the kernel is compiled.
+    """
+    offsets = tl.arange(0, LENGTH)
     if CHECK:
-        return tl.load(ptr + offsets, mask=offsets < n, other=other)
-    return tl.load(ptr + offsets)
+        return tl.load(ptr + start + offsets, mask=offsets < n - start, other=other)
+    return tl.load(ptr + start + offsets)
+
+
+@triton.jit
+def load_numbers(ptr, start, n, ROWS: tl.constexpr, CHECK: tl.constexpr):
+    """c, c·(i mod tile), lse and delta of queries start … start + ROWS − 1, zero past the end.
+
+    The four lie side by side, (N, 4), so that one access takes all that a query has.
+    """
+    rows, which = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :]
+    where = ptr + tl.cast(start, tl.int64) * 4 + (rows * 4 + which)
+    four = tl.load(where, mask=rows < n - start, other=0.0) if CHECK else tl.load(where)
+    even, odd = tl.split(tl.reshape(four, (ROWS, 2, 2)))
+    c, lse = tl.split(even)
+    local, delta = tl.split(odd)
+    return c, local, lse, delta
 
 
 @triton.jit
