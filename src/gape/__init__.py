@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from gape import analysis, data, gates, models, ops, positions, report, tasks, theory, train
     from gape.gates import GAPEGates
     from gape.models.attention import GAPEAttention
-    from gape.models.gpt import GPT, GPTConfig
+    from gape.models.config import GPTConfig
+    from gape.models.gpt import GPT
     from gape.ops import detailed_attention, explain, gated_attention
 
 _HOMES = {
@@ -24,7 +25,7 @@ _HOMES = {
     "GAPEGates": "gape.gates",
     "GAPEAttention": "gape.models.attention",
     "GPT": "gape.models.gpt",
-    "GPTConfig": "gape.models.gpt",
+    "GPTConfig": "gape.models.config",
 }
 _ROOMS = ("analysis", "data", "gates", "hf", "models", "ops", "positions", "report", "tasks", "theory", "train")
 

@@ -18,7 +18,8 @@ import torch
 import gape.cli
 from gape.cli import experiment, needle
 from gape.cli.console import Voice
-from gape.models.gpt import GPT, GPTConfig
+from gape.models.config import GPTConfig
+from gape.models.gpt import GPT
 from gape.report import catalogue
 from gape.train import BusyError, log
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import gape
+from gape.analysis.tap import tap
 from gape.models.cache import KVCache
 
 T, N, E = 16, 40, 48
@@ -38,6 +39,25 @@ def test_one_token_at_a_time_equals_the_whole(position: str) -> None:
         cache = KVCache()
         parts = [attention(part, cache=cache) for part in x.split(chunk, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("position", SCHEMES)
+@torch.no_grad()
+def test_the_last_tokens_alone_are_answered_as_among_all(position: str) -> None:
+    """With positions, documents, a mask or a cache; and whoever listens still hears every query."""
+    attention, x = layer(position), tokens()
+    where, documents = torch.arange(N) * 2 + 5, (torch.arange(N) >= N // 3).long().expand(2, N)
+    mask = torch.rand(1, 1, N, N, generator=torch.Generator().manual_seed(2)) > 0.3
+    for seen in ({}, {"positions": where}, {"documents": documents}, {"attn_mask": mask}):
+        for keep in (1, 7, N):
+            torch.testing.assert_close(attention(x, keep=keep, **seen), attention(x, **seen)[:, -keep:])
+    cache = KVCache()
+    attention(x[:, :9], cache=cache, keep=2)
+    torch.testing.assert_close(attention(x[:, 9:], cache=cache, keep=3), attention(x)[:, -3:])
+    heard = []
+    with tap(attention, lambda _, attended: heard.append(attended.q.size(2))):
+        assert attention(x, keep=2).size(1) == 2
+    assert heard == [N]
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,36 @@ def test_few_logits_and_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(few, many)
 
 
+@pytest.mark.parametrize("position", SCHEMES)
+def test_targets_of_the_last_tokens_are_those_alone(position: str) -> None:
+    """The last layer answers only these; loss, logits and gradients are those of targets that count nothing before."""
+    gpt, ids, targets = model(position), tokens(2, 20), tokens(2, 20, seed=2)
+    targets[:, :-3] = -100
+    whole, last = gpt(ids, targets), gpt(ids, targets[:, -3:])
+    assert last.logits.shape == (2, 3, VOCAB)
+    torch.testing.assert_close(last.logits, whole.logits[:, -3:])
+    torch.testing.assert_close(last.loss, whole.loss)
+    for few, many in zip(
+        *(torch.autograd.grad(out.loss, list(gpt.parameters())) for out in (last, whole)), strict=True
+    ):
+        torch.testing.assert_close(few, many)
+    assert gpt(ids, targets[:, -3:], logits_to_keep=0).logits.shape == whole.logits.shape
+
+
+def test_an_output_layer_of_its_own(tmp_path: Path) -> None:
+    """Untied, logits, both losses and the file go by the output layer; a tied model draws the same numbers as ever."""
+    gpt, ids, targets = model(tied=False), tokens(2, 20), tokens(2, 20, seed=2)
+    assert gpt.count_parameters() == model().count_parameters() + VOCAB * gpt.config.n_embd
+    normed = gpt.hidden(ids)
+    torch.testing.assert_close(gpt(ids).logits, normed @ gpt.head.weight.T)
+    torch.testing.assert_close(gpt(ids, targets, logits_to_keep=1).loss, gpt(ids, targets).loss)
+    assert torch.autograd.grad(gpt(ids, targets, logits_to_keep=1).loss, gpt.head.weight)[0].abs().max() > 0
+    save_file(gpt.state_dict(), tmp_path / "untied.safetensors")
+    other = gape.GPT(gape.GPTConfig.from_dict(json.loads(json.dumps(gpt.config.to_dict())))).double().eval()
+    other.load_state_dict(load_file(tmp_path / "untied.safetensors"))
+    assert torch.equal(other(ids).logits, gpt(ids).logits)
+
+
 def test_a_large_vocabulary_is_trained_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless they are asked for."""
     gpt, ids, targets = model().train(), tokens(2, 20), tokens(2, 20, seed=2)
@@ -262,7 +292,8 @@ def test_unknown_and_missing_keys_are_named() -> None:
         ("ids", torch.zeros(4, dtype=torch.long)),
         ("ids", torch.zeros(2, 4)),
         ("ids", torch.full((2, 4), VOCAB)),
-        ("targets", torch.zeros(2, 3, dtype=torch.long)),
+        ("targets", torch.zeros(2, 5, dtype=torch.long)),
+        ("targets", torch.zeros(1, 4, dtype=torch.long)),
         ("targets", torch.full((2, 4), VOCAB)),
         ("positions", torch.zeros(3, dtype=torch.long)),
         ("logits_to_keep", -1),

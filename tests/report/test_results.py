@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gape.report import summary
+from gape.report.digits import digit_table
 from gape.report.results import Results, gather, pack_hits, read_lines, store, unpack_hits
 from gape.report.write import tables
+from gape.tasks import niah
 from tests.report.stored import row, stored
 
 
@@ -155,6 +157,19 @@ def test_an_advantage_is_found_and_its_absence_too() -> None:
     assert found[2].separable
     assert found[2].low < found[2].difference < found[2].high
     assert found[2].difference > 0.5
+
+
+def test_digits_that_are_never_named_are_counted() -> None:
+    """A model that finds every needle and takes half of the digits for others; one that solves the task is left out."""
+    task = niah.NIAHConfig(length=64, n_needles=1, target="last")
+    asked = niah.sample(task, 100, split="test").targets[:, -1] - niah.DIGIT_0
+    named = (asked >= 5).tolist()
+    merged = row("rope", "last", 0, 1, accuracy=sum(named) / 100, hits=pack_hits(named))
+    solved = row("alibi", "last", 0, 1, accuracy=1.0, hits=pack_hits([True] * 100))
+    table = digit_table(Results(rows=(merged, solved), analyses=(), runs=()))
+    assert table is not None
+    assert table.rows == (("RoPE · needle close (last)", "0", f"{sum(named) / 100:.2f}", "5", "5", "0"),)
+    assert digit_table(Results(rows=(solved,), analyses=(), runs=())) is None
 
 
 def test_the_committed_tables_are_those_of_the_committed_rows() -> None:

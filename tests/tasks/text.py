@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from gape.data import Corpus
-from gape.models.gpt import GPT, GPTConfig
+from gape.models.config import GPTConfig
+from gape.models.gpt import GPT
 from tests.data.books import make, write_lines
 
 VOCAB = 257

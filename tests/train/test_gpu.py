@@ -18,6 +18,18 @@ class OnDevice(Numbers):
         return Batch(*(t.to(CUDA) for t in super().batch(step, micro)[:2]))
 
 
+def test_replayed_graphs_train_as_launched_kernels_do():
+    trained = []
+    for compiles in ("on", "graphs"):
+        model = gpt(dropout=0.0).to(CUDA)
+        config = settings(compile=compiles, accumulation=1, lambda_l1=0.1)
+        updater = Updater(model, build(model, config), config, CUDA)
+        for step in range(1, 13):
+            updater.step([OnDevice().batch(step, 0)], learning_rate(config, step))
+        trained.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(trained[1], trained[0], atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("compiles", ["off", "on"])
 def test_a_step_never_waits_for_the_device(compiles):
     model, config = gpt().to(CUDA), settings(compile=compiles, lambda_l1=0.1)

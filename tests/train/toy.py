@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from gape.models.gpt import GPT, GPTConfig
+from gape.models.config import GPTConfig
+from gape.models.gpt import GPT
 from gape.train import Batch, TrainConfig, Trainer
 
 VOCAB = 11

@@ -159,7 +159,7 @@ def _listening(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., T
         q: Tensor, k: Tensor, v: Tensor, q_side: Tensor | None, k_side: Tensor | None, **options: Any
     ) -> Tensor:
         y = attend(q, k, v, q_side, k_side, **options)
-        given = {name: value for name, value in options.items() if name not in ("scale", "impl")}
+        given = {name: value for name, value in options.items() if name not in ("scale", "impl", "eps")}
         seen = checks.visibility(q, k, **given)
         q_side, k_side = (None if side is None else side.detach() for side in (q_side, k_side))
         q, k = q.detach(), k.detach()

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from gape.cli import analyze, bench, data, demo, doctor, hf, lm, niah, report, reproduce, ruler
+from gape.cli import analyze, bench, data, demo, doctor, forget, hf, lm, niah, report, reproduce, ruler
 
 app = typer.Typer(
     name="gape",
@@ -27,6 +27,7 @@ app.add_typer(lm.app, name="lm")
 app.add_typer(hf.app, name="hf")
 app.add_typer(niah.app, name="niah")
 app.add_typer(ruler.app, name="ruler")
+app.add_typer(forget.app, name="forget")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(bench.app, name="bench")
 

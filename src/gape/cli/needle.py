@@ -9,7 +9,8 @@ from rich.console import Console
 
 from gape.analysis.niah import look_inside
 from gape.cli.experiment import Record, Say, answers, how, model_step, named_device
-from gape.models.gpt import GPT, GPTConfig
+from gape.models.config import GPTConfig
+from gape.models.gpt import GPT
 from gape.ops.checks import refuse
 from gape.recipes import NeedleRun
 from gape.report.results import pack_hits, read_lines

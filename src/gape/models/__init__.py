@@ -2,6 +2,7 @@
 
 from gape.models.attention import GAPEAttention
 from gape.models.cache import ForgettingCache, KVCache, ModelCache
-from gape.models.gpt import GPT, GPTConfig, Output
+from gape.models.config import GPTConfig
+from gape.models.gpt import GPT, Output
 
 __all__ = ["GPT", "ForgettingCache", "GAPEAttention", "GPTConfig", "KVCache", "ModelCache", "Output"]

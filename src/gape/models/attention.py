@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,8 +13,16 @@ from gape.gates import GAPEGates
 from gape.models.cache import LayerCache
 from gape.models.forgetting import ForgettingLayer
 from gape.ops import available_implementations, checks, columns, prologue
-from gape.ops.carried import carried_attention, carried_form, carry
+from gape.ops.carried import carried_attention, carried_form, carry, uncarried
 from gape.ops.checks import refuse
+from gape.ops.dispatch import DECODE_QUERIES
+
+
+class Skipping(NamedTuple):
+    """Attention that a query may lose to tiles of keys that are left away, and the implementation that skips them."""
+
+    eps: float
+    impl: str
 
 
 class GAPEAttention(nn.Module):
@@ -39,6 +47,8 @@ class GAPEAttention(nn.Module):
         landmark_mean: a tensor of one number, else None.
         stepwise: whether a forward pass always takes the scheme's steps one by one, so that others can listen to them;
             without, a GPU runs them in one pass where it can.
+        skips: what may be left away, by which kernel, where many queries attend; None leaves nothing away. Chosen for
+            a run by :func:`gape.models.skipping.skip`, never saved.
 
     Raises:
         ValueError: for sizes that do not fit together, an unknown scheme or option; names the argument.
@@ -88,6 +98,7 @@ class GAPEAttention(nn.Module):
         self.keep_landmark = False
         self.landmark_mean: Tensor | None = None
         self.stepwise = False
+        self.skips: Skipping | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -104,6 +115,7 @@ class GAPEAttention(nn.Module):
         documents: Tensor | None = None,
         cache: LayerCache | None = None,
         attn_mask: Tensor | None = None,
+        keep: int = 0,
     ) -> Tensor:
         """Attend.
 
@@ -113,32 +125,58 @@ class GAPEAttention(nn.Module):
             documents: integer (B, N): only equal ids see each other. Give pads an id of their own.
             cache: what earlier calls left; these tokens are added to it. For inference.
             attn_mask: bool, broadcastable to (B, heads, N, cached + N); True may attend.
+            keep: answer the last so many tokens only; 0 answers all. The others are keys and values then, and have no
+                queries.
 
         Returns:
-            (B, N, E).
+            (B, N or keep, E).
         """
         past = 0 if cache is None else cache.length
-        batch, n = self._checked(x, positions, documents, cache, attn_mask)
-        if cache is None and positions is None and documents is None and attn_mask is None:
+        n = self._checked(x, positions, documents, cache, attn_mask, keep)
+        if keep and (self.stepwise or isinstance(cache, ForgettingLayer)):
+            # Whoever listens hears every query, and a forgetting cache needs the norms of all of them.
+            return self.forward(x, positions, documents, cache, attn_mask)[:, n - keep :]
+        if keep in (0, n) and cache is None and positions is None and documents is None and attn_mask is None:
             y = self._attend_in_one_pass(x)
             if y is not None:
                 return self._joined(y)
-        q, k, v = (
-            y.view(batch, n, heads, width).transpose(1, 2)
-            for y, (heads, width) in zip(self.qkv(x).split(self._widths, dim=-1), self._heads, strict=True)
-        )
+        q, k, v = self._projected(x, keep or n)
         where = torch.arange(past, past + n, device=x.device) if positions is None else positions
-        q, gate = self.scheme.queries(q, where, x)
+        asking = slice(n - (keep or n), None)
+        q, gate = self.scheme.queries(q, where[..., asking], x[:, asking])
         k, side = self.scheme.keys(k, where, x, None if cache is None else cache.side)
         kept = self.keep_landmark and side is not None and self.gates is not None
         self.landmark_mean = GAPEGates.landmark_penalty(side) if kept and side is not None else None
-        seen = {"q_positions": positions, "q_documents": documents, "attn_mask": attn_mask}
+        seen: dict[str, Any] = {
+            "q_positions": None if positions is None else positions[..., asking],
+            "q_documents": None if documents is None else documents[:, asking],
+            "attn_mask": _rows(attn_mask, asking),
+            "k_positions": positions,
+            "k_documents": documents,
+        }
         if cache is None:
-            seen |= {"k_positions": positions, "k_documents": documents}
-            y = self.scheme.attend(q, k, v, gate, side, scale=self.scale, impl=self.impl, **seen)
+            y = self.scheme.attend(q, k, v, gate, side, scale=self.scale, **self.how(q.size(2)), **seen)
         else:
             y = self._attend_cached(q, k, v, gate, side, where, cache, seen)
         return self._joined(y)
+
+    def _projected(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, queries, C) of the last tokens, k (B, Hk, N, C) and v (B, Hk, N, D) of all."""
+        n = x.size(1)
+        if queries == n or not self._bare:
+            parts = list(torch.split(self.qkv(x), self._widths, dim=-1))
+            parts[0] = parts[0][:, n - queries :]
+        else:
+            cut = self._widths[0]
+            weight, bias = self.qkv.weight, self.qkv.bias
+            asked = F.linear(x[:, n - queries :], weight[:cut], None if bias is None else bias[:cut])
+            told = F.linear(x, weight[cut:], None if bias is None else bias[cut:])
+            parts = [asked, *torch.split(told, self._widths[1:], dim=-1)]
+        q, k, v = (
+            part.reshape(*part.shape[:2], heads, width).transpose(1, 2)
+            for part, (heads, width) in zip(parts, self._heads, strict=True)
+        )
+        return q, k, v
 
     def _joined(self, y: Tensor) -> Tensor:
         """Heads (B, H, N, D) side by side and projected, (B, N, E)."""
@@ -148,13 +186,12 @@ class GAPEAttention(nn.Module):
     def _attend_in_one_pass(self, x: Tensor) -> Tensor | None:
         """Project and attend through the fused prologue where it can run and `split` would; None elsewhere."""
         far = self.gates is not None and torch.is_grad_enabled() and x.size(1) > columns.ANCHORED_ROWS
-        asked = self.impl == "split" or (self.impl == "auto" and not far)
+        asked = self.skips is None and (self.impl == "split" or (self.impl == "auto" and not far))
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         if not asked or not x.is_cuda or self.stepwise or self.keep_landmark or not prologue.ready(x.device, dtype):
             return None
         # Gaps are made in the weights, which must then be all that the projection does.
-        bare = type(self.qkv) is nn.Linear and not (self.qkv._forward_hooks or self.qkv._forward_pre_hooks)
-        if self.gates is not None and not bare:
+        if self.gates is not None and not self._bare:
             return None
         width = self.content_dim if self.gates is None else prologue.room(self.content_dim, self.head_dim)
         steps = None if width is None else self.scheme.one_pass(x.size(1), x.device)
@@ -187,29 +224,45 @@ class GAPEAttention(nn.Module):
         side: Tensor | None,
         where: Tensor,
         cache: LayerCache,
-        seen: dict[str, Tensor | None],
+        seen: dict[str, Any],
     ) -> Tensor:
         """Add the tokens at positions `where` to the cache and attend to all that it holds."""
+        told = (seen.pop("k_positions"), seen.pop("k_documents"))
         if isinstance(cache, ForgettingLayer):
             return cache.attend(self, q, k, v, gate, side, where, seen)
         gates, form = self.gates, carried_form(self.impl, self.reserve, k)
-        told = (seen["q_positions"], seen["q_documents"])
         if gates is None or gate is None or side is None or form is None:
             kept = cache.append(k, v, side, *told)
             seen |= {"k_positions": kept.positions, "k_documents": kept.documents}
-            return self.scheme.attend(q, kept.k, kept.v, gate, kept.side, scale=self.scale, impl=self.impl, **seen)
+            how = self.how(q.size(2))
+            return self.scheme.attend(q, kept.k, kept.v, gate, kept.side, scale=self.scale, **how, **seen)
         k = carry(k, side, where, form=form, context_length=self.context_length, width=self.head_dim)
         kept = cache.append(k, v, None, *told)
         seen |= {"k_positions": kept.positions, "k_documents": kept.documents}
+        how = self.how(q.size(2))
+        if "eps" in how and form == "split":
+            content, landmark = uncarried(kept.k, self.content_dim)
+            return self.scheme.attend(q, content, kept.v, gate, landmark, scale=self.scale, **how, **seen)
         return carried_attention(
-            q, kept.k, kept.v, gate, gates.amplitude, where,
+            q, kept.k, kept.v, gate, gates.amplitude, where[..., where.size(-1) - q.size(2) :],
             form=form, context_length=self.context_length, scale=self.scale, **seen,
         )  # fmt: skip
+
+    def how(self, queries: int) -> dict[str, Any]:
+        """The implementation for so many queries, and what it may drop: nothing where there are few."""
+        if self.skips is None or self.gates is None or queries <= DECODE_QUERIES:
+            return {"impl": self.impl}
+        return {"impl": self.skips.impl, "eps": self.skips.eps}
 
     @property
     def gates(self) -> GAPEGates | None:
         """The gates of a `+gape` scheme, None under others."""
         return self.scheme.gates if isinstance(self.scheme, schemes.Gated) else None
+
+    @property
+    def _bare(self) -> bool:
+        """Whether the projection is its weights and nothing more: no hooks, no adapter, no other class."""
+        return type(self.qkv) is nn.Linear and not (self.qkv._forward_hooks or self.qkv._forward_pre_hooks)
 
     @property
     def _heads(self) -> tuple[tuple[int, int], ...]:
@@ -227,8 +280,9 @@ class GAPEAttention(nn.Module):
         documents: Tensor | None,
         cache: LayerCache | None,
         attn_mask: Tensor | None,
-    ) -> tuple[int, int]:
-        """Refuse what would break off later, when the cache has been written to; (batch, tokens)."""
+        keep: int,
+    ) -> int:
+        """Refuse what would break off later, when the cache has been written to; the number of tokens."""
         weight = self.qkv.weight
         if not isinstance(x, Tensor) or x.dim() != 3 or x.size(2) != weight.size(1) or not x.is_floating_point():
             raise refuse("x", x, f"a floating tensor (batch, tokens, {weight.size(1)})")
@@ -241,11 +295,18 @@ class GAPEAttention(nn.Module):
         checks.positions("positions", positions, batch, n, x.device)
         checks.documents("documents", documents, batch, n, x.device)
         checks.mask(attn_mask, (batch, self.n_heads, n, past + n), x.device)
-        return batch, n
+        if checks.whole("keep", keep, 0) > n:
+            raise refuse("keep", keep, f"a whole number from 0 to {n}, the tokens given")
+        return n
 
     def extra_repr(self) -> str:
         """Sizes and scheme, for repr()."""
         return f"position={self.position!r}, heads={self.n_heads}/{self.n_kv_heads}, reserve={self.reserve}"
+
+
+def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:
+    """The rows of a mask (..., N or 1, keys); a row that stands for all stays."""
+    return mask if mask is None or mask.dim() < 2 or mask.size(-2) == 1 else mask[..., rows, :]
 
 
 def reserved(position: str, head_dim: int, reserve: int | None = None) -> int:

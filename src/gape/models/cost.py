@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from gape.models.gpt import GPTConfig
+from gape.models.config import GPTConfig
 from gape.ops.carried import COLUMNS, carried_form
 from gape.positions import is_gated
 from gape.positions.checks import whole

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from gape.models.gpt import GPTConfig
+from gape.models.config import GPTConfig
 from gape.ops.checks import whole
 from gape.recipes.run import Run
 from gape.recipes.tables import Settings

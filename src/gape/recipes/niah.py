@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from gape.models.gpt import GPTConfig
+from gape.models.config import GPTConfig
 from gape.ops.checks import refuse, whole
 from gape.recipes.run import Run, buildable
 from gape.recipes.tables import Settings

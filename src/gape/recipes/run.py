@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from gape.models.gpt import GPT, GPTConfig
+from gape.models.config import GPTConfig
+from gape.models.gpt import GPT
 from gape.ops.checks import refuse, whole
 from gape.recipes.tables import Settings, listed, refuse_unknown, section, typed
 from gape.suggest import suggestion

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gape.report import diagrams, figures, lm_figures, lm_series, ruler, series
+from gape.report import diagrams, figures, forgetting, hf, lm_figures, lm_series, ruler, series
 from gape.report.results import Results
 from gape.report.series import Data
 from gape.report.style import house_style, save
@@ -136,7 +136,7 @@ _ALL = (
         caption="Attention of one sequence in cells of queries and keys.",
     ),
     Entry(
-        name="lm-perplexity", paper="fig:ood_ppl_by_context_length", measure=lm_series.perplexity,
+        name="lm-perplexity", paper="fig:ood_ppl_by_context_length", measure=hf.ours,
         draw=lm_figures.draw_perplexity, recipe=LANGUAGE, every_variant=True, command="lm perplexity",
         caption="Perplexity of held-out documents by context length. Bands are 95% intervals over documents, or "
         "deviations over seeds. A line breaks where fewer documents fill the context.",
@@ -191,6 +191,12 @@ _ALL = (
         "effective context length of every head against the distance that its attention uses.",
     ),
     Entry(
+        name="hf-perplexity", paper=None, measure=hf.perplexity, draw=hf.draw, recipe="hf/smollm2", every_variant=True,
+        command="hf perplexity", made_by=hf.MADE_BY, tables=hf.tables,
+        caption="Perplexity of held-out documents by context length, of a model of transformers fine-tuned alike with "
+        "and without gates. Bands are 95% intervals over documents.",
+    ),
+    Entry(
         name="ruler-44m", paper="tab:results_wide", measure=ruler.losses, draw=ruler.draw, recipe="ruler/44m",
         every_variant=True, command="ruler eval", made_by=ruler.made_by("lm/books", "44m"), tables=ruler.loss_tables,
         caption="Answer NLL per token on RULER's subsets. Bars are 95% intervals over samples.",
@@ -207,6 +213,12 @@ _ALL = (
         tables=ruler.loss_tables,
         caption="Answer NLL per token on RULER's subsets, GPT-2 fine-tuned with other positions. Bars are 95% "
         "intervals over samples.",
+    ),
+    Entry(
+        name="forgetting", paper=None, measure=forgetting.series, draw=forgetting.draw, recipe="forgetting",
+        every_variant=True, command="forget measure", made_by=forgetting.MADE_BY, tables=forgetting.result_tables,
+        caption="Left: time of prefill beside dense attention. Middle: speed of decoding against bytes held, beside "
+        "the full cache. Right: what it costs, beside dense attention on the same text.",
     ),
 )  # fmt: skip
 

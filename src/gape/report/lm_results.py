@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gape.report import forgetting
 from gape.report import results as needle
 from gape.report.lm_summary import far_back_question, schemes
 from gape.report.results import (
@@ -38,6 +39,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "routing": ("routing.jsonl", ("step", "layer", "head")),
     "far_back": ("far_back.jsonl", ("kind", "distance", "context", "key")),
     "ruler": ("ruler.jsonl", ("key", "task", "length")),
+    "forgetting": ("forgetting.jsonl", forgetting.KEY),
     "entropy": ("entropy.json", ()),
     "spectrum": ("spectrum.json", ()),
     "maps": ("maps.json", ()),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from gape.report import catalogue, lm_tables, ruler
+from gape.report import catalogue, forgetting, hf, lm_tables, ruler
+from gape.report.digits import digit_table
 from gape.report.lm_results import store
 from gape.report.page import page
 from gape.report.results import Results
@@ -56,8 +57,10 @@ def report(
 
 def tables(results: Results) -> list[Table]:
     """All tables of some results."""
-    needle = [table for table in (*accuracy_tables(results), comparison_table(results)) if table is not None]
-    return needle + lm_tables.tables(results) + ruler.loss_tables(results)
+    found = (*accuracy_tables(results), comparison_table(results), digit_table(results))
+    needle = [table for table in found if table is not None]
+    language = lm_tables.tables(results) + hf.beside(results) + ruler.loss_tables(results)
+    return needle + language + forgetting.result_tables(results)
 
 
 def _figures(results: Results, directory: Path) -> list[tuple[catalogue.Entry, Path]]:

@@ -159,7 +159,7 @@ class NIAHSource:
     def batch(self, step: int, micro: int) -> Batch:
         """The micro-batch `micro` of step `step`."""
         drawn = sample(self.config, self.batch_size, seed=self.seed, step=step, micro=micro, device=self.device)
-        return Batch(drawn.ids, drawn.targets)
+        return Batch(drawn.ids, drawn.targets[:, -1:])
 
     def fingerprint(self) -> str:
         """What the data are, in words: equal for two sources exactly if they give the same batches."""

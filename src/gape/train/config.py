@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gape.ops.checks import flag, refuse, whole
+from gape.ops.checks import flag, refuse, weight, whole
 from gape.suggest import suggestion
 
 # What may differ between a checkpoint and the run that resumes it: nothing here changes a weight. `decay_steps` is
@@ -30,7 +30,7 @@ _AT_LEAST = {
 _NOT_NEGATIVE = ("min_learning_rate", "weight_decay", "gate_lr_multiplier", "clip", "lambda_l1")
 _CHOICES = {
     "precision": ("auto", "float32", "bfloat16"),
-    "compile": ("auto", "on", "off"),
+    "compile": ("auto", "on", "off", "graphs"),
     "progress": ("auto", "bar", "plain", "off"),
 }
 
@@ -49,9 +49,12 @@ class TrainConfig:
         clip: largest norm of the gradient; 0 leaves it.
         accumulation: micro-batches per update.
         lambda_l1: weight of the mean landmark in the loss.
+        skip_eps: attention that a query may lose, in each layer and head, to tiles of keys that are skipped in training
+            and validation; 0 skips nothing. It needs gates and a GPU (:func:`gape.models.skipping.skip`).
         seed: of the random states at the start (dropout); the source has a seed of its own.
         precision: "bfloat16" autocasts, "float32" does not; "auto" is bfloat16 on a GPU only.
-        compile: "on", "off"; "auto" compiles on a GPU only.
+        compile: "on", "off"; "auto" compiles on a GPU only, and so does "graphs", which also replays each pass as one
+            CUDA graph: for models so small that launching their kernels takes longer than running them.
         deterministic: ask torch for deterministic algorithms while training.
         validate_every: updates between validations; 0 never validates.
         stop_after_perfect: end after so many validations in a row with accuracy 1; 0 never ends early.
@@ -81,6 +84,7 @@ class TrainConfig:
     clip: float = 1.0
     accumulation: int = 1
     lambda_l1: float = 0.0
+    skip_eps: float = 0.0
     seed: int = 0
     precision: str = "auto"
     compile: str = "auto"
@@ -103,6 +107,7 @@ class TrainConfig:
                 whole(name, getattr(self, name))
         for name in ("learning_rate", "eps"):
             _number(name, getattr(self, name), above=True)
+        weight("skip_eps", self.skip_eps)
         for name in _NOT_NEGATIVE:
             _number(name, getattr(self, name), above=False)
         for name, choices in _CHOICES.items():
@@ -113,6 +118,9 @@ class TrainConfig:
         betas = self.betas
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_share, betas)):
             raise refuse("betas", betas, "two numbers from 0 to below 1")
+        if self.compile == "graphs" and self.accumulation > 1:
+            # A replay writes over the gradients that the one before left to be added to.
+            raise refuse("compile", self.compile, f"'auto' or 'on' with accumulation = {self.accumulation}")
         if self.seed >= 2**64:
             raise refuse("seed", self.seed, "a whole number below 2**64, as torch takes it")
         if self.min_learning_rate > self.learning_rate:

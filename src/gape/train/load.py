@@ -66,7 +66,8 @@ def model_of(
 
 
 def _gpt(config: Mapping[str, Any]) -> nn.Module:
-    from gape.models.gpt import GPT, GPTConfig  # noqa: PLC0415
+    from gape.models.config import GPTConfig  # noqa: PLC0415
+    from gape.models.gpt import GPT  # noqa: PLC0415
 
     model: nn.Module = GPT(GPTConfig.from_dict(config))
     return model

@@ -10,8 +10,8 @@ from torch import Tensor
 class Batch(NamedTuple):
     """One micro-batch, on the model's device.
 
-    ids: integer (B, N). targets: integer (B, N), -100 where nothing is counted. documents, positions: as the model's
-    forward takes them, or None.
+    ids: integer (B, N). targets: int64 (B, K), those of the last K ≤ N tokens, -100 where nothing is counted; not every
+    model takes K < N. documents, positions: as the model's forward takes them, or None.
     """
 
     ids: Tensor

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gape.gates import GAPEGates
 from gape.models.loss import IGNORED
+from gape.models.skipping import skip
 from gape.ops.checks import refuse
 from gape.train.config import TrainConfig
 from gape.train.optimizer import named, set_rate
@@ -65,7 +66,8 @@ class Updater:
         device: where the parameters are.
 
     Raises:
-        ValueError: for lambda_l1 > 0 with a model that has no landmarks, or none that it would hand out.
+        ValueError: for lambda_l1 > 0 with a model that has no landmarks, or none that it would hand out, and for
+            skip_eps > 0 with a model that has no gates.
     """
 
     def __init__(
@@ -73,8 +75,12 @@ class Updater:
     ) -> None:
         self.model, self.optimizer, self.config, self.device = model, optimizer, config, device
         self.autocasts = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
-        self.compiles = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
-        self._call: Any = torch.compile(model) if self.compiles else model
+        self.compiles = config.compile == "on" or (config.compile != "off" and device.type == "cuda")
+        self.replays = config.compile == "graphs" and device.type == "cuda"
+        mode = "reduce-overhead" if self.replays else None
+        self._call: Any = torch.compile(model, mode=mode) if self.compiles else model
+        if config.skip_eps:
+            skip(model, config.skip_eps)
         self._parameters = named(optimizer)
         self._zero = torch.zeros((), device=device)
         self.stopped = self._zero.clone()
@@ -111,6 +117,9 @@ class Updater:
         tokens = sum(batch.ids.numel() for batch in batches)
         total = self._zero
         for batch, share in zip(batches, _shares(batches), strict=True):
+            if self.replays:
+                # What the last replay gave out may be written over: all of it was read.
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             with self.autocast(), self._landmarks() as penalty:
                 output = self._call(
                     batch.ids, targets=batch.targets, documents=batch.documents, positions=batch.positions

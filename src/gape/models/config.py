@@ -1,0 +1,111 @@
+"""The configuration of a GPT: what is saved beside its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any
+
+from gape import positions as schemes
+from gape.models.attention import reserved
+from gape.ops import available_implementations
+from gape.ops.checks import flag, refuse
+from gape.positions.checks import whole
+from gape.suggest import suggestion
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Everything that fixes the function of a GPT but its weights. To be saved with them.
+
+    Attributes:
+        vocab_size, n_layer, n_head, n_embd: V, layers, query heads and E, a multiple of n_head.
+        context_length: T, the training length, by which gates divide distances. Not a limit.
+        n_kv_head: key and value heads, a divisor of n_head; n_head when None.
+        position: a name of :func:`gape.positions.available`.
+        reserve: coordinates of each head given up for the bias, as in :class:`gape.GAPEAttention`; 6 for gated
+            schemes and 0 for others when None.
+        bias: whether linear layers and norms have biases.
+        tied: whether the embedding also is the output layer.
+        dropout: on embeddings and on what each block adds; attention weights are never dropped.
+        impl: which implementation of the gated operator runs.
+        options: of the scheme and its gates, such as {"gate_floor": 4.0}; :func:`gape.models.options.of_layer`.
+
+    Raises:
+        ValueError: for a value out of range; names the argument. Options are checked where a model is built.
+    """
+
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    context_length: int
+    n_kv_head: int | None = None
+    position: str = "p-rope+gape"
+    reserve: int | None = None
+    bias: bool = False
+    tied: bool = True
+    dropout: float = 0.0
+    impl: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "n_layer", "n_head", "n_embd", "context_length"):
+            whole(name, getattr(self, name))
+        if self.n_embd % self.n_head:
+            raise refuse("n_embd", self.n_embd, f"a multiple of n_head = {self.n_head}")
+        if self.n_kv_head is not None and self.n_head % whole("n_kv_head", self.n_kv_head):
+            raise refuse("n_kv_head", self.n_kv_head, f"a divisor of n_head = {self.n_head}")
+        try:
+            schemes.is_gated(self.position)
+        except ValueError as error:
+            raise ValueError(f"position: {str(error).removeprefix('name: ')}") from None
+        flag("bias", self.bias)
+        flag("tied", self.tied)
+        reserved(self.position, self.head_dim, self.reserve)
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise refuse("dropout", self.dropout, "a number from 0 to below 1")
+        if self.impl not in ("auto", *available_implementations()):
+            raise refuse("impl", self.impl, f"'auto' or one of {available_implementations()}")
+        if not isinstance(self.options, Mapping):
+            raise refuse("options", self.options, "a mapping from names of options to their values")
+        # Lists, as JSON has them: a configuration equals itself after it was saved and read.
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
+        object.__setattr__(self, "options", plain)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head, E / n_head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def reserved(self) -> int:
+        """Coordinates of each head's q and k that carry the bias instead of content."""
+        return reserved(self.position, self.head_dim, self.reserve)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dictionary for JSON that :meth:`from_dict` takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GPTConfig:
+        """The configuration that a dictionary describes.
+
+        Raises:
+            ValueError: for a key that is unknown, with a suggestion, or missing, or a value out of range.
+        """
+        known = {f.name: f for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                meant = suggestion(name, known)
+                raise ValueError(f"{name}: not a key of GPTConfig, expected one of {', '.join(known)}{meant}")
+        needed = [f.name for f in known.values() if f.default is f.default_factory is MISSING]
+        missing = [name for name in needed if name not in values]
+        if missing:
+            raise ValueError(f"{missing[0]}: missing, expected a value")
+        return cls(**values)
