@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import gape
 from gape.bench import page, precision
+from gape.report.results import read_lines
 
 ROOT = Path(__file__).parent.parent
 
@@ -78,10 +80,26 @@ def test_reproduction_figures_are_the_stored_ones() -> None:
     stored = [{c[0]: c for c in map(cells, table.splitlines()) if len(c) == 7} for table in tables]
     page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8").splitlines()
     shown = [c for c in map(cells, page) if len(c) == 7 and "±" in c[1]]
-    assert len(shown) == 9
+    assert len(shown) == 12
     for scheme, *figures in shown:
         expected = [table[scheme][column] for table in stored for column in (2, 4, 6)]
         assert figures == expected, scheme
+
+
+def test_landmark_figures_are_the_stored_ones() -> None:
+    """The page's table: variants in the order told, the first layer's two heads, far needle."""
+    stored = ROOT / "results" / "niah" / "landmarks"
+    found = {r["variant"]: r for r in read_lines(stored / "analysis.jsonl") if r["target"] == "first"}
+    right = {
+        r["variant"]: r for r in read_lines(stored / "results.jsonl") if (r["target"], r["factor"]) == ("first", 1)
+    }
+    page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    table = page.split("| | digits | fillers |")[1].split("\n\n")[0]
+    shown = list(map(cells, table.splitlines()[2:]))
+    for name, row in zip(("plain", "long", "fast-gates", "floor", "l1-0.01", "l1-0.1"), shown, strict=True):
+        kinds = [np.mean(found[name]["gates"]["landmark"][k], axis=0)[0] for k in ("digit", "filler", "key", "equals")]
+        assert row[1:5] == [f"{one:.2f}, {other:.2f}" for one, other in kinds], name
+        assert row[5] == f"{right[name]['accuracy']:.2f}", name
 
 
 def test_no_parameter_is_named_after_letters_that_loaders_rename() -> None:
