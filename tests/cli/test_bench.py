@@ -144,6 +144,33 @@ def test_the_page_shows_the_newest_rows() -> None:
     assert "old" not in told
 
 
+def test_the_page_keeps_errors_of_cases_timed_again_and_sets_triton_beside_others() -> None:
+    usual = {
+        "device": "GPU",
+        "torch": "2",
+        "triton": "3",
+        "tests": "trusted",
+        "gates": "log-normal",
+        "eps": "0",
+        "dim": "64",
+    }
+    usual |= {"dtype": "bfloat16", "batch": "1", "heads": "2", "kv_heads": "2", "length": "4096", "direction": "both"}
+    for commit, impl, ms, error in (("a", "triton", "3", "0.002"), ("b", "triton", "2", ""), ("b", "fox", "5", "")):
+        measured = {"commit": commit, "impl": impl, "ms": ms, "error": error, "dgate": error}
+        rows.append(rows.DATA / "attention.csv", FIELDS, usual | measured)
+    told = page.rendered()
+    assert "| bfloat16 | 64 | 4,096 | both |  |  | 2.50× |  |  |  | b |" in told
+    assert "| triton | 4,096 | 1 | 2 |" in told
+    assert "| triton | 4,096 | 1 | a | 0.002 | 0.002 |" in told
+
+
+def test_appended_lines_end_as_the_others_do() -> None:
+    path = Path("rows.csv")
+    path.write_bytes(b"a,b\r\n1,2\r\n")
+    rows.append(path, ("a", "b"), {"a": "3", "b": "4"})
+    assert path.read_bytes() == b"a,b\r\n1,2\r\n3,4\r\n"
+
+
 def test_the_table_of_auto_comes_from_rows() -> None:
     fields = ("device", "dtype", "direction", "eps", "dim", "gates", "impl", "ms", "length", "error")
     kind = ("NVIDIA H200", "bfloat16", "forward", "0", "64", "log-normal")

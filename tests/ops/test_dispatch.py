@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gape.bench import dispatch as from_rows
+from gape.bench.rows import load
 from gape.ops import dispatch
 from gape.ops.api import _problem, available_implementations
 from gape.ops.problem import Problem
@@ -49,7 +50,8 @@ def test_a_measured_rule_speaks_for_its_calls_alone(monkeypatch: pytest.MonkeyPa
     others = [problem(torch.float16), problem(learns=True), problem(n_q=3, n_k=3)]
     assert [dispatch.choose(other)[0] for other in others] == ["split"] * 3
     assert dispatch.choose(problem(), eps=1e-3)[0] == "split"
-    for change in ({"dim_at_most": 3}, {"device": "another"}, {"queries_at_most": 7}):
+    changes = ({"dim_at_most": 3}, {"device": "another"}, {"queries_at_most": 7}, {"queries_at_least": 9})
+    for change in changes:
         monkeypatch.setattr(dispatch, "RULES", (rule(**change),))
         assert dispatch.choose(problem())[0] == "split", change
 
@@ -122,8 +124,8 @@ def test_the_fastest_exact_row_becomes_a_rule() -> None:
 def test_newer_rows_replace_older_ones_and_decoding_comes_first() -> None:
     rows = [row("split", 2.0), row("triton", 1.5), row("triton", 2.5)]
     decoded = [row("decode", 0.1, 65536), row("split", 0.2, 65536)]
-    found = [(r.queries_at_most, r.impl) for r in from_rows.rules(rows, decoded)]
-    assert found == [(16, "decode"), (0, "split")]
+    found = [(r.queries_at_most, r.queries_at_least, r.impl) for r in from_rows.rules(rows, decoded)]
+    assert found == [(16, 0, "decode"), (0, 4096, "split")]
 
 
 def test_only_rows_of_the_same_sizes_are_compared() -> None:
@@ -134,3 +136,40 @@ def test_only_rows_of_the_same_sizes_are_compared() -> None:
 
 def test_without_plain_attention_the_most_exact_is_the_measure() -> None:
     assert [r.impl for r in from_rows.rules([row("rank2", 0.5, error=0.1), row("split", 2.0)])] == ["split"]
+
+
+def test_equally_fast_ones_are_told_apart_by_memory() -> None:
+    rows = [row("split", 1.0, peak_mib=600), row("triton", 1.005, peak_mib=100), row("flex", 1.5, peak_mib=50)]
+    assert [r.impl for r in from_rows.rules(rows)] == ["triton"]
+
+
+def test_rows_without_errors_have_those_of_the_precision_table() -> None:
+    def told(quantity: str, keys: int, strength: int, plain: str, split: str, triton: str) -> dict[str, str]:
+        kind = {"device": GPU, "dtype": "bfloat16", "quantity": quantity, "keys": str(keys), "strength": str(strength)}
+        return kind | {"plain": plain, "rank2": "0.1", "split": split, "anchored": split, "triton": triton}
+
+    rows = [
+        row(impl, ms, n, direction="both", error="")
+        for n in (4096, 16384)
+        for impl, ms in (("split", 1), ("triton", 2))
+    ]
+    assert not from_rows.rules(rows)
+    precision = [told("output", 4096, 10, "0.002", "0.003", "0.002"), told("dgate", 4096, 10, "", "0.001", "0.002")]
+    assert [r.impl for r in from_rows.rules(rows, (), precision)] == ["split"]
+    precision += [told("dgate", 8192, 1, "", "0.01", "0.002"), told("dgate", 8192, 10, "", "0.03", "0.002")]
+    precision += [told("dgate", 4096, 100, "", "0.9", "0.9")]
+    assert [(r.length_at_least, r.impl) for r in from_rows.rules(rows, (), precision)] == [
+        (16384, "triton"),
+        (4096, "split"),
+    ]
+
+
+def test_training_beyond_the_anchors_takes_the_kernel_where_it_was_measured() -> None:
+    far = problem(learns=True, n_q=2049, n_k=2049)
+    assert next(r for r in dispatch.RULES if r.fits(far, 0.0, GPU)).impl == "triton"
+
+
+def test_the_library_table_is_that_of_its_rows() -> None:
+    data = Path(__file__).parents[2] / "benchmarks" / "data"
+    found = from_rows.rules(*(load(data / f"{name}.csv") for name in ("attention", "decode", "precision")))
+    assert tuple(found) == dispatch.RULES

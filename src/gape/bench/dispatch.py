@@ -1,9 +1,10 @@
 """From measured rows to the table of `impl="auto"`: the fastest implementation that is exact, per kind of call.
 
 Exact means: the output's error is at most twice that of plain attention in the same dtype at the same length, and the
-gates' gradients are within 2%. Of rows that were measured again the newest count; at each length only those of the
-batch and heads that were measured last are compared. Lengths at which no portable implementation was measured beside
-the others make no rule.
+gates' gradients are within 2%. A row without errors has those of `gape bench precision` on its device. Of rows that
+were measured again the newest count; at each length only those of the batch and heads that were measured last are
+compared. Times within 1% of the best are as good, and the least memory decides. Lengths at which no portable
+implementation was measured beside the others make no rule.
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ PLAIN = ("sdpa-cudnn", "sdpa-flash", "sdpa", "flex-causal")
 #: How far a gate's gradient may be off.
 GATE_ERROR = 0.02
 
+#: The gates' gradients.
+GATE_GRADIENTS = ("dgate", "dlandmark", "damplitude")
+
+#: Strongest gates, as Γg, whose errors count where a row has none of its own.
+STRENGTH = 10
+
+#: How much longer than the fastest still counts as equally fast: less than repeated runs differ by.
+TIE = 1.01
+
 #: The gates whose rows count where nothing is skipped, and where tiles may be.
 GATES = {False: "log-normal", True: "trained"}
 
@@ -30,11 +40,34 @@ SIZES = ("batch", "heads", "kv_heads", "queries")
 PORTABLE = ("split", "anchored", "rank2")
 
 
-def rules(attention: Iterable[Row], decode: Iterable[Row] = ()) -> list[Rule]:
-    """The table for rows of `gape bench attention` and `gape bench decode`; rules for few queries come first."""
+def rules(attention: Iterable[Row], decode: Iterable[Row] = (), precision: Iterable[Row] = ()) -> list[Rule]:
+    """The table for rows of `gape bench attention`, `decode` and `precision`; rules for few queries come first."""
     few = [_as_attention(row) for row in decode if int(row["queries"]) <= DECODE_QUERIES]
-    found = _rules(few, DECODE_QUERIES)
-    return found + _rules([row for row in attention if _counts(row)], 0)
+    measured = [row for row in precision if float(row["strength"]) <= STRENGTH]
+    many = [row if row["error"] else row | _errors(row, measured) for row in attention if _counts(row)]
+    return _rules(few, DECODE_QUERIES) + _rules(many, 0)
+
+
+def _errors(row: Row, precision: Iterable[Row]) -> Row:
+    """The errors of a row's implementation by `gape bench precision`, the largest over strengths of the gates.
+
+    They are those at the longest sequence that is no longer than the row's. `anchored` has the output of `split`.
+    """
+    name = "plain" if row["impl"] in PLAIN else row["impl"]
+    columns = {"error": "split" if name == "anchored" else name}
+    if row["direction"] == "both":
+        columns |= dict.fromkeys(GATE_GRADIENTS, name)
+    alike = [other for other in precision if (other["device"], other["dtype"]) == (row["device"], row["dtype"])]
+    found = {}
+    for quantity, column in columns.items():
+        told = "output" if quantity == "error" else quantity
+        by_length: dict[int, list[str]] = {}
+        for other in alike:
+            if other["quantity"] == told and other.get(column) and int(other["keys"]) <= int(row["length"]):
+                by_length.setdefault(int(other["keys"]), []).append(other[column])
+        if by_length:
+            found[quantity] = max(by_length[max(by_length)], key=float)
+    return found
 
 
 def _counts(row: Row) -> bool:
@@ -55,6 +88,7 @@ def _rules(rows: list[Row], queries_at_most: int) -> list[Rule]:
             Rule(
                 device=device, dtype=dtype, gradient=gradient, eps=eps, dim_at_most=dim, length_at_least=length,
                 impl=winner, reason=_reason(winner, length, at_length[length]), queries_at_most=queries_at_most,
+                queries_at_least=0 if queries_at_most else length,
             )
             for length, winner in winners.items()
             if winner is not None
@@ -90,13 +124,15 @@ def _winner(candidates: Mapping[str, Row]) -> str | None:
     errors = {name: float(row["error"]) for name, row in candidates.items() if row["error"]}
     plain = next((errors[name] for name in PLAIN if name in errors), min(errors.values(), default=0.0))
     exact = [row for name, row in candidates.items() if name in CANNOT and _exact(row, plain)]
-    return min(exact, key=lambda row: float(row["ms"]))["impl"] if exact else None
+    best = min((float(row["ms"]) for row in exact), default=0.0)
+    as_good = [row for row in exact if float(row["ms"]) <= TIE * best]
+    return min(as_good, key=lambda row: float(row.get("peak_mib") or 0))["impl"] if as_good else None
 
 
 def _exact(row: Row, plain: float) -> bool:
     if not row["error"] or float(row["error"]) > 2 * plain:
         return False
-    return all(float(row.get(name) or 0) <= GATE_ERROR for name in ("dgate", "dlandmark", "damplitude"))
+    return all(float(row.get(name) or 0) <= GATE_ERROR for name in GATE_GRADIENTS)
 
 
 def _reason(winner: str, length: int, candidates: Mapping[str, Row]) -> str:

@@ -18,6 +18,12 @@ KINDS = ("contracting", "landmarks", "trained", "trained-floor")
 #: What skips, and what it is compared with.
 PAIR = ("triton", "sdpa-cudnn")
 
+#: Whom `triton` is set beside where nothing is skipped.
+PEERS = ("sdpa-flash", "sdpa-cudnn", "fox", "fla", "split", "anchored")
+
+#: Errors of a case that was timed again without them.
+ERRORS = ("error", "dq", "dk", "dv", "dgate", "dlandmark", "damplitude")
+
 #: By benchmark: what a table is about, and its columns with their headings.
 TABLES: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     "attention": (
@@ -80,8 +86,45 @@ def rendered(root: Path = Path()) -> str:
     for name in TABLES:
         path = root / rows.DATA / f"{name}.csv"
         if path.is_file():
-            lines += [f"### {name}", "", *_tables(name, rows.load(path))]
+            found = rows.load(path)
+            lines += [f"### {name}", "", *(_beside(found) if name == "attention" else []), *_tables(name, found)]
     return "\n".join(lines).rstrip() + "\n" if lines else "Nothing has been measured yet.\n"
+
+
+def _beside(found: list[Row]) -> list[str]:
+    """How many times as fast as others `triton` is, case by case, and the commits that they were measured at."""
+    case = ("device", "dtype", "heads", "kv_heads", "dim", "length", "batch", "direction")
+    dense = [row for row in found if row["gates"] == "log-normal" and float(row["eps"]) == 0]
+    newest = {(*(row[key] for key in case), row["impl"]): row for row in dense}
+    lines: dict[str, list[str]] = {}
+    for row in sorted(newest.values(), key=lambda row: _order(row, case)):
+        others = [newest.get((*(row[key] for key in case), name)) for name in PEERS]
+        if row["impl"] == PAIR[0] and any(others):
+            gains = [f"{float(other['ms']) / float(row['ms']):.2f}×" if other else "" for other in others]
+            commits = dict.fromkeys(other["commit"] for other in (row, *others) if other)
+            told = (row["dtype"], row["dim"], f"{int(row['length']):,}", row["direction"], *gains, ", ".join(commits))
+            lines.setdefault(row["device"], []).append("| " + " | ".join(told) + " |")
+    head = "| dtype | d | tokens | direction | " + " | ".join(PEERS) + " | commits |"
+    rule = "|---|---:|---:|---|" + "---:|" * len(PEERS) + "---|"
+    said = "`triton` beside others: their time over its own, the same sizes, nothing skipped"
+    return [line for device, told in lines.items() for line in (f"**{device}**, {said}", "", head, rule, *told, "")]
+
+
+def _order(row: Row, keys: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    """Columns as a key to sort by, numbers by their value."""
+    return tuple((int(row[key]) if row[key].isdigit() else 0, row[key]) for key in keys)
+
+
+def _earlier_errors(found: list[Row], timed: list[Row], about: Sequence[str]) -> list[str]:
+    """Errors of cases whose newest row has none, from the newest row that has, with its commit."""
+    keys = ("device", *about, "impl", "length", "batch")
+    bare = {tuple(row[key] for key in keys) for row in timed if not row["error"]}
+    earlier = {case: row for row in found if row["error"] and (case := tuple(row[key] for key in keys)) in bare}
+    if not earlier:
+        return []
+    columns = {"impl": "", "length": "tokens", "batch": "batch", "commit": "commit"} | {name: name for name in ERRORS}
+    of_kind = sorted(earlier.values(), key=lambda row: _order(row, ("length", "batch", "impl")))
+    return ["Errors of these cases, from the newest rows that have them:", "", *_markdown(of_kind, columns), ""]
 
 
 def _tables(name: str, found: list[Row]) -> list[str]:
@@ -95,7 +138,9 @@ def _tables(name: str, found: list[Row]) -> list[str]:
     for what, members in groupby(sorted(newest.values(), key=subject), key=subject):
         of_kind = sorted(members, key=lambda row: (int(row["length"]), int(row["batch"]), row["impl"]))
         told = ", ".join(f"{key} {value}" for key, value in zip(about, what[1:], strict=True))
-        lines += [f"**{what[0]}**, {told} ({_origin(of_kind)})", "", *_markdown(of_kind, columns), ""]
+        shown = columns | ({"commit": "commit"} if len({row["commit"] for row in of_kind}) > 1 else {})
+        lines += [f"**{what[0]}**, {told} ({_origin(of_kind)})", "", *_markdown(of_kind, shown), ""]
+        lines += _earlier_errors(found, of_kind, about)
     return lines
 
 
@@ -107,7 +152,7 @@ def _origin(found: list[Row]) -> str:
 
 
 def _markdown(found: list[Row], columns: dict[str, str]) -> list[str]:
-    shown = [name for name in columns if any(row[name] for row in found)]
+    shown = [name for name in columns if any(row.get(name) for row in found)]
     lines = ["| " + " | ".join(columns[name] for name in shown) + " |", "|---|" + "---:|" * (len(shown) - 1)]
     for row in found:
         cells = (f"{int(row[name]):,}" if name == "length" else row[name] for name in shown)

@@ -80,12 +80,13 @@ def check_columns(path: Path, fields: Sequence[str]) -> None:
 
 
 def append(path: Path, fields: Sequence[str], row: Row) -> None:
-    """Add a row to a file, which is made with its header where it is missing."""
+    """Add a row to a file, which is made with its header where it is missing; lines end as those it has."""
     check_columns(path, fields)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = not path.exists() or not path.stat().st_size
+    ending = "\n" if fresh or b"\r\n" not in path.read_bytes() else "\r\n"
     with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fields, restval="", lineterminator="\n")
+        writer = csv.DictWriter(file, fields, restval="", lineterminator=ending)
         if fresh:
             writer.writeheader()
         writer.writerow(row)

@@ -171,7 +171,9 @@ def render() -> None:
 
 @app.command()
 def dispatch(
-    data: Annotated[Path, typer.Option(help="Where attention.csv and decode.csv are.")] = Path("benchmarks/data"),
+    data: Annotated[Path, typer.Option(help="Where attention.csv, decode.csv and precision.csv are.")] = Path(
+        "benchmarks/data"
+    ),
     out: Annotated[Path | None, typer.Option(help="The table; the one of the library by default.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print it, write nothing.")] = False,
 ) -> None:
@@ -180,10 +182,11 @@ def dispatch(
     from gape.bench.rows import load  # noqa: PLC0415
     from gape.ops.dispatch import TABLE, written  # noqa: PLC0415
 
-    attended, decoded = data / "attention.csv", data / "decode.csv"
+    attended = data / "attention.csv"
     if not attended.is_file():
         raise ValueError(f"data: there is no {attended}; gape bench attention --backward makes it")
-    rules = bench.rules(load(attended), load(decoded) if decoded.is_file() else ())
+    others = [data / f"{name}.csv" for name in ("decode", "precision")]
+    rules = bench.rules(load(attended), *(load(path) if path.is_file() else [] for path in others))
     if show:
         typer.echo(written(rules), nl=False)
         return

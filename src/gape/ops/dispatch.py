@@ -52,6 +52,7 @@ class Rule:
         dim_at_most: largest head dim; the first rule that fits counts, so smaller ones come first.
         length_at_least: fewest keys; for one dim the longer ones come first.
         queries_at_most: most queries, 0 for no limit.
+        queries_at_least: fewest queries: those of the shortest sequence that was measured.
         impl: the implementation.
         reason: what was measured.
     """
@@ -65,14 +66,16 @@ class Rule:
     impl: str
     reason: str
     queries_at_most: int = 0
+    queries_at_least: int = 0
 
     def fits(self, problem: Problem, eps: float, device: str) -> bool:
         """Whether the rule speaks for a call on `device`."""
         width = max(problem.q.size(-1), problem.v.size(-1))
-        few = self.queries_at_most == 0 or problem.seen.n_q <= self.queries_at_most
+        queries = problem.seen.n_q
+        meant = queries >= self.queries_at_least and (not self.queries_at_most or queries <= self.queries_at_most)
         kind = (device, _name(problem.q.dtype), needs_gradient(problem), eps > 0)
         same = kind == (self.device, self.dtype, self.gradient, self.eps)
-        return same and few and width <= self.dim_at_most and problem.seen.n_k >= self.length_at_least
+        return same and meant and width <= self.dim_at_most and problem.seen.n_k >= self.length_at_least
 
 
 _EXAMPLE = Rule(
@@ -159,7 +162,8 @@ def _not_best(impl: str, problem: Problem, measured: bool) -> str:
     """What speaks against an implementation that could run; `measured` where another was chosen by measurement."""
     if impl in REMARKS and not (measured and impl in ("split", "anchored")):
         return REMARKS[impl](problem)
-    return "measured as slower" if measured else "not measured for this call here (gape bench attention)"
+    # The table has winners only: who lost to them, and who never took part, the rows know.
+    return f"not measured {'as better ' if measured else ''}for this call here (gape bench attention)"
 
 
 def _anywhere(problem: Problem) -> str | None:
