@@ -83,6 +83,26 @@ def test_inject_and_remove_give_the_same_tensors_back(models: Path, capsys: pyte
     assert json.loads(Path("bare/config.json").read_text())["model_type"] == "llama"
 
 
+def test_a_save_that_broke_off_is_no_model_and_is_done_again(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("hf", "inject", "llama", "--context-length", "16", "--out", "gated")
+    Path("gated").mkdir()
+    Path("gated/README.md").write_text("somebody else's")
+
+    def killed(*files: Path) -> None:
+        raise KeyboardInterrupt
+
+    Path("llama/tokenizer.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", killed)
+        assert gape_exits(*asked) == 130
+    assert not Path("gated/config.json").exists()
+    assert gape_exits(*asked) == 0
+    assert {path.name for path in Path("gated").iterdir()} == {
+        "GAPE.md", "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    }  # fmt: skip
+    assert Path("gated/README.md").read_text() == "somebody else's"
+
+
 def test_a_dry_run_of_longer_positions_writes_nothing(models: Path) -> None:
     assert gape_exits("hf", "convert", "gpt2", "--extend-positions", "256", "--out", "o", "--dry-run") == 0
     assert not Path("o").exists()

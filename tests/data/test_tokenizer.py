@@ -66,6 +66,18 @@ def test_the_end_of_text_is_what_the_settings_say(folder: Path, tmp_path: Path) 
     assert tokenizer.end_of_text == tokenizer.encode("!")[0]
 
 
+def test_what_comes_before_a_text_is_known(folder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    name = inner.id_to_token(0)
+    inner.post_processor = TemplateProcessing(single=f"{name} $A {name}", special_tokens=[(name, 0)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").before == 1
+    assert load_tokenizer(folder).before == load_tokenizer("bytes").before == 0
+
+
 def test_a_corpus_of_it_in_processes(folder: Path, tmp_path: Path) -> None:
     rows = texts(30)
     lines = write_lines(tmp_path / "a.jsonl", rows)

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 import gape.hf
 from gape.hf import forgetting
 from gape.hf.forgetting import ForgettingCache
+from gape.hf.version import OLD
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from tests.hf.tiny import tiny, tokens
@@ -69,13 +70,8 @@ def test_left_padding_and_chunks(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_input_exceeds_the_limits_of_a_layer(family: str) -> None:
-    model = injected(family)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+def limits_and_extremes(model: Any) -> tuple[Any, Any, Any]:
+    """The limits of a model's first layer, and the largest reach and own that inputs of all kinds lead to."""
     cache = ForgettingCache(model, eps=1e-3)
     parent = next(m for m in model.modules() if any(hasattr(m, n) for n in forgetting.NORMS))
     norm = next(getattr(parent, n) for n in forgetting.NORMS if hasattr(parent, n))
@@ -83,14 +79,81 @@ def test_no_input_exceeds_the_limits_of_a_layer(family: str) -> None:
     seat, limits = cache.layers[0].seat, cache.layers[0].held._fixed
     x = 50 * torch.randn(1, 4000, 32, generator=torch.Generator().manual_seed(1)) + 20
     with torch.no_grad():
-        q, k, _ = module.gape_wiring.family.layout.project(module, norm(x))
+        q, k, _ = module.gape_wiring.family.layout.project(module, norm(x.to(next(model.parameters()).dtype)))
+        angles = model.model.rotary_emb(x, torch.arange(1)[None]) if hasattr(model, "model") else None
+        q, k = (turned.double() for turned in module._rotate(q, k, torch.zeros(1, dtype=torch.int64), angles))
     k = k.repeat_interleave(seat.n_heads // seat.n_kv_heads, dim=1)
-    reach = seat.scale * q.norm(dim=-1).amax((0, 2)).double()
-    own = -seat.scale * (q * k).sum(-1).amin((0, 2)).double()
+    return limits, seat.scale * q.norm(dim=-1).amax((0, 2)), -seat.scale * (q * k).sum(-1).amin((0, 2))
+
+
+def shaken(model: Any, part: str, size: float) -> Any:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if part in name and "gape" not in name:
+                parameter.add_(size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_input_exceeds_the_limits_of_a_layer(family: str) -> None:
+    limits, reach, own = limits_and_extremes(shaken(shaken(injected(family), "norm", 0.3), "bias", 0.3))
     assert (reach <= limits.reach * (1 + 1e-4)).all()
     assert (own <= limits.own + 1e-4).all()
     # Not so wide that they would say nothing.
     assert (reach > 0.3 * limits.reach).all()
+
+
+def test_weights_beside_large_biases_count_in_half_precision() -> None:
+    told = {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 2}
+    exact = limits_and_extremes(shaken(injected("qwen2", **told), "proj.bias", 100.0))[0]
+    rough = limits_and_extremes(shaken(injected("qwen2", **told), "proj.bias", 100.0).to(torch.bfloat16))[0]
+    torch.testing.assert_close(rough.reach, exact.reach, rtol=1e-2, atol=0.0)
+    torch.testing.assert_close(rough.own, exact.own, rtol=1e-2, atol=0.0)
+
+
+def test_projections_in_four_bits_are_asked_in_their_own_dtype() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = tiny("llama", hidden_size=64, head_dim=16)
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj"):
+            plain = getattr(layer.self_attn, name)
+            packed = bitsandbytes.nn.Linear4bit(plain.in_features, plain.out_features, bias=False, quant_type="nf4")
+            packed.load_state_dict(plain.state_dict())
+            setattr(layer.self_attn, name, packed.to("cpu"))
+    model = gape.hf.inject(model, context_length=16, start="paper", learn="gates", gates=FLOOR)
+    found = ForgettingCache(model, eps=1e-3).layers[0].held._fixed.reach
+    plain = gape.hf.inject(tiny("llama", hidden_size=64, head_dim=16), context_length=16, start="paper", gates=FLOOR)
+    torch.testing.assert_close(found, ForgettingCache(plain, eps=1e-3).layers[0].held._fixed.reach, rtol=0.1, atol=0.0)
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "attention_factor": 2.0}
+HALF = {**LONG, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.0], "long_factor": [1.0, 1.0]}
+
+
+@pytest.mark.skipif(OLD, reason="transformers 4 keeps rotations under other names")
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [("llama", YARN), ("llama", {**YARN, "attention_factor": 0.5}), ("phi3", HALF), ("smollm3", YARN)],
+)
+@pytest.mark.parametrize("above", [False, True])
+def test_a_rotation_that_stretches_is_allowed_for(family: str, rope: dict[str, Any], above: bool) -> None:
+    """Also where every own key has a score above 0, or the halves of a head cancel unless one is stretched."""
+    model = injected(family, rope_parameters=rope, attention_bias=above, no_rope_layers=[0, 1])
+    module = model.model.layers[0].self_attn
+    joined = getattr(module, "qkv_proj", None)
+    q, k = (module.q_proj.weight, module.k_proj.weight) if joined is None else joined.weight.split([32, 16, 16])[:2]
+    with torch.no_grad():
+        sign = torch.tensor([1.0 if above else -1.0, 1.0])[:, None, None]
+        q.view(4, 2, 4, 32)[:, 1] = q.view(4, 2, 4, 32)[:, 0]
+        k.copy_((q.view(4, 2, 4, 32)[::2] * sign).reshape(16, 32))
+        if above and joined is None:
+            for projection in (module.q_proj, module.k_proj):
+                projection.weight.mul_(0.01)
+                projection.bias.fill_(1.0)
+    limits, reach, own = limits_and_extremes(model)
+    assert (reach <= limits.reach * (1 + 1e-4)).all()
+    assert (own <= limits.own + 1e-4).all()
 
 
 def test_layers_without_gates_keep_everything_on_request() -> None:

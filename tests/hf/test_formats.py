@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,8 @@ def test_import_reads_weights_and_tokenizer_from_one_file(tmp_path: Path, capsys
         (b"", "seven numbers"),
         (b"no model at all, but long enough", "no sizes"),
         (struct.pack("<7i", *SIZES) + b"\0" * 99, "bytes by its sizes"),
+        # Sizes whose product is 0 in 64 bits.
+        (struct.pack("<7i", 2**17, 2**30, 2**30, 2, 2, 2**30, 2**30) + b"\0" * 99, "bytes by its sizes"),
         (b"GGUF and nothing more", "transformers 5" if OLD else "GGUF and nothing"),
     ],
 )
@@ -149,6 +152,15 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert gape_exits("hf", "import", str(tmp_path / said.replace(" ", "-")), "--out", str(tmp_path / "out")) == 2
     assert said.replace(" ", "-") in capsys.readouterr().err.replace(" ", "-")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data[:8] + b"\xff" * 4 + data[12:]])
+def test_a_tokenizer_that_was_cut_short_or_changed_is_refused(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    llama2c(tmp_path / "model.bin")
+    tokenizer_bin(tmp_path / "tokenizer.bin")
+    (tmp_path / "changed.bin").write_bytes(change((tmp_path / "tokenizer.bin").read_bytes()))
+    with pytest.raises(ValueError, match=r"tokenizer: got .*changed.bin"):
+        gape.hf.read_llama2c(tmp_path / "model.bin", tmp_path / "changed.bin")
 
 
 def gguf_file(path: Path, model: torch.nn.Module) -> None:
@@ -215,3 +227,33 @@ def test_a_gguf_file_gives_the_model_that_was_written_and_takes_gates(tmp_path: 
         gape.hf.inject(read, context_length=64)
         torch.testing.assert_close(read(ids).logits, expected, atol=1e-5, rtol=1e-4)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([1, 27, 28]) == "aaab"
+
+
+def put(data: bytes, behind: bytes, skip: int, new: bytes) -> bytes:
+    """Other bytes, so many behind a text in a file."""
+    at = data.index(behind) + len(behind) + skip
+    return data[:at] + new + data[at + len(new) :]
+
+
+@pytest.mark.skipif(OLD, reason="GGUF files are read with transformers 5")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data[:600], "it ends"),
+        (lambda data: data[:-4000], "do not fit|cannot reshape"),
+        # A count of texts, of layers and of numbers that nothing stands behind.
+        (lambda data: put(data, b"tokenizer.ggml.tokens", 8, struct.pack("<Q", 2**60)), "texts that it announces"),
+        (lambda data: put(data, b"llama.block_count", 4, struct.pack("<I", 2**30)), "layers in"),
+        (lambda data: put(data, b"llama.feed_forward_length", 4, struct.pack("<I", 2**30)), "numbers, it has"),
+        (lambda data: data.replace(b"blk.1.ffn_up", b"blk.1.ffn_xp"), "up_proj.weight is missing"),
+        (lambda data: data.replace(b"blk.1.ffn_norm", b"rope_factors_w"), "rotary frequencies"),
+        # 9 is Q8_1, which nobody stores weights in.
+        (lambda data: put(data, b"blk.0.ffn_up.weight", 20, struct.pack("<I", 9)), "Q8_1"),
+    ],
+)
+def test_a_gguf_file_that_was_damaged_is_refused(tmp_path: Path, change: Callable[[bytes], bytes], said: str) -> None:
+    pytest.importorskip("gguf")
+    gguf_file(tmp_path / "whole.gguf", tiny("llama", vocab_size=53))
+    (tmp_path / "model.gguf").write_bytes(change((tmp_path / "whole.gguf").read_bytes()))
+    with pytest.raises(ValueError, match=rf"model.gguf cannot be read: .*({said})"):
+        gape.hf.read_gguf(tmp_path / "model.gguf")

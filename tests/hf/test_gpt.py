@@ -110,3 +110,19 @@ def test_the_config_is_that_of_the_gpt_and_refuses_what_it_refuses(tmp_path):
     model = AutoModelForCausalLM.from_config(config)
     model.resize_token_embeddings(70)
     assert model(torch.tensor([[69, 3]])).logits.shape == (1, 2, 70)
+
+
+@torch.no_grad()
+def test_another_output_layer_is_saved_and_resized(tmp_path):
+    """Also where the embedding was that before: a config that still said so would drop it on loading."""
+    model, ids = made("rope"), tokens(2, 8)
+    width = model.config.n_embd
+    with pytest.raises(ValueError, match=r"^value: "):
+        model.set_output_embeddings(torch.nn.Linear(width, model.config.vocab_size))
+    model.set_output_embeddings(torch.nn.Linear(width, model.config.vocab_size, bias=False))
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    model.save_pretrained(tmp_path)
+    loaded = GapeForCausalLM.from_pretrained(tmp_path)
+    assert not loaded.gpt.config.tied
+    torch.testing.assert_close(loaded.eval()(ids).logits, model.eval()(ids).logits)
+    assert loaded(ids).logits.size(-1) == loaded.config.vocab_size == loaded.gpt.config.vocab_size

@@ -14,6 +14,7 @@ import transformers
 import gape.hf
 from gape.hf.attend import attend
 from gape.hf.gates import RetrofitGates
+from gape.hf.version import OLD
 from tests.hf.tiny import opened, tiny, tokens
 
 
@@ -49,6 +50,14 @@ def test_what_is_wrong_is_refused_and_the_model_stays(family, arguments, said):
     assert type(model) is own
     assert not hasattr(model.config, "gape")
     assert unchanged(model, before)
+
+
+def test_another_position_is_refused_where_a_part_of_each_head_turns():
+    part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    model = tiny("phi3", **({"partial_rotary_factor": 0.5} if OLD else {"rope_parameters": part}))
+    with pytest.raises(ValueError, match="rotates a part of each head"):
+        gape.hf.inject(model, context_length=16, position="p-rope+gape")
+    gape.hf.inject(model, context_length=16)
 
 
 def test_other_models_and_models_with_gates_are_refused():

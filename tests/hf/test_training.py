@@ -142,3 +142,12 @@ def test_generation_samples_and_searches_beams():
     assert sampled.shape == (2, 11)
     settings = {"attention_mask": mask, "do_sample": False, "num_beams": 3, "max_new_tokens": 6}
     assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
+
+
+def test_targets_may_be_those_of_the_last_tokens():
+    model = gape.hf.LanguageModel(tiny("llama"))
+    ids, targets = torch.randint(model.config.vocab_size, (2, 9)), torch.full((2, 9), -100)
+    targets[:, -2:] = ids[:, :2]
+    torch.testing.assert_close(model(ids, targets[:, -2:]).loss, model(ids, targets).loss)
+    with pytest.raises(ValueError, match=r"^targets: "):
+        model(ids, torch.zeros(2, 10, dtype=torch.long))

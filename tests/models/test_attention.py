@@ -60,6 +60,14 @@ def test_the_last_tokens_alone_are_answered_as_among_all(position: str) -> None:
     assert heard == [N]
 
 
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_hook"])
+def test_hooks_of_the_projection_are_called_where_few_are_answered(hook: str) -> None:
+    attention, called = layer("rope"), []
+    getattr(attention.qkv, hook)(lambda *_: called.append(hook))
+    attention(tokens().requires_grad_(), keep=2).sum().backward()
+    assert called == [hook]
+
+
 @pytest.mark.parametrize(
     ("position", "reserve"), [("rope+gape", 0), ("rope+gape", 2), ("rope+gape", 6), ("alibi", 0), ("fox", 0)]
 )

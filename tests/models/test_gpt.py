@@ -142,6 +142,9 @@ def test_targets_of_the_last_tokens_are_those_alone(position: str) -> None:
     ):
         torch.testing.assert_close(few, many)
     assert gpt(ids, targets[:, -3:], logits_to_keep=0).logits.shape == whole.logits.shape
+    none = gpt.train()(ids, targets[:, :0])
+    none.loss.backward()
+    assert none.loss == 0
 
 
 def test_an_output_layer_of_its_own(tmp_path: Path) -> None:
@@ -284,6 +287,16 @@ def test_unknown_and_missing_keys_are_named() -> None:
     del values["context_length"]
     with pytest.raises(ValueError, match=r"^context_length: missing"):
         gape.GPTConfig.from_dict(values)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keep", [5, -1, 1.0])
+def test_a_wrong_number_to_keep_leaves_the_cache_alone(keep: object) -> None:
+    gpt = model()
+    cache = gpt.new_cache()
+    with pytest.raises(ValueError, match=r"^keep: "):
+        gpt.hidden(tokens(2, 4), cache=cache, keep=keep)
+    assert cache.length == 0
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,17 @@ def test_nothing_costs_nothing() -> None:
     assert (weight.grad == 0).all()
 
 
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(3), torch.zeros(3).int(), torch.zeros(1).long(), torch.zeros(3, 1).long()]
+)
+def test_targets_are_as_many_as_rows(wrong: torch.Tensor) -> None:
+    """A kernel would read on behind fewer."""
+    x, weight, _ = drawn(3, 10)
+    for function in (loss.sliced_cross_entropy, loss.token_cross_entropy):
+        with pytest.raises(ValueError, match=r"^targets: .*\(3,\)"):
+            function(x, weight, wrong)
+
+
 def test_logits_far_below_zero_are_no_trouble() -> None:
     """Padding columns have the logit 0, far above every real one."""
     x, weight, targets = torch.ones(4, 1), torch.full((10, 1), -300.0), torch.arange(4)

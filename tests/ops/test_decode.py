@@ -136,6 +136,28 @@ def test_tickets_are_given_back() -> None:
         assert not any(held.any() for held in decode._held.values())
 
 
+def test_launches_outside_an_operator_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps an entry for each launch of a wrapped kernel, for as long as the process lives."""
+    case = random_case(n_q=2, n_k=70, heads=2, kv_heads=1)
+    monkeypatch.setattr(decode, "traceable", None)
+    for alone in (0, 1000):
+        monkeypatch.setattr(decode, "ALONE", alone)
+        decode.run(problem(case, torch.float32), splits=3)
+
+
+def test_kernels_run_where_their_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several devices Triton would take the current one."""
+    entered: list[torch.Tensor] = []
+    device_of = torch.cuda.device_of
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: (entered.append(x), device_of(x))[1])
+    given = problem(random_case(n_k=70, **LONE), torch.float32)
+    decode.run(given)
+    assert not entered
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    decode.run(given)
+    assert [x.device for x in entered] == [given.q.device]
+
+
 def test_compiles_without_a_break() -> None:
     case = random_case(n_k=70, **LONE)
     tensors = [x.to(DEVICE, torch.float32) for x in case.tensors.values()]

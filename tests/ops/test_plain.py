@@ -80,3 +80,21 @@ def test_a_gpu_gets_rows_that_begin_at_16_bytes(
     assert (taken.data_ptr() != v.data_ptr()) == copied
     assert taken.storage_offset() % 8 == 0
     assert taken.stride(2) % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "content"),
+    [((2, 5), 2, 26), ((2, 5), 4, 26), ((1, 5), 2, 26), ((2, 1), 2, 26), ((1, 1), 2, 26), ((1, 1), 1, 28)],
+)
+def test_values_of_a_projection_are_aligned_where_strides_alone_are_known(
+    tokens: tuple[int, int], heads: int, content: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a compiler sees them: behind keys whose heads gave coordinates up, which may leave them anywhere."""
+    told = torch.randn(*tokens, heads * (content + 32)).half()
+    v = told.split([heads * content, heads * 32], dim=-1)[1].reshape(*tokens, heads, 32).transpose(1, 2)
+    seen = Visibility(n_q=tokens[1], n_k=tokens[1], device=v.device)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    taken = sdpa.prepare(v, v, v, seen, 1.0).v
+    assert torch.equal(taken, v)
+    assert taken.storage_offset() % 8 == 0

@@ -162,6 +162,8 @@ def test_angles_are_kept_for_the_next_layer_and_only_where_they_last() -> None:
     assert cos.shape == sin.shape == (19, 16)
     assert other.one_pass(19, device).angles[0] is cos
     torch.testing.assert_close(cos[:, :13], one.cos_sin(torch.arange(19, device=device))[0])
+    # A capture, which cannot copy to its device, finds the frequencies of every layer there.
+    assert all((device, torch.float64) in scheme._padded._made for scheme in (one, other))
     with FakeTensorMode():
         assert isinstance(one.one_pass(19, device).angles[0], FakeTensor)
         assert isinstance(one.one_pass(18, device).angles[0], FakeTensor)
@@ -185,6 +187,20 @@ def test_compiled_it_writes_the_same() -> None:
         loss = sum(x.float().square().sum() for x in outs)
         found.append([*outs, *torch.autograd.grad(loss, [q, k, *scheme.parameters()])])
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+@torch.no_grad()
+def test_a_layer_that_ran_before_can_be_captured() -> None:
+    attention = gape.GAPEAttention(64, 2, context_length=64, position="rope+gape").to(DEVICE, torch.bfloat16)
+    x = torch.randn(2, 48, 64, device=DEVICE, dtype=torch.bfloat16)
+    plain = attention(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attention(x)
+    graph.replay()
+    assert torch.equal(captured, plain)
 
 
 def test_kernels_take_a_float_of_either_length() -> None:

@@ -124,6 +124,13 @@ def test_seeds_are_averaged_sample_by_sample() -> None:
         ruler.methods(rows({"rope": 10.0}) + rows({"rope": 12.0}, seed=1, plan="other"))
 
 
+def test_precisions_are_not_mixed() -> None:
+    made = rows({"rope": 10.0}, precision="float32")
+    assert len(ruler.methods(made + rows({"rope": 10.0}, precision="bfloat16", model="other"))) == 2
+    with pytest.raises(ValueError, match="GPT-6x512 were measured in bfloat16, float32"):
+        ruler.methods(made + rows({"rope": 10.1}, precision="bfloat16"))
+
+
 def test_the_ablation_is_in_percent_of_the_full_model() -> None:
     made = rows({"p-rope+gape": 10.0}) + rows({"p-rope+gape": 10.5}, variant="gate-fixed")
     table = ruler.ablation(made)

@@ -227,6 +227,7 @@ def test_runs_are_compared_window_by_window(books: Corpus, tmp_path: Path) -> No
         ({"last": 33}, "last: got int 33, expected at most the context, 32"),
         ({"name": "strided", "stride": 33}, "stride: "),
         ({"align": -1}, "align: "),
+        ({"name": "strided", "align": 64}, "align: got int 64, expected 0 under strided"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, object], message: str) -> None:

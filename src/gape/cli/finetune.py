@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import gape.hf
 from gape.cli import experiment
 from gape.cli.console import Voice
 from gape.data import Corpus, PrepareConfig, WindowSource, open_corpus, prepare
-from gape.hf.gguf import MAGIC, read_gguf
+from gape.hf.card import write_card
+from gape.hf.gguf import read_gguf
+from gape.hf.gguf_header import MAGIC
 from gape.hf.gpt2 import extend_positions
 from gape.hf.learn import freeze
 from gape.hf.llama2c import read_llama2c
@@ -29,7 +31,7 @@ TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-CARD, MODEL, CORPUS, RUN = "card.json", "model", "corpus", "run.json"
+CARD, MODEL, CORPUS, RUN, PART = "card.json", "model", "corpus", "run.json", ".part"
 VALIDATION_WINDOWS = 64
 
 
@@ -60,9 +62,7 @@ def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
     if is_gguf and tokenizer is not None:
         raise refuse("tokenizer", str(tokenizer), "nothing, since a GGUF file brings its own")
     model, own = read_gguf(file) if is_gguf else read_llama2c(file, tokenizer)
-    model.save_pretrained(out)
-    if own is not None:
-        own.save_pretrained(out)
+    _write(model, out, lambda part: None if own is None else own.save_pretrained(part))
     limit = model.config.max_position_embeddings
     print(f"{type(model).__name__}: {model.num_parameters():,} parameters, context {limit:,}, in {out}")
 
@@ -122,15 +122,34 @@ def lengthen(name: str, out: Path, length: int, *, dry_run: bool) -> None:
 
 def save(model: Any, name: str, out: Path) -> None:
     """Write a model with the tokenizer it came with."""
-    model.save_pretrained(out)
-    if Path(name).is_dir():
-        for file in TOKENIZER:
-            if (Path(name) / file).is_file():
-                shutil.copyfile(Path(name) / file, out / file)
-        return
-    # A name on the hub: its files are wherever transformers keeps them.
-    with contextlib.suppress(OSError, ValueError):
-        transformers.AutoTokenizer.from_pretrained(name).save_pretrained(out)
+
+    def tokenizer(part: Path) -> None:
+        if Path(name).is_dir():
+            for file in TOKENIZER:
+                if (Path(name) / file).is_file():
+                    shutil.copyfile(Path(name) / file, part / file)
+            return
+        # A name on the hub: its files are wherever transformers keeps them.
+        with contextlib.suppress(OSError, ValueError):
+            transformers.AutoTokenizer.from_pretrained(name).save_pretrained(part)
+
+    _write(model, out, tokenizer)
+
+
+def _write(model: Any, out: Path, tokenizer: Callable[[Path], None]) -> None:
+    """Write a model, and what `tokenizer` puts into a directory, to `out`; with config.json there, all of it is."""
+    part = out / PART
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part)
+    tokenizer(part)
+    card = part / "README.md"
+    if card.is_file():
+        # Somebody else's README.md stays.
+        card.unlink()
+        write_card(out, model)
+    for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
+        file.replace(out / file.name)
+    part.rmdir()
 
 
 def finetune(
@@ -185,10 +204,11 @@ def finetune(
             console=voice.console, extra={"base": name, "learn": learn, "tokenizer": corpus.tokenizer},
         )  # fmt: skip
         trainer.run(resume)
-    files.replace(out / RUN, files.to_json(settings))
     chosen = checkpoint.resolve(out, voice.say)
     checkpoint.load_model_tensors(wrapped, chosen.model, chosen.state["aliases"])
     save(model.cpu(), name, out / MODEL)
+    # Last: a run that has it is done.
+    files.replace(out / RUN, files.to_json(settings))
     return out / MODEL
 
 

@@ -55,8 +55,8 @@ def inject(
     from gape.cli import finetune  # noqa: PLC0415
 
     finetune.retrofit(
-        model, out, context_length=context_length, position=position, layers=_numbers(layers), start=start, seed=seed,
-        gates=_values(gate), options=_values(option), dry_run=dry_run,
+        model, out, context_length=context_length, position=position, layers=_numbers("layers", layers), start=start,
+        seed=seed, gates=_values(gate), options=_values(option), dry_run=dry_run,
     )  # fmt: skip
 
 
@@ -163,19 +163,24 @@ def measure(
     from gape.recipes.lm import Evaluation  # noqa: PLC0415
 
     evaluation = Evaluation(
-        contexts=_numbers(contexts) or (), last=last, align=align, max_windows=max_windows, seed=seed, chunk=chunk
+        contexts=_numbers("contexts", contexts) or (),
+        last=last,
+        align=align,
+        max_windows=max_windows,
+        seed=seed,
+        chunk=chunk,
     )
     asked = hf_perplexity.Asked.of(data, evaluation, split=split, device=device, precision=precision)
     typer.echo(hf_perplexity.table(models, asked, attention).text())
 
 
-def _numbers(text: str | None) -> tuple[int, ...] | None:
+def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
         return tuple(int(part.replace("_", "")) for part in text.split(","))
     except ValueError as error:
-        raise ValueError(f"got {text!r}, expected whole numbers with commas, such as 0,1,2") from error
+        raise ValueError(f"{name}: got {text!r}, expected whole numbers with commas, such as 0,1,2") from error
 
 
 def _values(given: list[str] | None) -> dict[str, Any]:

@@ -100,20 +100,27 @@ def table(
     results: Annotated[list[Path], typer.Argument(help="Runs, sweeps, or folders that eval or table wrote.")],
     ablation: Annotated[bool, typer.Option("--ablation", help="Change of NLL against the full model.")] = False,
     full: Annotated[str, typer.Option(help="With --ablation: position, or position:variant.")] = "p-rope+gape",
+    precision: Annotated[str | None, typer.Option(help="Rows measured in float32, or in bfloat16, alone.")] = None,
     form: Annotated[str, typer.Option("--format", help="text, markdown or latex.")] = "text",
     out: Annotated[Path | None, typer.Option(help="A folder for the rows and tables, to be read again.")] = None,
 ) -> None:
     """Print the paper's table from stored results: best bold, second underlined, differences on the same samples."""
+    from dataclasses import replace  # noqa: PLC0415
+
     from gape.ops.checks import refuse  # noqa: PLC0415
     from gape.report import ruler  # noqa: PLC0415
     from gape.report.lm_results import gather  # noqa: PLC0415
 
     if form not in ruler.FORMATS:
         raise refuse("format", form, f"one of {', '.join(ruler.FORMATS)}")
+    if precision not in (None, "float32", "bfloat16"):
+        raise refuse("precision", precision, "float32 or bfloat16")
     found = gather(results)
-    rows = found.measured.get("ruler", ())
+    rows = tuple(row for row in found.measured.get("ruler", ()) if precision in (None, row.get("precision")))
     if not rows:
-        raise ValueError(f"results: {', '.join(map(str, results))} hold no rows of gape ruler eval")
+        held = "no rows of gape ruler eval" if precision is None else f"no rows of gape ruler eval in {precision}"
+        raise ValueError(f"results: {', '.join(map(str, results))} hold {held}")
+    found = replace(found, measured={**found.measured, "ruler": rows})
     position, _, variant = full.partition(":")
     made = [ruler.ablation(rows, (position, variant))] if ablation else ruler.tables(rows)
     if out is not None:

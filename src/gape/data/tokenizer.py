@@ -20,10 +20,12 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: one more than the largest id.
         end_of_text: the id put after each document; None where the tokenizer has none.
+        before: tokens that it would put before a text for a model, such as a beginning; :meth:`encode` adds none.
     """
 
     vocab_size: int
     end_of_text: int | None
+    before: int
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, nothing added; the name of a special token in the text is text like any other."""
@@ -68,6 +70,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_of_text: int | None = 256
+    before = 0
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
@@ -103,6 +106,8 @@ class LibraryTokenizer:
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         ends = (inner.token_to_id(token) for token in (end, *END_OF_TEXT) if token)
         self.end_of_text: int | None = next((i for i in ends if i is not None), None)
+        special: list[int] = inner.encode("a", add_special_tokens=True).special_tokens_mask
+        self.before = special.index(0) if 0 in special else 0
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""

@@ -182,5 +182,12 @@ def rope_theta(config: Any) -> float:
     return float(theta)
 
 
+def rotated_part(config: Any) -> float:
+    """The part of each head that a model rotates, wherever its version of `transformers` keeps it; 1 for most."""
+    given = getattr(config, "rope_parameters", None) or {}
+    found = given.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
+    return float(found or 1.0)
+
+
 def _ancestry(module: nn.Module) -> Iterator[str]:
     return (parent.__name__ for parent in type(module).__mro__)

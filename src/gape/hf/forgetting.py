@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from gape.gates import GAPEGates
 from gape.hf.attend import consecutive
+from gape.hf.families import rotated_part
 from gape.hf.forgetting_limits import of_module
 from gape.models.cache import BOUNDS
 from gape.models.forgetting import ForgettingLayer
@@ -276,7 +277,8 @@ def _injected(model: Any, parent: Any, module: Any, *, limited: bool) -> tuple[S
     )  # fmt: skip
     norm = next((getattr(parent, name) for name in NORMS if hasattr(parent, name)), None)
     if limited:
-        return seat, of_module(module, seat, norm, _stretch(model, module))
+        stretch, evenly = _stretch(model, module)
+        return seat, of_module(module, seat, norm, stretch, evenly=evenly)
     return seat, norm
 
 
@@ -290,9 +292,12 @@ def _has_window(module: Any) -> bool:
     return bool(getattr(module.config, "sliding_window", None))
 
 
-def _stretch(model: Any, module: Any) -> float:
-    """What the rotation of a layer multiplies q and k by."""
+def _stretch(model: Any, module: Any) -> tuple[float, bool]:
+    """The most that the rotation of a layer multiplies q and k by, and whether all coordinates alike, by 1 or more."""
     if module.gape_wiring.scheme is not None:
-        return float(getattr(module.gape_wiring.scheme, "attention_scale", 1.0))
-    # A model may have several rotations; the one that stretches most bounds all.
-    return max([1.0, *(float(x) for m in model.modules() if (x := getattr(m, "attention_scaling", None)) is not None)])
+        return float(getattr(module.gape_wiring.scheme, "attention_scale", 1.0)), True
+    # A model may have several rotations, with names before the word; the one that stretches most bounds all.
+    told = (item for rotation in model.modules() for item in vars(rotation).items())
+    factors = [1.0, *(float(value) for name, value in told if name.endswith("attention_scaling"))]
+    most = max(factors)
+    return most, min(factors) == 1.0 and (most == 1.0 or rotated_part(model.config) == 1.0)

@@ -6,6 +6,7 @@ scales is its answer to equal numbers, and a projection is affine. Shapes: E wid
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -19,14 +20,15 @@ _LARGE = 1e4
 
 
 @torch.no_grad()
-def of_module(module: Any, seat: Attends, norm: nn.Module | None, stretch: float) -> Limits:
+def of_module(module: Any, seat: Attends, norm: nn.Module | None, stretch: float, *, evenly: bool = True) -> Limits:
     """Limits of an injected layer.
 
     Args:
         module: the layer.
         seat: the same as a forgetting cache sees it.
         norm: what it reads from.
-        stretch: what its rotation multiplies q and k by.
+        stretch: the most that its rotation multiplies q and k by.
+        evenly: whether it multiplies all coordinates alike, by 1 or more.
 
     Raises:
         ValueError: there is no norm that bounds q and k.
@@ -50,7 +52,7 @@ def of_module(module: Any, seat: Attends, norm: nn.Module | None, stretch: float
     if isinstance(norm, nn.LayerNorm):
         # z has mean 0, so what all coordinates share is never seen.
         queries, keys = ((A - A.mean(-1, keepdim=True), a) for A, a in (queries, keys))
-    return of_maps(seat, queries, keys, stretch=stretch)
+    return of_maps(seat, queries, keys, stretch=stretch, evenly=evenly)
 
 
 def _gain(norm: nn.Module, width: int) -> Tensor:
@@ -79,13 +81,25 @@ def _gain(norm: nn.Module, width: int) -> Tensor:
 
 def _maps(module: Any, gain: Tensor, shift: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(A, a) and (B, b), (H, D, E) and (H, D) in float64: q and k of an input gain ⊙ z + shift are affine in z."""
-    asked = torch.cat([torch.zeros(1, len(gain), dtype=torch.float64), torch.eye(len(gain), dtype=torch.float64)])
-    weight = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
-    given = (asked * gain + shift).to(weight.device, weight.dtype)
-    q, k, _ = module.gape_wiring.family.layout.project(module, given[None])
-    queries, keys = (x[0].cpu().double() for x in (q, k))
-    A, B = ((x[:, 1:] - x[:, :1]).transpose(1, 2) for x in (queries, keys))
-    return (A, queries[:, 0]), (B, keys[:, 0])
+    asked = copy.deepcopy(module)
+    # Projections in few bits have a dtype of their own for what they read.
+    if all(parameter.is_floating_point() for parameter in asked.parameters()):
+        asked.double()
+    a, b = _projected(asked, shift[None])
+    # A weight in half precision would vanish beside a bias that is added to it.
+    for name, parameter in asked.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+    A, B = _projected(asked, torch.diag(gain))
+    return (A.transpose(1, 2), a[:, 0]), (B.transpose(1, 2), b[:, 0])
+
+
+def _projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k (H, N, D) in float64 that a layer makes of x (N, E)."""
+    like = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
+    with torch.autocast(like.device.type, enabled=False):
+        q, k, _ = module.gape_wiring.family.layout.project(module, x.to(like)[None])
+    return q[0].cpu().double(), k[0].cpu().double()
 
 
 def _width(module: Any) -> int:

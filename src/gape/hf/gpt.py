@@ -123,8 +123,15 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return self.gpt.head
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
-        """Put another output layer in its place, for another vocabulary."""
-        self.gpt.head = value
+        """Put another output layer in its place, for another vocabulary; the embedding no longer is that.
+
+        Raises:
+            ValueError: it has a bias, which a GPT has no place for.
+        """
+        if value.bias is not None:
+            raise refuse("value", value, "a linear layer without a bias")
+        self.gpt.head, self.config.tied = value, False
+        self.gpt.config = dataclasses.replace(self.gpt.config, tied=False)
 
     def forward(
         self,

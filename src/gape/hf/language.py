@@ -55,6 +55,8 @@ class LanguageModel(nn.Module):
         x = self.hidden(ids, positions, documents)
         if targets is None:
             return Output(self._logits(x), None)
+        if targets.size(1) != x.size(1):
+            x = x[:, x.size(1) - targets.size(1) :]
         counted = (targets != IGNORED).sum().clamp(min=1)
         weight = self._plain_head()
         total = (

@@ -6,6 +6,7 @@ files in one, the tokenizer after the weights.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ _HEADER = struct.Struct("<7i")
 #: The first ids of every tokenizer, which tokenizer.bin writes in other words; llama2.c knows the bytes by number too.
 _SPECIAL = ("<unk>", "<s>", "</s>")
 _FIXED = (*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)))
+#: Bytes that no piece exceeds.
+_LONGEST = 4096
 
 
 class Sizes(NamedTuple):
@@ -85,10 +88,11 @@ def _sizes(data: bytes, path: str | Path) -> Sizes:
         raise refuse("path", str(path), "model.bin of llama2.c, which begins with seven numbers")
     sizes = Sizes(*_HEADER.unpack_from(data))
     sound = all(value > 0 for value in (*sizes[:5], sizes.length)) and sizes.vocabulary != 0
-    whole = sound and sizes.width % sizes.heads == 0 and sizes.heads % sizes.kv_heads == 0
+    # Coordinates of a head turn in pairs.
+    whole = sound and sizes.width % (2 * sizes.heads) == 0 and sizes.heads % sizes.kv_heads == 0
     if not whole:
         raise refuse("path", str(path), "model.bin of llama2.c (version 0, float32); its first numbers are no sizes")
-    needed = _HEADER.size + 4 * sum(int(np.prod(shape)) for shape in sizes.shapes().values())
+    needed = _HEADER.size + 4 * sum(math.prod(shape) for shape in sizes.shapes().values())
     if len(data) < needed:
         raise refuse("path", f"{path} of {len(data):,} bytes", f"model.bin of llama2.c, {needed:,} bytes by its sizes")
     return sizes
@@ -98,7 +102,7 @@ def _tensors(data: bytes, sizes: Sizes) -> tuple[dict[str, Tensor], int]:
     """The tensors by name, and where they end."""
     at, found = _HEADER.size, {}
     for name, shape in sizes.shapes().items():
-        count = int(np.prod(shape))
+        count = math.prod(shape)
         found[name] = torch.from_numpy(np.frombuffer(data, "<f4", count, at).astype(np.float32)).view(shape)
         at += 4 * count
     return found, at
@@ -140,17 +144,25 @@ def _pieces(data: bytes, count: int, path: str | Path) -> list[tuple[str, float]
     """What each id of tokenizer.bin stands for, with ▁ for a space, and its score."""
     if count < len(_FIXED):
         raise refuse("path", f"{count} pieces", f"at least {len(_FIXED)}: special ones and bytes come first")
-    # The first number is the length of the longest piece.
     at, found = 4, []
     try:
+        longest = struct.unpack_from("<i", data)[0]
         for _ in range(count):
             score, size = struct.unpack_from("<fi", data, at)
-            text = data[at + 8 : at + 8 + size].decode()
-            found.append((text.replace(" ", "▁"), float(score)))
+            (text,) = struct.unpack_from(f"{_length(size, longest)}s", data, at + 8)
+            found.append((text.decode().replace(" ", "▁"), float(score)))
             at += 8 + size
-    except (struct.error, UnicodeDecodeError) as error:
+    except (struct.error, ValueError) as error:
         raise refuse("tokenizer", str(path), f"tokenizer.bin of llama2.c with {count:,} pieces ({error})") from error
     return [*((name, 0.0) for name in _FIXED), *found[len(_FIXED) :]]
+
+
+def _length(size: int, longest: int) -> int:
+    """The length of a piece in bytes, from 0 to that of the longest, with which tokenizer.bin begins."""
+    # Pieces are cut in all possible ways later: one as long as a book would never be done with.
+    if not 0 <= size <= min(longest, _LONGEST):
+        raise ValueError(f"a piece of {size} bytes where the longest has {longest}, and none more than {_LONGEST}")
+    return size
 
 
 def _tokenizer(pieces: Sequence[tuple[str, float]], length: int) -> Any:

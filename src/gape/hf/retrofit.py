@@ -15,7 +15,7 @@ from gape import positions as schemes
 from gape.hf import gpt2
 from gape.hf.attend import our_name
 from gape.hf.auto import config_class, model_class
-from gape.hf.families import Family, family_of, rope_theta
+from gape.hf.families import Family, family_of, rope_theta, rotated_part
 from gape.hf.gates import RetrofitGates
 from gape.hf.learn import freeze, qk_modules
 from gape.hf.planning import Plan, planned
@@ -231,7 +231,7 @@ def _scheme(family: Family, settings: Settings, model: Any) -> schemes.Scheme | 
     n_heads, n_kv_heads, width = family.layout.sizes(family.modules(model)[0])
     options = dict(settings.options)
     if family.layout.rotary and settings.base != "nope":
-        if float(getattr(model.config, "partial_rotary_factor", 1.0) or 1.0) != 1.0:
+        if rotated_part(model.config) != 1.0:
             raise ValueError("position: the model rotates a part of each head, expected None, which keeps that")
         options.setdefault("theta", rope_theta(model.config))
     return schemes.build(

@@ -12,6 +12,7 @@ from gape import positions as schemes
 from gape.gates import GAPEGates
 from gape.models.cache import LayerCache
 from gape.models.forgetting import ForgettingLayer
+from gape.models.loss import working_dtype
 from gape.ops import available_implementations, checks, columns, prologue
 from gape.ops.carried import carried_attention, carried_form, carry, uncarried
 from gape.ops.checks import refuse
@@ -187,8 +188,8 @@ class GAPEAttention(nn.Module):
         """Project and attend through the fused prologue where it can run and `split` would; None elsewhere."""
         far = self.gates is not None and torch.is_grad_enabled() and x.size(1) > columns.ANCHORED_ROWS
         asked = self.skips is None and (self.impl == "split" or (self.impl == "auto" and not far))
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        if not asked or not x.is_cuda or self.stepwise or self.keep_landmark or not prologue.ready(x.device, dtype):
+        ready = x.is_cuda and prologue.ready(x.device, working_dtype(x))
+        if not asked or not ready or self.stepwise or self.keep_landmark:
             return None
         # Gaps are made in the weights, which must then be all that the projection does.
         if self.gates is not None and not self._bare:
@@ -262,7 +263,9 @@ class GAPEAttention(nn.Module):
     @property
     def _bare(self) -> bool:
         """Whether the projection is its weights and nothing more: no hooks, no adapter, no other class."""
-        return type(self.qkv) is nn.Linear and not (self.qkv._forward_hooks or self.qkv._forward_pre_hooks)
+        qkv = self.qkv
+        forward, backward = qkv._forward_hooks or qkv._forward_pre_hooks, qkv._backward_hooks or qkv._backward_pre_hooks
+        return type(qkv) is nn.Linear and not forward and not backward
 
     @property
     def _heads(self) -> tuple[tuple[int, int], ...]:

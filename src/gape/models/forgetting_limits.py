@@ -95,7 +95,12 @@ def of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
 
 
 def of_maps(
-    attention: Attends, queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], *, stretch: float = 1.0
+    attention: Attends,
+    queries: tuple[Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
+    *,
+    stretch: float = 1.0,
+    evenly: bool = True,
 ) -> Limits:
     """Limits of a layer with q = A·z + a and k = B·z + b before any rotation, for all z of norm √E at most.
 
@@ -103,7 +108,8 @@ def of_maps(
         attention: the layer.
         queries: A (Hq, d, E) and a (Hq, d), in float64.
         keys: B (Hk, d, E) and b (Hk, d).
-        stretch: what the rotation multiplies q and k by.
+        stretch: the most that the rotation multiplies q and k by.
+        evenly: whether it multiplies all coordinates alike, by 1 or more; else norms bound the score of the own key.
     """
     (A, a), (B, b) = queries, keys
     groups = attention.n_heads // attention.n_kv_heads
@@ -113,10 +119,10 @@ def of_maps(
     key = stretch * (radius * _stretch(B) + b.norm(dim=-1))
     linear = torch.einsum("hde,hd->he", A, b) + torch.einsum("hde,hd->he", B, a)
     least = radius**2 * _least_eigenvalue(A, B).clamp(max=0) - radius * linear.norm(dim=-1) + (a * b).sum(-1)
+    # Some layers are not stretched: what is above 0 is then less, what is below 0 more.
+    least = torch.minimum(least, stretch**2 * least) if evenly else -query * key
     scale = attention.scale
-    return Limits(
-        rate=least_rates(attention), reach=scale * query, own=-scale * stretch**2 * least, jitter=scale * query * key
-    )
+    return Limits(rate=least_rates(attention), reach=scale * query, own=-scale * least, jitter=scale * query * key)
 
 
 def least_rates(attention: Attends) -> Tensor:

@@ -164,13 +164,16 @@ class GPT(nn.Module):
         self._check(ids, targets, logits_to_keep)
         kept, counted = self._rows(ids, targets, logits_to_keep)
         x = self.hidden(ids, positions, documents, cache, keep=max(kept, counted))
-        logits = self.logits(_last(x, kept)) if kept else x.new_empty(x.size(0), 0, self.config.vocab_size)
+        sliced = kept < counted
+        logits = (
+            x.new_empty(x.size(0), 0, self.config.vocab_size) if sliced and not kept else self.logits(_last(x, kept))
+        )
         if targets is None:
             return Output(logits, None)
-        if kept >= counted:
-            total = summed_cross_entropy(_last(logits, counted), targets)
-        else:
+        if sliced:
             total = sliced_cross_entropy(_last(x, counted), self.output_weight, targets)
+        else:
+            total = summed_cross_entropy(_last(logits, counted), targets)
         return Output(logits, total / (targets != IGNORED).sum().clamp(min=1))
 
     def _rows(self, ids: Tensor, targets: Tensor | None, logits_to_keep: int | None) -> tuple[int, int]:
@@ -196,6 +199,9 @@ class GPT(nn.Module):
         The other arguments are those of :meth:`forward`.
         """
         self._check_cache(cache)
+        if whole("keep", keep, at_least=0) > ids.size(1):
+            # Said before any layer's cache is written to.
+            raise refuse("keep", keep, f"a whole number from 0 to {ids.size(1)}, the tokens given")
         try:
             x = self.dropout(self.embedding(ids))
         except IndexError:

@@ -64,8 +64,9 @@ def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         GPU, a target outside the vocabulary.
 
     Raises:
-        ValueError: on a CPU, for a target outside the vocabulary.
+        ValueError: targets of another shape than x's rows; on a CPU, a target outside the vocabulary.
     """
+    _check(x, targets)
     if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
         return token_cross_entropy(x, weight, targets).sum()
     total: Tensor = _Sliced.apply(  # type: ignore[no-untyped-call]
@@ -82,8 +83,9 @@ def token_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         targets' shape, in float32 or float64; 0 where a target does not count.
 
     Raises:
-        ValueError: on a CPU, for a target outside the vocabulary.
+        ValueError: targets of another shape than x's rows; on a CPU, a target outside the vocabulary.
     """
+    _check(x, targets)
     dtype = working_dtype(x)
     rows = x.flatten(0, -2).to(dtype)
     losses: Tensor = _losses(rows, _padded(weight, dtype), targets.flatten(), weight.size(0), LOSS_ROWS)
@@ -218,6 +220,12 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in `dtype` with rows of zeros up to a multiple of :data:`ALIGNED`."""
     return F.pad(weight.detach().to(dtype), (0, 0, 0, -weight.size(0) % ALIGNED))
+
+
+def _check(x: Tensor, targets: Tensor) -> None:
+    """Refuse what kernels would read past the end of."""
+    if targets.shape != x.shape[:-1] or targets.dtype != torch.int64:
+        raise refuse("targets", targets, f"int64 {tuple(x.shape[:-1])}, one for each row of x")
 
 
 def _foreign(targets: Tensor, vocabulary: int) -> ValueError:

@@ -187,8 +187,10 @@ def _aligned(x: Tensor) -> bool:
     rows = (stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size != 1)
     if not x.is_cuda:
         return True
-    # A compiler does not tell where a tensor begins. Slices of one projection begin astray only if its rows do too.
-    begins = torch.compiler.is_compiling() or x.storage_offset() % step == 0
+    # A compiler does not tell where a tensor begins. Slices of one projection that are cut between heads of a legal
+    # width begin astray only if its rows do too; of a lone token no row tells.
+    several = x.size(0) != 1 or x.size(2) != 1
+    begins = several if torch.compiler.is_compiling() else x.storage_offset() % step == 0
     return begins and all(stride % step == 0 for stride in rows)
 
 

@@ -109,10 +109,18 @@ class Rotary(Scheme):
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:
         """The angles of n tokens in index order, with columns that turn nothing up to a multiple of eight."""
-        if torch.compiler.is_compiling() or not _may_keep(n, device):
-            return OnePass(_cos_sin(torch.arange(n, device=device), self._padded, self.attention_scale), None)
+        padded, scale = self._padded, self.attention_scale
+        if torch.compiler.is_compiling():
+            return OnePass(_in_order(padded, scale, n, device), None)
+        if type(torch.empty(0, device=device)) is not Tensor:
+            # A fake tensor is good for the trace it was made in, and a trace for nothing else.
+            return OnePass(_in_order(Constant(padded.values), scale, n, device), None)
+        # Also for a capture that comes later, which makes its angles itself and can copy nothing to its device.
+        padded.on(device)
+        if not _may_keep(n, device):
+            return OnePass(_in_order(padded, scale, n, device), None)
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return OnePass(_kept(self._padded.values, self.attention_scale, n, device, stream), None)
+        return OnePass(_kept(padded.values, scale, n, device, stream), None)
 
     def extra_repr(self) -> str:
         """What `print` shows."""
@@ -133,13 +141,15 @@ def _cos_sin(
     return cos.to(dtype).to(device), sin.to(dtype).to(device)
 
 
+def _in_order(frequencies: Constant, scale: float, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The angles of n tokens in index order."""
+    return _cos_sin(torch.arange(n, device=device), frequencies, scale)
+
+
 def _may_keep(n: int, device: torch.device) -> bool:
     """Whether angles made now, or kept from earlier, are good here and later."""
-    if n > LONGEST_KEPT or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        # What a capture makes holds nothing until a replay; what it reads must outlive it, and these may not.
-        return False
-    # A fake tensor is good for the trace it was made in, and a trace for nothing else.
-    return type(torch.empty(0, device=device)) is Tensor
+    # What a capture makes holds nothing until a replay; what it reads must outlive it, and these may not.
+    return n <= LONGEST_KEPT and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 @lru_cache(maxsize=4)
@@ -149,7 +159,7 @@ def _kept(
     """The angles of n tokens, shared by layers and passes; not to be written to. Each stream has its own."""
     # A tensor first made under inference_mode could not be saved for a later backward pass.
     with torch.inference_mode(False):
-        return _cos_sin(torch.arange(n, device=device), Constant(frequencies), scale)
+        return _in_order(Constant(frequencies), scale, n, device)
 
 
 def spectrum(head_dim: int, theta: float) -> list[float]:

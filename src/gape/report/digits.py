@@ -40,7 +40,9 @@ def digit_table(results: Results) -> Table | None:
         named = digit_accuracies(row)
         always, never = (named >= 1 - SURE).sum(), (named <= SURE).sum()
         name = " · ".join(filter(None, (row["variant"], label(row["position"]), TARGETS[row["target"]].lower())))
-        cells = (f"{row['accuracy']:.2f}", str(always), str(never), str(10 - always - never))
+        # Of few samples none may ask for some digit.
+        sometimes = np.isfinite(named).sum() - always - never
+        cells = (f"{row['accuracy']:.2f}", str(always), str(never), str(sometimes))
         rows.append((name, str(row["seed"]), *cells))
     header = ("Scheme", "seed", "accuracy", "digits always named", "never", "sometimes")
     return Table(title="Below 0.95 at the training length, by digit", header=header, rows=tuple(rows))

@@ -25,6 +25,10 @@ MADE_BY = (
 #: What tells two rows of one kind apart besides the run.
 KEY = ("kind", "what", "length", "how", "impl", "eps", "bounds", "batch", "precision", "device")
 
+#: What two rows that are set beside each other have in common: weights, text, and whose clock it was.
+SAME = ("step", "corpus", "text_seed", "plan", "max_windows", "last", "samples", "tokens")
+TIMED = {"prefill", "decode"}
+
 
 def tables(rows: Iterable[Record]) -> list[Table]:
     """A table for each kind of measurement that there are rows of."""
@@ -114,10 +118,18 @@ def _costs(rows: Sequence[Record]) -> list[Record]:
 
 
 def _find(rows: Iterable[Record], like: Record, **changed: Any) -> Record | None:
-    """The row of the same run, text and device as another, with some values of its key changed."""
-    keys = [key for key in KEY if key not in ("kind", "how", "impl")]
+    """The row of the same weights, text and device as another, with some values of its key changed; None without.
+
+    Times are of the same machine and version of torch, too.
+    """
+    keys = [key for key in (*KEY, *SAME) if key not in ("kind", "how", "impl")]
     wanted = {key: like.get(key) for key in ("run", *keys)} | changed
-    return next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None)
+    timed = {key: like.get(key) for key in ("machine", "torch")}
+    for row in rows:
+        asked = wanted | timed if row["kind"] in TIMED else wanted
+        if all(row.get(key) == value for key, value in asked.items()):
+            return row
+    return None
 
 
 def _label(row: Record) -> str:

@@ -89,7 +89,9 @@ def beside(results: Results) -> list[Table]:
     if not cells:
         return []
     header = ("Models", "context", "difference", "95% interval", "verdict")
-    title = "Models with gates: nats per token beside others, on the same windows"
+    title = (
+        "Models with gates: nats per token beside others, on the same windows, a seed of each; intervals over documents"
+    )
     return [Table(title=title, header=header, rows=tuple(cells))]
 
 

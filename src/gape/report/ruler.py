@@ -114,8 +114,14 @@ def methods(rows: Iterable[Record]) -> list[Method]:
     """Rows by model and scheme; the later of two rows of one run, task and length counts.
 
     Raises:
-        ValueError: seeds of one scheme were measured on different samples.
+        ValueError: rows of a model are of several precisions, or seeds of a scheme of different samples.
     """
+    rows = list(rows)
+    for model in {row["model"] for row in rows}:
+        precisions = {row.get("precision") for row in rows if row["model"] == model}
+        if len(precisions) > 1:
+            told = ", ".join(sorted(map(str, precisions)))
+            raise ValueError(f"rows: those of {model} were measured in {told}; --precision of gape ruler table picks")
     latest = {(row["run"], row["model"], row["task"], row["length"]): row for row in rows if row["samples"]}
     made = []
     for model in sorted({row["model"] for row in latest.values()}):

@@ -142,7 +142,7 @@ def sample(
 
 @dataclass(frozen=True, kw_only=True)
 class NIAHSource:
-    """Training batches for a trainer: a pure function of (seed, step, micro).
+    """Training batches for a trainer: a pure function of (seed, step, micro). Targets are the last token's, (B, 1).
 
     Args:
         config: the haystack.

@@ -65,7 +65,8 @@ class Protocol:
         if self.name not in _CUTS:
             raise refuse("protocol", self.name, f"one of {', '.join(_CUTS)}")
         whole("context", self.context)
-        whole("align", self.align, 0)
+        if whole("align", self.align, 0) and self.name != "last-k":
+            raise refuse("align", self.align, f"0 under {self.name}; last-k alone can align")
         for name, of in (("last", "last-k"), ("stride", "strided")):
             if whole(name, getattr(self, name)) > self.context and self.name == of:
                 raise refuse(name, getattr(self, name), f"at most the context, {self.context}")
@@ -73,7 +74,7 @@ class Protocol:
     @property
     def needed(self) -> int:
         """Tokens that a document must have."""
-        return 1 + max(self.context, self.align if self.name == "last-k" else 0)
+        return 1 + max(self.context, self.align)
 
     def settings(self) -> dict[str, Any]:
         """What tells it from others, for a stored row."""

@@ -175,10 +175,19 @@ def test_too_few_documents_say_how_far_they_go(tmp_path: Path) -> None:
         Generator("qa_1", 32768, load_tokenizer("bytes"), few).sample(0)
 
 
+def test_what_a_tokenizer_puts_before_a_text_is_counted(made_of: Ingredients) -> None:
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.before = 200
+    found = Generator("vt", 4096, tokenizer, made_of).sample(0)
+    tokens = 200 + len(tokenizer.encode(found["input"] + found["answer_prefix"])) + found["budget"]
+    assert tokens == found["length"]
+    assert 0.98 * 4096 <= tokens <= 4096
+
+
 class Empty:
     """A tokenizer without its files, which makes nothing of everything."""
 
-    vocab_size, end_of_text = 1, None
+    vocab_size, end_of_text, before = 1, None, 0
 
     def encode(self, text: str) -> list[int]:
         return []

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gape.ops.rounding import UNIT, significand_bits
 from gape.ops.triton.prologue_kernels import rounded
+from gape.ops.triton.registered import direct
 
 #: Tokens of a program and its warps.
 TOKENS, WARPS = 16, 2
@@ -105,7 +106,7 @@ def _launched(
     batch, heads, n, content = x.shape
     out = torch.empty(batch, heads, n, width, dtype=x.dtype, device=x.device)
     if out.numel():
-        join[(-(-n // TOKENS), batch * heads)](
+        direct(join)[(-(-n // TOKENS), batch * heads)](
             x, side, amplitude, positions, out, *x.stride(), *side.stride(), amplitude.stride(-1),
             0 if positions.dim() == 1 else positions.stride(0), positions.stride(-1),
             heads, n, content, width, float(context_length), factor,

@@ -7,6 +7,7 @@ kernel of their own, a program for each row. `gape::decode` is the operator that
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gape.ops import checks
 from gape.ops.problem import Problem
 from gape.ops.triton.decode_kernels import combine, partial
-from gape.ops.triton.registered import operator, traceable
+from gape.ops.triton.registered import direct, operator, traceable
 
 LOG2E = math.log2(math.e)
 
@@ -84,7 +85,7 @@ def attend(problem: Problem, *, lengths: Tensor | None = None, splits: int | Non
         return found
     # A captured graph may run beside others: it cannot count on tickets that outlive a call.
     captured = call.q.is_cuda and torch.cuda.is_current_stream_capturing()
-    return _launched(call, splits, tickets=not captured)
+    return _launched(call, splits, direct, tickets=not captured)
 
 
 class Call(NamedTuple):
@@ -131,11 +132,11 @@ def decode(
         q, k, v, gate, landmark, amplitude, lengths, q_positions, k_positions, q_documents, k_documents, mask, causal,
         scale, context_length,
     )  # fmt: skip
-    return _launched(call, splits, tickets=False)
+    return _launched(call, splits, traceable, tickets=False)
 
 
-def _launched(call: Call, splits: int | None, *, tickets: bool) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps; without tickets a second kernel merges the parts."""
+def _launched(call: Call, splits: int | None, form: Callable[[Any], Any], *, tickets: bool) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps by kernels in a `form` to launch; without tickets a second one merges the parts."""
     q, k, v = call.q, call.k, call.v
     batch, n_heads, n_q, d = q.shape
     n_key_heads, n_k, d_v = k.size(1), k.size(2), v.size(3)
@@ -153,12 +154,12 @@ def _launched(call: Call, splits: int | None, *, tickets: bool) -> tuple[Tensor,
     tile = plan.options
     merging = {"PARTS": PARTS, "BLOCK_V": tile["BLOCK_V"]}
     flags |= {"PARTIAL_D": d != tile["BLOCK_D"], "PARTIAL_V": d_v != tile["BLOCK_V"], "MERGE": alone}
-    traceable(partial)[(plan.splits, batch * n_key_heads, plan.row_tiles)](
+    form(partial)[(plan.splits, batch * n_key_heads, plan.row_tiles)](
         parts, part_lse, ticket, out, lse, plan.span, n_key_heads, n_k, d, d_v,
         call.scale * LOG2E, LOG2E / call.context_length, 1 / LOG2E, *arguments, **(flags | tile | merging),
     )  # fmt: skip
     if not alone:
-        traceable(combine)[(batch * n_heads * n_q,)](
+        form(combine)[(batch * n_heads * n_q,)](
             parts, part_lse, out, lse, plan.splits, d_v, 1 / LOG2E, **merging, num_warps=4
         )
     return out, lse

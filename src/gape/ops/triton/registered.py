@@ -33,7 +33,33 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 def traceable(kernel: Any) -> Any:
     """The kernel in a form that operators launch."""
-    return torch.library.wrap_triton(kernel) if isinstance(kernel, JITFunction) else _Interpreted(kernel)
+    if not isinstance(kernel, JITFunction):
+        return _Interpreted(kernel)
+    return _OnItsDevice(torch.library.wrap_triton(kernel))
+
+
+def direct(kernel: Any) -> Any:
+    """The kernel in a form for launches outside operators, where torch would keep a record of each traceable one."""
+    return _OnItsDevice(kernel)
+
+
+class _OnItsDevice:
+    """A kernel that runs where its first argument lies: left alone, Triton takes the current device and its stream."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        run = self.kernel[grid]
+
+        def launch(first: Tensor, *arguments: Any, **flags: Any) -> None:
+            if torch.cuda.device_count() > 1:
+                with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+                    run(first, *arguments, **flags)
+            else:
+                run(first, *arguments, **flags)
+
+        return launch
 
 
 class _Interpreted:

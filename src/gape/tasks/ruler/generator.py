@@ -104,7 +104,7 @@ class Generator:
     def _room_for(self, own: Task) -> Any:
         def room_for(answer: str) -> Room:
             tokens = len(self.tokenizer.encode(f" {answer}"))
-            room = self.length - own.budget_at(self.length, tokens)
+            room = self.length - self.tokenizer.before - own.budget_at(self.length, tokens)
             return Room(self.tokenizer, room, tokens, slack=self.length // 200)
 
         return room_for
@@ -113,7 +113,7 @@ class Generator:
         own = task(self.name)
         answer = len(self.tokenizer.encode(f" {own.joined(draft.outputs)}"))
         budget = own.budget_at(self.length, answer)
-        length = len(self.tokenizer.encode(draft.input + draft.prefix)) + budget
+        length = self.tokenizer.before + len(self.tokenizer.encode(draft.input + draft.prefix)) + budget
         if not self.least <= length <= self.length:
             raise refuse(
                 "length", self.length, f"at most about {length:,} for {own.name}: there is no more text to fill it with"

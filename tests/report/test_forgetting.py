@@ -1,0 +1,41 @@
+"""Tables of what forgetting gains and costs: only what can be compared stands beside one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gape.report import forgetting
+
+
+def row(**more: Any) -> dict[str, Any]:
+    return {
+        "run": "a", "position": "rope+gape", "variant": "", "seed": 0, "step": 5, "corpus": "c", "text_seed": 0,
+        "precision": "float32", "device": "cpu", "length": 64, "how": "dense", "eps": 0.0, "bounds": None,
+        "machine": "this", "torch": "2",
+    } | more  # fmt: skip
+
+
+PERPLEXITY = {"kind": "perplexity", "perplexity": 20.0, "plan": "p", "max_windows": 3}
+DECODE = {"kind": "decode", "batch": 1, "tokens": 4, "bytes": 10, "tokens_per_second": 5.0}
+OTHER = {"how": "forgetting", "eps": 1e-3, "bounds": "weights"}
+
+
+@pytest.mark.parametrize(
+    ("about", "changed", "column", "cell"),
+    [
+        (PERPLEXITY, {"perplexity": 21.0}, 5, "+5.000%"),
+        (PERPLEXITY, {"plan": "q", "max_windows": 9}, 5, "–"),
+        (PERPLEXITY, {"step": 6}, 5, "–"),
+        (PERPLEXITY, {"machine": "that"}, 5, "+0.000%"),
+        (DECODE, {"tokens_per_second": 10.0}, 8, "2.00×"),
+        (DECODE, {"machine": "that"}, 8, "–"),
+    ],
+)
+def test_other_windows_weights_and_machines_are_not_compared(
+    about: dict[str, Any], changed: dict[str, Any], column: int, cell: str
+) -> None:
+    (table,) = forgetting.tables([row(**about), row(**about | OTHER | changed)])
+    (found,) = [cells for cells in table.rows if "forgetting, weights" in cells]
+    assert found[column] == cell
