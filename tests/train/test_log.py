@@ -102,6 +102,27 @@ def test_a_full_disk_under_the_log_says_so(tmp_path):
     assert [verify(path) for path in (tmp_path / "checkpoints").iterdir()] == [[]]
 
 
+def test_rows_of_one_measurement_come_with_one_write(tmp_path, monkeypatch):
+    """Killed between two writes, a measurement of several rows would look answered and be incomplete."""
+    written, opened = [], Path.open
+
+    class Watched(io.BytesIO):
+        def write(self, data):
+            written.append(bytes(data))
+            return len(data)
+
+        def fileno(self):
+            return 2
+
+    (tmp_path / "rows.jsonl").touch()
+    monkeypatch.setattr(log.os, "fsync", lambda _: None)
+    monkeypatch.setattr(
+        Path, "open", lambda path, mode="r", **how: Watched() if mode == "ab" else opened(path, mode, **how)
+    )
+    log.append(tmp_path / "rows.jsonl", {"row": 1}, {"row": 2})
+    assert written == [b'{"row": 1}\n{"row": 2}\n']
+
+
 def test_numbers_that_json_has_not_become_words(tmp_path):
     trainer(tmp_path, check=lambda model, step: {"accuracy": float("nan")}).run()
     validations = [r["metrics"] for r in lines(tmp_path / "log.jsonl") if r["event"] == "validation"]

@@ -28,9 +28,17 @@ class JSONLines:
         Raises:
             DiskFullError: when there is no room for it.
         """
-        line = files.to_json(record, indent=None)
-        with files.room("a log line", self.path.parent, len(line)):
-            left = memoryview(line)
+        self.write_all(record)
+
+    def write_all(self, *records: Mapping[str, Any]) -> None:
+        """Add lines with one call to the system: a process that is killed leaves all of them or none.
+
+        Raises:
+            DiskFullError: when there is no room for them.
+        """
+        lines = b"".join(files.to_json(record, indent=None) for record in records)
+        with files.room("a log line", self.path.parent, len(lines)):
+            left = memoryview(lines)
             while left:
                 left = left[self._file.write(left) :]
 
@@ -65,7 +73,7 @@ class JSONLines:
 
 
 def append(path: Path, *records: Mapping[str, Any]) -> None:
-    """Add lines that survive whatever comes next; a line that was cut short before goes first.
+    """Add lines, all or none, that survive whatever comes next; a line that was cut short before goes first.
 
     Raises:
         DiskFullError: when there is no room for them.
@@ -73,8 +81,7 @@ def append(path: Path, *records: Mapping[str, Any]) -> None:
     lines = JSONLines(path)
     try:
         lines.mend()
-        for record in records:
-            lines.write(**record)
+        lines.write_all(*records)
         lines.settle()
     finally:
         lines.close()
