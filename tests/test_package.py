@@ -86,6 +86,31 @@ def test_reproduction_figures_are_the_stored_ones() -> None:
         assert figures == expected, scheme
 
 
+def test_readme_needle_figures_are_the_stored_ones() -> None:
+    tables = (ROOT / "results" / "niah" / "paper" / "tables.md").read_text(encoding="utf-8").split("**Accuracy")[1:3]
+    close, far = ({c[0]: c for c in map(cells, table.splitlines()) if len(c) == 7} for table in tables)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    shown = [c for c in map(cells, readme) if len(c) == 6 and "±" in c[1]]
+    assert len(shown) == 9
+    for scheme, *figures in shown:
+        assert figures == [close[scheme][2], close[scheme][4], close[scheme][6], far[scheme][2], far[scheme][6]], scheme
+
+
+def test_readme_costs_are_the_stored_ones() -> None:
+    with (ROOT / "benchmarks" / "data" / "prologue.csv").open(encoding="utf-8", newline="") as file:
+        rows = [
+            row for row in csv.DictReader(file) if row["impl"] == "fused-gape+attention" and "H200" in row["device"]
+        ]
+    found = {(row["direction"], int(row["length"])): row for row in rows}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = [cells(line)[1:] for line in readme.split("| tokens | 4,096")[1].splitlines()[2:6]]
+    for figures, kind in zip(
+        shown, ("of_fused_rope", "of_fused_rope", "of_compiled_rope", "of_compiled_rope"), strict=True
+    ):
+        direction = ("forward", "both")[shown.index(figures) % 2]
+        assert figures == [f"{float(found[direction, n][kind]):.3f}" for n in (4096, 16384, 65536)], kind
+
+
 def test_landmark_figures_are_the_stored_ones() -> None:
     """The page's table: variants in the order told, the first layer's two heads, far needle."""
     stored = ROOT / "results" / "niah" / "landmarks"
