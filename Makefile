@@ -48,7 +48,7 @@ $(OTHER)/.installed: $(INSTALLED)
 	touch $@
 
 test-majors: $(OTHER)/.installed
-	PYTHONPATH=$(OTHER) $(PYTEST) -m "not gpu and not slow" tests/hf tests/cli/test_hf.py
+	PYTHONPATH=$(OTHER) $(PYTEST) -m "not gpu and (not slow or families)" tests/hf tests/cli/test_hf.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -14,7 +14,12 @@ pytest.importorskip("transformers")
 import gape.hf
 from tests.hf.tiny import FAMILIES, opened, same, tiny, tokens, train
 
-each_family = pytest.mark.parametrize("family", FAMILIES)
+#: One of each kind of attention: one projection for all, separate ones, norms of q and k, caps and windows.
+QUICK = ("gpt2", "llama", "qwen3", "gemma2")
+RARE = [pytest.mark.slow, pytest.mark.families]
+each_family = pytest.mark.parametrize(
+    "family", [family if family in QUICK else pytest.param(family, marks=RARE) for family in FAMILIES]
+)
 
 
 @each_family
@@ -46,9 +51,10 @@ def test_every_gate_parameter_moves_within_five_steps(family):
             assert float((parameter - before[name]).detach().abs().min()) > 1e-4, name
 
 
-def test_trained_models_are_the_same_in_a_fresh_process(tmp_path):
+@pytest.mark.parametrize("families", [QUICK, pytest.param(tuple(FAMILIES), marks=RARE)], ids=["some", "all"])
+def test_trained_models_are_the_same_in_a_fresh_process(families, tmp_path):
     ids, expected = tokens(), {}
-    for family in FAMILIES:
+    for family in families:
         model = gape.hf.inject(tiny(family), context_length=16)
         train(model)
         model.save_pretrained(tmp_path / family)
