@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from gape.gates import GAPEGates
 from gape.hf.saving import MODULE
+from gape.hf.version import OLD
 from gape.models.gpt import Output
 from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
 from gape.ops.checks import refuse
@@ -74,8 +75,14 @@ class LanguageModel(nn.Module):
             raise refuse("documents", documents, "None; positions that restart keep documents apart")
         if positions is not None and positions.dim() == 1:
             positions = positions.unsqueeze(0)
+        # transformers 4 draws a mask for positions that it made itself; told that all tokens are text, it does not.
+        real = torch.ones_like(ids) if OLD and positions is None and cache is None else None
         told = self.model.base_model(
-            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=cache is not None
+            input_ids=ids,
+            attention_mask=real,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
         )
         x: Tensor = told.last_hidden_state
         return x
