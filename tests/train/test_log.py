@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from gape.train import DiskFullError, log, verify
+from gape.train import manifest as manifests
 from gape.train.manifest import code_hash, manifest
 from tests.train.toy import Numbers, lines, outcome, trainer
 
@@ -199,3 +200,13 @@ def test_times_are_those_of_the_steps_this_process_took(tmp_path, monkeypatch):
     trainer(tmp_path, max_steps=5, decay_steps=12, validate_every=0).run()
     timing = [r for r in lines(tmp_path / "runtime.jsonl") if r["event"] == "timing"]
     assert [(r["step"], r["seconds_per_step"]) for r in timing] == [(5, 1.0)]
+
+
+def test_files_copied_without_their_history_are_of_the_commit_that_is_said(monkeypatch):
+    monkeypatch.setenv("GAPE_COMMIT", "abc")
+    monkeypatch.setattr(manifests, "_git", lambda *_: "tracked")
+    assert manifests.commit() == "tracked+changes"
+    monkeypatch.setattr(manifests, "_git", lambda *_: None)
+    assert manifests.commit() == "abc"
+    monkeypatch.delenv("GAPE_COMMIT")
+    assert manifests.commit() is None

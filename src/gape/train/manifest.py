@@ -59,10 +59,13 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit gape's own files are of, with "+changes" where they differ; None outside a checkout."""
+    """The commit gape's own files are of, with "+changes" where they differ.
+
+    Outside a checkout it is what GAPE_COMMIT says, for files that were copied without their history, or None.
+    """
     # An environment may lie inside somebody else's checkout: the file itself must be tracked.
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
+        return os.environ.get("GAPE_COMMIT")
     head = _git("rev-parse", "HEAD")
     changed = _git("status", "--porcelain", "--", ".")
     return f"{head}+changes" if head and changed else head
