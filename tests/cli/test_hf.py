@@ -141,3 +141,15 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(
     assert gape_exits("hf", *arguments) == 2
     assert said in capsys.readouterr().err
     assert not Path("o").exists()
+
+
+def test_a_tokenizer_that_cannot_be_had_is_told(tmp_path, monkeypatch, capsys):
+    from gape.cli import finetune
+
+    def missing(name):
+        raise OSError(f"no {name} here")
+
+    monkeypatch.setattr(finetune.transformers.AutoTokenizer, "from_pretrained", missing)
+    finetune.save(tiny("llama"), "somebody/something", tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert "has no tokenizer: that of somebody/something cannot be loaded" in capsys.readouterr().err

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,8 +130,10 @@ def save(model: Any, name: str, out: Path) -> None:
                     shutil.copyfile(Path(name) / file, part / file)
             return
         # A name on the hub: its files are wherever transformers keeps them.
-        with contextlib.suppress(OSError, ValueError):
+        try:
             transformers.AutoTokenizer.from_pretrained(name).save_pretrained(part)
+        except (OSError, ValueError) as error:
+            print(f"gape: {out} has no tokenizer: that of {name} cannot be loaded: {error}", file=sys.stderr)
 
     _write(model, out, tokenizer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gape.report.lm_summary import name
@@ -205,20 +205,17 @@ def _percent(value: float | None) -> str:
 
 
 def _draw_prefill(axis: Axes, data: Data) -> None:
-    lines: dict[str, list[tuple[int, float]]] = {}
+    lines: dict[str, list[tuple[float, float]]] = {}
     for found in data["prefill"]:
         if found["eps"] and found["speedup"]:
             what = "" if found["what"] == "attention" else ", whole model"
             key = f"{found['label']}, eps {found['eps']:g}{what}"
             lines.setdefault(key, []).append((found["length"], found["speedup"]))
-    for number, (label, points) in enumerate(lines.items()):
-        points.sort()
-        colour = CYCLE[number % len(CYCLE)]
-        axis.plot(*zip(*points, strict=True), "o-" if "whole" not in label else "s--", color=colour, label=label)
+    _plot(axis, lines)
     axis.set_title("Prefill")
     axis.set_ylabel("Times as fast as dense")
     axis.axhline(1, color=FAINT, linewidth=0.8)
-    _finish(axis, [length for points in lines.values() for length, _ in points])
+    _finish(axis, [int(length) for points in lines.values() for length, _ in points])
 
 
 def _draw_decode(axis: Axes, data: Data) -> None:
@@ -227,9 +224,7 @@ def _draw_decode(axis: Axes, data: Data) -> None:
         if found["bounds"] and found["share"]:
             key = f"{found['label']}, {found['bounds']}, {found['length']:,}, batch {found['batch']}"
             groups.setdefault(key, []).append((found["share"], found["speedup"]))
-    for number, (label, points) in enumerate(groups.items()):
-        points.sort()
-        axis.plot(*zip(*points, strict=True), "o-", color=CYCLE[number % len(CYCLE)], label=label)
+    _plot(axis, groups)
     axis.set_title("Decoding")
     axis.set_xlabel("Bytes, of the full cache")
     axis.set_ylabel("Tokens per second, of the full cache")
@@ -246,9 +241,7 @@ def _draw_cost(axis: Axes, data: Data) -> None:
             target = f", {found['target']}" if found["target"] else ""
             key = f"{found['label']}{target}, {found['how']}, {found['length']:,}"
             groups.setdefault(key, []).append((found["eps"], found["change"]))
-    for number, (label, points) in enumerate(groups.items()):
-        points.sort()
-        axis.plot(*zip(*points, strict=True), "o-", color=CYCLE[number % len(CYCLE)], label=label)
+    _plot(axis, groups)
     axis.set_title("Cost")
     axis.set_xlabel("eps")
     axis.set_ylabel("Change of perplexity (%)" if kind == "perplexity" else "Change of accuracy")
@@ -258,6 +251,13 @@ def _draw_cost(axis: Axes, data: Data) -> None:
         axis.set_xscale("log")
         axis.set_xlim(10 ** (min(powers) - 0.2), 10 ** (max(powers) + 0.2))
     _finish(axis, [])
+
+
+def _plot(axis: Axes, lines: Mapping[str, list[tuple[float, float]]]) -> None:
+    """A line for each label through its points, in order; those of a whole model are broken."""
+    for number, (label, points) in enumerate(lines.items()):
+        style = "s--" if "whole model" in label else "o-"
+        axis.plot(*zip(*sorted(points), strict=True), style, color=CYCLE[number % len(CYCLE)], label=label)
 
 
 def _finish(axis: Axes, lengths: Sequence[int]) -> None:
