@@ -26,9 +26,13 @@ ROWS = DATA / "precision.csv"
 PAGE = Path("docs/precision.md")
 
 HEAD_DIM, QUERIES = 64, 64
+#: Pairs of a query and a key whose float64 logits are held at once: a gigabyte for each tensor of that shape.
+PAIRS = 2**27
 STRENGTHS = (1, 10, 100)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 GRADIENTS = {"dgate": "gate", "dlandmark": "landmark", "damplitude": "amplitude", "dq": "q", "dk": "k", "dv": "v"}
+#: Those that attention without a bias does not have.
+GATES = ("dgate", "dlandmark", "damplitude")
 #: Columns of figures: attention without any bias, and implementations of the operator.
 COLUMNS = ("plain", "rank2", "split", "anchored", "triton")
 FIELDS = ("device", "torch", "commit", "quantity", "dtype", "keys", "strength", *COLUMNS)
@@ -101,7 +105,7 @@ def random_cotangent(keys: int, heads: int, dtype: torch.dtype, device: str) -> 
 
 def gradient_errors(keys: int, dtype: torch.dtype, strength: float, device: str) -> dict[str, dict[str, float]]:
     """Errors of every gradient by implementation; the norm is taken over all heads together."""
-    heads = max(4, min(16, 2**15 // keys))
+    heads = max(2, min(16, 2**15 // keys))
     x = inputs(keys, keys, heads, dtype, strength, device)
     cotangent = random_cotangent(keys, heads, dtype, device)
     exact = by_head(x, "reference", cotangent)
@@ -124,17 +128,32 @@ def plain_gradient_errors(keys: int, heads: int, dtype: torch.dtype, device: str
 
 
 def by_head(x: dict[str, Tensor], impl: str | None, cotangent: Tensor) -> dict[str, Tensor]:
-    """Gradients in float64, a head at a time so that dense logits fit."""
+    """Gradients in float64, a head and some of its queries at a time so that dense logits fit."""
     found: dict[str, list[Tensor]] = {}
     for h in range(cotangent.size(1)):
         part = {n: t[h : h + 1] if n == "amplitude" else t[:, h : h + 1] for n, t in exactly(x).items()}
-        for name, grad in gradients(part, impl, cotangent[:, h : h + 1]).items():
+        for name, grad in by_rows(part, impl, cotangent[:, h : h + 1].double()).items():
             found.setdefault(name, []).append(grad)
     return {name: torch.cat(grads, dim=0 if name == "amplitude" else 1) for name, grads in found.items()}
 
 
+def by_rows(x: dict[str, Tensor], impl: str | None, cotangent: Tensor) -> dict[str, Tensor]:
+    """Gradients as the sum over groups of queries, each with the keys up to its last: `PAIRS` logits at a time."""
+    keys = cotangent.size(2)
+    rows = max(1, PAIRS // keys)
+    found = {name: torch.zeros_like(t) for name, t in x.items() if impl is not None or name in "qkv"}
+    for start in range(0, keys, rows):
+        stop = min(start + rows, keys)
+        seen = {"q": slice(start, stop), "gate": slice(start, stop), "amplitude": slice(None)}
+        part = {n: t[seen[n]] if n == "amplitude" else t[:, :, seen.get(n, slice(stop))] for n, t in x.items()}
+        for name, grad in gradients(part, impl, cotangent[:, :, start:stop]).items():
+            whole = found[name] if name == "amplitude" else found[name][:, :, seen.get(name, slice(stop))]
+            whole += grad
+    return found
+
+
 def measure(device: str, quick: bool) -> Iterator[Row]:
-    """The rows of this device, as they come."""
+    """The rows of this device, as they come; gradients of long sequences want a GPU."""
     stamp = {"device": device_name(torch.device(device)), "torch": torch.__version__, "commit": commit()}
     most = 8192 if quick else 131072
     lengths = [n for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072) if n <= most]
@@ -143,7 +162,8 @@ def measure(device: str, quick: bool) -> Iterator[Row]:
             for strength in STRENGTHS:
                 errors = output_errors(keys, dtype, strength, device)
                 yield _row(stamp, "output", label, keys, strength, errors)
-        for keys in [n for n in lengths if n <= (2048 if quick else 8192)]:
+        longest = 2048 if quick else 131072 if device == "cuda" else 8192
+        for keys in [n for n in lengths if n <= longest]:
             for strength in STRENGTHS:
                 for quantity, errors in gradient_errors(keys, dtype, strength, device).items():
                     yield _row(stamp, quantity, label, keys, strength, errors)
@@ -202,12 +222,18 @@ def verdict(rows: list[Row]) -> list[str]:
     """What the operator promises, and whether these rows keep it; each broken promise is a line."""
     broken = []
     for row in rows:
-        gate = row["quantity"] in ("dgate", "dlandmark", "damplitude")
-        near = int(row["keys"]) <= 2048 and int(row["strength"]) <= 10
         for impl in ("split", "anchored", "triton"):
-            where = f"{row['quantity']} {row['dtype']} {row['keys']} keys Γg {row['strength']}: {impl} {row.get(impl)}"
-            if row["quantity"] == "output" and row.get(impl) and float(row[impl]) > 2 * float(row["plain"]):
-                broken.append(f"{where}, more than twice plain attention's {row['plain']}")
-            if gate and near and row.get(impl) and float(row[impl]) >= 0.02:
+            if not row.get(impl):
+                continue
+            where = f"{row['quantity']} {row['dtype']} {row['keys']} keys Γg {row['strength']}: {impl} {row[impl]}"
+            if row["quantity"] not in GATES:
+                if float(row[impl]) > 2 * float(row["plain"]):
+                    broken.append(f"{where}, more than twice plain attention's {row['plain']}")
+            elif _promised(impl, row) and float(row[impl]) >= 0.02:
                 broken.append(f"{where}, not under 2%")
     return broken
+
+
+def _promised(impl: str, row: Row) -> bool:
+    """Whether gate gradients are promised to 2%: by `triton` everywhere, by the others at training lengths."""
+    return impl == "triton" or (int(row["keys"]) <= 2048 and int(row["strength"]) <= 10)
