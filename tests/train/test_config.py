@@ -36,11 +36,6 @@ def test_bad_values_are_refused_by_name(key, value):
         TrainConfig(**({"max_steps": 10} | {key: value}))
 
 
-def test_graphs_want_one_micro_batch():
-    with pytest.raises(ValueError, match=r"^compile: got .*accumulation = 2"):
-        TrainConfig(max_steps=10, compile="graphs", accumulation=2)
-
-
 def test_a_config_survives_json():
     config = TrainConfig(max_steps=10, betas=(0.8, 0.9), check_every=3)
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

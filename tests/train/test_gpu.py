@@ -18,16 +18,39 @@ class OnDevice(Numbers):
         return Batch(*(t.to(CUDA) for t in super().batch(step, micro)[:2]))
 
 
-def test_replayed_graphs_train_as_launched_kernels_do():
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_replayed_updates_train_as_launched_ones_do(accumulation):
+    """Also where one batch is shorter than the recorded ones."""
     trained = []
     for compiles in ("on", "graphs"):
         model = gpt(dropout=0.0).to(CUDA)
-        config = settings(compile=compiles, accumulation=1, lambda_l1=0.1)
+        config = settings(compile=compiles, accumulation=accumulation, lambda_l1=0.1)
         updater = Updater(model, build(model, config), config, CUDA)
         for step in range(1, 13):
-            updater.step([OnDevice().batch(step, 0)], learning_rate(config, step))
+            batches = [OnDevice().batch(step, micro) for micro in range(accumulation)]
+            if step == 9:
+                batches = [Batch(batch.ids[:1], batch.targets[:1]) for batch in batches]
+            updater.step(batches, learning_rate(config, step))
         trained.append([p.detach().clone() for p in model.parameters()])
     torch.testing.assert_close(trained[1], trained[0], atol=1e-4, rtol=1e-3)
+
+
+def test_replayed_updates_drop_out_anew_and_are_stopped_by_a_bad_gradient(tmp_path):
+    """Random states are read and set between replays: by validation and by checkpoints."""
+    changes = {"source": OnDevice(), "compile": "graphs", "accumulation": 1, "validate_every": 2, "checkpoint_every": 3}
+    run = trainer(tmp_path, model=gpt(dropout=0.5).to(CUDA), max_steps=12, log_every=1, **changes)
+    run.run()
+    updater = run._updater
+    same_batch, losses = [OnDevice().batch(1, 0)], []
+    for _ in range(4):
+        losses.append(float(updater.step(same_batch, 0.0)[0]))
+    assert len(set(losses)) == 4
+    next(iter(run.model.parameters())).data[0, 0] = torch.nan
+    before = weights(run.model)
+    updater.step(same_batch, 1.0)
+    assert float(updater.stopped) == 1
+    for name, after in weights(run.model).items():
+        torch.testing.assert_close(after, before[name], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("compiles", ["off", "on"])

@@ -53,8 +53,8 @@ class TrainConfig:
             and validation; 0 skips nothing. It needs gates and a GPU (:func:`gape.models.skipping.skip`).
         seed: of the random states at the start (dropout); the source has a seed of its own.
         precision: "bfloat16" autocasts, "float32" does not; "auto" is bfloat16 on a GPU only.
-        compile: "on", "off"; "auto" compiles on a GPU only, and so does "graphs", which also replays each pass as one
-            CUDA graph: for models so small that launching their kernels takes longer than running them.
+        compile: "on", "off"; "auto" compiles on a GPU only, and so does "graphs", which also replays whole updates as
+            one CUDA graph: for models so small that launching their kernels takes longer than running them.
         deterministic: ask torch for deterministic algorithms while training.
         validate_every: updates between validations; 0 never validates.
         stop_after_perfect: end after so many validations in a row with accuracy 1; 0 never ends early.
@@ -118,9 +118,6 @@ class TrainConfig:
         betas = self.betas
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_share, betas)):
             raise refuse("betas", betas, "two numbers from 0 to below 1")
-        if self.compile == "graphs" and self.accumulation > 1:
-            # A replay writes over the gradients that the one before left to be added to.
-            raise refuse("compile", self.compile, f"'auto' or 'on' with accumulation = {self.accumulation}")
         if self.seed >= 2**64:
             raise refuse("seed", self.seed, "a whole number below 2**64, as torch takes it")
         if self.min_learning_rate > self.learning_rate:

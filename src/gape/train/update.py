@@ -21,6 +21,7 @@ from gape.models.skipping import skip
 from gape.ops.checks import refuse
 from gape.train.config import TrainConfig
 from gape.train.optimizer import named, set_rate
+from gape.train.replay import Replay
 from gape.train.source import Batch
 
 
@@ -76,9 +77,9 @@ class Updater:
         self.model, self.optimizer, self.config, self.device = model, optimizer, config, device
         self.autocasts = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
         self.compiles = config.compile == "on" or (config.compile != "off" and device.type == "cuda")
-        self.replays = config.compile == "graphs" and device.type == "cuda"
-        mode = "reduce-overhead" if self.replays else None
-        self._call: Any = torch.compile(model, mode=mode) if self.compiles else model
+        self._call: Any = torch.compile(model) if self.compiles else model
+        replays = config.compile == "graphs" and device.type == "cuda"
+        self._replay = Replay(self._update, optimizer, device) if replays else None
         if config.skip_eps:
             skip(model, config.skip_eps)
         self._parameters = named(optimizer)
@@ -99,8 +100,15 @@ class Updater:
         """One update over micro-batches; (loss, gradient norm before clipping), single numbers on the device.
 
         The loss is the sum over all counted tokens divided by their number, whatever the micro-batches they came in.
+        Read or copy the numbers before the next step: a replayed one writes over them.
         """
+        if self._replay is not None:
+            return self._replay.step(batches, rate)
         set_rate(self.optimizer, rate)
+        return self._update(batches)
+
+    def _update(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """A step at the optimiser's rates."""
         loss = self._backward(batches)
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = self._judge(loss, gradients)
@@ -117,9 +125,6 @@ class Updater:
         tokens = sum(batch.ids.numel() for batch in batches)
         total = self._zero
         for batch, share in zip(batches, _shares(batches), strict=True):
-            if self.replays:
-                # What the last replay gave out may be written over: all of it was read.
-                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             with self.autocast(), self._landmarks() as penalty:
                 output = self._call(
                     batch.ids, targets=batch.targets, documents=batch.documents, positions=batch.positions
@@ -137,8 +142,9 @@ class Updater:
         norms = iter(torch._foreach_norm(gradients))
         each = torch.stack([self._zero if p.grad is None else next(norms).float() for p in self._parameters.values()])
         norm: Tensor = torch.linalg.vector_norm(each)
-        self.norms = torch.where(self.stopped > 0, self.norms, each)
-        self.stopped = torch.maximum(self.stopped, (~(loss.isfinite() & norm.isfinite())).float())
+        # In place, so that a recorded step finds them again.
+        self.norms.copy_(torch.where(self.stopped > 0, self.norms, each))
+        self.stopped.copy_(torch.maximum(self.stopped, (~(loss.isfinite() & norm.isfinite())).float()))
         return norm
 
     @contextlib.contextmanager
