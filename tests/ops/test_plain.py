@@ -98,3 +98,17 @@ def test_values_of_a_projection_are_aligned_where_strides_alone_are_known(
     taken = sdpa.prepare(v, v, v, seen, 1.0).v
     assert torch.equal(taken, v)
     assert taken.storage_offset() % 8 == 0
+
+
+@pytest.mark.parametrize("strides", [(1280, 64, 128, 1), (0, 0, 0, 0), (3000, 1500, 64, 1)])
+def test_a_gradient_is_laid_out_as_its_tensor(strides: tuple[int, ...]) -> None:
+    """Whatever it comes from: heads side by side, a sum, a part of a longer one."""
+    taken = []
+    x = torch.randn(2, 10, 2, 64).transpose(1, 2).requires_grad_()
+    y = x * 1
+    y.register_hook(taken.append)
+    grad = torch.randn(6000).as_strided((2, 2, 10, 64), strides)
+    sdpa.SameLayout.apply(y).backward(grad)
+    assert taken[0].stride() == y.stride()
+    assert torch.equal(taken[0], grad)
+    assert (taken[0].data_ptr() == grad.data_ptr()) == (strides == y.stride())

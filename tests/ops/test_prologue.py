@@ -113,6 +113,24 @@ def test_gradients_are_those_of_the_steps(base: str, n: int, heads: tuple[int, i
         assert (got.double() - want.double()).norm() < 0.01 * want.double().norm()
 
 
+def test_samples_that_one_launch_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch takes 65,535 samples; the bits are those of one that takes all."""
+    from gape.ops.triton import prologue as operators
+
+    scheme = layer("rope")
+    found, sizes = [], []
+    grid = operators._grid
+    monkeypatch.setattr(operators, "_grid", lambda *a: sizes.append(grid(*a)[1]) or grid(*a))
+    for most in (65_535, 1):
+        monkeypatch.setattr("gape.ops.triton.registered.MOST_PROGRAMS", most)
+        q, k = projected(scheme, 20, torch.float16)
+        outs = fused(scheme, q, k)
+        loss = sum(x.float().square().sum() for x in outs)
+        found.append([*outs, *torch.autograd.grad(loss, [q, k, *scheme.parameters()])])
+    assert sizes == [2, 2, 1, 1, 1, 1]
+    assert all(torch.equal(parts, whole) for whole, parts in zip(*found, strict=True))
+
+
 def test_q_and_k_share_a_launch_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
     from gape.ops.triton import prologue as operators
 

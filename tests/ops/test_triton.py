@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import gape
 from tests.ops.cases import Case, layouts, random_case
 
 pytest.importorskip("triton")
+launch = pytest.importorskip("gape.ops.triton.launch")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = layouts()
 #: What other layouts go through as well; the interpreter is slow.
@@ -143,13 +146,41 @@ def test_compiles_in_one_graph_for_all_lengths(eps: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "reason"), [({"batch": 65_536, "heads": 1}, "65,535"), ({"dim": 257}, "256"), ({"value_dim": 300}, "256")]
+    ("sizes", "reason"), [({"heads": 65_536}, "65,535"), ({"dim": 257}, "256"), ({"value_dim": 300}, "256")]
 )
 def test_refuses_sizes_that_no_launch_takes(sizes: dict[str, int], reason: str) -> None:
     small = {"batch": 1, "heads": 1, "kv_heads": 1, "n_q": 1, "n_k": 1, "dim": 2, "value_dim": 2}
     case = moved(random_case(**(small | sizes)), torch.float32)
     with pytest.raises(ValueError, match=rf"^impl: .*{reason}"):
         gape.gated_attention(**case.tensors, **case.options, impl="triton")
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.01], ids=["all", "skipping"])
+def test_samples_that_one_launch_has_no_room_for(eps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch takes 65,535 programs along its second axis; the bits are those of one that takes all."""
+    case = moved(random_case(batch=5, heads=2, kv_heads=1, n_q=33, n_k=40), torch.float32)
+    grids: list[tuple[int, ...]] = []
+
+    class Spy:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return traceable(self.kernel)[grid]
+
+    traceable = launch.traceable
+    monkeypatch.setattr(launch, "traceable", Spy)
+    found = []
+    for most in (65_535, 4):
+        grids.clear()
+        monkeypatch.setattr("gape.ops.triton.registered.MOST_PROGRAMS", most)
+        leaves = case.leaves()
+        details = gape.detailed_attention(**leaves, **case.options, eps=eps)
+        found.append([*details, *torch.autograd.grad(details.out.square().sum(), list(leaves.values()))])
+    assert len(grids) == 3 * 4
+    assert max(grid[1] for grid in grids if len(grid) > 1) <= 4
+    assert all(torch.equal(parts, whole) for whole, parts in zip(*found, strict=True))
 
 
 def test_refuses_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ DECODE_QUERIES = 16
 #: Widest head that the Triton kernels' tiles were made for.
 TRITON_WIDTH = 256
 
-#: Programs that a launch may have along its second axis; the kernels have one for each head of each sample.
+#: Programs that a launch may have along its second axis: one for each head, or each key head of each sample.
 MOST_PROGRAMS = 65_535
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -184,8 +184,8 @@ def _triton_cannot(problem: Problem) -> str | None:
 
 def _too_large(problem: Problem) -> str | None:
     """Why no kernel can be launched for a call's sizes."""
-    if problem.q.size(0) * problem.q.size(1) > MOST_PROGRAMS:
-        return f"takes up to {MOST_PROGRAMS:,} heads, those of all samples together"
+    if problem.q.size(1) > MOST_PROGRAMS:
+        return f"takes up to {MOST_PROGRAMS:,} heads"
     if max(problem.q.size(-1), problem.v.size(-1)) > TRITON_WIDTH:
         return f"takes head dims of up to {TRITON_WIDTH}"
     return None
@@ -202,6 +202,8 @@ def _decode_cannot(problem: Problem) -> str | None:
         return "has no backward pass"
     if problem.seen.n_q > DECODE_QUERIES:
         return f"is for up to {DECODE_QUERIES} queries"
+    if problem.q.size(0) * problem.k.size(1) > MOST_PROGRAMS:
+        return f"takes up to {MOST_PROGRAMS:,} key heads, those of all samples together"
     return _triton_cannot(problem)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -89,8 +90,36 @@ class Call:
             scale=self.scale,
             enable_gqa=self.grouped,
         )
+        if out.requires_grad and out.is_cuda:
+            out = SameLayout.apply(out)  # type: ignore[no-untyped-call]
         out = out[..., : self.value_width]
         return out if self.empty is None else out.masked_fill(self.empty, 0.0)
+
+
+class SameLayout(torch.autograd.Function):
+    """A tensor as it is, whose gradient is laid out as the tensor.
+
+    cuDNN's backward is planned for the layout of the gradient that came first, and torch runs that plan for any later
+    call with the same q, k and v: a gradient laid out otherwise is read from the wrong places, and nothing is said.
+    """
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """The tensor."""
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Remember how it is laid out."""
+        ctx.strides = inputs[0].stride()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The gradient, copied where it is laid out otherwise."""
+        sides = zip(grad.shape, grad.stride(), ctx.strides, strict=True)
+        if all(size == 1 or given == wanted for size, given, wanted in sides):
+            return grad
+        return torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 _NAMES = {

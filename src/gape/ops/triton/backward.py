@@ -19,12 +19,15 @@ from gape.ops.triton.tiles import (
     anchor_of,
     distances,
     document_of,
+    keys_seen,
     load_numbers,
     load_rows,
     load_vector,
     local_positions,
-    needed,
+    needed_by_columns,
     needed_by_rows,
+    owner,
+    seeing,
     store_rows,
     visible,
 )
@@ -92,6 +95,38 @@ def rows_tile(
 
 
 @triton.jit
+def rows_needed(
+    dq, dc, rows, keys, c, first, whole, start_m, n_q, n_k, row, key_row, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Of the tiles of keys before `whole`, add what those give that the forward pass took in."""
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    count, n_tiles = whole // BLOCK_N, tl.cdiv(n_k, BLOCK_N)
+    k_reach_ptr += key_row * n_tiles
+    u_least_ptr += key_row * n_tiles
+    reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
+    low = load_vector(low_ptr + row, start_m, n_q, float("inf"), BLOCK_M, True)
+    for step in range(0, count, GROUP):
+        tiles, keep = needed_by_rows(step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
+        kept = tl.sum(keep.to(tl.int32), 0)
+        if kept == GROUP:
+            for tile in range(count - step - GROUP, count - step):
+                dq, dc = rows_tile(
+                    False, tile * BLOCK_N, dq, dc, *rows, *keys,
+                    True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
+                )  # fmt: skip
+        elif kept > 0:
+            for tile in range(tl.maximum(count - step - GROUP, 0), count - step):
+                if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
+                    dq, dc = rows_tile(
+                        False, tile * BLOCK_N, dq, dc, *rows, *keys,
+                        True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
+                    )  # fmt: skip
+    return dq, dc
+
+
+@triton.jit
 def by_rows(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
     grad_ptr, numbers_ptr, dq_ptr, dc_ptr, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
@@ -103,77 +138,40 @@ def by_rows(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Hq, Nq, D) and dc (B, Hq, Nq), contiguous; one program per tile of queries."""
-    batch = (tl.program_id(1) // n_heads).to(tl.int64)
-    head = (tl.program_id(1) % n_heads).to(tl.int64)
-    key_head = head // groups
-    key_row = batch * (n_heads // groups) + key_head
+    # Inductor hands Python's floats over in float64.
+    scale, content_scale = tl.cast(scale, tl.float32), tl.cast(content_scale, tl.float32)
+    batch, head, key_head, key_row = owner(n_heads, groups)
     start_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = (batch * n_heads + head) * n_q
-    k_ptr += batch * k_b + key_head * k_h
-    v_ptr += batch * v_b + key_head * v_h
-    u_ptr += key_row * n_k
-    qp_ptr += batch * qp_b
-    kp_ptr += batch * kp_b
-    kd_ptr += batch * n_k
-    mask_ptr += batch * mask_b + head * mask_h
+    keys = (
+        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k,
+        qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
+        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+    )  # fmt: skip
     q = load_rows(q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, True, PARTIAL_D)
     grad = load_rows(grad_ptr + row * d_v, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, True, PARTIAL_V)
     c, _, lse, delta = load_numbers(numbers_ptr + row * 4, start_m, n_q, BLOCK_M, True)
     q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
-
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     dc = tl.zeros((BLOCK_M,), tl.float32)
-    first, stop, whole = n_k - n_q, n_k, 0
-    if not HAS_POSITIONS and CAUSAL:
-        stop = tl.minimum(n_k, first + start_m + BLOCK_M)
-    if not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
-        whole = n_k
-        if CAUSAL:
-            whole = first + start_m
-        whole = (whole // BLOCK_N) * BLOCK_N
-    rest = (
-        q, grad, c, lse, delta, first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
-        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-    )  # fmt: skip
+    first, stop, whole = keys_seen(start_m, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N)
+    rows = (q, grad, c, lse, delta, first, q_doc, offs_m)
     for start_n in range(whole, stop, BLOCK_N):
         dq, dc = rows_tile(
-            True, start_n, dq, dc, *rest,
-            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-            BLOCK_N, BLOCK_D, BLOCK_V,
+            True, start_n, dq, dc, *rows, *keys,
+            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     if SKIP:
-        count, n_tiles = whole // BLOCK_N, tl.cdiv(n_k, BLOCK_N)
-        k_reach_ptr += key_row * n_tiles
-        u_least_ptr += key_row * n_tiles
-        reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
-        low = load_vector(low_ptr + row, start_m, n_q, float("inf"), BLOCK_M, True)
-        for step in range(0, count, GROUP):
-            tiles, keep = needed_by_rows(
-                step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N
-            )  # fmt: skip
-            kept = tl.sum(keep.to(tl.int32), 0)
-            if kept == GROUP:
-                for tile in range(count - step - GROUP, count - step):
-                    dq, dc = rows_tile(
-                        False, tile * BLOCK_N, dq, dc, *rest,
-                        CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                        BLOCK_N, BLOCK_D, BLOCK_V,
-                    )  # fmt: skip
-            elif kept > 0:
-                for tile in range(tl.maximum(count - step - GROUP, 0), count - step):
-                    if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
-                        dq, dc = rows_tile(
-                            False, tile * BLOCK_N, dq, dc, *rest,
-                            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                            BLOCK_N, BLOCK_D, BLOCK_V,
-                        )  # fmt: skip
+        dq, dc = rows_needed(
+            dq, dc, rows, keys, c, first, whole, start_m, n_q, n_k, row, key_row,
+            reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
     else:
         for start_n in range(0, whole, BLOCK_N):
             dq, dc = rows_tile(
-                False, start_n, dq, dc, *rest,
-                CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                BLOCK_N, BLOCK_D, BLOCK_V,
+                False, start_n, dq, dc, *rows, *keys,
+                CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
     store_rows(dq_ptr + row * d, dq * content_scale, start_m, n_q, d, BLOCK_M, BLOCK_D)
     tl.store(dc_ptr + row + offs_m, dc, mask=offs_m < n_q)
@@ -226,6 +224,45 @@ def columns_tile(
 
 
 @triton.jit
+def columns_of_head(
+    dk, dv, du, rest, begin, whole, first, start_n, n_q, row, reach_ptr, c_ptr, low_ptr, k_reach_ptr, u_least_ptr,
+    SKIP: tl.constexpr, RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries of one head from `begin` on give; from `whole` on SKIP leaves out who took nothing."""
+    # One loop with a question in it: with two, the compiler makes every matrix product wait for the one before.
+    for start_m in range(begin, whole if SKIP else n_q, BLOCK_M):
+        dk, dv, du = columns_tile(
+            True, start_m, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
+    if SKIP:
+        tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        k_reach, u_least = tl.load(k_reach_ptr + tile), tl.load(u_least_ptr + tile)
+        for start in range(whole, n_q, GROUP * BLOCK_M):
+            blocks, keep = needed_by_columns(
+                start, start_n + BLOCK_N - 1, first, n_q, reach_ptr + row, c_ptr + row, low_ptr + row,
+                k_reach, u_least, BLOCK_M,
+            )  # fmt: skip
+            kept = tl.sum(keep, 0)
+            if kept == GROUP:
+                for block in range(0, GROUP):
+                    dk, dv, du = columns_tile(
+                        False, start + block * BLOCK_M, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS,
+                        HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
+                    )  # fmt: skip
+            elif kept > 0:
+                for block in range(0, GROUP):
+                    if tl.sum(tl.where(blocks == block, keep, 0), 0) > 0:
+                        dk, dv, du = columns_tile(
+                            False, start + block * BLOCK_M, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS,
+                            HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
+                        )  # fmt: skip
+    return dk, dv, du
+
+
+@triton.jit
 def by_columns(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
     grad_ptr, numbers_ptr, dk_ptr, dv_ptr, du_ptr, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
@@ -242,11 +279,15 @@ def by_columns(
     The program goes through all query heads that share the key head, so their sum needs no atomics. RAGGED: the
     queries do not fill their last tile.
     """
-    batch = (tl.program_id(1) // n_kv_heads).to(tl.int64)
-    key_head = (tl.program_id(1) % n_kv_heads).to(tl.int64)
+    scale, content_scale, log2e = (
+        tl.cast(scale, tl.float32),
+        tl.cast(content_scale, tl.float32),
+        tl.cast(log2e, tl.float32),
+    )
+    batch, key_head, _, key_row = owner(n_kv_heads, 1)
     start_n = tl.program_id(0) * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    column = (batch * n_kv_heads + key_head) * n_k
+    column = key_row * n_k
     qp_ptr += batch * qp_b
     kp_ptr += batch * kp_b
     qd_ptr += batch * n_q
@@ -256,22 +297,10 @@ def by_columns(
     k_doc = document_of(kd_ptr + batch * n_k, offs_n, n_k, -1, HAS_DOCUMENTS)
     anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
-
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     du = tl.zeros((BLOCK_N,), tl.float32)
-    first, begin, whole = n_k - n_q, 0, n_q
-    if not HAS_POSITIONS and CAUSAL:
-        begin = (tl.maximum(start_n - first, 0) // BLOCK_M) * BLOCK_M
-    if not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
-        # From this query on every pair is seen.
-        whole = 0
-        if CAUSAL:
-            whole = tl.minimum(n_q, tl.cdiv(tl.maximum(start_n + BLOCK_N - first, 0), BLOCK_M) * BLOCK_M)
-    if SKIP:
-        tile = (batch * n_kv_heads + key_head) * tl.num_programs(0) + tl.program_id(0)
-        k_reach = tl.load(k_reach_ptr + tile)
-        u_least = tl.load(u_least_ptr + tile)
+    first, begin, whole = seeing(start_n, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N)
     for member in range(0, groups):
         head = key_head * groups + member
         row = (batch * n_kv_heads * groups + head) * n_q
@@ -281,40 +310,12 @@ def by_columns(
             qp_ptr, qd_ptr, mask_ptr + batch * mask_b + head * mask_h,
             q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
         )  # fmt: skip
-        # One loop with a question in it: with two, the compiler makes every matrix product wait for the one before.
-        for start_m in range(begin, whole if SKIP else n_q, BLOCK_M):
-            dk, dv, du = columns_tile(
-                True, start_m, dk, dv, du, *rest,
-                RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                BLOCK_M, BLOCK_D, BLOCK_V,
-            )  # fmt: skip
-        if SKIP:
-            for start in range(whole, n_q, GROUP * BLOCK_M):
-                blocks = tl.arange(0, GROUP)
-                rows = start + blocks[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-                reach = tl.load(reach_ptr + row + rows, mask=rows < n_q, other=0.0)
-                low = tl.load(low_ptr + row + rows, mask=rows < n_q, other=float("inf"))
-                c = tl.load(c_ptr + row + rows, mask=rows < n_q, other=0.0)
-                distance = (first + rows - (start_n + BLOCK_N - 1)).to(tl.float32)
-                # A bound that is not a number would keep tiles of rows past the end.
-                keep = tl.max(tl.where(rows < n_q, needed(reach, c, low, k_reach, u_least, distance), 0), 1)
-                kept = tl.sum(keep, 0)
-                if kept == GROUP:
-                    for block in range(0, GROUP):
-                        dk, dv, du = columns_tile(
-                            False, start + block * BLOCK_M, dk, dv, du, *rest,
-                            RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                            BLOCK_M, BLOCK_D, BLOCK_V,
-                        )  # fmt: skip
-                elif kept > 0:
-                    for block in range(0, GROUP):
-                        if tl.sum(tl.where(blocks == block, keep, 0), 0) > 0:
-                            dk, dv, du = columns_tile(
-                                False, start + block * BLOCK_M, dk, dv, du, *rest,
-                                RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                                BLOCK_M, BLOCK_D, BLOCK_V,
-                            )  # fmt: skip
+        dk, dv, du = columns_of_head(
+            dk, dv, du, rest, begin, whole, first, start_n, n_q, row,
+            reach_ptr, c_ptr, low_ptr, k_reach_ptr, u_least_ptr, SKIP, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS,
+            HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
     store_rows(dk_ptr + column * d, dk * content_scale, start_n, n_k, d, BLOCK_N, BLOCK_D)
     store_rows(dv_ptr + column * d_v, dv, start_n, n_k, d_v, BLOCK_N, BLOCK_V)
     # c came in base 2; the gradient is that of natural logits.
-    tl.store(du_ptr + column + offs_n, du / log2e, mask=offs_n < n_k)
+    tl.store(du_ptr + column + offs_n, du / tl.cast(log2e, tl.float32), mask=offs_n < n_k)

@@ -14,10 +14,12 @@ from gape.ops.triton.tiles import (
     anchor_of,
     distances,
     document_of,
+    keys_seen,
     load_rows,
     load_vector,
     local_positions,
     needed_by_rows,
+    owner,
     store_rows,
     visible,
 )
@@ -73,6 +75,61 @@ def attend_tile(
 
 
 @triton.jit
+def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
+    """The running softmax of rows that saw no key: the largest logit, the sum of exponentials, the sum of values."""
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    return top, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+
+
+@triton.jit
+def log_sum(top, total):
+    """Base-2 log-sum-exp of a running softmax, −inf for a row that saw nothing."""
+    return tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
+
+
+@triton.jit
+def attend_needed(
+    top, total, acc, rows, keys, c, eps, first, whole, stop, start_m, n_q, n_k, row, key_row,
+    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Of the tiles of keys before `whole`, take those in that a query may need, judged by what it saw so far.
+
+    Writes each query's threshold and how many tiles up to `stop` were looked at.
+    """
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    count, n_tiles = whole // BLOCK_N, tl.cdiv(n_k, BLOCK_N)
+    k_reach_ptr += key_row * n_tiles
+    u_least_ptr += key_row * n_tiles
+    reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
+    # Rows past the end need nothing.
+    low = tl.where(offs_m < n_q, log_sum(top, total) + tl.log2(eps / n_k), float("inf"))
+    tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
+    visited = tl.cdiv(stop, BLOCK_N) - count
+    for step in range(0, count, GROUP):
+        tiles, keep = needed_by_rows(step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
+        kept = tl.sum(keep.to(tl.int32), 0)
+        visited += kept
+        if kept == GROUP:
+            # No question inside the loop: it can be pipelined.
+            for tile in range(count - step - GROUP, count - step):
+                top, total, acc = attend_tile(
+                    False, tile * BLOCK_N, top, total, acc, *rows, *keys,
+                    True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
+                )  # fmt: skip
+        elif kept > 0:
+            for tile in range(tl.maximum(count - step - GROUP, 0), count - step):
+                if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
+                    top, total, acc = attend_tile(
+                        False, tile * BLOCK_N, top, total, acc, *rows, *keys,
+                        True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
+                    )  # fmt: skip
+    tl.store(visited_ptr + tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M, visited)
+    return top, total, acc
+
+
+@triton.jit
 def attend(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
     reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr,
@@ -85,95 +142,43 @@ def attend(
 ):  # fmt: skip
     """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, u, documents too.
 
-    With SKIP: reach (B, Hq, Nq) and k_reach, u_least (B, Hk, tiles) are read, low (B, Hq, Nq) and visited
-    (B, Hq, row tiles) written.
+    SKIP reads reach (B, Hq, Nq), k_reach and u_least (B, Hk, tiles), writes low (B, Hq, Nq) and visited (B, Hq, tiles).
     """
-    batch = (tl.program_id(1) // n_heads).to(tl.int64)
-    head = (tl.program_id(1) % n_heads).to(tl.int64)
-    key_head = head // groups
-    key_row = batch * (n_heads // groups) + key_head
+    # Inductor hands Python's floats over in float64.
+    scale, eps = tl.cast(scale, tl.float32), tl.cast(eps, tl.float32)
+    batch, head, key_head, key_row = owner(n_heads, groups)
     # The longest rows of a triangle go first, so that no program is left over at the end.
     start_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = (batch * n_heads + head) * n_q
-    k_ptr += batch * k_b + key_head * k_h
-    v_ptr += batch * v_b + key_head * v_h
-    u_ptr += key_row * n_k
-    qp_ptr += batch * qp_b
-    kp_ptr += batch * kp_b
-    kd_ptr += batch * n_k
-    mask_ptr += batch * mask_b + head * mask_h
+    keys = (
+        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k,
+        qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
+        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+    )  # fmt: skip
     q = load_rows(q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, True, PARTIAL_D)
     c = load_vector(c_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
     q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
-
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    first, stop, whole = n_k - n_q, n_k, 0
-    if not HAS_POSITIONS and CAUSAL:
-        stop = tl.minimum(n_k, first + start_m + BLOCK_M)
-    if not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
-        # Tiles before this key need no look at single pairs.
-        whole = n_k
-        if CAUSAL:
-            # Every query's own key stays behind it, so that there is something to judge others by.
-            whole = first + start_m
-        whole = (whole // BLOCK_N) * BLOCK_N
-    rest = (
-        q, c / scale, first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
-        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
-    )  # fmt: skip
+    top, total, acc = nothing_seen(BLOCK_M, BLOCK_V)
+    first, stop, whole = keys_seen(start_m, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N)
+    rows = (q, c / scale, first, q_doc, offs_m)
     for start_n in range(whole, stop, BLOCK_N):
         top, total, acc = attend_tile(
-            True, start_n, top, total, acc, *rest,
-            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-            BLOCK_N, BLOCK_D, BLOCK_V,
+            True, start_n, top, total, acc, *rows, *keys,
+            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     if SKIP:
-        count, n_tiles = whole // BLOCK_N, tl.cdiv(n_k, BLOCK_N)
-        k_reach_ptr += key_row * n_tiles
-        u_least_ptr += key_row * n_tiles
-        reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
-        low = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
-        low += tl.log2(eps / n_k)
-        # Rows past the end need nothing.
-        low = tl.where(offs_m < n_q, low, float("inf"))
-        tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
-        visited = tl.cdiv(stop, BLOCK_N) - count
-        for step in range(0, count, GROUP):
-            tiles, keep = needed_by_rows(
-                step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N
-            )  # fmt: skip
-            kept = tl.sum(keep.to(tl.int32), 0)
-            visited += kept
-            if kept == GROUP:
-                # No question inside the loop: it can be pipelined.
-                for tile in range(count - step - GROUP, count - step):
-                    top, total, acc = attend_tile(
-                        False, tile * BLOCK_N, top, total, acc, *rest,
-                        CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                        BLOCK_N, BLOCK_D, BLOCK_V,
-                    )  # fmt: skip
-            elif kept > 0:
-                for tile in range(tl.maximum(count - step - GROUP, 0), count - step):
-                    if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
-                        top, total, acc = attend_tile(
-                            False, tile * BLOCK_N, top, total, acc, *rest,
-                            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                            BLOCK_N, BLOCK_D, BLOCK_V,
-                        )  # fmt: skip
-        tl.store(visited_ptr + tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M, visited)
+        top, total, acc = attend_needed(
+            top, total, acc, rows, keys, c, eps, first, whole, stop, start_m, n_q, n_k, row, key_row, reach_ptr,
+            low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
     else:
         for start_n in range(0, whole, BLOCK_N):
             top, total, acc = attend_tile(
-                False, start_n, top, total, acc, *rest,
-                CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                BLOCK_N, BLOCK_D, BLOCK_V,
+                False, start_n, top, total, acc, *rows, *keys,
+                CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
-
-    empty = total == 0.0
-    out = acc / tl.where(empty, 1.0, total)[:, None]
-    lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
-    store_rows(out_ptr + row * d_v, out, start_m, n_q, d_v, BLOCK_M, BLOCK_V)
+    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+    lse = log_sum(top, total)
+    store_rows(out_ptr + row * d_v, acc, start_m, n_q, d_v, BLOCK_M, BLOCK_V)
     tl.store(lse_ptr + row + offs_m, lse, mask=offs_m < n_q)

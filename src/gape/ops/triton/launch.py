@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gape.ops.problem import Problem
 from gape.ops.triton import backward, forward
-from gape.ops.triton.registered import operator, traceable
+from gape.ops.triton.registered import in_parts, operator, traceable
 
 LOG2E = math.log2(math.e)
 
@@ -118,7 +118,13 @@ def attend(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward: out, base-2 log-sum-exp, and with eps > 0 each query's threshold and each row tile's visits."""
-    where = Layout(q_positions, k_positions, q_documents, k_documents, mask, causal)
+    batched = (q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = in_parts(_attend, batched, *q.shape[:2], causal, scale, eps)
+    return found
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    where, (scale, eps) = Layout(*told[:6]), told[6:]
     tile = tiles_for(q, v, "attend", skip=eps > 0)
     out, lse, low, visited = _blank(q, v, eps)
     if out.numel() == 0:
@@ -154,11 +160,29 @@ def attend_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Backward: gradients of q, k, v in their dtypes and of c, u in float32."""
-    where = Layout(q_positions, k_positions, q_documents, k_documents, mask, causal)
+    batched = (grad, out, lse, low, q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    found = in_parts(_attend_backward, batched, *q.shape[:2], causal, scale, eps)
+    return found
+
+
+def _attend_backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    low: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    u: Tensor,
+    *told: Any,
+) -> tuple[Tensor, ...]:
+    where, (scale, eps) = Layout(*told[:6]), told[6:]
     grad = grad.contiguous()
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, c, u))
     if q.numel() == 0 or k.numel() == 0:
-        return tuple(x.zero_() for x in grads)  # type: ignore[return-value]
+        return tuple(x.zero_() for x in grads)
     dq, dk, dv, dc, du = grads
     tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("by_rows", "by_columns"))
     a = _arguments(q, k, v, c, u, where, tile, scale, eps)

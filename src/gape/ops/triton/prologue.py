@@ -9,7 +9,10 @@ from torch import Tensor
 
 from gape.ops.rounding import significand_bits
 from gape.ops.triton import prologue_kernels
-from gape.ops.triton.registered import operator, traceable
+from gape.ops.triton.registered import in_parts, operator, traceable
+
+#: Cosines, sines, and the gates' parameters in the operators' order.
+Tables = tuple[Tensor | None, ...]
 
 
 class Tile(NamedTuple):
@@ -67,15 +70,25 @@ def prepare(
     Returns:
         q and k, their shapes, in their dtype, contiguous.
     """
+    parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
+    found: tuple[Tensor, Tensor] = in_parts(
+        _prepare, (q, k), q.size(0), 1, (cos, sin, *parameters), factor, anchors, first, middle, apart
+    )
+    return found
+
+
+def _prepare(
+    q: Tensor, k: Tensor, tables: Tables, factor: float, anchors: int, first: int, middle: int, apart: int
+) -> tuple[Tensor, Tensor]:
     q, k = _rows(q), _rows(k)
+    cos, _, gate_weight = tables[:3]
     outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if q.numel():
-        parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
         tile = _tile("prepare", gate_weight)
         flags = _flags(q, cos, gate_weight, anchors, tile)
         flags |= {"Q_HEADS": _heads(q, tile), "K_HEADS": _heads(k, tile), "BITS": significand_bits(q)}
         traceable(prologue_kernels.prepare)[_grid(q, k, tile)](
-            q, k, *_given(q, cos, sin, *parameters), *outs, *q.stride()[:3], *k.stride()[:3],
+            q, k, *_given(q, *tables), *outs, *q.stride()[:3], *k.stride()[:3],
             q.size(1), k.size(1), q.size(2), first, middle, apart, factor, **flags,
         )  # fmt: skip
     return outs[0], outs[1]
@@ -102,7 +115,28 @@ def prepare_backward(
     apart: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q and k, (B, H, N, W), and the sums (blocks, Hq + Hk, C + 2) over tokens for the parameters."""
+    parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
+    found: tuple[Tensor, Tensor, Tensor] = in_parts(
+        _prepare_backward, (q_grad, k_grad, q, k), q.size(0), 1, (cos, sin, *parameters),
+        factor, anchors, first, middle, apart,
+    )  # fmt: skip
+    return found
+
+
+def _prepare_backward(
+    q_grad: Tensor,
+    k_grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    tables: Tables,
+    factor: float,
+    anchors: int,
+    first: int,
+    middle: int,
+    apart: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     q_grad, k_grad, q, k = (_rows(x) for x in (q_grad, k_grad, q, k))
+    cos, _, gate_weight = tables[:3]
     (batch, q_heads, n, width), k_heads = q.shape, k.size(1)
     dq, dk = (torch.empty(batch, n, heads, width, dtype=q.dtype, device=q.device) for heads in (q_heads, k_heads))
     tile = _tile("undo", gate_weight)
@@ -110,11 +144,10 @@ def prepare_backward(
     columns = 0 if gate_weight is None else gate_weight.size(1) + 2
     sums = torch.empty(blocks, q_heads + k_heads, columns, dtype=torch.float32, device=q.device)
     if q.numel():
-        parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
         strides = (stride for x in (q_grad, k_grad, q, k) for stride in x.stride()[:3])
         flags = _flags(q, cos, gate_weight, anchors, tile) | {"PARTS": tile.parts}
         traceable(prologue_kernels.undo)[_grid(q, k, tile)](
-            q_grad, k_grad, q, k, *_given(q, cos, sin, *parameters), dq, dk, sums, *strides,
+            q_grad, k_grad, q, k, *_given(q, *tables), dq, dk, sums, *strides,
             q_heads, k_heads, n, first, middle, apart, factor, **flags,
         )  # fmt: skip
     return dq.transpose(1, 2), dk.transpose(1, 2), sums

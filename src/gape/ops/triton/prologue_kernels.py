@@ -298,6 +298,29 @@ def gate_gradient(
 
 
 @triton.jit
+def undo_gate(
+    a, b, wa, wb, ga, gb, da, db, half, position, in_first, apart, bias_ptr, floor_ptr, amplitude_ptr, factor,
+    QUERIES: tl.constexpr, LOW: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The halves of a row's gradient with what the gate adds, zero in the gaps, and what the row gives to the sums."""
+    z = tl.sum(a * wa + b * wb, 1, keep_dims=True) + tl.load(bias_ptr)
+    # Tokens that are not there have no gradient and so add nothing.
+    dz, damplitude = gate_gradient(
+        z, ga, gb, half - LOW, position, in_first, apart, floor_ptr, amplitude_ptr, factor, QUERIES, ANCHORS, LIMIT
+    )  # fmt: skip
+    da, db = tl.where(half < LOW, da + dz * wa, 0.0), tl.where(half < LOW, db + dz * wb, 0.0)
+    # The gap has room for what is not a weight's.
+    return da, db, tl.where(half == LOW, dz, tl.where(half == LOW + 1, damplitude, dz * a)), dz * b
+
+
+@triton.jit
+def store_sums(sums_ptr, a, b, half, LOW: tl.constexpr):
+    """Sums over tokens of (T, HALF) in the order of the parameters: both halves' weights, bias, amplitude."""
+    tl.store(sums_ptr + tl.where(half < LOW, half, half + LOW), tl.sum(a, 0, keep_dims=True), mask=half < LOW + 2)
+    tl.store(sums_ptr + LOW + half, tl.sum(b, 0, keep_dims=True), mask=half < LOW)
+
+
+@triton.jit
 def undo_head(
     grad_ptr, x_ptr, weight_ptr, bias_ptr, amplitude_ptr, floor_ptr, dx_ptr, sums_ptr, g_b, g_h, g_n, x_b, x_h, x_n,
     cos_ptr, sin_ptr, start, head, n_heads, n, first, middle, apart, factor,
@@ -319,13 +342,11 @@ def undo_head(
         sums_a, sums_b = tl.zeros((T, HALF), tl.float32), tl.zeros((T, HALF), tl.float32)
     for part in tl.static_range(PARTS):
         ga, gb = coming_ga.to(tl.float32), coming_gb.to(tl.float32)
-        da, db = ga, gb
-        here = inside
+        da, db, here = ga, gb, inside
         if GATED:
             a, b = coming_a.to(tl.float32), coming_b.to(tl.float32)
         cos, sin = turns(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
-        position = (start + first + rows).to(tl.float32)
-        in_first = start + rows < middle
+        position, in_first = (start + first + rows).to(tl.float32), start + rows < middle
         if part + 1 < PARTS:
             # Under way while this part is worked on.
             start += T
@@ -338,24 +359,15 @@ def undo_head(
         if ROTATED:
             da, db = ga * cos + gb * sin, gb * cos - ga * sin
         if GATED:
-            z = tl.sum(a * wa + b * wb, 1, keep_dims=True) + tl.load(bias_ptr + head)
-            # Tokens that are not there have no gradient and so add nothing.
-            dz, damplitude = gate_gradient(
-                z, ga, gb, half - LOW, position, in_first, apart,
-                floor_ptr + head, amplitude_ptr + head, factor, QUERIES, ANCHORS, LIMIT,
+            da, db, share_a, share_b = undo_gate(
+                a, b, wa, wb, ga, gb, da, db, half, position, in_first, apart,
+                bias_ptr + head, floor_ptr + head, amplitude_ptr + head, factor, QUERIES, LOW, ANCHORS, LIMIT,
             )  # fmt: skip
-            da, db = tl.where(half < LOW, da + dz * wa, 0.0), tl.where(half < LOW, db + dz * wb, 0.0)
-            # The gap has room for what is not a weight's.
-            sums_a += tl.where(half == LOW, dz, tl.where(half == LOW + 1, damplitude, dz * a))
-            sums_b += dz * b
+            sums_a, sums_b = sums_a + share_a, sums_b + share_b
         store_halves(dx_ptr, da, db, here, EDGE, EVEN)
         dx_ptr += T * n_heads * (2 * EDGE)
     if GATED:
-        sums_ptr += head * (2 * LOW + 2)
-        tl.store(
-            sums_ptr + tl.where(half < LOW, half, half + LOW), tl.sum(sums_a, 0, keep_dims=True), mask=half < LOW + 2
-        )
-        tl.store(sums_ptr + LOW + half, tl.sum(sums_b, 0, keep_dims=True), mask=half < LOW)
+        store_sums(sums_ptr + head * (2 * LOW + 2), sums_a, sums_b, half, LOW)
 
 
 @triton.jit

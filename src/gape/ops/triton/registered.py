@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime.jit import JITFunction
+
+#: Programs that CUDA takes along the second axis of a launch; along the first there are as many as memory has room for.
+MOST_PROGRAMS = 65_535
 
 #: Whether kernels run in Triton's interpreter, which a compiler cannot see through.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,6 +32,28 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         return box
 
     return register
+
+
+def in_parts(
+    launch: Callable[..., tuple[Tensor, ...]], batched: Sequence[Tensor | None], batch: int, programs: int, *rest: Any
+) -> Any:
+    """What `launch(*batched, *rest)` returns, with no more samples at a time than a launch takes.
+
+    Args:
+        launch: returns tensors whose first axis goes through the samples.
+        batched: tensors with a first axis of samples; None stays None.
+        batch: how many samples there are.
+        programs: along the second axis for each of them.
+        rest: the same for all samples.
+    """
+    if batch * programs <= MOST_PROGRAMS:
+        return launch(*batched, *rest)
+    at_once = MOST_PROGRAMS // programs
+    parts = [
+        launch(*(None if x is None else x[start : start + at_once] for x in batched), *rest)
+        for start in range(0, batch, at_once)
+    ]
+    return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
 
 def traceable(kernel: Any) -> Any:

@@ -19,6 +19,15 @@ NEAR_BITS = tl.constexpr(23)
 
 
 @triton.jit
+def owner(n_heads, groups):
+    """Whose tile this program has: sample, head, key head, and the key head counted through all samples; int64."""
+    batch = (tl.program_id(1) // n_heads).to(tl.int64)
+    head = (tl.program_id(1) % n_heads).to(tl.int64)
+    key_head = head // groups
+    return batch, head, key_head, batch * (n_heads // groups) + key_head
+
+
+@triton.jit
 def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr):
     """The position of the tile's first key."""
     return tl.load(ptr + start * stride) if HAS_POSITIONS else start
@@ -120,6 +129,45 @@ def visible(
 
 
 @triton.jit
+def keys_seen(
+    start_m, n_q, n_k,
+    CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What queries from `start_m` on see: query 0's position, the end of their keys, and before which key all pairs.
+
+    Tiles before that key need no look at single pairs.
+    """
+    first, stop, whole = n_k - n_q, n_k, 0
+    if not HAS_POSITIONS and CAUSAL:
+        stop = tl.minimum(n_k, first + start_m + BLOCK_M)
+    if not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
+        whole = n_k
+        if CAUSAL:
+            # Every query's own key stays behind it, so that there is something to judge others by.
+            whole = first + start_m
+        whole = (whole // BLOCK_N) * BLOCK_N
+    return first, stop, whole
+
+
+@triton.jit
+def seeing(
+    start_n, n_q, n_k,
+    CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Who sees the keys from `start_n` on: query 0's position, the first query, and from which query on all pairs."""
+    first, begin, whole = n_k - n_q, 0, n_q
+    if not HAS_POSITIONS and CAUSAL:
+        begin = (tl.maximum(start_n - first, 0) // BLOCK_M) * BLOCK_M
+    if not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
+        whole = 0
+        if CAUSAL:
+            whole = tl.minimum(n_q, tl.cdiv(tl.maximum(start_n + BLOCK_N - first, 0), BLOCK_M) * BLOCK_M)
+    return first, begin, whole
+
+
+@triton.jit
 def document_of(ptr, offsets, n, other, HAS_DOCUMENTS: tl.constexpr):
     """Document ids of tokens `offsets`, `other` past the end; anything where there are no documents."""
     return tl.load(ptr + offsets, mask=offsets < n, other=other) if HAS_DOCUMENTS else offsets
@@ -147,3 +195,18 @@ def needed_by_rows(
     distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
     keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance)
     return tiles, (tl.max(keep, 0) > 0) & (tiles >= 0)
+
+
+@triton.jit
+def needed_by_columns(
+    start, last, first, n_q, reach_ptr, c_ptr, low_ptr, k_reach, u_least, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """GROUP tiles of queries from `start` on, and 1 for each that needs the keys up to `last`, else 0."""
+    blocks = tl.arange(0, GROUP)
+    rows = start + blocks[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    reach = tl.load(reach_ptr + rows, mask=rows < n_q, other=0.0)
+    low = tl.load(low_ptr + rows, mask=rows < n_q, other=float("inf"))
+    c = tl.load(c_ptr + rows, mask=rows < n_q, other=0.0)
+    distance = (first + rows - last).to(tl.float32)
+    # A bound that is not a number would keep tiles of rows past the end.
+    return blocks, tl.max(tl.where(rows < n_q, needed(reach, c, low, k_reach, u_least, distance), 0), 1)

@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 #: Warps of a program: few, wide programs, so that all rows that are being worked on fit into the cache.
-WARPS = 16
+WARPS = 8
 
 #: Loads of a thread that are under way at once.
-DEEP = 2
+DEEP = 4
 
 #: Numbers of one load of a thread.
 LOAD = 8
