@@ -235,5 +235,12 @@ def verdict(rows: list[Row]) -> list[str]:
 
 
 def _promised(impl: str, row: Row) -> bool:
-    """Whether gate gradients are promised to 2%: by `triton` everywhere, by the others at training lengths."""
-    return impl == "triton" or (int(row["keys"]) <= 2048 and int(row["strength"]) <= 10)
+    """Whether a gate gradient is promised to 2%: of `triton` at every length, of the others at training lengths.
+
+    The amplitude's is one sum over all queries. Under strong gates its terms cancel, and what is left may be small
+    beside what each of them lost.
+    """
+    mild = int(row["strength"]) <= 10
+    if impl == "triton":
+        return mild or row["quantity"] != "damplitude"
+    return mild and int(row["keys"]) <= 2048
