@@ -41,21 +41,25 @@ class Replay:
 
     def step(self, batches: Sequence[Batch], rate: float) -> tuple[Tensor, Tensor]:
         """One update; its numbers are good until the next one. Batches of another shape are not replayed, but taken."""
-        if self._warm < WARM or (self._graph is not None and _shapes(batches) != _shapes(self._batches)):
-            self._warm += 1
-            set_rate(self._optimizer, rate)
-            return self._aside(batches)
-        if self._graph is None:
-            self._graph = self._record(batches)
+        # The first updates read the copies too: a compiler may ask how a tensor is laid out, and begin again.
+        self._batches = self._batches or [_copied(batch) for batch in batches]
+        if _shapes(batches) != _shapes(self._batches):
+            return self._launch(batches, rate)
         for old, new in zip(self._batches, batches, strict=True):
             torch._foreach_copy_(_tensors(old), _tensors(new))
+        if self._warm < WARM:
+            self._warm += 1
+            return self._launch(self._batches, rate)
+        if self._graph is None:
+            self._graph = self._record()
         for group, taken in zip(self._optimizer.param_groups, self._rates, strict=True):
             taken.fill_(rate * group["lr_multiplier"])
         self._graph.replay()
         return self._numbers
 
-    def _aside(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """An update on a stream of its own, as recording it wants the ones before to be."""
+    def _launch(self, batches: Sequence[Batch], rate: float) -> tuple[Tensor, Tensor]:
+        """An update kernel by kernel, on a stream of its own, as recording one wants those before it to be."""
+        set_rate(self._optimizer, rate)
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -63,9 +67,8 @@ class Replay:
         here.wait_stream(self._stream)
         return numbers
 
-    def _record(self, batches: Sequence[Batch]) -> torch.cuda.CUDAGraph:
-        """Record an update over copies of the batches; nothing of it happens yet."""
-        self._batches = [_copied(batch) for batch in batches]
+    def _record(self) -> torch.cuda.CUDAGraph:
+        """Record an update over the copies of batches; nothing of it happens yet."""
         # A rate that is a number would stay the one of this update.
         self._rates = [torch.zeros((), device=self._device) for _ in self._optimizer.param_groups]
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
