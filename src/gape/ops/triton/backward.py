@@ -28,6 +28,7 @@ from gape.ops.triton.tiles import (
     needed_by_rows,
     owner,
     seeing,
+    single,
     store_rows,
     visible,
 )
@@ -138,8 +139,6 @@ def by_rows(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Hq, Nq, D) and dc (B, Hq, Nq), contiguous; one program per tile of queries."""
-    # Inductor hands Python's floats over in float64.
-    scale, content_scale = tl.cast(scale, tl.float32), tl.cast(content_scale, tl.float32)
     batch, head, key_head, key_row = owner(n_heads, groups)
     start_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -147,7 +146,7 @@ def by_rows(
     keys = (
         k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k,
         qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
-        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
     )  # fmt: skip
     q = load_rows(q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, True, PARTIAL_D)
     grad = load_rows(grad_ptr + row * d_v, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, True, PARTIAL_V)
@@ -173,7 +172,7 @@ def by_rows(
                 False, start_n, dq, dc, *rows, *keys,
                 CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
-    store_rows(dq_ptr + row * d, dq * content_scale, start_m, n_q, d, BLOCK_M, BLOCK_D)
+    store_rows(dq_ptr + row * d, dq * single(content_scale), start_m, n_q, d, BLOCK_M, BLOCK_D)
     tl.store(dc_ptr + row + offs_m, dc, mask=offs_m < n_q)
 
 
@@ -279,11 +278,6 @@ def by_columns(
     The program goes through all query heads that share the key head, so their sum needs no atomics. RAGGED: the
     queries do not fill their last tile.
     """
-    scale, content_scale, log2e = (
-        tl.cast(scale, tl.float32),
-        tl.cast(content_scale, tl.float32),
-        tl.cast(log2e, tl.float32),
-    )
     batch, key_head, _, key_row = owner(n_kv_heads, 1)
     start_n = tl.program_id(0) * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -308,14 +302,14 @@ def by_columns(
             whole, k, v, u, j, j_far, anchor, first, k_doc, offs_n,
             q_ptr + batch * q_b + head * q_h, grad_ptr + row * d_v, numbers_ptr + row * 4,
             qp_ptr, qd_ptr, mask_ptr + batch * mask_b + head * mask_h,
-            q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+            q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
         )  # fmt: skip
         dk, dv, du = columns_of_head(
             dk, dv, du, rest, begin, whole, first, start_n, n_q, row,
             reach_ptr, c_ptr, low_ptr, k_reach_ptr, u_least_ptr, SKIP, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS,
             HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
-    store_rows(dk_ptr + column * d, dk * content_scale, start_n, n_k, d, BLOCK_N, BLOCK_D)
+    store_rows(dk_ptr + column * d, dk * single(content_scale), start_n, n_k, d, BLOCK_N, BLOCK_D)
     store_rows(dv_ptr + column * d_v, dv, start_n, n_k, d_v, BLOCK_N, BLOCK_V)
     # c came in base 2; the gradient is that of natural logits.
-    tl.store(du_ptr + column + offs_n, du / tl.cast(log2e, tl.float32), mask=offs_n < n_k)
+    tl.store(du_ptr + column + offs_n, du / single(log2e), mask=offs_n < n_k)

@@ -20,6 +20,7 @@ from gape.ops.triton.tiles import (
     local_positions,
     needed_by_rows,
     owner,
+    single,
     store_rows,
     visible,
 )
@@ -104,7 +105,7 @@ def attend_needed(
     u_least_ptr += key_row * n_tiles
     reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
     # Rows past the end need nothing.
-    low = tl.where(offs_m < n_q, log_sum(top, total) + tl.log2(eps / n_k), float("inf"))
+    low = tl.where(offs_m < n_q, log_sum(top, total) + tl.log2(single(eps) / n_k), float("inf"))
     tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
     visited = tl.cdiv(stop, BLOCK_N) - count
     for step in range(0, count, GROUP):
@@ -144,8 +145,6 @@ def attend(
 
     SKIP reads reach (B, Hq, Nq), k_reach and u_least (B, Hk, tiles), writes low (B, Hq, Nq) and visited (B, Hq, tiles).
     """
-    # Inductor hands Python's floats over in float64.
-    scale, eps = tl.cast(scale, tl.float32), tl.cast(eps, tl.float32)
     batch, head, key_head, key_row = owner(n_heads, groups)
     # The longest rows of a triangle go first, so that no program is left over at the end.
     start_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -154,14 +153,14 @@ def attend(
     keys = (
         k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k,
         qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
-        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
+        k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
     )  # fmt: skip
     q = load_rows(q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, True, PARTIAL_D)
     c = load_vector(c_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
     q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
     top, total, acc = nothing_seen(BLOCK_M, BLOCK_V)
     first, stop, whole = keys_seen(start_m, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N)
-    rows = (q, c / scale, first, q_doc, offs_m)
+    rows = (q, c / single(scale), first, q_doc, offs_m)
     for start_n in range(whole, stop, BLOCK_N):
         top, total, acc = attend_tile(
             True, start_n, top, total, acc, *rows, *keys,

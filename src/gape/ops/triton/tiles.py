@@ -28,6 +28,12 @@ def owner(n_heads, groups):
 
 
 @triton.jit
+def single(x):
+    """A number in float32: a compiler may pass Python's floats in double precision."""
+    return tl.cast(x, tl.float32)
+
+
+@triton.jit
 def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr):
     """The position of the tile's first key."""
     return tl.load(ptr + start * stride) if HAS_POSITIONS else start
