@@ -8,6 +8,8 @@ import torch
 pytest.importorskip("transformers")
 
 import gape.hf
+from gape.hf.gates import refuse_other_settings
+from gape.hf.settings import Settings
 from tests.hf.tiny import opened, tiny, tokens, train
 
 FAMILIES = ("gpt2", "llama")
@@ -151,3 +153,17 @@ def test_targets_may_be_those_of_the_last_tokens():
     torch.testing.assert_close(model(ids, targets[:, -2:]).loss, model(ids, targets).loss)
     with pytest.raises(ValueError, match=r"^targets: "):
         model(ids, torch.zeros(2, 10, dtype=torch.long))
+
+
+@pytest.mark.parametrize("floor", [4, 4.0])
+def test_equal_numbers_are_one_setting(floor: float) -> None:
+    """Also to a model that was marked when 4 and 4.0 were two."""
+    own = Settings(context_length=16, gates={"gate_floor": floor}, options={"factors": [1.0, 2]})
+    others = [Settings(context_length=16, gates={"gate_floor": x}, options={"factors": [1, 2.0]}) for x in (4, 4.0)]
+    assert all(other.marks() == own.marks() for other in others)
+    for marks in (own.marks(), own.marks(as_given=True)):
+        refuse_other_settings(torch.tensor(marks), own, "a layer")
+    with pytest.raises(ValueError, match=r"^a layer was trained under other settings than the model's gates = "):
+        refuse_other_settings(
+            torch.tensor(Settings(context_length=16, options={"factors": [1, 2]}).marks()), own, "a layer"
+        )

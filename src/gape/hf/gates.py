@@ -99,8 +99,9 @@ def refuse_other_settings(stored: Tensor | None, own: Settings | None, where: st
     if stored is None or own is None or stored.device.type == "meta":
         return
     values, marks = own.to_dict(), stored.to(torch.int64).tolist()
-    pairs = zip(MARKED, marks, own.marks(), strict=True) if len(marks) == len(MARKED) else ()
-    other = [name for name, was, now in pairs if was != now] if pairs else list(MARKED)
+    known = zip(own.marks(), own.marks(as_given=True), strict=True)
+    pairs = zip(MARKED, marks, known, strict=True) if len(marks) == len(MARKED) else ()
+    other = [name for name, was, now in pairs if was not in now] if pairs else list(MARKED)
     if other:
         told = ", ".join(f"{name} = {values[name]!r}" for name in other)
         raise ValueError(f"{where} was trained under other settings than the model's {told}; inject with those it had")

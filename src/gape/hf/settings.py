@@ -69,14 +69,16 @@ class Settings:
         """The scheme without gates, or None."""
         return None if self.position is None else self.position.removesuffix("+gape")
 
-    def marks(self) -> list[int]:
+    def marks(self, *, as_given: bool = False) -> list[int]:
         """A number for each of :data:`MARKED`, kept beside the gates: what is another there is another value.
 
-        Each is below 2²⁴, so that it outlives a stay in float32.
+        Each is below 2²⁴, so that it outlives a stay in float32. 4 and 4.0 are one value, unless `as_given`, as older
+        models were marked.
         """
         values = self.to_dict()
-        told = (json.dumps(values[name], sort_keys=True).encode() for name in MARKED)
-        return [int.from_bytes(hashlib.sha256(text).digest()[:3]) for text in told]
+        told = (values[name] if as_given else _plain(values[name]) for name in MARKED)
+        texts = (json.dumps(value, sort_keys=True).encode() for value in told)
+        return [int.from_bytes(hashlib.sha256(text).digest()[:3]) for text in texts]
 
     def to_dict(self) -> dict[str, Any]:
         """For config.json."""
@@ -99,6 +101,15 @@ class Settings:
             raise refuse("config.gape", sorted(values), f"context_length, and nothing but {', '.join(sorted(named))}")
         layers = values.get("layers")
         return cls(**{**values, "layers": None if layers is None else tuple(layers)})
+
+
+def _plain(value: Any) -> Any:
+    """The value with whole numbers as such, at whatever depth."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 #: Schemes that need nothing from a layer but q and k.
