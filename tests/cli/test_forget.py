@@ -115,6 +115,18 @@ def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "Needle accuracy beside dense attention" in Path("report/tables.md").read_text()
 
 
+def test_all_runs_are_checked_before_one_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for position, options in (("p-rope+gape", NEEDLE), ("p-rope", [x for x in NEEDLE if "model.options" not in x])):
+        assert gape_exits("niah", "train", "niah/demo", *options, f"model.position={position}") == 0
+    homes = [tmp_path / f"runs/niah/demo/{name}_seed0" for name in ("p-rope+gape", "p-rope")]
+    assert gape_exits("forget", "measure", *homes, "--factors", "1", "--samples", "4", *FEW) == 2
+    assert "run: got str 'p-rope'" in capsys.readouterr().err
+    assert not (homes[0] / "forgetting.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "match"),
     [
@@ -124,8 +136,8 @@ def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--measure", "needle"], "measure: got str 'needle'"),
         (["--measure", "speed"], "measure: got str 'speed'"),
         (["--tokens", "1"], "tokens"),
-        (["--dtype", "half"], "dtype"),
-        (["--lengths", "100000"], "at most 200"),
+        (["--dtype", "half"], "precision: got str 'half'"),
+        (["--lengths", "96,100000"], "at most 200"),
     ],
 )
 def test_bad_wishes_are_refused(

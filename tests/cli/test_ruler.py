@@ -223,7 +223,7 @@ def test_tasks_that_do_not_fit_are_named(here: Path, capsys: pytest.CaptureFixtu
         (["eval", "runs/p-rope", "--data", "samples", "--limit", "0"], "limit: got int 0"),
         (["table", "books"], "expected a run, a sweep or a report"),
         (["table", "runs", "--format", "pdf"], "format: got str 'pdf', expected one of text, markdown, latex"),
-        (["generate", "--tokenizer", "bytes", "--lengths", "4k"], "lengths: got str '4k', expected whole numbers"),
+        (["generate", "--tokenizer", "bytes", "--lengths", "4k"], "lengths: got '4k', expected whole numbers"),
         (["generate", "--tokenizer", "bytes", "--wording", "mine"], "wording: got str 'mine', expected own or lm-eval"),
     ],
 )

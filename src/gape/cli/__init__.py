@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -18,18 +19,37 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("demo")(demo.demo)
-app.command("doctor")(doctor.doctor)
-app.command("reproduce")(reproduce.reproduce)
-app.command("report")(report.report)
+# Short texts for the list of commands, which would cut the others off.
+app.command("demo", short_help="Train, measure and report in minutes.")(demo.demo)
+app.command("doctor", short_help="Say what would run here, and why.")(doctor.doctor)
+app.command("reproduce", short_help="Draw a figure of the paper.")(reproduce.reproduce)
+app.command("report", short_help="Tables, figures and a page from stored runs.")(report.report)
 app.add_typer(data.app, name="data")
 app.add_typer(lm.app, name="lm")
 app.add_typer(hf.app, name="hf")
 app.add_typer(niah.app, name="niah")
 app.add_typer(ruler.app, name="ruler")
 app.add_typer(forget.app, name="forget")
-app.add_typer(analyze.app, name="analyze")
+app.add_typer(analyze.app, name="analyze", short_help="Look into trained language models.")
 app.add_typer(bench.app, name="bench")
+
+
+def _tell(wanted: bool) -> None:
+    if wanted:
+        from gape import __version__  # noqa: PLC0415
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
 
 #: Set to anything to see where an error came from.
 TRACEBACK = "GAPE_TRACEBACK"

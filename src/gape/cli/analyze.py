@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gape.cli.lists import numbers
+from gape.cli.options import INTS, NAMES, Chunk, Device, Precision, Split, Stratum
+
 if TYPE_CHECKING:
     from gape.analysis.passages import Passages, Reader
     from gape.analysis.runs import Trained
@@ -23,16 +26,17 @@ app = typer.Typer(
 Runs = Annotated[list[Path], typer.Argument(help="Directories of trained runs.")]
 Data = Annotated[Path, typer.Option(help="A prepared corpus, a text file, or JSON lines with input, prompt or text.")]
 Corpus = Annotated[Path, typer.Option("--data", help="A prepared corpus.")]
-Tokenizer = Annotated[str | None, typer.Option(help="For files, and for names: as gape data prepare takes it.")]
-Split = Annotated[str, typer.Option(help="Of a corpus: which documents.")]
-Stratum = Annotated[str | None, typer.Option(help="Of a corpus: only documents of this stratum.")]
-Seed = Annotated[int, typer.Option(help="Which documents and places.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
-Lengths = Annotated[
-    str | None, typer.Option(help="Tokens, with commas; the training length by default. Prompts are read whole.")
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Where DATA is a file: bytes, a directory with a vocabulary, or a name on the hub.")
 ]
-Samples = Annotated[int, typer.Option(help="Passages of each length.")]
-Layer = Annotated[int | None, typer.Option(help="Counted from 0; the last by default, the paper's layer 5.")]
+Seed = Annotated[int, typer.Option(help="Which documents and places.")]
+Lengths = Annotated[
+    str | None,
+    typer.Option(metavar=INTS, help="Tokens; the training length by default. Prompts are read whole."),
+]
+Length = Annotated[int | None, typer.Option(help="Tokens; the training length by default.")]
+Samples = Annotated[int, typer.Option(help="Passages that are read, of each length.")]
+Layer = Annotated[int | None, typer.Option(help="Which layer, from 0; the last by default (the paper's layer 5).")]
 Size = Annotated[int, typer.Option(help="Cells along each side.")]
 
 
@@ -45,7 +49,7 @@ def entropy(
     tokenizer: Tokenizer = None,
     split: Split = "heldout",
     stratum: Stratum = None,
-    longest: Annotated[int | None, typer.Option(help="Leave longer prompts out.")] = None,
+    longest: Annotated[int | None, typer.Option(help="Leave out prompts of more tokens.")] = None,
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
@@ -73,7 +77,7 @@ def entropy(
 def spectrum(
     runs: Runs,
     data: Data,
-    length: Annotated[int | None, typer.Option(help="Tokens; the training length by default.")] = None,
+    length: Length = None,
     samples: Samples = 32,
     tokenizer: Tokenizer = None,
     split: Split = "heldout",
@@ -102,7 +106,7 @@ def spectrum(
 def maps(
     runs: Runs,
     data: Data,
-    length: Annotated[int | None, typer.Option(help="Tokens; the training length by default.")] = None,
+    length: Length = None,
     layer: Layer = None,
     size: Size = 64,
     tokenizer: Tokenizer = None,
@@ -122,7 +126,7 @@ def maps(
 def masks(
     runs: Runs,
     data: Data,
-    length: Annotated[int | None, typer.Option(help="Tokens; the training length by default.")] = None,
+    length: Length = None,
     layer: Layer = None,
     size: Size = 64,
     tokenizer: Tokenizer = None,
@@ -167,17 +171,21 @@ def far_back(
     data: Corpus,
     context: Annotated[int, typer.Option(help="Tokens of a window.")] = 65536,
     distances: Annotated[
-        str, typer.Option(help="With commas; d stands for answers d to 2d back.")
+        str, typer.Option(metavar=INTS, help="Tokens; d stands for answers d to 2d tokens back.")
     ] = "512,2048,8192,32768",
-    kinds: Annotated[str, typer.Option(help="Some of ngram, names and planted, with commas.")] = "ngram,names,planted",
-    ngram: Annotated[int, typer.Option(help="Tokens that have to come again.")] = 4,
+    kinds: Annotated[
+        str, typer.Option(metavar=NAMES, help="What comes again: some of ngram, names and planted.")
+    ] = "ngram,names,planted",
+    ngram: Annotated[int, typer.Option(help="Tokens of an ngram.")] = 4,
     passage: Annotated[int, typer.Option(help="Tokens of a planted passage.")] = 64,
-    documents: Annotated[int, typer.Option(help="At most so many, one window of each.")] = 100,
-    tokenizer: Tokenizer = None,
+    documents: Annotated[int, typer.Option(help="Documents at most, one window of each.")] = 100,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="The corpus's, for names: a directory with a vocabulary, or a name on the hub.")
+    ] = None,
     split: Split = "heldout",
     stratum: Stratum = None,
-    precision: Annotated[str, typer.Option(help="float32, bfloat16, or auto.")] = "auto",
-    chunk: Annotated[int, typer.Option(help="Tokens that go through the model at once.")] = 16384,
+    precision: Precision = "auto",
+    chunk: Chunk = 16384,
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
@@ -187,8 +195,8 @@ def far_back(
     from gape.tasks.far_back import FarBackConfig  # noqa: PLC0415
 
     config = FarBackConfig(
-        context=context, distances=_numbers("distances", distances), kinds=tuple(kinds.split(",")), ngram=ngram,
-        passage=passage, documents=documents, chunk=chunk, seed=seed,
+        context=context, distances=numbers("distances", distances, int, "1024,4096"), kinds=tuple(kinds.split(",")),
+        ngram=ngram, passage=passage, documents=documents, chunk=chunk, seed=seed,
     )  # fmt: skip
     if precision not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"precision: got {precision!r}, expected float32, bfloat16 or auto")
@@ -289,7 +297,7 @@ def _from(reader: Reader, seed: int) -> dict[str, Any]:
 def _lengths(reader: Reader, text: str | None, run: Trained) -> tuple[int | None, ...]:
     if text is None:
         return (_length(reader, None, run),)
-    return tuple(_length(reader, number, run) for number in _numbers("lengths", text))
+    return tuple(_length(reader, number, run) for number in numbers("lengths", text, int, "1024,4096"))
 
 
 def _length(reader: Reader, length: int | None, run: Trained) -> int | None:
@@ -298,13 +306,6 @@ def _length(reader: Reader, length: int | None, run: Trained) -> int | None:
         trained_at: int = run.identity["train_length"]
         return trained_at
     return length
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"{name}: got {text!r}, expected whole numbers with commas, such as 1024,4096") from error
 
 
 def _words(made_with: dict[str, Any], spec: str | None) -> Any:

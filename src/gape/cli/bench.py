@@ -9,24 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gape.cli.lists import numbers
+from gape.cli.options import INTS, NAMES, Device
+
 if TYPE_CHECKING:
     import torch
 
     from gape.bench.rows import Row
     from gape.cli.console import Voice
 
-app = typer.Typer(help="Measure speed, memory and errors here.", no_args_is_help=True)
+app = typer.Typer(help="Measure speed, memory and errors here.", no_args_is_help=True, rich_markup_mode=None)
 
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one.")]
 DType = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 Heads = Annotated[int, typer.Option(help="Query heads.")]
 KVHeads = Annotated[int | None, typer.Option(help="Key heads; as many as query heads by default.")]
-Lengths = Annotated[str, typer.Option(help="Numbers of tokens, with commas.")]
-Dim = Annotated[int, typer.Option(help="Head dim.")]
-Seconds = Annotated[float, typer.Option(help="About how long each case is timed.")]
+Lengths = Annotated[str, typer.Option(metavar=INTS, help="Tokens.")]
+Dim = Annotated[int, typer.Option(help="Coordinates of a head.")]
+Seconds = Annotated[float, typer.Option(help="Seconds for each case, about.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Do not run the tests first; rows say so.")]
 Out = Annotated[Path | None, typer.Option(help="CSV file to append to; benchmarks/data/NAME.csv by default.")]
 Save = Annotated[bool, typer.Option("--save/--no-save", help="Whether rows are kept.")]
+Impl = Annotated[str | None, typer.Option(metavar=NAMES, help="What to run; see docs/benchmarks.md.")]
 
 
 @app.command()
@@ -34,18 +37,18 @@ def attention(
     lengths: Lengths = "4096,16384,65536",
     dim: Dim = 64,
     dtype: DType = "bfloat16",
-    tokens: Annotated[int, typer.Option(help="Batch times length.")] = 65536,
+    tokens: Annotated[int, typer.Option(help="Tokens in all: batch times length.")] = 65536,
     heads: Heads = 16,
     kv_heads: KVHeads = None,
-    impl: Annotated[str | None, typer.Option(help="What to run, with commas; see docs/benchmarks.md.")] = None,
-    backward: Annotated[bool, typer.Option("--backward", help="Forward and backward too.")] = False,
+    impl: Impl = None,
+    backward: Annotated[bool, typer.Option("--backward", help="Forward and backward together, too.")] = False,
     gates: Annotated[
-        str, typer.Option(help="log-normal, contracting, landmarks, trained, trained-floor.")
+        str, typer.Option(help="How gates are drawn: log-normal, contracting, landmarks, trained or trained-floor.")
     ] = "log-normal",
-    eps: Annotated[float, typer.Option(help="Weight that may be dropped.")] = 0.0,
-    errors: Annotated[bool, typer.Option("--errors/--no-errors", help="Errors against float64.")] = True,
+    eps: Annotated[float, typer.Option(help="Share of its attention a query may lose; 0 skips nothing.")] = 0.0,
+    errors: Annotated[bool, typer.Option("--errors/--no-errors", help="Also measure errors against float64.")] = True,
     seconds: Seconds = 1.0,
-    device: Device = None,
+    device: Device = "auto",
     trust: Trust = False,
     out: Out = None,
     save: Save = True,
@@ -54,7 +57,7 @@ def attention(
     from gape.bench import attention as bench  # noqa: PLC0415
 
     settings = bench.Settings(
-        lengths=_numbers("lengths", lengths), dim=dim, heads=heads, dtype=dtype,
+        lengths=numbers("lengths", lengths, int, "4096,16384"), dim=dim, heads=heads, dtype=dtype,
         kv_heads=heads if kv_heads is None else kv_heads,
         tokens=tokens, impls=bench.DEFAULT if impl is None else impl.split(","), backward=backward, gates=gates,
         eps=eps, device=device_called(device), seconds=seconds, errors=errors,
@@ -68,13 +71,13 @@ def decode(
     lengths: Lengths = "65536,131072",
     dim: Dim = 64,
     dtype: DType = "bfloat16",
-    batch: Annotated[int, typer.Option(help="Samples.")] = 1,
+    batch: Annotated[int, typer.Option(help="Samples at once.")] = 1,
     heads: Heads = 16,
     kv_heads: KVHeads = None,
     queries: Annotated[int, typer.Option(help="New tokens per sample.")] = 1,
-    impl: Annotated[str | None, typer.Option(help="What to run, with commas; see docs/benchmarks.md.")] = None,
+    impl: Impl = None,
     seconds: Seconds = 0.5,
-    device: Device = None,
+    device: Device = "auto",
     trust: Trust = False,
     out: Out = None,
     save: Save = True,
@@ -83,7 +86,7 @@ def decode(
     from gape.bench import decode as bench  # noqa: PLC0415
 
     settings = bench.Settings(
-        lengths=_numbers("lengths", lengths), dim=dim, heads=heads, dtype=dtype,
+        lengths=numbers("lengths", lengths, int, "4096,16384"), dim=dim, heads=heads, dtype=dtype,
         kv_heads=heads if kv_heads is None else kv_heads,
         batch=batch, queries=queries, impls=bench.DEFAULT if impl is None else impl.split(","),
         device=device_called(device), seconds=seconds,
@@ -97,13 +100,13 @@ def prologue(
     lengths: Lengths = "4096,16384",
     dim: Dim = 64,
     dtype: DType = "bfloat16",
-    tokens: Annotated[int, typer.Option(help="Batch times length.")] = 16384,
+    tokens: Annotated[int, typer.Option(help="Tokens in all: batch times length.")] = 16384,
     heads: Heads = 16,
     kv_heads: KVHeads = None,
-    impl: Annotated[str | None, typer.Option(help="What to run, with commas; see docs/benchmarks.md.")] = None,
-    backward: Annotated[bool, typer.Option("--backward", help="Forward and backward too.")] = False,
+    impl: Impl = None,
+    backward: Annotated[bool, typer.Option("--backward", help="Forward and backward together, too.")] = False,
     seconds: Seconds = 0.5,
-    device: Device = None,
+    device: Device = "auto",
     trust: Trust = False,
     out: Out = None,
     save: Save = True,
@@ -112,7 +115,7 @@ def prologue(
     from gape.bench import prologue as bench  # noqa: PLC0415
 
     settings = bench.Settings(
-        lengths=_numbers("lengths", lengths), dim=dim, heads=heads, dtype=dtype,
+        lengths=numbers("lengths", lengths, int, "4096,16384"), dim=dim, heads=heads, dtype=dtype,
         kv_heads=heads if kv_heads is None else kv_heads,
         tokens=tokens, impls=bench.DEFAULT if impl is None else impl.split(","), backward=backward,
         device=device_called(device), seconds=seconds,
@@ -123,13 +126,13 @@ def prologue(
 
 @app.command()
 def precision(
-    device: Device = None,
+    device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Outputs to 8,192 keys, gradients to 2,048.")] = False,
-    keep: Annotated[bool, typer.Option("--save", help="Keep the rows and redraw docs/precision.md.")] = False,
+    keep: Annotated[bool, typer.Option("--save/--no-save", help="Keep rows, redraw docs/precision.md.")] = False,
     render: Annotated[bool, typer.Option("--render", help="Only redraw the page from the stored rows.")] = False,
     trust: Trust = False,
 ) -> None:
-    """Errors of every implementation against float64; 1 if one is larger than promised."""
+    """Measure errors of every implementation against float64; leaves with 1 if one is larger than promised."""
     # Must stand before torch: some virtual CPUs advertise bfloat16 instructions and then die on them.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     from gape.bench import precision as bench  # noqa: PLC0415
@@ -174,10 +177,10 @@ def render() -> None:
 
 @app.command()
 def dispatch(
-    data: Annotated[Path, typer.Option(help="Where attention.csv, decode.csv and precision.csv are.")] = Path(
+    data: Annotated[Path, typer.Option(help="Directory with attention.csv, decode.csv and precision.csv.")] = Path(
         "benchmarks/data"
     ),
-    out: Annotated[Path | None, typer.Option(help="The table; the one of the library by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File of the table; the library's own by default.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print it, write nothing.")] = False,
 ) -> None:
     """Write the table of impl="auto" from measured rows."""
@@ -252,21 +255,14 @@ def _show(name: str, found: list[Row], shown: Sequence[str]) -> None:
     Console(width=120).print(table)
 
 
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"{name}: got {text!r}, expected whole numbers with commas, such as 4096,16384") from error
-
-
-def device_called(name: str | None) -> torch.device:
-    """The device of that name; a GPU where there is one, without."""
+def device_called(name: str) -> torch.device:
+    """The device of that name; "auto" is a GPU where there is one."""
     import torch  # noqa: PLC0415
 
     from gape.ops.checks import refuse  # noqa: PLC0415
 
-    if name is None:
+    if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
-        raise refuse("device", name, "cpu, or cuda where there is a GPU")
+        raise refuse("device", name, "auto, cpu, or cuda where there is a GPU")
     return torch.device(name)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gape.cli.lists import numbers
+from gape.cli.options import INTS
+
 if TYPE_CHECKING:
     from gape.cli.console import Voice
     from gape.data.pipeline import Progress
@@ -25,19 +28,26 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Directory of the corpus.")],
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(help="Files, folders, hf:DATASET[@REVISION][:CONFIG or #FILES], or one recipe (data/fineweb)."),
+        typer.Argument(
+            help="Files, directories, hf:DATASET[@REVISION][:CONFIG or #FILES], or one recipe (data/fineweb)."
+        ),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help='"bytes", a folder with a vocabulary, or a name on the Hugging Face hub.')
+        str | None, typer.Option(help="bytes, a directory with a vocabulary, or a name on the Hugging Face hub.")
     ] = None,
     heldout: Annotated[list[str] | None, typer.Option(help="Inputs that are held out; may be repeated.")] = None,
     heldout_fraction: Annotated[
         float | None, typer.Option(help="Hold out this fraction of the documents, by a hash of their ids.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of that hash.")] = None,
-    strata: Annotated[str | None, typer.Option(help="Lengths in tokens, with commas: 8192,16384,32768.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of that hash, a number from 0; 0 by default.")] = None,
+    strata: Annotated[
+        str | None, typer.Option(metavar=INTS, help="Lengths in tokens, such as 8192,16384,32768; none by default.")
+    ] = None,
     excerpts: Annotated[
-        bool | None, typer.Option("--excerpts/--whole", help="Cut excerpts of those lengths from longer documents.")
+        bool | None,
+        typer.Option(
+            "--excerpts/--whole", help="Cut excerpts of those lengths from longer documents, or keep documents whole."
+        ),
     ] = None,
     text_field: Annotated[str | None, typer.Option(help="Field or column of the text; text by default.")] = None,
     id_field: Annotated[
@@ -51,7 +61,8 @@ def prepare(
     shard_tokens: Annotated[int | None, typer.Option(help="Tokens of a shard; 16,777,216 by default.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to take from each input at most.")] = None,
     max_bad: Annotated[
-        float | None, typer.Option(help="Bad and empty records let pass: a number, or a fraction below 1; 0.01.")
+        float | None,
+        typer.Option(help="Bad and empty records let pass: a number, or a share below 1; 0.01 by default."),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that tokenise; one for each core by default.")] = None,
 ) -> None:
@@ -92,17 +103,10 @@ def settings(inputs: list[str], given: dict[str, Any]) -> Any:
         raise ValueError(f"inputs: got the recipe {named[0]} beside others, expected it alone")
     base = recipe.load(named[0]) if named else {"inputs": tuple(inputs)}
     if "strata" in given:
-        given["strata"] = _lengths(given["strata"])
+        given["strata"] = numbers("strata", given["strata"], int, "8192,16384") if given["strata"] else ()
     if "heldout" in given:
         given["heldout"] = tuple(given["heldout"])
     return PrepareConfig(**(base | given))
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError as error:
-        raise ValueError(f"strata: got {text!r}, expected whole numbers with commas, such as 8192,16384") from error
 
 
 class Meter(AbstractContextManager["Meter"]):

@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
+from gape.cli.runs import Overrides
+
 RECIPE = "niah/demo"
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("runs/niah/demo"),
+    out: Annotated[Path, typer.Option(help="Directory of the runs and the report.")] = Path("runs/niah/demo"),
     jobs: Annotated[int | None, typer.Option(help="Runs at once; as many as there are cores by default.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the recipe's.")
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train p-RoPE with and without gates to find a needle in 128 tokens, then ask for it in up to 1,024."""
     from gape import recipes  # noqa: PLC0415

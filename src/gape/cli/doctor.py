@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gape.cli.bench import DType, device_called
+from gape.cli.bench import Dim, DType, Heads, KVHeads, device_called
+from gape.cli.options import Device
 
 if TYPE_CHECKING:
     import torch
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
-    kv_heads: Annotated[int | None, typer.Option(help="Key heads; as many as query heads by default.")] = None,
-    dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 64,
+    heads: Heads = 16,
+    kv_heads: KVHeads = None,
+    dim: Dim = 64,
     length: Annotated[int, typer.Option(help="Tokens.")] = 4096,
-    batch: Annotated[int, typer.Option(help="Samples.")] = 1,
+    batch: Annotated[int, typer.Option(help="Samples at once.")] = 1,
     dtype: DType = "bfloat16",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one.")] = None,
+    device: Device = "auto",
     training: Annotated[
         bool, typer.Option("--training", help="With gradients, those of the gates among them.")
     ] = False,

@@ -197,6 +197,17 @@ def named_device(name: str) -> torch.device:
         raise refuse("device", name, "auto, cpu, or a device that is here") from error
 
 
+def asked_precision(precision: str, device: torch.device) -> bool:
+    """Whether the --precision that was asked for means bfloat16 autocast on a device.
+
+    Raises:
+        ValueError: no such precision.
+    """
+    if precision not in ("auto", "float32", "bfloat16"):
+        raise refuse("precision", precision, "auto, float32 or bfloat16")
+    return low_precision(precision, device)
+
+
 def low_precision(precision: str, device: torch.device) -> bool:
     """Whether a `precision` means bfloat16 autocast on a device."""
     return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gape.cli.lists import numbers
+from gape.cli.options import FLOATS, INTS, NAMES, Chunk, Device, Precision
+
 if TYPE_CHECKING:
     import torch
 
@@ -25,66 +28,72 @@ def _group() -> None:
 
 @app.command()
 def measure(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of trained runs, of gape lm or gape niah.")],
+    runs: Annotated[list[Path], typer.Argument(help="Directories of trained runs of gape lm or gape niah.")],
     data: Annotated[Path | None, typer.Option(help="A corpus of the runs' tokenizer, for language models.")] = None,
     measures: Annotated[
         str | None,
         typer.Option(
             "--measure",
-            help="Some of tiles, prefill, decode, perplexity and needle, with commas; by default all but needle for "
-            "language models, tiles and needle for runs of the needle task.",
+            metavar=NAMES,
+            help="Some of tiles, prefill, decode, perplexity and needle; by default all but needle for language "
+            "models, tiles and needle for runs of the needle task.",
         ),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Language models: tokens, with commas.")] = "65536,131072",
-    factors: Annotated[str, typer.Option(help="Needle task: multiples of the training length.")] = "1,2,4",
-    eps: Annotated[str, typer.Option(help="What a query may lose, with commas.")] = "1e-3,1e-4",
-    bounds: Annotated[str, typer.Option(help="What caches go by: weights, queries, gates.")] = "weights,queries",
-    batches: Annotated[str, typer.Option(help="decode: samples at once.")] = "1,8",
+    lengths: Annotated[str, typer.Option(metavar=INTS, help="Language models: tokens.")] = "65536,131072",
+    factors: Annotated[
+        str, typer.Option(metavar=INTS, help="Needle task: multiples of the training length.")
+    ] = "1,2,4",
+    eps: Annotated[str, typer.Option(metavar=FLOATS, help="Share of its attention a query may lose.")] = "1e-3,1e-4",
+    bounds: Annotated[
+        str, typer.Option(metavar=NAMES, help="What caches forget by: some of weights, queries and gates.")
+    ] = "weights,queries",
+    batches: Annotated[str, typer.Option(metavar=INTS, help="decode: samples at once.")] = "1,8",
     tokens: Annotated[int, typer.Option(help="decode: tokens after the prompt.")] = 64,
     max_windows: Annotated[int, typer.Option(help="perplexity: windows per length at most.")] = 60,
     last: Annotated[int, typer.Option(help="perplexity: tokens scored at the end of each window.")] = 512,
     samples: Annotated[int, typer.Option(help="needle: sequences per length.")] = 1000,
-    chunk: Annotated[int, typer.Option(help="Tokens at once where a text is read into a cache.")] = 16384,
+    chunk: Chunk = 16384,
     impl: Annotated[str, typer.Option(help="The kernel that skips: triton or flex.")] = "triton",
-    seconds: Annotated[float, typer.Option(help="prefill: about how long each time is taken.")] = 0.5,
+    seconds: Annotated[float, typer.Option(help="prefill: seconds for each time, about.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Which text.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU.")] = "auto",
+    device: Device = "auto",
+    precision: Precision = "auto",
 ) -> None:
-    """Measure runs dense, skipping and with a forgetting cache: forgetting.jsonl. What is there is not done again."""
+    """Measure runs dense, skipping and forgetting: forgetting.jsonl in each. What is there is not measured again."""
     from gape.cli.forget_bench import Asked  # noqa: PLC0415
-    from gape.ops.checks import refuse  # noqa: PLC0415
     from gape.report.forgetting import tables  # noqa: PLC0415
 
     asked = Asked(
-        lengths=_numbers("lengths", lengths, int), factors=_numbers("factors", factors, int),
-        eps=_numbers("eps", eps, float), bounds=tuple(bounds.split(",")), batches=_numbers("batches", batches, int),
+        lengths=numbers("lengths", lengths, int, "65536,131072"), factors=numbers("factors", factors, int, "1,2,4"),
+        eps=numbers("eps", eps, float, "1e-3,1e-4"), bounds=tuple(bounds.split(",")),
+        batches=numbers("batches", batches, int, "1,8"),
         tokens=tokens, max_windows=max_windows, last=last, samples=samples, chunk=chunk, impl=impl, seconds=seconds,
         seed=seed,
     )  # fmt: skip
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise refuse("dtype", dtype, "auto, float32 or bfloat16")
     chosen = None if measures is None else tuple(measures.split(","))
-    rows = _measured(runs, data, asked, chosen, device, dtype)
+    rows = _measured(runs, data, asked, chosen, device, precision)
     for table in tables(rows):
         typer.echo(f"\n{table.text()}")
 
 
 def _measured(
-    runs: list[Path], data: Path | None, asked: Asked, measures: tuple[str, ...] | None, device: str, dtype: str
+    runs: list[Path], data: Path | None, asked: Asked, measures: tuple[str, ...] | None, device: str, precision: str
 ) -> list[dict[str, Any]]:
-    """Measure what is missing of every run; all their rows."""
+    """Measure what is missing of every run, once all of them are known to be measurable; all their rows."""
+    import torch  # noqa: PLC0415
+
     from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.cli.experiment import low_precision, pick_device  # noqa: PLC0415
+    from gape.cli.experiment import asked_precision, pick_device  # noqa: PLC0415
     from gape.cli.forget_run import MEASURES, check  # noqa: PLC0415
     from gape.train import StopFlag, guards  # noqa: PLC0415
 
     voice, where, rows = Voice(), pick_device(device), []
-    reader = _reader(runs, data)
+    low, reader = asked_precision(precision, where), _reader(runs, data)
     with StopFlag() as stop:
         for directory in runs:
+            check(_bench(directory, reader, asked, torch.device("cpu"), low, stop, lambda _: None), measures)
+        for directory in runs:
             with guards.alone(directory, "measured"):
-                low = low_precision(dtype, where)
                 bench = _bench(directory, reader, asked, where, low, stop, voice.say)
                 for name in check(bench, measures):
                     MEASURES[name](bench)
@@ -129,11 +138,3 @@ def _bench(
     if own is not None:
         trained.accept(own.tokenizer)
     return Bench(trained=trained, run=run, asked=asked, reader=own, low=low, stop=stop, say=say)
-
-
-def _numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError as error:
-        word = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"{name}: got {text!r}, expected {word} with commas") from error

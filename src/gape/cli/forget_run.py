@@ -33,7 +33,8 @@ def check(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
     """The measures of a run, if they can be made.
 
     Raises:
-        ValueError: the model has no gates, or a measure is unknown or not one for the run's kind.
+        ValueError: the model has no gates, a measure is unknown or not one for the run's kind, or no text is as long
+            as asked.
     """
     if next(bench.model.gates(), None) is None:
         raise refuse("run", bench.trained.identity["position"], "a scheme with gates, which alone forgets")
@@ -43,6 +44,10 @@ def check(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
             raise refuse("measure", name, f"some of {', '.join(MEASURES)}")
         if ONLY.get(name, bench.run.kind) != bench.run.kind:
             raise refuse("measure", name, f"others for a run of gape {bench.run.kind} train")
+    for length in bench.lengths:
+        bench.text(length, 1)
+        if "decode" in chosen:
+            bench.text(length + bench.asked.tokens, 1)
     return chosen
 
 

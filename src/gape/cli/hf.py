@@ -7,16 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
+from gape.cli.lists import numbers
+from gape.cli.options import INTS, Device, Precision, Resume, Split
+
 app = typer.Typer(help="Models of transformers.", no_args_is_help=True, rich_markup_mode=None)
 
 Model = Annotated[str, typer.Argument(help="A directory, or a name on the Hugging Face hub.")]
-Out = Annotated[Path, typer.Option(help="Directory that is written; it must not hold a model yet.")]
+Out = Annotated[Path, typer.Option(help="Directory of the model that is written; it must not hold one yet.")]
 Length = Annotated[int | None, typer.Option(help="T, the length the model is (or will be) trained at.")]
-Start = Annotated[str, typer.Option(help="identity begins with the model's own logits, paper with an amplitude of 1.")]
-Dry = Annotated[bool, typer.Option("--dry-run", help="Only print parameters added, cost and backend.")]
-Seed = Annotated[int, typer.Option(help="Of the gates' first values.")]
-Gate = Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the gates, such as gate_floor=4; repeated.")]
-Option = Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the scheme, such as factor=8; repeated.")]
+Start = Annotated[str, typer.Option(help="identity: begin with the model's own logits. paper: with an amplitude of 1.")]
+Dry = Annotated[bool, typer.Option("--dry-run", help="Only print parameters added, cost and backend; write nothing.")]
+Seed = Annotated[int, typer.Option(help="Of the gates' first values, a number from 0.")]
+Gate = Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the gates, such as gate_floor=4; may be repeated.")]
+Option = Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the scheme, such as factor=8; may be repeated.")]
 Attention = Annotated[
     str | None, typer.Option(help="attn_implementation, such as gape_triton; the model's own by default.")
 ]
@@ -44,7 +47,9 @@ def inject(
     position: Annotated[
         str | None, typer.Option(help="p-rope+gape, nope+gape, …; the model's own positions with gates by default.")
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="Numbers with commas, such as 0,1,-1; all by default.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(metavar=INTS, help="Which layers, such as 0,1,-1; all by default.")
+    ] = None,
     start: Start = "identity",
     gate: Gate = None,
     option: Option = None,
@@ -54,9 +59,10 @@ def inject(
     """Put gates into a model and save it."""
     from gape.cli import finetune  # noqa: PLC0415
 
+    chosen = None if layers is None else numbers("layers", layers, int, "0,1,2")
     finetune.retrofit(
-        model, out, context_length=context_length, position=position, layers=_numbers("layers", layers), start=start,
-        seed=seed, gates=_values(gate), options=_values(option), dry_run=dry_run,
+        model, out, context_length=context_length, position=position, layers=chosen, start=start, seed=seed,
+        gates=_values(gate), options=_values(option), dry_run=dry_run,
     )  # fmt: skip
 
 
@@ -75,7 +81,7 @@ def convert(
     position: Annotated[str | None, typer.Option(help="rope, p-rope or nope, with or without +gape.")] = None,
     context_length: Length = None,
     extend_positions: Annotated[
-        int | None, typer.Option(help="Instead of another scheme: so many learned positions.")
+        int | None, typer.Option(help="Instead of another scheme: lengthen the learned positions to so many.")
     ] = None,
     start: Start = "paper",
     gate: Gate = None,
@@ -103,24 +109,26 @@ def train(
     data: Annotated[list[str], typer.Argument(help="A corpus of gape data prepare, or files and folders of text.")],
     out: Annotated[Path, typer.Option(help="Directory of the run; the model goes to model/ in it.")],
     length: Annotated[int, typer.Option(help="Tokens of a training window.")] = 1024,
-    steps: Annotated[int, typer.Option(help="Updates.")] = 1000,
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 1000,
     batch_size: Annotated[int, typer.Option(help="Windows of a micro-batch.")] = 8,
     accumulation: Annotated[int, typer.Option(help="Micro-batches of an update.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="At the start of the cosine; it ends at a tenth.")] = 1e-4,
-    gate_rate: Annotated[float, typer.Option(help="Times the rate, for gates.")] = 10.0,
-    warmup: Annotated[int, typer.Option(help="Updates in which the rate rises.")] = 0,
+    learning_rate: Annotated[float, typer.Option(help="Highest rate; a cosine takes it down to a tenth.")] = 1e-4,
+    gate_rate: Annotated[float, typer.Option(help="Rate of the gates, in multiples of --learning-rate.")] = 10.0,
+    warmup: Annotated[int, typer.Option(help="Updates in which the rate rises to --learning-rate.")] = 0,
     weight_decay: Annotated[float, typer.Option(help="Of weight matrices; gates are never decayed.")] = 0.0,
-    learn: Annotated[str, typer.Option(help="gates, gates+qk or all.")] = "all",
-    heldout_fraction: Annotated[float, typer.Option(help="Where DATA is text: documents held out.")] = 0.05,
+    learn: Annotated[str, typer.Option(help="What learns: gates, gates+qk or all.")] = "all",
+    heldout_fraction: Annotated[
+        float, typer.Option(help="Where DATA is text: share of its documents held out.")
+    ] = 0.05,
     validate_every: Annotated[int, typer.Option(help="Updates between validations; 0 never validates.")] = 100,
     checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 500,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more time.")] = False,
     attention: Attention = None,
-    variant: Annotated[str, typer.Option(help="What tells the run from others of its scheme, for tables.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the order of the data.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    precision: Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto.")] = "auto",
-    resume: Annotated[str, typer.Option(help="auto goes on with what is there, never refuses it.")] = "auto",
+    variant: Annotated[str, typer.Option(help="Name in tables that tells the run from others of its scheme.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the order of the data, a number from 0.")] = 0,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    resume: Resume = "auto",
 ) -> None:
     """Fine-tune a model on text, with gates or without. Stop it and start it again as you like."""
     from gape.cli import finetune  # noqa: PLC0415
@@ -145,25 +153,25 @@ def train(
 def measure(
     models: Annotated[list[Path], typer.Argument(help="Runs of gape hf finetune, or directories of models.")],
     data: Annotated[Path, typer.Option(help="A corpus of the models' tokenizer.")],
-    contexts: Annotated[str, typer.Option(help="Lengths with commas.")] = "512,1024,2048,4096",
+    contexts: Annotated[str, typer.Option(metavar=INTS, help="Tokens.")] = "512,1024,2048,4096",
     last: Annotated[int, typer.Option(help="Tokens scored at the end of each window.")] = 512,
-    align: Annotated[int, typer.Option(help="Score only what a context of this length could precede.")] = 0,
-    split: Annotated[str, typer.Option(help="Which documents.")] = "heldout",
+    align: Annotated[int, typer.Option(help="Score only tokens behind so many; 0 all.")] = 0,
+    split: Split = "heldout",
     max_windows: Annotated[int, typer.Option(help="Windows per context at most.")] = 8000,
-    seed: Annotated[int, typer.Option(help="Which windows, where there are more.")] = 0,
+    seed: Annotated[int, typer.Option(help="Which windows, where there are more than --max-windows.")] = 0,
     chunk: Annotated[
-        int, typer.Option(help="Tokens at once; longer windows are read with a cache, which takes mask tensors.")
+        int, typer.Option(help="Tokens that go through the model at once; longer texts take a cache and mask tensors.")
     ] = 65536,
     attention: Attention = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    precision: Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto.")] = "auto",
+    device: Device = "auto",
+    precision: Precision = "auto",
 ) -> None:
-    """Measure the perplexity of models at several contexts; rows go to perplexity.jsonl in each directory."""
+    """Measure models at several contexts; rows go to perplexity.jsonl in each directory."""
     from gape.cli import hf_perplexity  # noqa: PLC0415
     from gape.recipes.lm import Evaluation  # noqa: PLC0415
 
     evaluation = Evaluation(
-        contexts=_numbers("contexts", contexts) or (),
+        contexts=numbers("contexts", contexts, int, "512,1024"),
         last=last,
         align=align,
         max_windows=max_windows,
@@ -172,15 +180,6 @@ def measure(
     )
     asked = hf_perplexity.Asked.of(data, evaluation, split=split, device=device, precision=precision)
     typer.echo(hf_perplexity.table(models, asked, attention).text())
-
-
-def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part.replace("_", "")) for part in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"{name}: got {text!r}, expected whole numbers with commas, such as 0,1,2") from error
 
 
 def _values(given: list[str] | None) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Asked:
             perplexity.plan(corpus, evaluation.at(context), split=split, max_windows=most, seed=seed)
             for context in evaluation.contexts
         )
-        low = experiment.low_precision(precision, where)
+        low = experiment.asked_precision(precision, where)
         return cls(corpus=corpus, evaluation=evaluation, plans=plans, split=split, device=where, low=low)
 
     def question(self) -> Record:

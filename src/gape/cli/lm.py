@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, Resume, run_one
+from gape.cli.lists import numbers
+from gape.cli.options import INTS, Chunk, Device, Precision, Resume, Split, Stratum
+from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, run_one
 
 if TYPE_CHECKING:
     from gape.data import Corpus
@@ -33,7 +35,7 @@ def train(
     only: Only = None,
     dry: Dry = False,
 ) -> None:
-    """Train every run of a recipe on the corpus data=DIR and measure it. Stop it and start it again as you like."""
+    """Train and measure every run of a recipe, on the corpus data=DIR. Stop it and start it again as you like."""
     from gape import recipes  # noqa: PLC0415
     from gape.cli import runs  # noqa: PLC0415
 
@@ -54,19 +56,20 @@ def measure(
     runs: Annotated[list[Path], typer.Argument(help="Directories of trained runs; the first is compared with.")],
     data: Annotated[Path, typer.Option(help="A corpus of the runs' tokenizer.")],
     contexts: Annotated[
-        str | None, typer.Option(help="Lengths with commas; by default those from 512 to 131072 that a document fills.")
+        str | None,
+        typer.Option(metavar=INTS, help="Tokens; by default powers of two from 512 to 131072 that a document fills."),
     ] = None,
-    protocol: Annotated[str, typer.Option(help="last-k, strided or non-overlapping.")] = "last-k",
+    protocol: Annotated[str, typer.Option(help="Which tokens count: last-k, strided or non-overlapping.")] = "last-k",
     last: Annotated[int, typer.Option(help="last-k: tokens scored at the end of each window.")] = 512,
     stride: Annotated[int, typer.Option(help="strided: tokens from one window to the next.")] = 512,
-    align: Annotated[int, typer.Option(help="last-k: score only what a context of this length could precede.")] = 0,
-    split: Annotated[str, typer.Option(help="Which documents.")] = "heldout",
-    stratum: Annotated[str | None, typer.Option(help="Only documents of this stratum.")] = None,
+    align: Annotated[int, typer.Option(help="last-k: score only tokens behind so many; 0 all.")] = 0,
+    split: Split = "heldout",
+    stratum: Stratum = None,
     max_windows: Annotated[int, typer.Option(help="Windows per context at most.")] = 8000,
-    seed: Annotated[int, typer.Option(help="Which windows, where there are more.")] = 0,
-    chunk: Annotated[int, typer.Option(help="Tokens at once; longer windows are read with a cache.")] = 16384,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Which windows, where there are more than --max-windows.")] = 0,
+    chunk: Chunk = 16384,
+    device: Device = "auto",
+    precision: Precision = "auto",
 ) -> None:
     """Measure trained runs at several contexts. What was measured before is not measured again."""
     from gape.cli import experiment, language  # noqa: PLC0415
@@ -77,13 +80,13 @@ def measure(
 
     corpus, voice = open_corpus(data), Voice()
     evaluation = Evaluation(
-        contexts=_contexts(contexts), protocol=protocol, last=last, stride=stride, align=align,
-        max_windows=max_windows, seed=seed, chunk=chunk,
+        contexts=() if contexts is None else numbers("contexts", contexts, int, "512,1024"), protocol=protocol,
+        last=last, stride=stride, align=align, max_windows=max_windows, seed=seed, chunk=chunk,
     )  # fmt: skip
     if contexts is None:
         evaluation = _filled(evaluation, corpus, split, stratum, voice.say)
     where = experiment.pick_device(device)
-    low = experiment.low_precision(_precision(dtype), where)
+    low = experiment.asked_precision(precision, where)
     # Every run is asked about before the first is measured.
     asked = [_asked(directory, evaluation, corpus) for directory in runs]
     with StopFlag() as stop:
@@ -144,15 +147,6 @@ def _differences(at: list[dict[int, dict[str, Any]]], where: str) -> Table:
 
 def _verdict(nll: float, separable: bool) -> str:
     return ("worse" if nll > 0 else "better") if separable else "not separable"
-
-
-def _contexts(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        return tuple(int(part.replace("_", "")) for part in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"contexts: got {text!r}, expected whole numbers with commas, such as 512,1024") from error
 
 
 def _filled(

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, Resume, run_one
+from gape.cli.lists import numbers
+from gape.cli.options import INTS, Device, Resume
+from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, run_one
 
 if TYPE_CHECKING:
     from gape.recipes import NeedleRun, Recipe
@@ -41,11 +43,11 @@ def train(
 @app.command("eval")
 def evaluate(
     runs: Annotated[list[Path], typer.Argument(help="Directories of trained runs.")],
-    factors: Annotated[str, typer.Option(help="Multiples of the training length, with commas.")] = "1,2,4,8,16",
+    factors: Annotated[str, typer.Option(metavar=INTS, help="Multiples of the training length.")] = "1,2,4,8,16",
     samples: Annotated[int, typer.Option(help="Sequences per length.")] = 1000,
     seed: Annotated[int, typer.Option(help="Which sequences.")] = 0,
     position: Annotated[str | None, typer.Option(help="Also evaluate the weights under this scheme.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Measure trained runs at several lengths. What was measured before is not measured again."""
     from gape.cli import needle  # noqa: PLC0415
@@ -105,10 +107,7 @@ def _asked(directory: Path, factors: str, samples: int, seed: int, position: str
     from gape.cli.needle import check  # noqa: PLC0415
 
     run = cast("NeedleRun", stored(directory, "niah"))
-    try:
-        multiples = tuple(int(part) for part in factors.split(","))
-    except ValueError as error:
-        raise ValueError(f"factors: got {factors!r}, expected whole numbers with commas, such as 1,2,4") from error
+    multiples = numbers("factors", factors, int, "1,2,4")
     switch = {run.model.position: position} if position and position != run.model.position else {}
     evaluation = replace(run.evaluation, factors=multiples, samples=samples, seed=seed, switch=switch)
     asked = replace(run, evaluation=evaluation)

@@ -9,8 +9,8 @@ import typer
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Runs, sweeps, or earlier reports.")],
-    out: Annotated[Path, typer.Option(help="The report's directory.")] = Path("report"),
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, sweeps, or earlier reports.")],
+    out: Annotated[Path, typer.Option(help="Directory of the report.")] = Path("report"),
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
 ) -> None:
     """Write results, tables, figures and a self-contained page from what runs left behind; nothing is run."""

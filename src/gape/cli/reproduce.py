@@ -13,14 +13,18 @@ if TYPE_CHECKING:
 
 
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="A figure; see --list.")] = None,
-    listing: Annotated[bool, typer.Option("--list", help="List the figures.")] = False,
-    results: Annotated[Path, typer.Option(help="Where committed results are.")] = Path("results"),
-    out: Annotated[Path, typer.Option(help="Where the figure goes.")] = Path("figures"),
+    name: Annotated[str | None, typer.Argument(help="Name of a figure; without one they are listed.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Only list the figures and where their results lie.")] = False,
+    results: Annotated[Path, typer.Option(help="Directory of stored results.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Directory of the figure.")] = Path("figures"),
     run: Annotated[bool, typer.Option("--run", help="Run the recipe first; days on a CPU, hours on a GPU.")] = False,
     jobs: Annotated[int, typer.Option(help="With --run: runs at once.")] = 1,
-    runs: Annotated[Path | None, typer.Option(help="With --run: where the runs go; runs/RECIPE by default.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="Draw it from the results of another recipe.")] = None,
+    runs: Annotated[
+        Path | None, typer.Option(help="With --run: directory of the runs; runs/RECIPE by default.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Draw it from the results of another recipe, such as lm/paper.")
+    ] = None,
 ) -> None:
     """Draw a figure of the paper: NAME.png, NAME.pdf and NAME.json with its numbers."""
     from dataclasses import replace  # noqa: PLC0415

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gape.cli.lists import numbers
+from gape.cli.options import INTS, NAMES, Chunk, Device, Precision
+
 if TYPE_CHECKING:
     from gape.report.results import Results
 
@@ -16,21 +19,29 @@ app = typer.Typer(help="RULER: long-context tasks.", no_args_is_help=True, rich_
 Record = dict[str, Any]
 TABLES = {"markdown": "tables.md", "latex": "tables.tex"}
 
-Names = Annotated[str | None, typer.Option(help="RULER's names with commas; all by default.")]
+Names = Annotated[str | None, typer.Option(metavar=NAMES, help="RULER's names of tasks; all by default.")]
 
 
 @app.command()
 def generate(
-    tokenizer: Annotated[str, typer.Option(help="Counts the tokens: bytes, a folder, a file or a name on the hub.")],
-    lengths: Annotated[str, typer.Option(help="Tokens of prompt and answer, with commas, from 256 up.")] = "4096,8192",
+    tokenizer: Annotated[
+        str, typer.Option(help="Counts the tokens: bytes, a directory, a file, or a name on the hub.")
+    ],
+    lengths: Annotated[
+        str, typer.Option(metavar=INTS, help="Tokens of prompt and answer together, from 256 up.")
+    ] = "4096,8192",
     tasks: Names = None,
     count: Annotated[int, typer.Option(help="Samples of each task and length.")] = 500,
     seed: Annotated[int, typer.Option(help="Which samples.")] = 0,
-    haystack: Annotated[Path | None, typer.Option(help="A text to hide needles in; else repeated sentences.")] = None,
+    haystack: Annotated[
+        Path | None, typer.Option(help="File of text to hide needles in; else repeated sentences.")
+    ] = None,
     squad: Annotated[Path | None, typer.Option(help="For qa_1: questions in SQuAD's format.")] = None,
     hotpotqa: Annotated[Path | None, typer.Option(help="For qa_2: questions in HotpotQA's format.")] = None,
-    wording: Annotated[str, typer.Option(help="own, or lm-eval for RULER's, from that package.")] = "own",
-    out: Annotated[Path, typer.Option(help="A folder; gets TASK_LENGTH.jsonl and manifest.json.")] = Path("ruler"),
+    wording: Annotated[
+        str, typer.Option(help="Of the prompts: own, or lm-eval for RULER's from that package.")
+    ] = "own",
+    out: Annotated[Path, typer.Option(help="Directory that gets TASK_LENGTH.jsonl and manifest.json.")] = Path("ruler"),
 ) -> None:
     """Make samples of exact length for a tokenizer, the same bytes for the same seed. Needs no network."""
     from gape.cli.console import Voice  # noqa: PLC0415
@@ -38,8 +49,9 @@ def generate(
     from gape.train import StopFlag  # noqa: PLC0415
 
     questions = {name: path for name, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path is not None}
+    each = tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192")))
     order = Order(
-        tokenizer=tokenizer, lengths=_numbers("lengths", lengths), tasks=_task_names(tasks), named=tasks is not None,
+        tokenizer=tokenizer, lengths=each, tasks=_task_names(tasks), named=tasks is not None,
         count=count, seed=seed, haystack=haystack, questions=questions, wording=wording,
     )  # fmt: skip
     with StopFlag() as stop:
@@ -50,37 +62,42 @@ def generate(
 @app.command("eval")
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="Runs of gape lm train, or models of transformers.")],
-    data: Annotated[list[str], typer.Option(help="Samples: a file, a folder or hf:DATASET[:CONFIG]; repeatable.")],
-    tokenizer: Annotated[str | None, typer.Option(help="That of a run; models of transformers have their own.")] = None,
+    data: Annotated[
+        list[str], typer.Option(help="Samples: a file, a directory or hf:DATASET[:CONFIG]; may be repeated.")
+    ],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer of a run; models of transformers have their own.")
+    ] = None,
     tasks: Names = None,
     task: Annotated[str | None, typer.Option(help="The task of samples that do not say it.")] = None,
     length: Annotated[int | None, typer.Option(help="The length of samples that do not say it.")] = None,
-    limit: Annotated[int | None, typer.Option(help="The first so many of each task and length.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only so many samples of each task and length.")] = None,
     template: Annotated[str, typer.Option(help="base, no-prefix, chat, or a text with {input} and {prefix}.")] = "base",
     overlength: Annotated[str, typer.Option(help="Samples too long for a model: error, skip or truncate.")] = "error",
-    max_length: Annotated[int | None, typer.Option(help="Tokens that a model may read; else what it says.")] = None,
-    generated: Annotated[bool, typer.Option("--generate/--no-generate", help="Also generate answers.")] = True,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens that a model may read; what its config says by default.")
+    ] = None,
+    generated: Annotated[
+        bool, typer.Option("--generate/--no-generate", help="Also generate answers; else only score the right ones.")
+    ] = True,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch of short samples.")] = 65536,
-    chunk: Annotated[int, typer.Option(help="Tokens at once; longer prompts are read with a cache.")] = 16384,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
+    chunk: Chunk = 16384,
+    device: Device = "auto",
+    precision: Precision = "auto",
     name: Annotated[str | None, typer.Option(help="What to call a model of transformers in tables.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where results of it go; runs/ruler/NAME by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of its results; runs/ruler/NAME by default.")] = None,
 ) -> None:
     """Score models: NLL per token of right answers, string match of generated ones. Stop and start as you like."""
     from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.cli.experiment import low_precision, pick_device  # noqa: PLC0415
+    from gape.cli.experiment import asked_precision, pick_device  # noqa: PLC0415
     from gape.cli.ruler_models import Asked, measure  # noqa: PLC0415
-    from gape.ops.checks import refuse  # noqa: PLC0415
     from gape.tasks.ruler.evaluation import Settings  # noqa: PLC0415
     from gape.tasks.ruler.prompts import check_template  # noqa: PLC0415
     from gape.tasks.ruler.sources import read  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
 
     where = pick_device(device)
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise refuse("dtype", dtype, "auto, float32 or bfloat16")
-    low = low_precision(dtype, where)
+    low = asked_precision(precision, where)
     settings = Settings(
         template=check_template(template), overlength=overlength, max_length=max_length, generate=generated,
         batch_tokens=batch_tokens, chunk=chunk, precision="bfloat16" if low else "float32",
@@ -97,12 +114,18 @@ def evaluate(
 
 @app.command()
 def table(
-    results: Annotated[list[Path], typer.Argument(help="Runs, sweeps, or folders that eval or table wrote.")],
-    ablation: Annotated[bool, typer.Option("--ablation", help="Change of NLL against the full model.")] = False,
-    full: Annotated[str, typer.Option(help="With --ablation: position, or position:variant.")] = "p-rope+gape",
-    precision: Annotated[str | None, typer.Option(help="Rows measured in float32, or in bfloat16, alone.")] = None,
+    results: Annotated[list[Path], typer.Argument(help="Directories of runs, sweeps, or what eval or table wrote.")],
+    ablation: Annotated[
+        bool, typer.Option("--ablation", help="Print the change of NLL against the full model.")
+    ] = False,
+    full: Annotated[
+        str, typer.Option(help="With --ablation, the full model: POSITION or POSITION:VARIANT.")
+    ] = "p-rope+gape",
+    precision: Annotated[str | None, typer.Option(help="Only rows measured in float32, or in bfloat16.")] = None,
     form: Annotated[str, typer.Option("--format", help="text, markdown or latex.")] = "text",
-    out: Annotated[Path | None, typer.Option(help="A folder for the rows and tables, to be read again.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the rows and tables, which table reads again.")
+    ] = None,
 ) -> None:
     """Print the paper's table from stored results: best bold, second underlined, differences on the same samples."""
     from dataclasses import replace  # noqa: PLC0415
@@ -171,12 +194,3 @@ def _task_names(text: str | None) -> tuple[str, ...]:
     from gape.tasks.ruler.tasks import TASKS, task  # noqa: PLC0415
 
     return tuple(TASKS) if text is None else tuple(dict.fromkeys(task(part.strip()).name for part in text.split(",")))
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    from gape.ops.checks import refuse  # noqa: PLC0415
-
-    try:
-        return tuple(dict.fromkeys(int(part.replace("_", "")) for part in text.split(",")))
-    except ValueError:
-        raise refuse(name, text, "whole numbers with commas, such as 4096,8192") from None

@@ -11,20 +11,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gape.cli.options import Resume
+
 if TYPE_CHECKING:
     from gape.recipes import Recipe
     from gape.train import StopFlag
 
 RUNS = Path("runs")
 
-RecipeName = Annotated[str, typer.Argument(help="A TOML file, or the name of one that ships, such as niah/paper.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the recipe's.")
+RecipeName = Annotated[
+    str, typer.Argument(help="A TOML file, or the name of one that ships, such as niah/demo or lm/toy.")
 ]
-Out = Annotated[Path | None, typer.Option(help="Where the runs go; runs/RECIPE by default.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings that win over the recipe's, such as train.max_steps=400."),
+]
+Out = Annotated[Path | None, typer.Option(help="Directory of the runs; runs/RECIPE by default.")]
 Jobs = Annotated[int, typer.Option(help="Runs at once, each in a process of its own.")]
-Resume = Annotated[str, typer.Option(help="auto goes on with what is there, never refuses it.")]
-Only = Annotated[list[str] | None, typer.Option(help="Only runs of this name or pattern, such as 'rope*'; repeatable.")]
+Only = Annotated[
+    list[str] | None, typer.Option(help="Only runs of this name or pattern, such as 'rope*'; may be repeated.")
+]
 Dry = Annotated[bool, typer.Option("--list", help="Only list the runs and what is left to do.")]
 
 

@@ -1,0 +1,20 @@
+"""Options that mean the same in every command that has them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+#: How lists show in help.
+INTS, FLOATS, NAMES = "<int,...>", "<float,...>", "<name,...>"
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
+Precision = Annotated[
+    str,
+    typer.Option("--precision", "--dtype", help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU."),
+]
+Chunk = Annotated[int, typer.Option(help="Tokens that go through the model at once; longer texts take a cache.")]
+Split = Annotated[str, typer.Option(help="Documents of the corpus: heldout or train.")]
+Stratum = Annotated[str | None, typer.Option(help="Only documents of this stratum of the corpus.")]
+Resume = Annotated[str, typer.Option(help="auto: go on with what is there. never: refuse to.")]

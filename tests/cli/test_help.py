@@ -1,0 +1,72 @@
+"""What `--help` says: every option explained, and one name means one thing everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import pytest
+import typer
+
+import gape
+from gape.cli import app
+from gape.cli.experiment import asked_precision, pick_device
+from gape.cli.lists import numbers
+from tests.cli.test_commands import gape_exits
+
+COMMAND = typer.main.get_command(app)
+
+
+def options(command: Any, path: str = "gape") -> Iterator[tuple[str, Any]]:
+    """Every argument and option of every command that is shown."""
+    for parameter in command.params:
+        if parameter.name not in ("help", "version"):
+            yield path, parameter
+    for name, below in getattr(command, "commands", {}).items():
+        if not below.hidden:
+            yield from options(below, f"{path} {name}")
+
+
+FOUND = list(options(COMMAND))
+
+
+def test_everything_is_explained() -> None:
+    assert len(FOUND) > 150
+    assert [f"{path} {parameter.name}" for path, parameter in FOUND if not parameter.help] == []
+    listed = COMMAND.get_help(click.Context(COMMAND, info_name="gape"))
+    assert "..." not in listed.split("Commands:")[1], "a text in the list of commands is cut off"
+
+
+def test_a_name_means_the_same_everywhere() -> None:
+    devices = {parameter.help for _, parameter in FOUND if parameter.name == "device"}
+    assert devices == {"cpu, cuda, or auto: a GPU where there is one."}
+    assert {parameter.default for _, parameter in FOUND if parameter.name == "device"} == {"auto"}
+    computing = [parameter for path, parameter in FOUND if parameter.name == "precision" and "table" not in path]
+    assert len(computing) == 6
+    assert all(parameter.opts == ["--precision", "--dtype"] for parameter in computing)
+    lists = [parameter for _, parameter in FOUND if parameter.name in ("lengths", "contexts", "factors", "eps", "impl")]
+    assert {p.metavar for p in lists if p.default is None or "," in str(p.default)} <= {
+        "<int,...>", "<float,...>", "<name,...>"
+    }  # fmt: skip
+
+
+def test_numbers_with_commas() -> None:
+    assert numbers("lengths", "4_096, 8192", int, "1,2") == (4096, 8192)
+    assert numbers("eps", "1e-3,2", float, "1e-3") == (1e-3, 2.0)
+    for text in ("4k", "", "1,,2", "1.5"):
+        with pytest.raises(ValueError, match=rf"^lengths: got '{text}', expected whole numbers with commas, such as 1"):
+            numbers("lengths", text, int, "1,2")
+    with pytest.raises(ValueError, match=r"^eps: got 'x', expected numbers with commas, such as 1e-3"):
+        numbers("eps", "x", float, "1e-3")
+
+
+def test_a_precision_that_is_none_is_refused() -> None:
+    assert not asked_precision("auto", pick_device("cpu"))
+    with pytest.raises(ValueError, match=r"^precision: got str 'half', expected auto, float32 or bfloat16"):
+        asked_precision("half", pick_device("cpu"))
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gape_exits("--version") == 0
+    assert capsys.readouterr().out == f"{gape.__version__}\n"
