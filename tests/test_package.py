@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,19 +113,50 @@ def test_readme_costs_are_the_stored_ones() -> None:
 
 
 def test_landmark_figures_are_the_stored_ones() -> None:
-    """The page's table: variants in the order told, the first layer's two heads, far needle."""
+    """The page's table: variants in the order told, means over seeds, the first layer's two heads, far needle."""
     stored = ROOT / "results" / "niah" / "landmarks"
-    found = {r["variant"]: r for r in read_lines(stored / "analysis.jsonl") if r["target"] == "first"}
-    right = {
-        r["variant"]: r for r in read_lines(stored / "results.jsonl") if (r["target"], r["factor"]) == ("first", 1)
-    }
+    kinds = ("digit", "filler", "key", "equals")
+    landmarks: dict[tuple[str, str], list[Any]] = {}
+    right: dict[tuple[str, str], list[float]] = {}
+    for r in read_lines(stored / "analysis.jsonl"):
+        if r["target"] == "first":
+            means = [np.mean(r["gates"]["landmark"][kind], axis=0)[0] for kind in kinds]
+            landmarks.setdefault((r["variant"], r["position"]), []).append(means)
+    for r in read_lines(stored / "results.jsonl"):
+        if (r["target"], r["factor"]) == ("first", 1):
+            right.setdefault((r["variant"], r["position"]), []).append(r["accuracy"])
     page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
-    table = page.split("| | digits | fillers |")[1].split("\n\n")[0]
-    shown = list(map(cells, table.splitlines()[2:]))
-    for name, row in zip(("plain", "long", "fast-gates", "floor", "l1-0.01", "l1-0.1"), shown, strict=True):
-        kinds = [np.mean(found[name]["gates"]["landmark"][k], axis=0)[0] for k in ("digit", "filler", "key", "equals")]
-        assert row[1:5] == [f"{one:.2f}, {other:.2f}" for one, other in kinds], name
-        assert row[5] == f"{right[name]['accuracy']:.2f}", name
+    shown = list(map(cells, page.split("| | digits | fillers |")[1].split("\n\n")[0].splitlines()[2:]))
+    rotated = [(name, "p-rope+gape") for name in ("plain", "long", "fast-gates", "floor", "l1-0.01", "l1-0.1")]
+    for case, row in zip([*rotated, ("plain", "nope+gape"), ("l1-0.01", "nope+gape")], shown, strict=True):
+        heads = np.mean(landmarks[case], axis=0)
+        assert row[1:5] == [f"{one:.2f}, {other:.2f}" for one, other in heads], case
+        assert row[5] == f"{np.mean(right[case]):.2f}", case
+        assert ("3 seeds" in row[0]) == (len(landmarks[case]) == 3), case
+
+
+def test_middle_needle_figures_are_the_stored_ones() -> None:
+    stored = (ROOT / "results" / "niah" / "paper" / "tables.md").read_text(encoding="utf-8")
+    table = {c[0]: c for c in map(cells, stored.split("**Accuracy")[3].splitlines()) if len(c) == 7}
+    page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    shown = list(map(cells, page.split("| | 1× | 2× | 4× | 16× |")[1].split("\n\n")[0].splitlines()[2:]))
+    assert len(shown) == 10
+    for scheme, *figures in shown:
+        assert figures == [table[scheme][column] for column in (2, 3, 4, 6)], scheme
+
+
+def test_precision_figures_are_the_stored_ones() -> None:
+    rows = [
+        r
+        for r in read_lines(ROOT / "results" / "niah" / "precision" / "results.jsonl")
+        if (r["position"], r["target"]) == ("nope+gape", "last")
+    ]
+    page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    shown = list(map(cells, page.split("| NoPE+GAPE, last needle |")[1].split("\n\n")[0].splitlines()[2:]))
+    for impl, row in zip(("rank2", "split"), shown, strict=True):
+        found = {(r["factor"], r["seed"]): r["accuracy"] for r in rows if r["variant"] == impl}
+        wanted = [", ".join(f"{found[factor, seed]:.2f}" for seed in range(3)) for factor in (1, 2, 4, 8, 16)]
+        assert row[1:] == wanted, impl
 
 
 def test_no_parameter_is_named_after_letters_that_loaders_rename() -> None:
