@@ -26,7 +26,7 @@ begin() {
     told="--position $2 --context-length $length"
     # Gates alone leave the model's own rotation in place; YaRN stretches the context the model was made for.
     [ "$2" = rope+gape ] && told="--context-length $length"
-    [ "$2" = yarn ] && told="--position yarn --context-length $native --option factor=$((far / native))"
+    [ "${2%+gape}" = yarn ] && told="--position $2 --context-length $native --option factor=$((far / native))"
     [ "$floor" != "$1" ] && told="$told --gate gate_floor=$floor"
     [ -e "$place/config.json" ] || $gape hf inject "$model" $told --start paper --out "$place" >&2
     echo "$place"

@@ -159,6 +159,16 @@ def test_precision_figures_are_the_stored_ones() -> None:
         assert row[1:] == wanted, impl
 
 
+def test_retrofit_figures_are_the_stored_ones() -> None:
+    stored = (ROOT / "results" / "hf" / "smollm2" / "tables.md").read_text(encoding="utf-8").split("\n\n")[1]
+    table = {c[0]: c for c in map(cells, stored.splitlines())}
+    page = (ROOT / "docs" / "hf.md").read_text(encoding="utf-8")
+    shown = map(cells, page.split("| context | 1,024 | 8,192 |")[1].split("\n\n")[0].splitlines()[2:])
+    names = ("RoPE (not fine-tuned)", "RoPE", "RoPE+GAPE", "RoPE+GAPE (floor4)", "p-RoPE", "YaRN")
+    for name, (_, *figures) in zip(names, shown, strict=True):
+        assert figures == [table[name][column].strip("*") for column in (2, 5, 6, 7, 8)], name
+
+
 def test_no_parameter_is_named_after_letters_that_loaders_rename() -> None:
     sizes = {"n_embd": 64, "n_heads": 4, "context_length": 16}
     for position in gape.positions.available():
