@@ -22,8 +22,8 @@ UNTRAINED = "not fine-tuned"
 #: Commands that make the results of the figure.
 MADE_BY = (
     "gape hf import FILE --out models/smollm2, gape data prepare BOOKS --heldout HELDOUT --strata 66000 --excerpts "
-    "--tokenizer models/smollm2 --out DATA and bash examples/extend.sh models/smollm2 DATA runs/hf/smollm2, then gape report runs/hf/smollm2 "
-    "models/smollm2 --out results/hf/smollm2"
+    "--tokenizer models/smollm2 --out DATA and bash examples/extend.sh models/smollm2 DATA runs/hf/smollm2, then "
+    "gape report runs/hf/smollm2 models/smollm2 --out results/hf/smollm2"
 )
 
 
