@@ -1,9 +1,11 @@
 """A few new tokens against a long cache: time, and the share of the memory's speed that is reached.
 
 The cache is read once, so its bytes over the time is the bandwidth; a plain copy of a large buffer, timed in the same
-process, is what it stands beside. Queries are the last tokens of the cache.
+process, is what it stands beside. Bytes that a candidate leaves unread count as if it had read them. Queries are the
+last tokens of the cache.
 
     decode           the decode kernel: plain keys and a landmark per key
+    decode-open      the same with gates of zero, under which no key is forgotten and every value has to be read
     split, triton    the operator as for many queries
     carried          keys that carry the bias in six of their coordinates, as the models keep them: a pass over the
                      query, and scaled_dot_product_attention over a cache of the same bytes
@@ -47,6 +49,10 @@ def _decode(arguments: Arguments) -> Work:
     from gape.ops.triton import decode  # noqa: PLC0415
 
     return Work(leaves=arguments, forward=lambda leaves: decode.run(problem(leaves)))
+
+
+def _open(arguments: Arguments) -> Work:
+    return _decode(arguments | {"gate": torch.zeros_like(arguments["gate"])})
 
 
 def _operator(impl: str) -> Callable[[Arguments], Work]:
@@ -127,13 +133,14 @@ CANDIDATES: dict[str, Callable[[Arguments], Work]] = {
     "carried-graph": _captured(_carried),
     "decode": _decode,
     "decode-graph": _captured(_decode),
+    "decode-open": _open,
     "split": _operator("split"),
     "triton": _operator("triton"),
 }
 DEFAULT = tuple(CANDIDATES)
 
 #: Candidates that read a landmark per key beside the keys.
-READS_LANDMARKS = ("decode", "decode-graph", "split", "triton")
+READS_LANDMARKS = ("decode", "decode-graph", "decode-open", "split", "triton")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +210,6 @@ def _one(
 
 
 def cache_bytes(arguments: Arguments, *, landmarks: bool) -> int:
-    """Bytes that have to be read: keys, values, and the landmarks where they lie beside the keys."""
+    """Bytes of the cache: keys, values, and the landmarks where they lie beside the keys."""
     read = [arguments[name] for name in (("k", "v", "landmark") if landmarks else ("k", "v"))]
     return sum(x.numel() * x.element_size() for x in read)

@@ -14,7 +14,7 @@ TESTS = {
         "tests/ops/test_agreement.py", "tests/ops/test_triton.py", "tests/ops/test_skipping.py",
         "tests/ops/test_flex.py",
     ),
-    "decode": ("tests/ops/test_decode.py",),
+    "decode": ("tests/ops/test_decode.py", "tests/ops/test_decode_lone.py"),
     "prologue": ("tests/ops/test_prologue.py",),
     "precision": ("tests/ops/test_agreement.py", "tests/ops/test_precision.py"),
 }  # fmt: skip
