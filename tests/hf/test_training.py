@@ -42,10 +42,11 @@ def test_a_cache_does_not_round_the_gradients_of_gates_that_learn_alone():
 
 @pytest.mark.parametrize("arguments", [{}, {"position": "yarn"}, {"position": "p-rope+gape"}])
 def test_windows_that_are_read_at_once_take_no_mask_tensor(arguments, monkeypatch):
-    from gape.hf import wrap
+    from gape.hf.wrap import Injected
 
-    seen, own = [], wrap.attend
-    monkeypatch.setattr(wrap, "attend", lambda *args, **told: seen.append(told["mask"]) or own(*args, **told))
+    seen, own = [], Injected.gape_attend
+    told = staticmethod(lambda *args, **given: seen.append(given["mask"]) or own(*args, **given))
+    monkeypatch.setattr(Injected, "gape_attend", told)
     model = gape.hf.LanguageModel(gape.hf.inject(tiny("llama"), context_length=16, **arguments))
     ids = tokens(2, 25)
     for training in (True, False):

@@ -103,6 +103,7 @@ def test_what_cannot_be_is_refused(changed: dict[str, object], given: dict[str, 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_long_text_is_read_alike_on_a_gpu(tiles: list[float]) -> None:
     """As it is measured: bfloat16, whole and in chunks, with both kinds of cache."""
     device = torch.device("cuda")

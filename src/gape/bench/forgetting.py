@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -23,13 +24,54 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gape.analysis.tap import attended
 from gape.bench.timing import measured
-from gape.models.cache import ForgettingCache, ModelCache
+from gape.models.cache import ForgettingCache
 from gape.models.gpt import GPT
 from gape.models.skipping import skipping
 from gape.ops import gated_attention
+from gape.ops.checks import refuse
 from gape.ops.problem import Problem
 
+if TYPE_CHECKING:
+    from gape.hf import LanguageModel
+
 Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A language model as it is measured: a GPT of ours, or one of transformers behind the same interface.
+
+    Attributes:
+        model: in eval mode.
+        impl: the implementation that its attention runs dense.
+        attended: ids (B, N) → what each layer with gates attends with.
+        forgetting_cache: called as :class:`gape.models.cache.ForgettingCache` is, without the model.
+        check: refuses, with a ValueError, a model that cannot be measured on texts of so many tokens.
+    """
+
+    model: GPT | LanguageModel
+    impl: str
+    attended: Callable[[Tensor], list[Problem]]
+    forgetting_cache: Callable[..., Any]
+    check: Callable[[int], None]
+
+
+def subject(model: GPT) -> Subject:
+    """A GPT as it is measured."""
+    width = next(model.blocks()).attention.head_dim
+
+    def problems(ids: Tensor) -> list[Problem]:
+        found = (layer.problem(0, layer.seen.n_q) for layer in attended(model, ids, logits_to_keep=1))
+        return [replace(problem, v=problem.k.new_empty(*problem.k.shape[:3], width)) for problem in found]
+
+    def check(longest: int) -> None:
+        if next(model.gates(), None) is None:
+            raise refuse("run", model.config.position, "a scheme with gates, which alone forgets")
+
+    return Subject(
+        model=model, impl=model.config.impl, attended=problems, check=check,
+        forgetting_cache=partial(ForgettingCache, model),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +86,15 @@ class Clock:
         return measured(torch.no_grad()(work), device, seconds=self.seconds, least=self.least).ms
 
 
-def layers(model: GPT, ids: Tensor, dtype: torch.dtype) -> list[Problem]:
-    """What each layer attends with, in `dtype`, when the model reads ids (B, N).
+def layers(of: Subject, ids: Tensor, dtype: torch.dtype) -> list[Problem]:
+    """What each layer with gates attends with, in `dtype`, when a model reads ids (B, N).
 
     Values are drawn: no time and no tile depends on them.
     """
-    width = next(model.blocks()).attention.head_dim
-    made = []
-    for found in attended(model, ids, logits_to_keep=1):
-        problem = found.problem(0, found.seen.n_q)
-        v = torch.randn(*problem.k.shape[:3], width, dtype=dtype, device=ids.device)
-        made.append(replace(problem, q=problem.q.to(dtype), k=problem.k.to(dtype), v=v))
-    return made
+    return [
+        replace(problem, q=problem.q.to(dtype), k=problem.k.to(dtype), v=torch.randn_like(problem.v, dtype=dtype))
+        for problem in of.attended(ids)
+    ]
 
 
 def tiles(problems: Sequence[Problem], eps: float, impl: str) -> list[list[float]]:
@@ -110,7 +149,7 @@ def _plain(problem: Problem) -> Callable[[], Tensor]:
     return run
 
 
-def prefill_ms(model: GPT, ids: Tensor, eps: float, impl: str, clock: Clock) -> float:
+def prefill_ms(model: GPT | LanguageModel, ids: Tensor, eps: float, impl: str, clock: Clock) -> float:
     """Milliseconds in which the whole model reads ids (B, N) and says what follows; eps 0 is the dense model."""
     with skipping(model, eps, impl=impl):
         return clock.ms(lambda: model(ids, logits_to_keep=1), ids.device)
@@ -118,13 +157,14 @@ def prefill_ms(model: GPT, ids: Tensor, eps: float, impl: str, clock: Clock) -> 
 
 @torch.no_grad()
 def decode(
-    model: GPT, cache: ModelCache, ids: Tensor, tokens: int, chunk: int, check: Callable[[], None] = lambda: None
-) -> Record:
+    model: GPT | LanguageModel, cache: Any, ids: Tensor, tokens: int, chunk: int,
+    check: Callable[[], None] = lambda: None,
+) -> Record:  # fmt: skip
     """Read a prompt into a cache, then single tokens, and time those by the clock on the wall.
 
     Args:
         model: in eval mode.
-        cache: an empty one.
+        cache: an empty one of the model's.
         ids: (B, N): what is read; its last `tokens` come one by one.
         tokens: at least 2.
         chunk: tokens of the prompt at once.
@@ -132,7 +172,7 @@ def decode(
 
     Returns:
         `first_ms` of the first token, in which a forgetting cache looks through its keys; `ms` of the others, a
-        median; `tokens_per_second` of the batch; `bytes` that the cache holds after them, `kept` by layer and key head.
+        median; `tokens_per_second` of the batch; `bytes` that the cache holds after them.
     """
     prompt, rest = ids[:, :-tokens], ids[:, -tokens:]
     for part in torch.split(prompt, chunk, dim=1):
@@ -147,12 +187,7 @@ def decode(
         times.append(1000 * (time.perf_counter() - begin))
     check()
     ms = median(times[1:])
-    found: Record = {
-        "first_ms": times[0], "ms": ms, "tokens_per_second": ids.size(0) * 1000 / ms, "bytes": cache.nbytes,
-    }  # fmt: skip
-    if isinstance(cache, ForgettingCache):
-        found |= {"kept": cache.kept, "beyond": cache.beyond}
-    return found
+    return {"first_ms": times[0], "ms": ms, "tokens_per_second": ids.size(0) * 1000 / ms, "bytes": cache.nbytes}
 
 
 def _wait(device: torch.device) -> None:

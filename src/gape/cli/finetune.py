@@ -220,7 +220,8 @@ def described(config: Any, name: str) -> dict[str, Any]:
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = str(rotary.get("rope_type") or rotary.get("type") or "default")
     own = "learned" if config.model_type.endswith("gpt2") else _NAMES.get(kind, kind)
-    position = told.get("position") or (f"{own}+gape" if told else own)
+    # A GPT of ours says it as one of its sizes.
+    position = told.get("position") or getattr(config, "position", None) or (f"{own}+gape" if told else own)
     kept = {key: told[key] for key in ("context_length", "start", "gates", "options", "layers") if told.get(key)}
     base, native = getattr(config, "gape_from", base_of(name)), getattr(config, "max_position_embeddings", None)
     return {"base": base, "position": position, "native": native, **kept}

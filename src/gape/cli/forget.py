@@ -1,7 +1,8 @@
-"""`gape forget`: what a trained run gains by forgetting, and what it loses."""
+"""`gape forget`: what a trained model gains by forgetting, and what it loses."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,17 +19,20 @@ if TYPE_CHECKING:
     from gape.cli.forget_bench import Asked, Bench
     from gape.train import StopFlag
 
-app = typer.Typer(help="Forgetting, measured on trained runs.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Forgetting, measured on trained models.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
 def _group() -> None:
-    """Forgetting, measured on trained runs."""
+    """Forgetting, measured on trained models."""
 
 
 @app.command()
 def measure(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of trained runs of gape lm or gape niah.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Runs of gape lm, gape niah or gape hf finetune, or directories of models with gates."),
+    ],
     data: Annotated[Path | None, typer.Option(help="A corpus of the runs' tokenizer, for language models.")] = None,
     measures: Annotated[
         str | None,
@@ -59,7 +63,7 @@ def measure(
     device: Device = "auto",
     precision: Precision = "auto",
 ) -> None:
-    """Measure runs dense, skipping and forgetting: forgetting.jsonl in each. What is there is not measured again."""
+    """Measure models dense, skipping and forgetting: forgetting.jsonl in each. What is there is not measured again."""
     from gape.cli.forget_bench import Asked  # noqa: PLC0415
     from gape.report.forgetting import tables  # noqa: PLC0415
 
@@ -84,11 +88,12 @@ def _measured(
 
     from gape.cli.console import Voice  # noqa: PLC0415
     from gape.cli.experiment import asked_precision, pick_device  # noqa: PLC0415
+    from gape.cli.forget_open import corpus  # noqa: PLC0415
     from gape.cli.forget_run import MEASURES, check  # noqa: PLC0415
     from gape.train import StopFlag, guards  # noqa: PLC0415
 
     voice, where, rows = Voice(), pick_device(device), []
-    low, reader = asked_precision(precision, where), _reader(runs, data)
+    low, reader = asked_precision(precision, where), corpus(runs, data)
     with StopFlag() as stop:
         for directory in runs:
             check(_bench(directory, reader, asked, torch.device("cpu"), low, stop, lambda _: None), measures)
@@ -101,40 +106,16 @@ def _measured(
     return rows
 
 
-def _reader(runs: list[Path], data: Path | None) -> Reader | None:
-    """The corpus that language models among the runs read.
-
-    Raises:
-        ValueError: a directory without a run, or no corpus for a language model.
-    """
-    from gape.analysis.passages import Reader  # noqa: PLC0415
-    from gape.recipes import Run  # noqa: PLC0415
-    from gape.train.log import read_object  # noqa: PLC0415
-
-    for directory in runs:
-        settings = read_object(directory / "run.json")
-        if not settings:
-            raise ValueError(f"run: got {str(directory)!r}, expected a directory that gape lm or gape niah train made")
-        if Run.from_dict(settings).kind == "lm" and data is None:
-            raise ValueError(f"data: got nothing, expected --data CORPUS for the language model in {directory}")
-    if data is None:
-        return None
-    if not data.is_dir():
-        raise ValueError(f"data: got {str(data)!r}, expected a corpus that gape data prepare wrote")
-    return Reader(data)
-
-
 def _bench(
     directory: Path, reader: Reader | None, asked: Asked, device: torch.device, low: bool, stop: StopFlag, say: Say
 ) -> Bench:
-    from gape.analysis.runs import open_run  # noqa: PLC0415
     from gape.cli.forget_bench import Bench  # noqa: PLC0415
-    from gape.recipes import Run  # noqa: PLC0415
-    from gape.train.log import read_object  # noqa: PLC0415
+    from gape.cli.forget_open import opened  # noqa: PLC0415
 
-    run = Run.from_dict(read_object(directory / "run.json"))
-    trained = open_run(directory, device, say)
-    own = reader if run.kind == "lm" else None
-    if own is not None:
-        trained.accept(own.tokenizer)
-    return Bench(trained=trained, run=run, asked=asked, reader=own, low=low, stop=stop, say=say)
+    trained, subject, run = opened(directory, device, say)
+    made = Bench(trained=trained, subject=subject, run=run, asked=asked, reader=reader, low=low, stop=stop, say=say)
+    if made.kind != "lm":
+        return replace(made, reader=None)
+    assert reader is not None
+    trained.accept(reader.tokenizer)
+    return made

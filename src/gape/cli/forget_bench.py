@@ -1,4 +1,4 @@
-"""A trained run on the bench: its text, the ways it can be run, and rows that are kept one by one.
+"""A trained model on the bench: its text, the ways it can be run, and rows that are kept one by one.
 
 Every row says what it is of (`kind`), how the model ran (`how`: dense, skipping or forgetting) and with which eps. It
 is on the disk before the next measurement begins, and what was measured as asked is not measured again.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from gape.analysis.runs import Trained
 from gape.bench import forgetting
 from gape.bench.rows import stamp
 from gape.cli.experiment import Record, Say, answers
-from gape.models.cache import BOUNDS, ForgettingCache, ModelCache
+from gape.models.cache import BOUNDS
 from gape.models.gpt import GPT
 from gape.models.skipping import IMPLS, skipping
 from gape.ops import dispatch
@@ -31,6 +31,9 @@ from gape.recipes import NeedleRun, Run
 from gape.report.results import read_lines
 from gape.tasks import niah
 from gape.train import StopFlag, log
+
+if TYPE_CHECKING:
+    from gape.hf import LanguageModel
 
 ROWS = "forgetting.jsonl"
 
@@ -107,11 +110,12 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A run on the bench.
+    """A model on the bench.
 
     Attributes:
-        trained: the run, its model in eval mode.
-        run: its settings.
+        trained: where it lies, what names it, and its tokenizer.
+        subject: the model as it is measured.
+        run: its settings; None for a model of transformers.
         asked: what is to be measured.
         reader: a corpus, for a language model.
         low: whether it runs in bfloat16.
@@ -120,7 +124,8 @@ class Bench:
     """
 
     trained: Trained
-    run: Run
+    subject: forgetting.Subject
+    run: Run | None
     asked: Asked
     reader: Reader | None
     low: bool
@@ -129,14 +134,19 @@ class Bench:
     _refused: dict[str, str | None] = field(default_factory=dict)
 
     @property
-    def model(self) -> GPT:
+    def kind(self) -> str:
+        """Whether it is a language model, "lm", or one of the needle task, "niah"."""
+        return "lm" if self.run is None else self.run.kind
+
+    @property
+    def model(self) -> GPT | LanguageModel:
         """The model."""
-        return self.trained.model
+        return self.subject.model
 
     @property
     def device(self) -> torch.device:
         """Where it is."""
-        return self.model.embedding.weight.device
+        return next(self.model.parameters()).device
 
     @property
     def lengths(self) -> list[int]:
@@ -169,7 +179,7 @@ class Bench:
         """What each layer attends with on a text of `length`."""
         dtype = torch.bfloat16 if self.low else torch.float32
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.low):
-            return forgetting.layers(self.model, self.text(length, 1), dtype)
+            return forgetting.layers(self.subject, self.text(length, 1), dtype)
 
     def able(self, impl: str) -> bool:
         """Whether an implementation can run here; why not is said once."""
@@ -180,10 +190,11 @@ class Bench:
         return self._refused[impl] is None
 
     def rows(self) -> list[Record]:
-        """All rows of the run's weights that were kept so far."""
+        """All rows of the weights that were kept so far."""
         path = self.trained.directory / ROWS
-        step = self.trained.identity["step"]
-        return [row for row in (read_lines(path) if path.is_file() else []) if row.get("step") == step]
+        own = [self.trained.identity.get(key) for key in ("step", "weights")]
+        stored = read_lines(path) if path.is_file() else []
+        return [row for row in stored if [row.get(key) for key in ("step", "weights")] == own]
 
     def missing(self, about: Record) -> bool:
         """Whether no row answers what a measurement is told by."""
@@ -201,13 +212,13 @@ class Bench:
         log.append(self.trained.directory / ROWS, self.shared | about | found | made_by)
         self.say(f"{self.trained.identity['run']}: {setting(about)}: {told(found)}")
 
-    def caches(self, capacity: int) -> Iterator[tuple[Record, Callable[[], ModelCache]]]:
+    def caches(self, capacity: int) -> Iterator[tuple[Record, Callable[[], Any]]]:
         """The full cache, then forgetting ones, those that the model's floors allow."""
         yield {"how": "dense", "eps": 0.0, "bounds": None}, partial(self.model.new_cache, capacity)
         for bounds in self.asked.bounds:
             for eps in self.asked.eps:
                 # Heads without a floor keep all their keys.
-                make = partial(ForgettingCache, self.model, eps=eps, bounds=bounds, partial=True)
+                make = partial(self.subject.forgetting_cache, eps=eps, bounds=bounds, partial=True)
                 try:
                     make()
                 except ValueError as error:
@@ -218,7 +229,7 @@ class Bench:
     def ways(self, length: int) -> Iterator[Way]:
         """The ways to read a text of `length`: dense, skipping, and through forgetting caches."""
         asked, model = self.asked, self.model
-        yield Way(told={"how": "dense", "impl": model.config.impl, "eps": 0.0, "chunk": asked.chunk}, reader=model)
+        yield Way(told={"how": "dense", "impl": self.subject.impl, "eps": 0.0, "chunk": asked.chunk}, reader=model)
         for eps in asked.eps if self.able(asked.impl) else ():
             told = {"how": "skipping", "impl": asked.impl, "eps": eps, "chunk": asked.chunk}
             yield Way(told=told, reader=model, context=partial(skipping, model, eps, impl=asked.impl))
@@ -232,11 +243,11 @@ class Bench:
 class _Forgetful:
     """A model that reads through forgetting caches, in chunks: as much of a GPT as perplexity and needles need."""
 
-    def __init__(self, model: GPT, make_cache: Callable[[], ModelCache], chunk: int) -> None:
+    def __init__(self, model: GPT | LanguageModel, make_cache: Callable[[], Any], chunk: int) -> None:
         self._model, self._make_cache, self._chunk = model, make_cache, chunk
         self.hidden, self.token_losses, self.parameters = model.hidden, model.token_losses, model.parameters
 
-    def new_cache(self, capacity: int = 0) -> ModelCache:
+    def new_cache(self, capacity: int = 0) -> Any:
         """A forgetting cache, whatever room is asked for."""
         return self._make_cache()
 

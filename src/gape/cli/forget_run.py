@@ -1,4 +1,4 @@
-"""What forgetting does to a trained run: tiles, time of prefill, decoding, perplexity and needles.
+"""What forgetting does to a trained model: tiles, time of prefill, decoding, perplexity and needles.
 
 :mod:`gape.cli.forget_bench` keeps the rows.
 """
@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import cast
+from functools import cache as kept_once
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from gape.bench import forgetting
 from gape.cli.console import Board, Voice
 from gape.cli.experiment import Record
 from gape.cli.forget_bench import Bench, Way, setting
-from gape.models.cache import ModelCache
 from gape.models.gpt import GPT
 from gape.ops.checks import refuse
 from gape.ops.problem import Problem
@@ -25,25 +25,25 @@ from gape.tasks import measured, niah, perplexity
 
 #: What is measured of a run of each kind unless asked otherwise.
 DEFAULT = {"lm": ("tiles", "prefill", "decode", "perplexity"), "niah": ("tiles", "needle")}
+WHAT = {"lm": "a language model", "niah": "a run of the needle task"}
 #: Measures of one kind of run only.
 ONLY = {"perplexity": "lm", "needle": "niah"}
 
 
 def check(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
-    """The measures of a run, if they can be made.
+    """The measures of a model, if they can be made.
 
     Raises:
-        ValueError: the model has no gates, a measure is unknown or not one for the run's kind, or no text is as long
-            as asked.
+        ValueError: the model has no gates, or none that can be measured at these lengths, a measure is unknown or not
+            one for its kind, or no text is as long as asked.
     """
-    if next(bench.model.gates(), None) is None:
-        raise refuse("run", bench.trained.identity["position"], "a scheme with gates, which alone forgets")
-    chosen = tuple(measures or DEFAULT[bench.run.kind])
+    chosen = tuple(measures or DEFAULT[bench.kind])
     for name in chosen:
         if name not in MEASURES:
             raise refuse("measure", name, f"some of {', '.join(MEASURES)}")
-        if ONLY.get(name, bench.run.kind) != bench.run.kind:
-            raise refuse("measure", name, f"others for a run of gape {bench.run.kind} train")
+        if ONLY.get(name, bench.kind) != bench.kind:
+            raise refuse("measure", name, f"others for {WHAT[bench.kind]}")
+    bench.subject.check(max(bench.lengths) + ("decode" in chosen) * bench.asked.tokens)
     for length in bench.lengths:
         bench.text(length, 1)
         if "decode" in chosen:
@@ -55,7 +55,7 @@ def tiles(bench: Bench) -> None:
     """Tiles looked at, by layer and head."""
     impl = bench.asked.impl
     for length in bench.lengths if bench.able(impl) else ():
-        layers = cache(partial(bench.layers, length))
+        layers = kept_once(partial(bench.layers, length))
         for eps in bench.asked.eps:
             about = {"kind": "tiles", "length": length, "how": "skipping", "impl": impl, "eps": eps}
 
@@ -76,7 +76,7 @@ def prefill(bench: Bench) -> None:
 
 def _attention(bench: Bench, length: int) -> None:
     impl, clock = bench.asked.impl, _clock(bench)
-    layers = cache(partial(bench.layers, length))
+    layers = kept_once(partial(bench.layers, length))
     ways = [("cudnn", 0.0), ("split", 0.0)]
     if bench.able(impl):
         ways += [(impl, eps) for eps in (0.0, *bench.asked.eps)]
@@ -98,7 +98,7 @@ def _whole_model(bench: Bench, length: int) -> None:
         def make(eps: float = eps) -> Record:
             return {"ms": forgetting.prefill_ms(bench.model, bench.text(length, 1), eps, impl, clock)}
 
-        about |= {"impl": impl if eps else bench.model.config.impl, "eps": eps}
+        about |= {"impl": impl if eps else bench.subject.impl, "eps": eps}
         bench.once(about, make, lambda row: f"{row['ms']:.3f} ms")
 
 
@@ -113,14 +113,15 @@ def decode(bench: Bench) -> None:
         for told, new_cache in bench.caches(length + tokens):
             for batch in bench.asked.batches:
                 about = {"kind": "decode", "length": length, "batch": batch, "tokens": tokens, **told}
-                make = partial(_decoded, bench, new_cache, length, batch)
+                make = partial(_decoded, bench, new_cache, told["how"], length, batch)
                 bench.once(about, make, _speed)
 
 
-def _decoded(bench: Bench, new_cache: Callable[[], ModelCache], length: int, batch: int) -> Record:
-    ids = bench.text(length + bench.asked.tokens, batch)
+def _decoded(bench: Bench, new_cache: Callable[[], Any], how: str, length: int, batch: int) -> Record:
+    ids, cache = bench.text(length + bench.asked.tokens, batch), new_cache()
     chunk = max(1, bench.asked.chunk // batch)
-    return forgetting.decode(bench.model, new_cache(), ids, bench.asked.tokens, chunk, bench.stop.check)
+    found = forgetting.decode(bench.model, cache, ids, bench.asked.tokens, chunk, bench.stop.check)
+    return found | ({"kept": cache.kept, "beyond": cache.beyond} if how == "forgetting" else {})
 
 
 def _speed(row: Record) -> str:

@@ -89,7 +89,7 @@ def _measured(directory: Path, asked: Asked, attention: str | None, stop: StopFl
     """A row of the table."""
     with guards.alone(directory, "measured"):
         reader, cells, voice = None, [str(directory)], Voice()
-        about = asked.question() | {"weights": _digest(_weights(directory)), "attention": attention}
+        about = asked.question() | {"weights": digest(weights_of(directory)), "attention": attention}
         stored = read_lines(directory / ROWS) if (directory / ROWS).is_file() else []
         for plan in asked.plans:
             wanted = about | {"plan": plan.identity()} | plan.protocol.settings()
@@ -117,7 +117,7 @@ def _score(
             reader, asked.corpus, plan, store=store, of=repr(sorted(about.items(), key=str)),  # type: ignore[arg-type]
             chunk=asked.evaluation.chunk, check=stop.check,
         )  # fmt: skip
-    about = _identity(directory, reader.config) | about
+    about = identity(directory, reader.config) | about
     rows = [about | row for row in measured.rows(plan, scored, asked.evaluation.seed)]
     if not (directory / MANIFEST).is_file():
         more = {"precision": about["precision"], "transformers": version("transformers")}
@@ -128,7 +128,7 @@ def _score(
     return rows
 
 
-def _identity(directory: Path, config: Any) -> Record:
+def identity(directory: Path, config: Any) -> Record:
     """What names a run, or a model that none of ours trained, in rows."""
     run, told = read_object(directory / RUN), described(config, str(directory))
     known = {"position": told["position"], "native": told["native"]}
@@ -142,7 +142,7 @@ def _identity(directory: Path, config: Any) -> Record:
 
 def _reader(directory: Path, asked: Asked, attention: str | None) -> gape.hf.LanguageModel:
     """A model that can read every context that is asked for."""
-    model = load(str(_home(directory)), attention)
+    model = load(str(model_home(directory)), attention)
     for plan in asked.plans:
         refuse_length(model, plan.protocol.context)
     return gape.hf.LanguageModel(model.to(asked.device).eval())
@@ -150,26 +150,37 @@ def _reader(directory: Path, asked: Asked, attention: str | None) -> gape.hf.Lan
 
 def _refuse(directory: Path, corpus: Corpus) -> None:
     """Refuse what is no model, and a run of another tokenizer."""
-    _weights(directory)
-    known = read_object(directory / "config.json").get("extra", {}).get("tokenizer")
-    if known is not None and known.get("sha256") != corpus.tokenizer.get("sha256"):
+    weights_of(directory)
+    known = tokenizer_of(directory)
+    if known and known.get("sha256") != corpus.tokenizer.get("sha256"):
         wanted = f"a corpus of {known.get('name')}, the tokenizer that {directory} was trained with"
         raise refuse("data", f"one of tokenizer {corpus.tokenizer.get('name')}", wanted)
 
 
-def _home(directory: Path) -> Path:
+def tokenizer_of(directory: Path) -> Record:
+    """What identifies the tokenizer that a run was fine-tuned with; empty for a model that none of ours trained."""
+    found: Record = read_object(directory / "config.json").get("extra", {}).get("tokenizer") or {}
+    return found
+
+
+def model_home(directory: Path) -> Path:
     """Where the files of a model are: inside a run, or here."""
     return directory / MODEL if (directory / MODEL / "config.json").is_file() else directory
 
 
-def _weights(directory: Path) -> list[Path]:
-    found = sorted(_home(directory).glob("*.safetensors"))
+def weights_of(directory: Path) -> list[Path]:
+    """The files of a model's weights, in the order of their names.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = sorted(model_home(directory).glob("*.safetensors"))
     if not found:
         raise refuse("models", str(directory), "a run of gape hf finetune, or a saved model in safetensors files")
     return found
 
 
-def _digest(paths: Sequence[Path]) -> str:
+def digest(paths: Sequence[Path]) -> str:
     """SHA-256 of the hashes of files."""
     whole = hashlib.sha256()
     for path in paths:

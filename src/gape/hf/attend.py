@@ -27,8 +27,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, sdpa_mask
 
 from gape.hf.dense import dense_attention
+from gape.models.skipping import Skipping
 from gape.ops import attention, gated_attention
 from gape.ops.checks import refuse
+from gape.ops.dispatch import DECODE_QUERIES
 
 #: Names that we register → implementation of the operator.
 IMPLS = {
@@ -123,6 +125,7 @@ def attend(
     softcap: float | None = None,
     plain: Callable[..., Tensor] = attention,
     auto: str = "auto",
+    skips: Skipping | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as the mask of `transformers` says, with distances by position.
 
@@ -137,12 +140,13 @@ def attend(
         softcap: content logits are cap · tanh(logit / cap); the bias is not capped.
         plain: attends without gates, called as gape.ops.attention is.
         auto: the implementation that the name `gape` stands for.
+        skips: what more than 16 queries may lose under gates, and to which kernel; it stands in for the name's own.
 
     Returns:
         (B, Hq, Nq, Dv), and the weights (B, Hq, Nq, Nk) where the dense form ran, else None.
 
     Raises:
-        ValueError: a mask of another kind.
+        ValueError: a mask of another kind, or `skips` where only the dense form knows what is asked for.
     """
     n_q, n_k = q.size(2), k.size(2)
     if mask is None and 1 < n_q < n_k:
@@ -155,18 +159,28 @@ def attend(
     additive = mask is not None and mask.dtype != torch.bool
     # A scheme of our GPT has a bias of its own, which only `plain` knows.
     dense = sides is not None or plain is attention
+    skips = skips if sides is not None and n_q > DECODE_QUERIES else None
+    if skips is not None and (softcap is not None or impl == "reference"):
+        wanted = "one with kernels and logits without a cap, where tiles are to be skipped; skip(model, 0) goes back"
+        raise refuse("attn_implementation", name, wanted)
     if softcap is not None or (dense and additive) or (sides is not None and impl == "reference"):
         return dense_attention(
             q, k, v, sides, mask=mask, scale=scale, softcap=softcap, q_positions=q_positions, k_positions=k_positions
         )
     if mask is not None and additive:
         mask = mask > torch.finfo(mask.dtype).min / 2
-    seen = _seen(q_positions, k_positions, mask, n_q)
+    if skips is not None and mask is not None and _goes_on(q_positions, k_positions, mask):
+        # The chunk follows what is cached: causality by index, under which alone a kernel may skip.
+        seen: dict[str, Any] = {}
+    else:
+        seen = _seen(q_positions, k_positions, mask, n_q)
     if sides is None:
         return plain(q, k, v, scale=scale, **seen), None
-    impl = auto if impl == "auto" else impl
-    context_length = sides.context_length
-    return gated_attention(q, k, v, *sides[:3], context_length=context_length, scale=scale, impl=impl, **seen), None
+    eps, impl = Skipping(0.0, auto if impl == "auto" else impl) if skips is None else skips
+    out = gated_attention(
+        q, k, v, *sides[:3], context_length=sides.context_length, scale=scale, impl=impl, eps=eps, **seen
+    )
+    return out, None
 
 
 def _seen(q_positions: Tensor, k_positions: Tensor, mask: Tensor | None, n_q: int) -> dict[str, Any]:
@@ -184,6 +198,27 @@ def _seen(q_positions: Tensor, k_positions: Tensor, mask: Tensor | None, n_q: in
     return {"q_positions": q_positions, "k_positions": q_positions, "attn_mask": index}
 
 
+def _goes_on(q_positions: Tensor, k_positions: Tensor, mask: Tensor) -> bool:
+    """Whether keys (.., Nk) count on without a gap, the queries are the last of them, and a bool mask says no more.
+
+    A compiled graph may not look: there it is False.
+    """
+    if torch.compiler.is_compiling() or not consecutive(k_positions):
+        return False
+    last = k_positions[..., -mask.size(-2) :]
+    return torch.equal(q_positions.expand_as(last), last) and _lower_right(mask)
+
+
+def _lower_right(mask: Tensor) -> bool:
+    """Whether a bool mask (.., Nq, Nk) is causality by index, the queries being the last keys; looked at once."""
+
+    def look() -> bool:
+        n_q, n_k = mask.shape[-2:]
+        return bool((mask == torch.ones(n_q, n_k, dtype=torch.bool, device=mask.device).tril(n_k - n_q)).all())
+
+    return _looked_at(mask, "_gape_lower_right", look)
+
+
 def consecutive(positions: Tensor) -> bool:
     """Whether positions (N,) or (B, N) rise by one, so that distance by index is distance by position.
 
@@ -191,12 +226,17 @@ def consecutive(positions: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
+    return _looked_at(positions, "_gape_consecutive", lambda: bool((positions.diff(dim=-1) == 1).all()))
+
+
+def _looked_at(tensor: Tensor, name: str, look: Callable[[], bool]) -> bool:
+    """What `look` says of a tensor, kept in its attribute `name` until it is written to."""
     # Tensors of inference mode do not count their versions; they are looked at each time.
-    version = None if positions.is_inference() else positions._version
-    known = getattr(positions, "_gape_consecutive", None)
+    version = None if tensor.is_inference() else tensor._version
+    known = getattr(tensor, name, None)
     if known is None or version is None or known[0] != version:
-        known = (version, bool((positions.diff(dim=-1) == 1).all()))
-        positions._gape_consecutive = known  # type: ignore[attr-defined]
+        known = (version, look())
+        setattr(tensor, name, known)
     return bool(known[1])
 
 
@@ -205,7 +245,8 @@ def _checked(mask: Any, n_k: int) -> Tensor:
         raise refuse(
             "attention_mask", mask, "a tensor (batch, heads, queries, keys), as sdpa, eager, gape, gape_flex, … make it"
         )
-    return mask[..., :n_k]
+    # The same tensor where nothing is cut off, so that what is known of it is found again.
+    return mask if mask.size(-1) == n_k else mask[..., :n_k]
 
 
 _TRIED: set[tuple[str, str]] = set()

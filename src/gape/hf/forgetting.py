@@ -7,6 +7,7 @@ where the model has those.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from gape.hf.forgetting_limits import of_module
 from gape.models.cache import BOUNDS
 from gape.models.forgetting import ForgettingLayer
 from gape.models.forgetting_limits import least_rates
+from gape.models.skipping import Skips
 from gape.ops.checks import finite, flag, refuse
 
 #: What decoder layers call the norm that their attention reads from.
@@ -37,6 +39,7 @@ class Seat:
     scale: float
     context_length: float
     gates: GAPEGates
+    layer: Skips
     position: str
     content_dim: int
     # Keys of a loaded model have no coordinates to spare for the bias.
@@ -44,8 +47,8 @@ class Seat:
     impl: str = "auto"
 
     def how(self, queries: int) -> dict[str, Any]:
-        """Whatever runs by default, and nothing is dropped."""
-        return {"impl": self.impl}
+        """The implementation for so many queries, and what it may drop: as the layer was told."""
+        return self.layer.how(queries)
 
 
 class ForgettingCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -181,8 +184,7 @@ class ForgettingCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes that are held, room to grow included; those of layers that do not forget too."""
         plain = [layer for layer in self.layers if not isinstance(layer, ForgettingCacheLayer)]
-        kept: list[Tensor] = [x for layer in plain if layer.keys is not None for x in (layer.keys, layer.values)]
-        return sum(held.nbytes for held in self.forgetting) + sum(x.nbytes for x in kept)
+        return sum(held.nbytes for held in self.forgetting) + bytes_of(plain)
 
     @property
     def kept(self) -> list[list[int]]:
@@ -193,6 +195,12 @@ class ForgettingCache(Cache):  # type: ignore[misc]
     def beyond(self) -> int:
         """Queries, counted for each layer and head, that may have missed more than eps; only "queries" counts any."""
         return sum(held.beyond for held in self.forgetting)
+
+
+def bytes_of(layers: Iterable[Any]) -> int:
+    """Bytes of the keys and values that layers of a cache of `transformers` hold."""
+    held: list[Tensor] = [x for layer in layers if layer.keys is not None for x in (layer.keys, layer.values)]
+    return sum(x.nbytes for x in held)
 
 
 def pads(real: Tensor | None, embeddings: Tensor) -> Tensor | None:
@@ -266,14 +274,15 @@ def _places(model: Any, *, limited: bool) -> list[tuple[Any, Any]]:
 def _injected(model: Any, parent: Any, module: Any, *, limited: bool) -> tuple[Seat, Any]:
     wiring, number = module.gape_wiring, module.layer_idx
     layout = wiring.family.layout
-    if getattr(module, "attn_logit_softcapping", None) is not None and wiring.softcap:
+    if module.gape_cap is not None:
         raise ValueError(f"model: layer {number} caps its logits, expected none that does")
-    if _has_window(module):
+    if has_window(module):
         raise ValueError(f"model: layer {number} has a sliding window, expected none that has one")
     n_heads, n_kv_heads, width = layout.sizes(module)
     seat = Seat(
         n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=width, content_dim=width, scale=layout.scale(module),
-        context_length=wiring.context_length, gates=module.gape, position=f"{wiring.family.model_type}+gape",
+        context_length=wiring.context_length, gates=module.gape, layer=module,
+        position=f"{wiring.family.model_type}+gape",
     )  # fmt: skip
     norm = next((getattr(parent, name) for name in NORMS if hasattr(parent, name)), None)
     if limited:
@@ -282,7 +291,7 @@ def _injected(model: Any, parent: Any, module: Any, *, limited: bool) -> tuple[S
     return seat, norm
 
 
-def _has_window(module: Any) -> bool:
+def has_window(module: Any) -> bool:
     """Whether a layer sees the latest tokens only, wherever its family says so."""
     if hasattr(module, "sliding_window"):
         return bool(module.sliding_window)

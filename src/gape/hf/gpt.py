@@ -230,7 +230,7 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
         y, weights = attend(
             q, k, v, sides, name=name, q_positions=positions, k_positions=k_positions, mask=mask,
-            scale=attention.scale, plain=plain, auto=attention.impl,
+            scale=attention.scale, plain=plain, auto=attention.impl, skips=attention.skips,
         )  # fmt: skip
         return attention.out(y.transpose(1, 2).flatten(2)), weights
 

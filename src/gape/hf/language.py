@@ -13,11 +13,21 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from gape.gates import GAPEGates
+from gape.hf.forgetting import bytes_of
 from gape.hf.saving import MODULE
 from gape.hf.version import OLD
 from gape.models.gpt import Output
 from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
 from gape.ops.checks import refuse
+
+
+class FullCache(DynamicCache):  # type: ignore[misc]
+    """A cache that keeps everything, and knows how much that is."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is remembered."""
+        return bytes_of(self.layers)
 
 
 class LanguageModel(nn.Module):
@@ -47,15 +57,19 @@ class LanguageModel(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        cache: Any = None,
+        logits_to_keep: int | None = None,
     ) -> Output:
         """Logits, or the mean loss over targets that count and no logits; arguments as in :meth:`gape.GPT.forward`.
+
+        The cache is one of `transformers`, such as :meth:`new_cache` gives or a :class:`gape.hf.ForgettingCache`.
 
         Raises:
             ValueError: documents are given; pack them by positions that restart.
         """
-        x = self.hidden(ids, positions, documents)
+        x = self.hidden(ids, positions, documents, cache)
         if targets is None:
-            return Output(self._logits(x), None)
+            return Output(self._logits(x[:, -(logits_to_keep or 0) :]), None)
         if targets.size(1) != x.size(1):
             x = x[:, x.size(1) - targets.size(1) :]
         counted = (targets != IGNORED).sum().clamp(min=1)
@@ -97,9 +111,9 @@ class LanguageModel(nn.Module):
             losses = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
         return losses.view(targets.shape)
 
-    def new_cache(self, capacity: int = 0) -> Any:
+    def new_cache(self, capacity: int = 0) -> FullCache:
         """An empty cache for :meth:`hidden`; it grows by itself."""
-        return DynamicCache(config=self.config)
+        return FullCache(config=self.config)
 
     def gates(self) -> Iterator[tuple[int, GAPEGates]]:
         """(number, gates) of every layer that has gates."""

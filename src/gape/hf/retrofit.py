@@ -284,6 +284,7 @@ def _unwrap(module: Any) -> None:
     base = type(module).gape_base
     delattr(module, MODULE)
     del module.gape_wiring
+    vars(module).pop("skips", None)
     module.__class__ = base
 
 

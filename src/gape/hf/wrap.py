@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gape.hf.attend import Sides, attend, try_causality
+from gape.hf.attend import KNOWN, Sides, attend, our_name, try_causality
 from gape.hf.families import Family, family_named
 from gape.hf.forgetting import ForgettingCache, real_tokens
 from gape.hf.packing import pack, unpack
 from gape.hf.saving import rebuilt
 from gape.hf.version import OLD
+from gape.models.skipping import Skips
 from gape.ops.checks import refuse
 from gape.positions.base import Scheme
 
@@ -59,12 +60,34 @@ def _wired(model_type: str, context_length: int, scheme: Scheme | None, softcap:
     )
 
 
-class Injected:
+class Injected(Skips):
     """Mixed into an attention class of `transformers`. `gape` are the gates, None where only positions changed."""
 
     gape: Any
     gape_base: type[nn.Module]
     gape_wiring: Wiring
+    #: The door to the operator; whoever wants to hear what goes through it hides it by an attribute of the instance.
+    gape_attend = staticmethod(attend)
+    impl = "auto"
+
+    @property
+    def gates(self) -> Any:
+        """The gates; None where only positions changed."""
+        return self.gape
+
+    @property
+    def gape_cap(self) -> float | None:
+        """What content logits are capped at; None where they are not."""
+        return getattr(self, "attn_logit_softcapping", None) if self.gape_wiring.softcap else None
+
+    @property
+    def never_skips(self) -> str | None:
+        """Why no kernel can leave anything away in this layer; None where one can."""
+        module: Any = self
+        name = module.config._attn_implementation
+        if KNOWN[our_name(name)] == "reference":
+            return f"runs attn_implementation {name!r}, which keeps every weight"
+        return None if self.gape_cap is None else "caps its logits"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For pickle and copies: the class is made anew from the family's, which has a name to be found by."""
@@ -101,10 +124,9 @@ class Injected:
         sides = None
         if gate is not None and landmark is not None:
             sides = Sides(gate, landmark, self.gape.amplitude, wiring.context_length)
-        cap = getattr(module, "attn_logit_softcapping", None) if wiring.softcap else None
-        out, weights = attend(
+        out, weights = self.gape_attend(
             q, k, v, sides, name=name, q_positions=positions, k_positions=k_positions, mask=attention_mask,
-            scale=layout.scale(module), softcap=cap,
+            scale=layout.scale(module), softcap=self.gape_cap, skips=self.skips,
         )  # fmt: skip
         joined = out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
         return layout.merge(module, joined), weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,20 +13,13 @@ from gape.gates import GAPEGates
 from gape.models.cache import LayerCache
 from gape.models.forgetting import ForgettingLayer
 from gape.models.loss import working_dtype
+from gape.models.skipping import Skips
 from gape.ops import available_implementations, checks, columns, prologue
 from gape.ops.carried import carried_attention, carried_form, carry, uncarried
 from gape.ops.checks import refuse
-from gape.ops.dispatch import DECODE_QUERIES
 
 
-class Skipping(NamedTuple):
-    """Attention that a query may lose to tiles of keys that are left away, and the implementation that skips them."""
-
-    eps: float
-    impl: str
-
-
-class GAPEAttention(nn.Module):
+class GAPEAttention(Skips, nn.Module):
     """Causal self-attention under any positional scheme, (B, N, E) → (B, N, E).
 
     Args:
@@ -99,7 +92,6 @@ class GAPEAttention(nn.Module):
         self.keep_landmark = False
         self.landmark_mean: Tensor | None = None
         self.stepwise = False
-        self.skips: Skipping | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -248,12 +240,6 @@ class GAPEAttention(nn.Module):
             q, kept.k, kept.v, gate, gates.amplitude, where[..., where.size(-1) - q.size(2) :],
             form=form, context_length=self.context_length, scale=self.scale, **seen,
         )  # fmt: skip
-
-    def how(self, queries: int) -> dict[str, Any]:
-        """The implementation for so many queries, and what it may drop: nothing where there are few."""
-        if self.skips is None or self.gates is None or queries <= DECODE_QUERIES:
-            return {"impl": self.impl}
-        return {"impl": self.skips.impl, "eps": self.skips.eps}
 
     @property
     def gates(self) -> GAPEGates | None:

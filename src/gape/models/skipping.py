@@ -8,14 +8,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from gape.models.attention import GAPEAttention, Skipping
 from gape.ops.checks import refuse, weight
+from gape.ops.dispatch import DECODE_QUERIES
 
 #: Implementations that skip.
 IMPLS = ("triton", "flex")
+
+
+class Skipping(NamedTuple):
+    """Attention that a query may lose to tiles of keys that are left away, and the implementation that skips them."""
+
+    eps: float
+    impl: str
+
+
+class Skips:
+    """Mixed into attention layers, which then can be told to leave tiles of keys away.
+
+    Attributes:
+        skips: what may be left away, by which kernel; None leaves nothing away. Chosen by :func:`skip`, never saved.
+        impl: the implementation of the operator that runs otherwise.
+    """
+
+    skips: Skipping | None = None
+    impl: str
+
+    @property
+    def gates(self) -> Any:
+        """The layer's gates; None without, and then nothing is ever left away."""
+        raise NotImplementedError
+
+    @property
+    def never_skips(self) -> str | None:
+        """Why no kernel can leave anything away in this layer; None where one can."""
+        return None
+
+    def how(self, queries: int) -> dict[str, Any]:
+        """The implementation for so many queries, and what it may drop: nothing where there are few."""
+        if self.skips is None or self.gates is None or queries <= DECODE_QUERIES:
+            return {"impl": self.impl}
+        return {"impl": self.skips.impl, "eps": self.skips.eps}
 
 
 def skip(model: nn.Module, eps: float, *, impl: str = "triton") -> None:
@@ -25,17 +61,23 @@ def skip(model: nn.Module, eps: float, *, impl: str = "triton") -> None:
     documents or a mask, and elsewhere leaves nothing away; "flex" skips in every layout.
 
     Args:
-        model: a GPT, or any module with :class:`gape.GAPEAttention` layers.
+        model: a GPT, any module with :class:`gape.GAPEAttention` layers, a :class:`gape.hf.GapeForCausalLM`, or a model
+            that :func:`gape.hf.inject` has put gates into.
         eps: the attention that a query may lose in each layer and head, from 0 to below 1; 0 skips nothing.
         impl: "triton" or "flex".
 
     Raises:
-        ValueError: an argument is out of range, or no layer has gates.
+        ValueError: an argument is out of range, no layer has gates, or one that has them cannot skip. The model is then
+            as it was.
     """
     eps = weight("eps", eps)
     if impl not in IMPLS:
         raise refuse("impl", impl, f"one of {IMPLS}")
-    for layer in _gated(model):
+    layers = _gated(model)
+    reason = next((reason for layer in layers if (reason := layer.never_skips)), None)
+    if eps and reason is not None:
+        raise ValueError(f"model: got {type(model).__name__} with a layer that {reason}, expected none that does")
+    for layer in layers:
         layer.skips = Skipping(eps, impl) if eps else None
 
 
@@ -56,8 +98,8 @@ def skipping(model: nn.Module, eps: float, *, impl: str = "triton") -> Iterator[
             layer.skips = was
 
 
-def _gated(model: nn.Module) -> list[GAPEAttention]:
-    layers = [layer for layer in model.modules() if isinstance(layer, GAPEAttention) and layer.gates is not None]
+def _gated(model: nn.Module) -> list[Skips]:
+    layers: list[Skips] = [x for x in model.modules() if isinstance(x, Skips) and x.gates is not None]
     if not layers:
         raise refuse("model", type(model).__name__, "one with gates, which alone tell what has no weight")
     return layers

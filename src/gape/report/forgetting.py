@@ -26,7 +26,7 @@ MADE_BY = (
 KEY = ("kind", "what", "length", "how", "impl", "eps", "bounds", "batch", "precision", "device")
 
 #: What two rows that are set beside each other have in common: weights, text, and whose clock it was.
-SAME = ("step", "corpus", "text_seed", "plan", "max_windows", "last", "samples", "tokens")
+SAME = ("step", "weights", "corpus", "text_seed", "plan", "max_windows", "last", "samples", "tokens")
 TIMED = {"prefill", "decode"}
 
 
@@ -133,8 +133,9 @@ def _find(rows: Iterable[Record], like: Record, **changed: Any) -> Record | None
 
 
 def _label(row: Record) -> str:
-    """The scheme and its variant, and the seed where it is not the first."""
-    return name(row) + (f", seed {row['seed']}" if row["seed"] else "")
+    """The scheme and its variant, behind the model that gates were put into, and the seed where it is not the first."""
+    base = f"{row['base']}, " if row.get("base") else ""
+    return base + name(row) + (f", seed {row['seed']}" if row["seed"] else "")
 
 
 def _cache(row: Record) -> str:

@@ -1,0 +1,117 @@
+"""What `gape forget` measures: runs of ours, runs of `gape hf finetune`, and directories of models with gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from gape.analysis.passages import Reader
+from gape.analysis.runs import Trained, open_run
+from gape.bench.forgetting import Subject, subject
+from gape.cli.experiment import SETTINGS, Say
+from gape.models.gpt import GPT
+from gape.recipes import Run
+from gape.train.log import read_object
+
+if TYPE_CHECKING:
+    from gape.hf import LanguageModel
+
+#: The kind that `gape hf finetune` writes, and what the config of a saved model of transformers always has.
+HF, MODEL_TYPE = "hf", "model_type"
+
+
+class Opened(NamedTuple):
+    """A trained model: what names it, as it is measured, and the settings of its run, if it is one of ours."""
+
+    trained: Trained
+    subject: Subject
+    run: Run | None
+
+
+def kind_of(directory: Path) -> str:
+    """What lies in a directory: a run, "lm" or "niah", or a model of transformers, "hf".
+
+    Raises:
+        ValueError: neither.
+    """
+    settings = read_object(directory / SETTINGS)
+    if settings.get("kind") == HF or (not settings and MODEL_TYPE in read_object(directory / "config.json")):
+        return HF
+    if not settings:
+        wanted = "a directory that gape lm train, gape niah train, gape hf finetune or gape hf inject made"
+        raise ValueError(f"run: got {str(directory)!r}, expected {wanted}")
+    return Run.from_dict(settings).kind
+
+
+def corpus(runs: list[Path], data: Path | None) -> Reader | None:
+    """The corpus that language models among the runs read; None where there is none.
+
+    Raises:
+        ValueError: a directory without a run or a model, or no corpus for a language model.
+    """
+    for directory in runs:
+        if kind_of(directory) != "niah" and data is None:
+            raise ValueError(f"data: got nothing, expected --data CORPUS for the language model in {directory}")
+    if data is None:
+        return None
+    if not data.is_dir():
+        raise ValueError(f"data: got {str(data)!r}, expected a corpus that gape data prepare wrote")
+    return Reader(data)
+
+
+def opened(directory: Path, device: torch.device, say: Say) -> Opened:
+    """Load what lies in a directory, in eval mode.
+
+    Raises:
+        ValueError: it cannot be read.
+        CheckpointError: a run without a valid checkpoint.
+    """
+    return _OPENERS[kind_of(directory)](directory, device, say)
+
+
+def _ours(directory: Path, device: torch.device, say: Say) -> Opened:
+    trained = open_run(directory, device, say)
+    return Opened(trained, subject(trained.model), Run.from_dict(read_object(directory / SETTINGS)))
+
+
+def _of_transformers(directory: Path, device: torch.device, say: Say) -> Opened:
+    from gape.cli import hf_perplexity  # noqa: PLC0415
+    from gape.cli.finetune import load  # noqa: PLC0415
+    from gape.hf import GapeForCausalLM, LanguageModel  # noqa: PLC0415
+
+    weights = hf_perplexity.digest(hf_perplexity.weights_of(directory))
+    model = load(str(hf_perplexity.model_home(directory))).to(device).eval()
+    identity = hf_perplexity.identity(directory, model.config) | {"weights": weights}
+    # A GPT of ours needs nothing of transformers to be measured.
+    found = subject(model.gpt) if isinstance(model, GapeForCausalLM) else _injected(LanguageModel(model))
+    trained = Trained(
+        directory=directory, identity=identity, model=cast(GPT, found.model),
+        tokenizer=hf_perplexity.tokenizer_of(directory),
+    )  # fmt: skip
+    return Opened(trained, found, None)
+
+
+def _injected(model: LanguageModel) -> Subject:
+    """A model that gates were put into, as it is measured."""
+    from gape.cli.finetune import refuse_length  # noqa: PLC0415
+    from gape.hf import ForgettingCache, attend, listening  # noqa: PLC0415
+
+    def check(longest: int) -> None:
+        listening.gated_layers(model.model)
+        refuse_length(model.model, longest)
+
+    return Subject(
+        model=model, impl=attend.KNOWN[attend.our_name(model.config._attn_implementation)], check=check,
+        attended=partial(listening.attended, model), forgetting_cache=partial(ForgettingCache, model.model),
+    )  # fmt: skip
+
+
+_OPENERS: dict[str, Callable[[Path, torch.device, Say], Opened]] = {
+    "lm": _ours,
+    "niah": _ours,
+    HF: _of_transformers,
+}

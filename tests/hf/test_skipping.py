@@ -1,0 +1,239 @@
+"""Injected models that leave tiles of keys away: the same answers within what eps allows, and no trace of it behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+pytest.importorskip("triton")
+
+from transformers import DynamicCache
+
+import gape.hf
+from gape.bench import forgetting
+from gape.hf.listening import attended
+from gape.models.skipping import skip, skipping
+from gape.ops import detailed_attention, reference
+from gape.ops.problem import Problem
+from gape.ops.triton import launch
+from tests.hf.test_forgetting import FLOOR, injected, ours
+from tests.hf.tiny import tiny, tokens
+
+#: Small enough for Triton's interpreter.
+SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+LENGTH, CHUNK = 110, 80
+
+
+def llama(floor: dict[str, Any] = FLOOR, **changes: Any) -> Any:
+    return injected("llama", floor, **(SIZES | changes))
+
+
+def gpt() -> Any:
+    return ours(n_layer=1, n_head=2, n_kv_head=1)
+
+
+MODELS = pytest.mark.parametrize("made", [llama, gpt])
+
+
+@torch.no_grad()
+def read(model: Any, ids: Tensor, cache: Any = None, chunk: int = LENGTH) -> Tensor:
+    told = {"use_cache": False} if cache is None else {"past_key_values": cache}
+    return torch.cat([model(part, **told).logits for part in ids.split(chunk, dim=1)], dim=1)
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The fraction of tiles that every call of the kernel has looked at."""
+    seen: list[float] = []
+    found = launch._attended
+
+    def counted(problem: Problem, eps: float) -> Any:
+        answer = found(problem, eps)
+        each = launch._tiles_seen(problem.q, problem.k, problem.v)
+        seen.append(float(answer[3].sum()) / each if answer[3].numel() else 1.0)
+        return answer
+
+    monkeypatch.setattr(launch, "_attended", counted)
+    return seen
+
+
+@MODELS
+def test_a_model_skips_and_says_the_same(made: Callable[[], Any], tiles: list[float]) -> None:
+    model, ids = made(), tokens(1, LENGTH)
+    dense = read(model, ids)
+    assert not tiles
+    with skipping(model, 1e-4):
+        found = read(model, ids)
+    assert len(tiles) == 1
+    assert max(tiles) < 0.9
+    torch.testing.assert_close(found, dense, atol=2e-3, rtol=0)
+    assert torch.equal(read(model, ids), dense)
+
+
+@MODELS
+@pytest.mark.parametrize("kind", ["ordinary", "forgetting"])
+def test_chunks_of_a_prompt_skip_too(made: Callable[[], Any], kind: str, tiles: list[float]) -> None:
+    model, ids = made(), tokens(1, LENGTH)
+    new = DynamicCache if kind == "ordinary" else lambda: gape.hf.ForgettingCache(model, eps=1e-6, bounds="queries")
+    with skipping(model, 1e-4):
+        found = read(model, ids, new(), chunk=CHUNK)
+    # A forgetting cache has dropped something by its second chunk, and is attended to in full from then on.
+    assert len(tiles) == (2 if kind == "ordinary" else 1)
+    assert max(tiles) < 0.9
+    torch.testing.assert_close(found, read(model, ids), atol=2e-3, rtol=0)
+
+
+def test_pads_are_hidden_and_keep_every_tile(tiles: list[float]) -> None:
+    model, ids = llama(), tokens(1, 40)
+    real = torch.ones_like(ids)
+    real[0, :10] = 0
+    with torch.no_grad():
+        dense = model(ids, attention_mask=real, use_cache=False).logits
+        with skipping(model, 0.5):
+            found = model(ids, attention_mask=real, use_cache=False).logits
+    assert tiles == [1.0]
+    torch.testing.assert_close(found[real.bool()], dense[real.bool()], atol=1e-4, rtol=0)
+
+
+def test_steps_of_decoding_skip_nothing(tiles: list[float]) -> None:
+    model, ids, cache = llama(), tokens(1, 40), DynamicCache()
+    read(model, ids, cache)
+    with skipping(model, 0.5):
+        read(model, ids[:, :1], cache)
+    assert not tiles
+
+
+def test_generation_skips_in_its_prompt(tiles: list[float]) -> None:
+    model, ids, settings = llama(), tokens(1, LENGTH), {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **settings)
+    with skipping(model, 1e-5):
+        assert torch.equal(model.generate(ids, **settings), expected)
+    assert len(tiles) == 1
+    assert tiles[0] < 0.9
+
+
+def test_gradients_go_through(tiles: list[float]) -> None:
+    model, ids, grads = llama().train(), tokens(1, LENGTH), []
+    for eps in (0.0, 1e-4):
+        model.zero_grad()
+        skip(model, eps)
+        model(ids, labels=ids).loss.backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert len(tiles) == 1
+    assert min(tiles) < 0.9
+    assert any(".gape." in name for name in grads[0])
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, atol=5e-3, rtol=0)
+
+
+def test_nothing_of_it_is_saved_or_stays(tmp_path: Any) -> None:
+    model = llama()
+    config, state = model.config.to_dict(), set(model.state_dict())
+    skip(model, 1e-3)
+    assert model.config.to_dict() == config
+    assert set(model.state_dict()) == state
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert all(layer.self_attn.skips is None for layer in again.model.layers)
+    bare = gape.hf.remove(model).model.layers[0].self_attn
+    assert vars(bare).keys() == vars(tiny("llama", **SIZES).model.layers[0].self_attn).keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (lambda: tiny("llama"), "gates"),
+        (lambda: gape.hf.inject(tiny("llama"), context_length=16, position="rope"), "gates"),
+        (lambda: injected("llama", implementation="eager"), "keeps every weight"),
+        (lambda: injected("gemma2", attn_logit_softcapping=5.0, implementation="gape"), "caps its logits"),
+    ],
+)
+def test_what_cannot_skip_is_refused(model: Any, match: str) -> None:
+    chosen = model()
+    with pytest.raises(ValueError, match=match):
+        skip(chosen, 1e-3)
+    assert not any(getattr(layer, "skips", None) for layer in chosen.modules())
+
+
+def test_an_implementation_without_kernels_is_refused_when_it_attends() -> None:
+    model = gpt()
+    model.config._attn_implementation = "eager"
+    with skipping(model, 1e-3), pytest.raises(ValueError, match="attn_implementation"):
+        read(model, tokens(1, 30))
+
+
+def heard(model: Any, ids: Tensor) -> list[Problem]:
+    return attended(gape.hf.LanguageModel(model), ids)
+
+
+def test_what_is_heard_is_what_attends() -> None:
+    ids = tokens(1, 60)
+    weights = injected("llama", implementation="eager")(ids, output_attentions=True).attentions
+    for problem, expected in zip(heard(injected("llama"), ids), weights, strict=True):
+        found = reference.visible_softmax(reference.logits(problem), problem.seen.mask())
+        torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-4)
+
+
+def tiles_by_the_rule(problem: Problem, eps: float) -> list[float]:
+    """The fraction of the causal tiles that each head has to look at, in float64 and dense: docs/skipping.md."""
+    size = launch.tiles_for(problem.q, problem.v, "attend", skip=True)
+    rows, columns, n = size["BLOCK_M"], size["BLOCK_N"], problem.q.size(2)
+    groups = problem.q.size(1) // problem.k.size(1)
+    q, rate, scale = problem.q[0].double(), problem.rate[0].double(), problem.scale
+    k, u = (x[0].double().repeat_interleave(groups, 0) for x in (problem.k, problem.exposure))
+    at = torch.arange(n)
+    logits = scale * q @ k.mT - rate[..., None] * u[:, None] * (at[:, None] - at)
+    logits = logits.masked_fill(at > at[:, None], -torch.inf)
+    seen, looked = 0, torch.zeros(q.size(0))
+    for start in range(0, n, rows):
+        row, diagonal = slice(start, min(start + rows, n)), start // columns * columns
+        low = logits[:, row, diagonal:].logsumexp(-1) + math.log(eps / n)
+        near = -(-row.stop // columns) - diagonal // columns
+        seen, looked = seen + near, looked + near
+        for first in range(0, diagonal, columns):
+            tile = slice(first, first + columns)
+            reach = scale * q[:, row].norm(dim=-1) * k[:, tile].norm(dim=-1).amax(-1, keepdim=True)
+            most = reach - rate[:, row] * u[:, tile].amin(-1, keepdim=True) * (at[row] - (tile.stop - 1))
+            seen, looked = seen + 1, looked + (most > low).any(-1)
+    return (looked / seen).tolist()
+
+
+def test_tiles_are_those_of_the_rule_and_drop_at_most_eps() -> None:
+    eps, problems = 1e-3, heard(llama({**FLOOR, "gate_floor": [96.0, 4.0]}), tokens(1, 200))
+    found = forgetting.tiles(problems, eps, "triton")
+    assert found == [pytest.approx(tiles_by_the_rule(problem, eps)) for problem in problems]
+    assert min(found[0]) < 0.5 < max(found[0])
+    for p in problems:
+        given = {"context_length": p.context_length, "scale": p.scale}
+        args = (p.q, p.k, p.v, p.gate, p.landmark, p.amplitude)
+        told = detailed_attention(*args, **given, impl="triton", eps=eps)
+        exact = detailed_attention(*(x.double() for x in args), **given, impl="reference")
+        lost = 1 - (told.lse.double() - exact.lse).exp()
+        assert lost.min() > -1e-4
+        assert lost.max() <= eps
+
+
+def test_decoding_through_a_forgetting_cache_is_that_of_the_full_one() -> None:
+    reader = gape.hf.LanguageModel(injected("llama"))
+    ids, answers = tokens(2, 130), []
+    full, small = reader.new_cache(), gape.hf.ForgettingCache(reader.model, eps=1e-6)
+    with torch.no_grad():
+        for cache in (full, small):
+            parts = (*ids[:, :100].split(50, dim=1), *ids[:, 100:].split(1, dim=1))
+            answers.append(torch.cat([reader(part, cache=cache, logits_to_keep=1).logits for part in parts], dim=1))
+    torch.testing.assert_close(answers[1], answers[0], atol=1e-3, rtol=0)
+    assert small.nbytes < full.nbytes
+    assert full.nbytes == sum(x.nbytes for layer in full.layers for x in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize(("name", "match"), [("mistral", "sliding window"), ("gemma2", "caps its logits")])
+def test_what_attends_otherwise_is_not_listened_to(name: str, match: str) -> None:
+    more = {"attn_logit_softcapping": 5.0, "implementation": "gape"} if name == "gemma2" else {}
+    with pytest.raises(ValueError, match=match):
+        heard(injected(name, **more), tokens(1, 20))
