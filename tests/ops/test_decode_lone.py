@@ -93,6 +93,21 @@ def test_values_without_weight_are_not_read() -> None:
     assert decode.run(lone(case), splits=1).isnan().all()
 
 
+def test_logits_too_large_to_tell_apart_are_all_read() -> None:
+    """Float32 has no number 40 below 2·10¹⁰ but that one itself."""
+    case = one_query(n_k=100, strength=0.0, heads=1, kv_heads=1)
+    case.tensors["q"][:], case.tensors["k"][:] = 60_000.0, -60_000.0
+    exact = reference.run(problem(case, torch.float16, exact=True))
+    assert distance(decode.run(lone(case), splits=1), exact) < BOUNDS[torch.float16]
+
+
+def test_lengths_may_lie_apart() -> None:
+    case = one_query(n_k=100, batch=2)
+    lengths = torch.tensor([[50, 7], [100, 9]], device=DEVICE)
+    together = decode.run(lone(case), lengths=lengths[:, 0].clone(), splits=2)
+    assert torch.equal(decode.run(lone(case), lengths=lengths[:, 0], splits=2), together)
+
+
 @pytest.mark.parametrize("name", ["k", "landmark"])
 @pytest.mark.parametrize("place", [0, 5, 299])
 def test_a_broken_key_shows_however_far_it_is(name: str, place: int) -> None:

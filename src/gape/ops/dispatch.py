@@ -31,7 +31,8 @@ DECODE_QUERIES = 16
 #: Widest head that the Triton kernels' tiles were made for.
 TRITON_WIDTH = 256
 
-#: Programs that a launch may have along its second axis: one for each head, or each key head of each sample.
+#: Programs that CUDA takes along the second axis of a launch: kernels have one for each head, or each key head, of each
+#: sample there.
 MOST_PROGRAMS = 65_535
 
 HALVES = (torch.bfloat16, torch.float16)

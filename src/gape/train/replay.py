@@ -74,7 +74,9 @@ class Replay:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"], group["capturable"] = rate, True
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph):
+        # The stream that torch would take belongs to whichever GPU came first in this process.
+        own = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, stream=own):
             self._numbers = self._update(self._batches)
         return graph
 

@@ -132,7 +132,8 @@ def _call(problem: Problem, lengths: Tensor | None) -> Call:
         return None if side is None else side.expand(q.size(0), *sizes)
 
     return Call(
-        q, problem.k, problem.v, problem.gate, problem.landmark, problem.amplitude, lengths,
+        q, problem.k, problem.v, problem.gate, problem.landmark, problem.amplitude,
+        None if lengths is None else lengths.contiguous(),
         full(seen.q_positions, -1), full(seen.k_positions, -1), full(seen.q_documents, -1), full(seen.k_documents, -1),
         full(seen.attn_mask, q.size(1), seen.n_q, seen.n_k), seen.is_causal, problem.scale, problem.context_length,
     )  # fmt: skip

@@ -111,7 +111,7 @@ def partial(
 
     length = n_k
     if HAS_LENGTHS:
-        length = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), n_k)
+        length = tl.minimum(tl.load(lengths_ptr + batch), n_k).to(tl.int32)
     first = length - n_q
     low, high = split * span, tl.minimum(split * span + span, length)
     whole = low

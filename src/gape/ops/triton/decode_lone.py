@@ -17,6 +17,9 @@ n·2⁻⁴⁰ of its attention, with n the keys of one program, no more than Nk.
 others: an output coordinate is off by at most n·2⁻⁴⁰·max|v|, at n = 65,536 by 2⁻²⁴·max|v|, half a unit of float32. The
 log-sum-exp is that of all keys.
 
+Where |m| > 4·10⁷, float32 has no room for 40 below it: the limit is then 2⁻²⁰·|m| below m. One that rounds to m itself
+would leave m's own value unread.
+
 A logit that is not a number makes its weight, the sum and the output not a number: a broken key or landmark shows,
 however far it is. A broken value shows where it is read; one that is left unread has no say, like values past the end.
 """
@@ -32,7 +35,10 @@ from gape.ops.triton.tiles import single
 #: A value is read if its key weighs more than 2 to minus this many times a key that was seen before.
 BITS = tl.constexpr(40.0)
 
-#: Tiles of keys that are under way at a time.
+#: The least distance of that limit from a logit, as a share of it: some steps of float32.
+STEPS = tl.constexpr(2.0**-20)
+
+#: Tiles of keys that are under way at a time; the kernel spells out a turn for each.
 TILES_UNDER_WAY = 4
 TILES = tl.constexpr(TILES_UNDER_WAY)
 
@@ -91,6 +97,13 @@ def logits(k, mark, q_first, q_second, c, far, left, TILE: tl.constexpr, BF16: t
     products = tl.sum(first * q_first[None, :] + second * q_second[None, :], 1)
     s = products - c * ((1.0 - mark) * (far - TILE * BLOCK_N))
     return tl.where(tl.arange(0, BLOCK_N) < left - TILE * BLOCK_N, s, float("-inf"))
+
+
+@triton.jit
+def limit_of(s):
+    """What a logit has to exceed for its value to be read, from the logits of a first tile."""
+    top = tl.max(s, 0)
+    return top - tl.maximum(BITS, tl.abs(top) * STEPS)
 
 
 @triton.jit
@@ -158,7 +171,7 @@ def partial_lone(
     STEP: tl.constexpr = BLOCK_N * TILES
     length = n_k
     if HAS_LENGTHS:
-        length = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), n_k)
+        length = tl.minimum(tl.load(lengths_ptr + batch), n_k).to(tl.int32)
     low, high = share_of(length, STEP)
     k_ptr = as_pairs(k_ptr, batch, head, k_b, k_h) + low.to(tl.int64) * K_ROW
     v_ptr = as_pairs(v_ptr, batch, head, v_b, v_h) + low.to(tl.int64) * V_ROW
@@ -174,7 +187,7 @@ def partial_lone(
     c = tl.load(gate_ptr + batch * gate_b + head * gate_h) * tl.load(amplitude_ptr + head * amp_h) * rate_unit
     # Distances are integers before they are floats; the query is the last of the keys.
     far = (length - 1 - low - tl.arange(0, BLOCK_N)).to(tl.float32)
-    least = tl.max(logits(k0, mark0, q_first, q_second, c, far, left, 0, BF16, BLOCK_N), 0) - BITS
+    least = limit_of(logits(k0, mark0, q_first, q_second, c, far, left, 0, BF16, BLOCK_N))
     top = tl.full((BLOCK_N,), LOWEST, tl.float32)
     total, p = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     fade = tl.full((BLOCK_N,), 1.0, tl.float32)

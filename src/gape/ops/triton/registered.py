@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime.jit import JITFunction
 
-#: Programs that CUDA takes along the second axis of a launch; along the first there are as many as memory has room for.
-MOST_PROGRAMS = 65_535
+from gape.ops.dispatch import MOST_PROGRAMS
 
 #: Whether kernels run in Triton's interpreter, which a compiler cannot see through.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

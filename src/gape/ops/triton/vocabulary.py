@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Warps of a program: few, wide programs, so that all rows that are being worked on fit into the cache.
+#: Warps of a program, which takes a row at a time.
 WARPS = 8
 
 #: Loads of a thread that are under way at once.
