@@ -95,6 +95,21 @@ def test_other_weights_in_a_directory_are_measured_anew(work: Path) -> None:
     assert len({row["weights"] for row in rows("gated")}) == 2
 
 
+def test_directories_of_one_name_are_told_apart(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for floor in (4.0, 8.0):
+        model = gape.hf.inject(tiny("llama", **SIZES), context_length=16, start="paper", gates={"gate_floor": floor})
+        model.save_pretrained(f"{floor:g}/gated")
+    assert measured("4/gated", "8/gated", "--measure", "decode", "--bounds", "queries") == 0
+    assert capsys.readouterr().out.count("forgetting, queries") == 2
+
+
+def test_another_chunk_is_another_measurement(work: Path) -> None:
+    asked = ("gated", "--measure", "decode", "--bounds", "queries")
+    for chunk in ("24", "24", "48"):
+        assert measured(*asked, "--chunk", chunk) == 0
+    assert [row["chunk"] for row in rows("gated") if row["how"] == "forgetting"] == [24, 48]
+
+
 def test_a_gpt_of_ours_saved_for_transformers_is_measured(work: Path) -> None:
     gape.hf.GapeForCausalLM.from_gpt(text.gpt(options=GATES).float()).save_pretrained("ours")
     assert measured("ours", "--measure", "tiles,decode", "--bounds", "queries") == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
 
+import gape.hf
 from tests.cli.test_commands import gape_exits
 from tests.hf.tiny import tiny
 from tests.tasks import text
@@ -116,6 +118,58 @@ def test_contexts_beyond_learned_positions_are_refused(models: Path, capsys: pyt
     assert not Path("gpt2/perplexity.jsonl").exists()
 
 
+def test_a_gpt_of_ours_is_tuned_and_measured_like_any_other(models: Path) -> None:
+    corpus = str(text.corpus(models / "books").directory)
+    gape.hf.GapeForCausalLM.from_gpt(text.gpt().float()).save_pretrained("ours")
+    more = ("--learn", "gates", "--gradient-checkpointing", "--attention", "gape_split")
+    assert gape_exits("hf", "finetune", "ours", corpus, "--out", "run", *TRAIN, *more) == 0
+    before, after = (load_file(f"{place}/model.safetensors") for place in ("ours", "run/model"))
+    assert before.keys() == after.keys()
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        name for name in before if ".gates." in name
+    }
+    asked = ("hf", "perplexity", "run", "ours", "--data", corpus, "--contexts", "48", "--last", "16", "--device", "cpu")
+    assert gape_exits(*asked) == 0
+    (whole,) = [json.loads(line) for line in Path("ours/perplexity.jsonl").read_text().splitlines()]
+    assert (whole["run"], whole["position"], whole["native"]) == ("ours", "p-rope+gape", 16)
+    # Behind a cache it says the same.
+    Path("ours/perplexity.jsonl").unlink()
+    assert gape_exits(*asked, "--chunk", "20") == 0
+    (parts,) = [json.loads(line) for line in Path("ours/perplexity.jsonl").read_text().splitlines()]
+    assert parts["nll"] == pytest.approx(whole["nll"], abs=1e-5)
+
+
+def test_a_corpus_of_more_ids_is_refused_before_any_model_is_measured(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = str(text.corpus(models / "books").directory)
+    tiny("llama").save_pretrained("small")
+    asked = ("--data", corpus, "--contexts", "16", "--last", "16", "--device", "cpu")
+    assert gape_exits("hf", "perplexity", "llama", "small", *asked) == 2
+    assert "data: got str '257 ids', expected at most the model's 64" in capsys.readouterr().err
+    assert not list(models.glob("*/*perplexity*")) + list(models.glob("*/.scores*"))
+
+
+def test_another_config_with_the_same_weights_is_measured_anew(models: Path) -> None:
+    asked = ("hf", "perplexity", "llama", "--data", str(text.corpus(models / "books").directory))
+    asked += ("--contexts", "64", "--last", "16", "--device", "cpu")
+    told = Path("llama/config.json")
+    for base in (10000.0, 10000.0, 10.0):
+        config = json.loads(told.read_text())
+        config.get("rope_parameters", config)["rope_theta"] = base
+        told.write_text(json.dumps(config))
+        assert gape_exits(*asked) == 0
+    first, other = [json.loads(line) for line in Path("llama/perplexity.jsonl").read_text().splitlines()]
+    assert first["weights"] != other["weights"]
+    assert first["nll"] != other["nll"]
+
+
+def test_it_is_told_where_nothing_can_be_validated(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = str(text.corpus(models / "books").directory)
+    assert gape_exits("hf", "finetune", "llama", corpus, "--out", "run", *TRAIN, "--length", "250", "--steps", "1") == 0
+    assert "nothing is validated: length" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -133,11 +187,21 @@ def test_contexts_beyond_learned_positions_are_refused(models: Path, capsys: pyt
         (("finetune", "llama", "./nowhere", "--out", "o"), "nowhere"),
         (("perplexity", "o", "--data", "corpus"), "corpus"),
         (("finetune", "llama", "./nowhere", "--out", "o", "--learn", "gates"), "learn"),
+        (("finetune", "llama", "text.txt", "--out", "o", "--batch-size", "0"), "batch_size: got int 0"),
+        (("finetune", "llama", "text.txt", "--out", "o", "--length", "0"), "length: got int 0"),
+        (("finetune", "gpt2", "text.txt", "--out", "o", "--length", "129"), "learned positions"),
+        (("inject", "llama", "--context-length", "16", "--seed", "-1", "--out", "o"), "seed: got int -1"),
+        (("inject", "broken", "--context-length", "16", "--out", "o"), "model: 'broken' cannot be read"),
+        (("inject", "llama", "--context-length", "16", "--gate", "gate_floor", "--out", "o"), "gate: got 'gate_floor'"),
+        (("inject", "llama", "--context-length", "16", "--option", "=8", "--out", "o"), "option: got '=8'"),
     ],
 )
 def test_wrong_arguments_are_refused_and_nothing_is_written(
     models: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
 ) -> None:
+    Path("text.txt").write_text("words " * 100)
+    shutil.copytree("llama", "broken")
+    Path("broken/model.safetensors").write_bytes(b"cut short")
     assert gape_exits("hf", *arguments) == 2
     assert said in capsys.readouterr().err
     assert not Path("o").exists()

@@ -10,7 +10,8 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
-from gape.hf import GapeConfig, GapeForCausalLM
+import gape.hf
+from gape.hf import GapeConfig, GapeForCausalLM, LanguageModel
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from tests.hf.tiny import tokens, train
@@ -37,7 +38,7 @@ def test_logits_are_those_of_the_gpt(position):
             model.config._attn_implementation = name
             torch.testing.assert_close(model(ids, use_cache=False).logits, expected, atol=1e-4, rtol=1e-3)
         kept = model(ids, logits_to_keep=3, use_cache=False).logits
-        assert torch.equal(kept, model(ids, use_cache=False).logits[:, -3:])
+        torch.testing.assert_close(kept, model(ids, use_cache=False).logits[:, -3:], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("position", SCHEMES)
@@ -126,3 +127,36 @@ def test_another_output_layer_is_saved_and_resized(tmp_path):
     assert not loaded.gpt.config.tied
     torch.testing.assert_close(loaded.eval()(ids).logits, model.eval()(ids).logits)
     assert loaded(ids).logits.size(-1) == loaded.config.vocab_size == loaded.gpt.config.vocab_size
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied": False}, {"position": "rope"}])
+@torch.no_grad()
+def test_as_a_language_model_it_says_what_the_gpt_says(changes):
+    model, ids = made(**changes), tokens(2, 24)
+    reader, gpt, targets = LanguageModel(model), model.gpt, tokens(2, 24, seed=1)
+    close = {"atol": 1e-4, "rtol": 1e-3}
+    torch.testing.assert_close(reader(ids, logits_to_keep=2).logits, gpt(ids, logits_to_keep=2).logits, **close)
+    torch.testing.assert_close(reader(ids, targets).loss, gpt(ids, targets).loss, **close)
+    cache = reader.new_cache()
+    x = torch.cat([reader.hidden(part, cache=cache) for part in ids.split(9, dim=1)], dim=1)
+    torch.testing.assert_close(reader.token_losses(x, targets), gpt.token_losses(gpt.hidden(ids), targets), **close)
+    assert cache.nbytes > 0
+    assert [(number, id(gates)) for number, gates in reader.gates()] == [(n, id(gates)) for n, gates in gpt.gates()]
+
+
+def test_its_gates_are_parameters_that_may_learn_alone():
+    model = made()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    gates, more = ({names[id(p)] for p in gape.hf.parameters(model, which)} for which in ("gates", "gates+qk"))
+    assert gates == {name for name in names.values() if ".gates." in name}
+    assert more - gates == {name for name in names.values() if ".qkv." in name}
+    with pytest.raises(ValueError, match=r"^model: .* with gates"):
+        gape.hf.parameters(made("rope"))
+
+
+def test_layers_are_kept_only_where_they_are_asked_for():
+    model, ids = made(), tokens()
+    assert model(ids).hidden_states is None
+    found = model(ids, output_hidden_states=True)
+    assert len(found.hidden_states) == SIZES["n_layer"] + 1
+    torch.testing.assert_close(model.gpt.logits(found.hidden_states[-1]), found.logits)

@@ -256,7 +256,7 @@ def test_weights_come_with_the_dense_form():
 def test_a_name_that_shows_later_tokens_is_stopped(monkeypatch):
     model = opened(tiny("llama"))
     monkeypatch.setattr("gape.hf.attend._TRIED", set())
-    monkeypatch.setattr("gape.hf.attend._seen", lambda q, k, mask, n: {"is_causal": False})
+    monkeypatch.setattr("gape.hf.masks.seen", lambda q, k, mask, n: {"is_causal": False})
     with pytest.raises(RuntimeError, match="later"):
         model(tokens())
 

@@ -191,6 +191,7 @@ def far_back(
 ) -> None:
     """Loss on tokens whose answer lies far back: far_back.jsonl. Stop it and start it again as you like."""
     from gape.analysis.far_back import measure_run  # noqa: PLC0415
+    from gape.cli.experiment import asked_precision, pick_device  # noqa: PLC0415
     from gape.report.lm_tables import far_back_table  # noqa: PLC0415
     from gape.tasks.far_back import FarBackConfig  # noqa: PLC0415
 
@@ -198,8 +199,7 @@ def far_back(
         context=context, distances=numbers("distances", distances, int, "1024,4096"), kinds=tuple(kinds.split(",")),
         ngram=ngram, passage=passage, documents=documents, chunk=chunk, seed=seed,
     )  # fmt: skip
-    if precision not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"precision: got {precision!r}, expected float32, bfloat16 or auto")
+    low = asked_precision(precision, pick_device(device))
     if not data.is_dir():
         raise ValueError(f"data: got {str(data)!r}, expected a corpus that gape data prepare wrote")
     reader = _reader(data, None, split, stratum)
@@ -210,8 +210,8 @@ def far_back(
     def look(run: Trained, stop: StopFlag, say: Callable[[str], None]) -> None:
         rows.extend(
             measure_run(
-                run, corpus, config, split=split, stratum=stratum, tokenizer=words, precision=precision,
-                check=stop.check, say=say,
+                run, corpus, config, split=split, stratum=stratum, tokenizer=words,
+                precision="bfloat16" if low else "float32", check=stop.check, say=say,
             )
         )  # fmt: skip
 

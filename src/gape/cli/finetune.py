@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 import gape.hf
 from gape.cli import experiment
@@ -19,11 +20,10 @@ from gape.hf.card import write_card
 from gape.hf.gguf import read_gguf
 from gape.hf.gguf_header import MAGIC
 from gape.hf.gpt2 import extend_positions
-from gape.hf.learn import freeze
+from gape.hf.learn import freeze, has_gates
 from gape.hf.llama2c import read_llama2c
-from gape.hf.saving import Saved
 from gape.hf.settings import LEARN
-from gape.ops.checks import refuse
+from gape.ops.checks import refuse, whole
 from gape.train import StopFlag, TrainConfig, Trainer, checkpoint, files
 
 #: Files that make a tokenizer; a model is written with those it came with.
@@ -48,9 +48,22 @@ def load(name: str, attention: str | None = None) -> Any:
     told = {} if attention is None else {"attn_implementation": attention}
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise refuse("model", name, "a directory that is there, or a name on the Hugging Face hub")
+    return _read(transformers.AutoModelForCausalLM, name, dtype=torch.float32, **told)
+
+
+def config_of(directory: Path) -> Any:
+    """The config of a saved model.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _read(transformers.AutoConfig, str(directory))
+
+
+def _read(kind: Any, name: str, **told: Any) -> Any:
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **told)
-    except OSError as error:
+        return kind.from_pretrained(name, **told)
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"model: {name!r} cannot be read: {error}") from error
 
 
@@ -83,6 +96,7 @@ def retrofit(
 ) -> None:
     """Put gates, or another scheme, into a model and save it."""
     _free(out)
+    whole("seed", seed, 0)
     model = load(name)
     if learned_positions:
         if model.config.model_type != "gpt2":
@@ -179,30 +193,22 @@ def finetune(
         Interrupted: a signal came; everything is saved.
         ValueError: a model or data that do not fit.
     """
-    if learn not in LEARN:
-        raise refuse("learn", learn, f"one of {', '.join(LEARN)}")
     voice, where = Voice(), experiment.pick_device(device)
-    model = load(name, attention)
-    if learn != "all" and not isinstance(model, Saved):
-        raise refuse("learn", learn, f"'all', since {name} has no gates")
+    # A corpus that is made of text is written: whatever can be refused before is.
+    whole("batch_size", batch_size)
+    model = _learner(name, attention, learn, length, gradient_checkpointing=gradient_checkpointing)
     corpus = _corpus(name, data, out, heldout_fraction, voice)
-    if corpus.vocab_size > model.config.vocab_size:
-        raise refuse("data", f"{corpus.vocab_size} ids", f"at most the model's {model.config.vocab_size}")
-    refuse_length(model, length)
-    freeze(model, learn)
+    refuse_vocabulary(model.config, corpus)
     told = described(model.config, name) | {"learn": learn}
     settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
     settings |= {"task": {"length": length}, "model": told, "train": config.to_dict()}
-    if gradient_checkpointing:
-        # The other kind gives no gradients where the embedding is frozen.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     wrapped = gape.hf.LanguageModel(model.to(where))
     source = WindowSource(
         corpus, length=length, batch_size=batch_size, seed=config.seed, device=where, accumulation=config.accumulation
     )
     with StopFlag() as stop:
         trainer = Trainer(
-            wrapped, config, source, out, _validation(corpus, length, batch_size, where, stop, config), stop=stop,
+            wrapped, config, source, out, _validation(source, voice, stop, config), stop=stop,
             console=voice.console, extra={"base": name, "learn": learn, "tokenizer": corpus.tokenizer},
         )  # fmt: skip
         trainer.run(resume)
@@ -212,6 +218,22 @@ def finetune(
     # Last: a run that has it is done.
     files.replace(out / RUN, files.to_json(settings))
     return out / MODEL
+
+
+def _learner(name: str, attention: str | None, learn: str, length: int, *, gradient_checkpointing: bool) -> Any:
+    """A model of which as much learns as was asked for, if it can read windows of that length."""
+    if learn not in LEARN:
+        raise refuse("learn", learn, f"one of {', '.join(LEARN)}")
+    whole("length", length)
+    model = load(name, attention)
+    if learn != "all" and not has_gates(model):
+        raise refuse("learn", learn, f"'all', since {name} has no gates")
+    refuse_length(model, length)
+    freeze(model, learn)
+    if gradient_checkpointing:
+        # The other kind gives no gradients where the embedding is frozen.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
 
 
 def described(config: Any, name: str) -> dict[str, Any]:
@@ -236,17 +258,19 @@ def base_of(name: str) -> str:
     return Path(name).resolve().name if Path(name).is_dir() else name.rpartition("/")[2]
 
 
-def _validation(
-    corpus: Corpus, length: int, batch_size: int, device: torch.device, stop: StopFlag, config: TrainConfig
-) -> Any:
-    """The loss on held-out windows, or None where there are none."""
+def _validation(training: WindowSource, voice: Voice, stop: StopFlag, config: TrainConfig) -> Any:
+    """The loss on held-out windows like those of training, or None where there are none."""
     if not config.validate_every:
         return None
     try:
-        held_out = WindowSource(corpus, split="heldout", length=length, batch_size=batch_size, device=device)
-    except ValueError:
+        held_out = WindowSource(
+            training.corpus, split="heldout", length=training.length, batch_size=training.batch_size,
+            device=training.device,
+        )  # fmt: skip
+    except ValueError as error:
+        voice.say(f"nothing is validated: {error}")
         return None
-    batches = max(1, min(VALIDATION_WINDOWS, held_out.windows) // batch_size)
+    batches = max(1, min(VALIDATION_WINDOWS, held_out.windows) // held_out.batch_size)
 
     def validate(model: Any, step: int) -> dict[str, float]:
         losses = []
@@ -277,6 +301,13 @@ def refuse_length(model: Any, length: int) -> None:
     limit = getattr(table, "num_embeddings", None)
     if limit is not None and length > limit:
         raise refuse("length", length, f"at most {limit}, the model's learned positions; gape hf convert goes further")
+
+
+def refuse_vocabulary(config: Any, corpus: Corpus) -> None:
+    """Refuse a corpus with ids that a model does not know."""
+    most = config.get_text_config().vocab_size
+    if corpus.vocab_size > most:
+        raise refuse("data", f"{corpus.vocab_size} ids", f"at most the model's {most}")
 
 
 def _free(out: Path) -> None:

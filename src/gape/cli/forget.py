@@ -102,7 +102,8 @@ def _measured(
                 bench = _bench(directory, reader, asked, where, low, stop, voice.say)
                 for name in check(bench, measures):
                     MEASURES[name](bench)
-                rows += bench.rows()
+                # Directories of one name are different runs.
+                rows += [row | {"run": str(directory)} for row in bench.rows()]
     return rows
 
 

@@ -83,7 +83,7 @@ def _of_transformers(directory: Path, device: torch.device, say: Say) -> Opened:
     from gape.cli.finetune import load  # noqa: PLC0415
     from gape.hf import GapeForCausalLM, LanguageModel  # noqa: PLC0415
 
-    weights = hf_perplexity.digest(hf_perplexity.weights_of(directory))
+    weights = hf_perplexity.digest(directory)
     model = load(str(hf_perplexity.model_home(directory))).to(device).eval()
     identity = hf_perplexity.identity(directory, model.config) | {"weights": weights}
     # A GPT of ours needs nothing of transformers to be measured.

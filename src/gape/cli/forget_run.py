@@ -108,11 +108,11 @@ def _clock(bench: Bench) -> forgetting.Clock:
 
 def decode(bench: Bench) -> None:
     """Tokens per second and bytes with the full cache and with forgetting ones."""
-    tokens = bench.asked.tokens
+    tokens, chunk = bench.asked.tokens, bench.asked.chunk
     for length in bench.lengths:
         for told, new_cache in bench.caches(length + tokens):
             for batch in bench.asked.batches:
-                about = {"kind": "decode", "length": length, "batch": batch, "tokens": tokens, **told}
+                about = {"kind": "decode", "length": length, "batch": batch, "tokens": tokens, "chunk": chunk, **told}
                 make = partial(_decoded, bench, new_cache, told["how"], length, batch)
                 bench.once(about, make, _speed)
 

@@ -62,7 +62,7 @@ def inject(
     chosen = None if layers is None else numbers("layers", layers, int, "0,1,2")
     finetune.retrofit(
         model, out, context_length=context_length, position=position, layers=chosen, start=start, seed=seed,
-        gates=_values(gate), options=_values(option), dry_run=dry_run,
+        gates=_values("gate", gate), options=_values("option", option), dry_run=dry_run,
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def convert(
         return
     finetune.retrofit(
         model, out, context_length=context_length, position=position, layers=None, start=start, seed=seed,
-        gates=_values(gate), options=_values(option), dry_run=dry_run, learned_positions=True,
+        gates=_values("gate", gate), options=_values("option", option), dry_run=dry_run, learned_positions=True,
     )  # fmt: skip
 
 
@@ -182,8 +182,11 @@ def measure(
     typer.echo(hf_perplexity.table(models, asked, attention).text())
 
 
-def _values(given: list[str] | None) -> dict[str, Any]:
-    """KEY=VALUE, the values as in a recipe."""
+def _values(name: str, given: list[str] | None) -> dict[str, Any]:
+    """KEY=VALUE of an option of that name, the values as in a recipe."""
     from gape.recipes.tables import override  # noqa: PLC0415
 
+    for text in given or []:
+        if not text.partition("=")[0].strip() or "=" not in text:
+            raise ValueError(f"{name}: got {text!r}, expected KEY=VALUE")
     return dict(override(text) for text in given or [])

@@ -19,7 +19,7 @@ import gape.hf
 from gape.cli import experiment
 from gape.cli.console import Voice
 from gape.cli.experiment import Record
-from gape.cli.finetune import MODEL, RUN, base_of, described, load, refuse_length
+from gape.cli.finetune import MODEL, RUN, base_of, config_of, described, load, refuse_length, refuse_vocabulary
 from gape.data import Corpus, open_corpus
 from gape.ops.checks import refuse
 from gape.recipes.lm import Evaluation
@@ -89,7 +89,7 @@ def _measured(directory: Path, asked: Asked, attention: str | None, stop: StopFl
     """A row of the table."""
     with guards.alone(directory, "measured"):
         reader, cells, voice = None, [str(directory)], Voice()
-        about = asked.question() | {"weights": digest(weights_of(directory)), "attention": attention}
+        about = asked.question() | {"weights": digest(directory), "attention": attention}
         stored = read_lines(directory / ROWS) if (directory / ROWS).is_file() else []
         for plan in asked.plans:
             wanted = about | {"plan": plan.identity()} | plan.protocol.settings()
@@ -149,8 +149,9 @@ def _reader(directory: Path, asked: Asked, attention: str | None) -> gape.hf.Lan
 
 
 def _refuse(directory: Path, corpus: Corpus) -> None:
-    """Refuse what is no model, and a run of another tokenizer."""
+    """Refuse what is no model, one that does not know all ids of the corpus, and a run of another tokenizer."""
     weights_of(directory)
+    refuse_vocabulary(config_of(model_home(directory)), corpus)
     known = tokenizer_of(directory)
     if known and known.get("sha256") != corpus.tokenizer.get("sha256"):
         wanted = f"a corpus of {known.get('name')}, the tokenizer that {directory} was trained with"
@@ -180,10 +181,14 @@ def weights_of(directory: Path) -> list[Path]:
     return found
 
 
-def digest(paths: Sequence[Path]) -> str:
-    """SHA-256 of the hashes of files."""
+def digest(directory: Path) -> str:
+    """SHA-256 of what a model is: of the hashes of its config, which says how it rotates, and of its weights.
+
+    Raises:
+        ValueError: there are none.
+    """
     whole = hashlib.sha256()
-    for path in paths:
+    for path in (model_home(directory) / "config.json", *weights_of(directory)):
         with path.open("rb") as file:
             whole.update(hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()

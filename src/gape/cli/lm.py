@@ -174,14 +174,6 @@ def _filled(
     return replace(evaluation, contexts=tuple(kept))
 
 
-def _precision(dtype: str) -> str:
-    from gape.ops.checks import refuse  # noqa: PLC0415
-
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise refuse("dtype", dtype, "auto, float32 or bfloat16")
-    return dtype
-
-
 def _asked(directory: Path, evaluation: Evaluation, corpus: Corpus) -> LanguageRun:
     """The stored run with these measurements asked for.
 

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, sdpa_mask
 
+from gape.hf import masks
 from gape.hf.dense import dense_attention
 from gape.models.skipping import Skipping
 from gape.ops import attention, gated_attention
@@ -148,105 +149,39 @@ def attend(
     Raises:
         ValueError: a mask of another kind, or `skips` where only the dense form knows what is asked for.
     """
-    n_q, n_k = q.size(2), k.size(2)
-    if mask is None and 1 < n_q < n_k:
-        # An empty static cache was just filled: what lies behind the queries is room, not keys.
-        k, v, k_positions, n_k = k[:, :, :n_q], v[:, :, :n_q], k_positions[..., :n_q], n_q
-        sides = None if sides is None else sides._replace(landmark=sides.landmark[..., :n_q])
+    if mask is None and 1 < q.size(2) < k.size(2):
+        k, v, k_positions, sides = _without_room(k, v, k_positions, sides, q.size(2))
     if mask is not None:
-        mask = _checked(mask, n_k)
+        mask = masks.checked(mask, k.size(2))
     impl = KNOWN[our_name(name)]
-    additive = mask is not None and mask.dtype != torch.bool
-    # A scheme of our GPT has a bias of its own, which only `plain` knows.
-    dense = sides is not None or plain is attention
-    skips = skips if sides is not None and n_q > DECODE_QUERIES else None
+    skips = skips if sides is not None and q.size(2) > DECODE_QUERIES else None
     if skips is not None and (softcap is not None or impl == "reference"):
         wanted = "one with kernels and logits without a cap, where tiles are to be skipped; skip(model, 0) goes back"
         raise refuse("attn_implementation", name, wanted)
-    if softcap is not None or (dense and additive) or (sides is not None and impl == "reference"):
+    additive = mask is not None and mask.dtype != torch.bool
+    # A scheme of our GPT has a bias of its own, which only `plain` knows.
+    known = sides is not None or plain is attention
+    if softcap is not None or (known and additive) or (sides is not None and impl == "reference"):
         return dense_attention(
             q, k, v, sides, mask=mask, scale=scale, softcap=softcap, q_positions=q_positions, k_positions=k_positions
         )
-    if mask is not None and additive:
-        mask = mask > torch.finfo(mask.dtype).min / 2
-    if skips is not None and mask is not None and _goes_on(q_positions, k_positions, mask):
-        # The chunk follows what is cached: causality by index, under which alone a kernel may skip.
-        seen: dict[str, Any] = {}
-    else:
-        seen = _seen(q_positions, k_positions, mask, n_q)
+    mask = None if mask is None else masks.visible(mask)
+    # A chunk that follows what is cached: causality by index, under which alone a kernel may skip.
+    follows = skips is not None and mask is not None and masks.goes_on(q_positions, k_positions, mask)
+    seen = {} if follows else masks.seen(q_positions, k_positions, mask, q.size(2))
     if sides is None:
         return plain(q, k, v, scale=scale, **seen), None
     eps, impl = Skipping(0.0, auto if impl == "auto" else impl) if skips is None else skips
-    out = gated_attention(
-        q, k, v, *sides[:3], context_length=sides.context_length, scale=scale, impl=impl, eps=eps, **seen
-    )
-    return out, None
+    told = {"context_length": sides.context_length, "scale": scale, "impl": impl, "eps": eps, **seen}
+    return gated_attention(q, k, v, *sides[:3], **told), None
 
 
-def _seen(q_positions: Tensor, k_positions: Tensor, mask: Tensor | None, n_q: int) -> dict[str, Any]:
-    """Who sees whom, in the operator's words."""
-    explicit = {"q_positions": q_positions, "k_positions": k_positions}
-    if mask is not None:
-        return {**explicit, "attn_mask": mask}
-    if n_q == 1:
-        # The only query sees every key; without causality to draw, positions cost no mask.
-        return {**explicit, "is_causal": False}
-    # No mask and as many keys as queries: the keys are these tokens.
-    if consecutive(q_positions):
-        return {}
-    index = torch.ones(n_q, n_q, dtype=torch.bool, device=q_positions.device).tril()
-    return {"q_positions": q_positions, "k_positions": q_positions, "attn_mask": index}
-
-
-def _goes_on(q_positions: Tensor, k_positions: Tensor, mask: Tensor) -> bool:
-    """Whether keys (.., Nk) count on without a gap, the queries are the last of them, and a bool mask says no more.
-
-    A compiled graph may not look: there it is False.
-    """
-    if torch.compiler.is_compiling() or not consecutive(k_positions):
-        return False
-    last = k_positions[..., -mask.size(-2) :]
-    return torch.equal(q_positions.expand_as(last), last) and _lower_right(mask)
-
-
-def _lower_right(mask: Tensor) -> bool:
-    """Whether a bool mask (.., Nq, Nk) is causality by index, the queries being the last keys; looked at once."""
-
-    def look() -> bool:
-        n_q, n_k = mask.shape[-2:]
-        return bool((mask == torch.ones(n_q, n_k, dtype=torch.bool, device=mask.device).tril(n_k - n_q)).all())
-
-    return _looked_at(mask, "_gape_lower_right", look)
-
-
-def consecutive(positions: Tensor) -> bool:
-    """Whether positions (N,) or (B, N) rise by one, so that distance by index is distance by position.
-
-    Looked at once for a tensor, since every layer gets the same one. A compiled graph may not look: there it is False.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return _looked_at(positions, "_gape_consecutive", lambda: bool((positions.diff(dim=-1) == 1).all()))
-
-
-def _looked_at(tensor: Tensor, name: str, look: Callable[[], bool]) -> bool:
-    """What `look` says of a tensor, kept in its attribute `name` until it is written to."""
-    # Tensors of inference mode do not count their versions; they are looked at each time.
-    version = None if tensor.is_inference() else tensor._version
-    known = getattr(tensor, name, None)
-    if known is None or version is None or known[0] != version:
-        known = (version, look())
-        setattr(tensor, name, known)
-    return bool(known[1])
-
-
-def _checked(mask: Any, n_k: int) -> Tensor:
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
-        raise refuse(
-            "attention_mask", mask, "a tensor (batch, heads, queries, keys), as sdpa, eager, gape, gape_flex, … make it"
-        )
-    # The same tensor where nothing is cut off, so that what is known of it is found again.
-    return mask if mask.size(-1) == n_k else mask[..., :n_k]
+def _without_room(
+    k: Tensor, v: Tensor, k_positions: Tensor, sides: Sides | None, n: int
+) -> tuple[Tensor, Tensor, Tensor, Sides | None]:
+    """The first n keys of an empty static cache that was just filled: what lies behind them is room."""
+    sides = None if sides is None else sides._replace(landmark=sides.landmark[..., :n])
+    return k[:, :, :n], v[:, :, :n], k_positions[..., :n], sides
 
 
 _TRIED: set[tuple[str, str]] = set()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from gape.gates import GAPEGates
-from gape.hf.attend import consecutive
 from gape.hf.families import rotated_part
 from gape.hf.forgetting_limits import of_module
+from gape.hf.masks import consecutive
 from gape.models.cache import BOUNDS
 from gape.models.forgetting import ForgettingLayer
 from gape.models.forgetting_limits import least_rates
@@ -217,29 +217,6 @@ def pads(real: Tensor | None, embeddings: Tensor) -> Tensor | None:
     if bool((there[:, :-1] & ~there[:, 1:]).any()):
         raise ValueError("attention_mask: got pads behind a token, expected padding on the left")
     return None if bool(there.all()) else there[:, -embeddings.size(1) :]
-
-
-def real_tokens(mask: Tensor | None, n: int, batch: int) -> Tensor | None:
-    """Which of the last n tokens are no pads, bool (B, n), by the mask that `transformers` made; None: all are.
-
-    Args:
-        mask: bool or additive (B or 1, 1, n, keys), or None.
-
-    Raises:
-        ValueError: a mask that hides more than pads on the left and later tokens.
-    """
-    if mask is None:
-        return None
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    if seen.dim() != 4 or seen.size(-2) != n:
-        raise refuse("attention_mask", mask, f"(batch, 1, {n}, keys), as transformers makes it")
-    seen = seen[:, 0].expand(batch, -1, -1)
-    real, past = seen[:, -1], seen.size(-1) - n
-    index = torch.arange(seen.size(-1), device=seen.device)
-    expected = (index <= index[past:, None]) & real[:, None]
-    if bool((real[:, past:, None] & (seen != expected)).any()):
-        raise ValueError("attention_mask: hides more than pads and later tokens, which would void the proof")
-    return None if bool(real.all()) else real[:, past:]
 
 
 def _refuse_without_floors(seats: list[Any], partial: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gape.hf.attend import Sides, attend, made_mask, our_name, try_causality
 from gape.hf.card import write_card
@@ -153,31 +153,11 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         Without position_ids a row counts from its first token that is no pad. Restarting position_ids (and neither mask
         nor cache) are packed documents, which do not see each other.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids, inputs_embeds: expected exactly one of them")
-        x: Tensor = self.gpt.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        checkpointed = self.gradient_checkpointing and self.training
-        use_cache = (self.config.use_cache if use_cache is None else use_cache) and not checkpointed
-        cache = past_key_values
-        if cache is None and use_cache and self.config.position != "fox":
-            cache = DynamicCache()
-        if cache is not None and self.config.position == "fox":
-            raise refuse("past_key_values", cache, "None, since FoX runs without a cache; use_cache=False in generate")
-        positions = self._positions(x, attention_mask, position_ids, cache)
-        told = {"cache_position": torch.arange(x.size(1), device=x.device) + _length(cache)}
-        if isinstance(cache, ForgettingCache):
-            mask = pads(attention_mask, x)
-        else:
-            mask = made_mask(self.config, x, attention_mask, positions, cache)
-        x = self.gpt.dropout(x)
-        hidden, weights = [x], []
-        for index, block in enumerate(self.gpt.blocks()):
-            given = (block, x, positions, mask, cache, index, told)
-            x, found = self._gradient_checkpointing_func(self._block, *given) if checkpointed else self._block(*given)
-            hidden.append(x)
-            weights.append(found)
-        x = self.gpt.norm(x)
-        hidden[-1] = x
+        told = self.states(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache,
+            output_attentions=output_attentions, output_hidden_states=output_hidden_states,
+        )  # fmt: skip
+        x = told.last_hidden_state
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         logits = self.gpt.logits(x if isinstance(rows, int) else x[:, rows])
         loss = None
@@ -186,12 +166,66 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         out = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=cache if use_cache else None,
-            hidden_states=tuple(hidden) if self._asked("output_hidden_states", output_hidden_states) else None,
-            attentions=tuple(weights) if self._asked("output_attentions", output_attentions) else None,
+            past_key_values=told.past_key_values,
+            hidden_states=told.hidden_states,
+            attentions=told.attentions,
         )
         wanted = return_dict if return_dict is not None else getattr(self.config, "return_dict", True)
         return out if wanted else out.to_tuple()
+
+    def states(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        """What the output layer reads, `last_hidden_state` (B, N, E); arguments as in :meth:`forward`."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: expected exactly one of them")
+        x: Tensor = self.gpt.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        checkpointed = self.gradient_checkpointing and self.training
+        use_cache = (self.config.use_cache if use_cache is None else use_cache) and not checkpointed
+        cache = self._cache_for(past_key_values, use_cache)
+        keeps = self._asked("output_hidden_states", output_hidden_states)
+        looks = self._asked("output_attentions", output_attentions)
+        positions, mask, told = self._surroundings(x, attention_mask, position_ids, cache)
+        x = self.gpt.dropout(x)
+        before, weights = [], []
+        for index, block in enumerate(self.gpt.blocks()):
+            before += [x] if keeps else []
+            given = (block, x, positions, mask, cache, index, told)
+            x, found = self._gradient_checkpointing_func(self._block, *given) if checkpointed else self._block(*given)
+            weights += [found] if looks else []
+        x = self.gpt.norm(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=cache if use_cache else None,
+            hidden_states=(*before, x) if keeps else None,
+            attentions=tuple(weights) if looks else None,
+        )
+
+    def _surroundings(
+        self, x: Tensor, real: Tensor | None, position_ids: Tensor | None, cache: Any
+    ) -> tuple[Tensor, Any, dict[str, Tensor]]:
+        """Positions of these tokens, the mask that layers are handed, and what caches of transformers 4 are told."""
+        positions = self._positions(x, real, position_ids, cache)
+        told = {"cache_position": torch.arange(x.size(1), device=x.device) + _length(cache)}
+        if isinstance(cache, ForgettingCache):
+            return positions, pads(real, x), told
+        return positions, made_mask(self.config, x, real, positions, cache), told
+
+    def _cache_for(self, given: Any, wanted: bool) -> Any:
+        """The cache that was given, or an empty one where one is wanted and the scheme runs with it."""
+        fox = self.config.position == "fox"
+        if given is not None and fox:
+            raise refuse("past_key_values", given, "None, since FoX runs without a cache; use_cache=False in generate")
+        return DynamicCache() if given is None and wanted and not fox else given
 
     def _block(
         self, block: Block, x: Tensor, positions: Tensor, mask: Any, cache: Any, layer: int, told: dict[str, Tensor]

@@ -14,9 +14,10 @@ from transformers import DynamicCache
 
 from gape.gates import GAPEGates
 from gape.hf.forgetting import bytes_of
+from gape.hf.gpt import GapeForCausalLM
 from gape.hf.saving import MODULE
 from gape.hf.version import OLD
-from gape.models.gpt import Output
+from gape.models.gpt import GPT, Output
 from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
 from gape.ops.checks import refuse
 
@@ -34,7 +35,7 @@ class LanguageModel(nn.Module):
     """Wraps a model; its tensors are under the prefix `model.`.
 
     Args:
-        model: a causal language model of `transformers`, with gates or without.
+        model: a causal language model of `transformers`, with gates or without, or a :class:`gape.hf.GapeForCausalLM`.
 
     Raises:
         ValueError: it has no output layer.
@@ -43,8 +44,13 @@ class LanguageModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        if model.get_output_embeddings() is None:
+        if self._gpt is None and model.get_output_embeddings() is None:
             raise refuse("model", type(model).__name__, "a model with an output layer over a vocabulary")
+
+    @property
+    def _gpt(self) -> GPT | None:
+        """The GPT of ours in a GapeForCausalLM: its embedding may be its output layer, and it is no base model."""
+        return self.model.gpt if isinstance(self.model, GapeForCausalLM) else None
 
     @property
     def config(self) -> Any:
@@ -91,7 +97,8 @@ class LanguageModel(nn.Module):
             positions = positions.unsqueeze(0)
         # transformers 4 draws a mask for positions that it made itself; told that all tokens are text, it does not.
         real = torch.ones_like(ids) if OLD and positions is None and cache is None else None
-        told = self.model.base_model(
+        read = self.model.base_model if self._gpt is None else self.model.states
+        told = read(
             input_ids=ids,
             attention_mask=real,
             position_ids=positions,
@@ -117,18 +124,24 @@ class LanguageModel(nn.Module):
 
     def gates(self) -> Iterator[tuple[int, GAPEGates]]:
         """(number, gates) of every layer that has gates."""
+        if self._gpt is not None:
+            yield from self._gpt.gates()
         for module in self.model.modules():
             gates = getattr(module, MODULE, None)
             if isinstance(gates, GAPEGates):
                 yield module.layer_idx, gates
 
     def _logits(self, x: Tensor) -> Tensor:
+        if self._gpt is not None:
+            return self._gpt.logits(x)
         logits: Tensor = self.model.get_output_embeddings()(x)
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _plain_head(self) -> Tensor | None:
         """The output layer's weight where it is a matrix and nothing more."""
+        if self._gpt is not None:
+            return self._gpt.output_weight
         head = self.model.get_output_embeddings()
         capped = getattr(self.config, "final_logit_softcapping", None) is not None
         plain = type(head) is nn.Linear and head.bias is None and not capped

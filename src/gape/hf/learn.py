@@ -7,18 +7,19 @@ from typing import Any
 
 from torch import nn
 
+from gape.gates import GAPEGates
 from gape.hf.families import Family, family_of
-from gape.hf.gates import RetrofitGates
+from gape.hf.gpt import GapeForCausalLM
 from gape.hf.saving import MODULE
 from gape.hf.settings import LEARN
 from gape.ops.checks import refuse
 
 
 def parameters(model: Any, which: str = "gates") -> list[nn.Parameter]:
-    """Parameters of an injected model, for an optimiser.
+    """Parameters of a model with gates, for an optimiser.
 
     Args:
-        model: with gates.
+        model: a model that gates were put into, or a :class:`gape.hf.GapeForCausalLM` with gates.
         which: "gates", "gates+qk" (the projections of q and k and their norms too; where q, k and v share one
             projection, that one), or "all".
 
@@ -29,13 +30,22 @@ def parameters(model: Any, which: str = "gates") -> list[nn.Parameter]:
         raise refuse("which", which, f"one of {', '.join(LEARN)}")
     if which == "all":
         return list(model.parameters())
-    chosen = [p for m in model.modules() if isinstance(m, RetrofitGates) for p in m.parameters()]
-    if not chosen:
+    if not has_gates(model):
         raise refuse("model", type(model).__name__, "one with gates, as gape.hf.inject makes it")
-    if which == "gates+qk":
-        family = family_of(model)
-        chosen += [p for module in family.modules(model) for _, p in qk_modules(module, family)]
-    return chosen
+    chosen = [p for m in model.modules() if isinstance(m, GAPEGates) for p in m.parameters()]
+    return chosen if which == "gates" else chosen + _qk_parameters(model)
+
+
+def has_gates(model: nn.Module) -> bool:
+    """Whether any layer of a model has gates."""
+    return any(isinstance(module, GAPEGates) for module in model.modules())
+
+
+def _qk_parameters(model: Any) -> list[nn.Parameter]:
+    if isinstance(model, GapeForCausalLM):
+        return [p for block in model.gpt.blocks() for p in block.attention.qkv.parameters()]
+    family = family_of(model)
+    return [p for module in family.modules(model) for _, p in qk_modules(module, family)]
 
 
 def qk_modules(module: nn.Module, family: Family) -> Iterator[tuple[str, nn.Parameter]]:

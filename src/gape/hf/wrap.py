@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from gape.hf.attend import KNOWN, Sides, attend, our_name, try_causality
 from gape.hf.families import Family, family_named
-from gape.hf.forgetting import ForgettingCache, real_tokens
+from gape.hf.forgetting import ForgettingCache
+from gape.hf.masks import real_tokens
 from gape.hf.packing import pack, unpack
 from gape.hf.saving import rebuilt
 from gape.hf.version import OLD
