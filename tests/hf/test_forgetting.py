@@ -70,6 +70,22 @@ def test_left_padding_and_chunks(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize(("name", "impl"), [("gape", "auto"), ("gape_triton", "triton"), ("eager", "reference")])
+@torch.no_grad()
+def test_the_implementation_of_the_model_runs(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = set()
+
+    def heard(*tensors: Any, impl: str, **options: Any) -> torch.Tensor:
+        taken.add(impl)
+        return gape.gated_attention(*tensors, impl="auto", **options)
+
+    monkeypatch.setattr("gape.models.forgetting.gated_attention", heard)
+    model = injected("llama")
+    model.config._attn_implementation = name
+    model(tokens(1, 8), past_key_values=ForgettingCache(model, eps=1e-3))
+    assert taken == {impl}
+
+
 def limits_and_extremes(model: Any) -> tuple[Any, Any, Any]:
     """The limits of a model's first layer, and the largest reach and own that inputs of all kinds lead to."""
     cache = ForgettingCache(model, eps=1e-3)

@@ -44,7 +44,11 @@ class Seat:
     content_dim: int
     # Keys of a loaded model have no coordinates to spare for the bias.
     reserve: int = 0
-    impl: str = "auto"
+
+    @property
+    def impl(self) -> str:
+        """The implementation of the operator, as the model was told."""
+        return self.layer.impl
 
     def how(self, queries: int) -> dict[str, Any]:
         """The implementation for so many queries, and what it may drop: as the layer was told."""

@@ -69,7 +69,12 @@ class Injected(Skips):
     gape_wiring: Wiring
     #: The door to the operator; whoever wants to hear what goes through it hides it by an attribute of the instance.
     gape_attend = staticmethod(attend)
-    impl = "auto"
+
+    @property
+    def impl(self) -> str:  # type: ignore[override]
+        """The implementation of the operator that `attn_implementation` stands for."""
+        module: Any = self
+        return KNOWN[our_name(module.config._attn_implementation)]
 
     @property
     def gates(self) -> Any:
@@ -85,9 +90,8 @@ class Injected(Skips):
     def never_skips(self) -> str | None:
         """Why no kernel can leave anything away in this layer; None where one can."""
         module: Any = self
-        name = module.config._attn_implementation
-        if KNOWN[our_name(name)] == "reference":
-            return f"runs attn_implementation {name!r}, which keeps every weight"
+        if self.impl == "reference":
+            return f"runs attn_implementation {module.config._attn_implementation!r}, which keeps every weight"
         return None if self.gape_cap is None else "caps its logits"
 
     def __reduce_ex__(self, protocol: Any) -> Any:

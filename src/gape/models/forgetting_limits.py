@@ -35,9 +35,13 @@ class Attends(Protocol):
     content_dim: int
     reserve: int
     scale: float
-    impl: str
     position: str
     context_length: float
+
+    @property
+    def impl(self) -> str:
+        """The implementation of the operator."""
+        ...
 
     @property
     def gates(self) -> GAPEGates | None:
