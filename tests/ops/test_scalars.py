@@ -15,32 +15,38 @@ SCRIPT = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gape.ops.triton import backward, forward
+from gape.ops.triton import backward, decode_lone, forward
 
-FLOATS = ("scale", "content_scale", "log2e", "eps")
+FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit")
 HALVES = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
-WHOLE = ("qp_ptr", "kp_ptr", "qd_ptr", "kd_ptr")
+WHOLE = ("qp_ptr", "kp_ptr", "qd_ptr", "kd_ptr", "lengths_ptr")
+OTHERS = {"mask_ptr": "*i1", "ticket_ptr": "*i32"}
 BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_D": 16, "BLOCK_V": 16}
 FLAGS = ("CAUSAL", "HAS_POSITIONS", "HAS_DOCUMENTS", "HAS_MASK", "PARTIAL_D", "PARTIAL_V", "SKIP", "RAGGED")
 
 
 def kind(name):
     if name.endswith("_ptr"):
-        return "*fp16" if name in HALVES else "*i64" if name in WHOLE else "*i1" if name == "mask_ptr" else "*fp32"
+        return "*fp16" if name in HALVES else "*i64" if name in WHOLE else OTHERS.get(name, "*fp32")
     return "fp64" if name in FLOATS else "i32"
+
+
+def compiled(kernel, told):
+    told = {name: value for name, value in told.items() if name in kernel.arg_names}
+    signature = {name: "constexpr" if name in told else kind(name) for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in told.items()}
+    compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
 
 
 for kernel in (forward.attend, backward.by_rows, backward.by_columns):
     for skips in (False, True):
-        told = dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS
-        told = {name: value for name, value in told.items() if name in kernel.arg_names}
-        signature = {name: "constexpr" if name in told else kind(name) for name in kernel.arg_names}
-        places = {(kernel.arg_names.index(name),): value for name, value in told.items()}
-        compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
+        compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS)
+rows = {"K_ROW": 8, "V_ROW": 8, "HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
+compiled(decode_lone.partial_lone, rows | BLOCKS)
 """
 
 
-def test_attention_kernels_take_double_precision_scalars() -> None:
+def test_kernels_take_double_precision_scalars() -> None:
     ours = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     said = subprocess.run([sys.executable, "-c", SCRIPT], env=ours, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr[-2000:]
