@@ -24,6 +24,7 @@ from gape.ops.problem import Problem
 from gape.ops.triton import launch
 from tests.hf.test_forgetting import FLOOR, injected, ours
 from tests.hf.tiny import tiny, tokens
+from tests.ops.skipped import fractions
 
 #: Small enough for Triton's interpreter.
 SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -50,17 +51,7 @@ def read(model: Any, ids: Tensor, cache: Any = None, chunk: int = LENGTH) -> Ten
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The fraction of tiles that every call of the kernel has looked at."""
-    seen: list[float] = []
-    found = launch._attended
-
-    def counted(problem: Problem, eps: float) -> Any:
-        answer = found(problem, eps)
-        each = launch._tiles_seen(problem.q, problem.k, problem.v)
-        seen.append(float(answer[3].sum()) / each if answer[3].numel() else 1.0)
-        return answer
-
-    monkeypatch.setattr(launch, "_attended", counted)
-    return seen
+    return fractions(monkeypatch)
 
 
 @MODELS

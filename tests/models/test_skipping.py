@@ -10,7 +10,7 @@ from gape.models.cache import ForgettingCache, ModelCache
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.models.skipping import skip, skipping
-from gape.ops.triton import launch
+from tests.ops.skipped import fractions
 
 FLOOR = {"gate_floor": 96.0, "init_landmark_bias": -9.0}
 
@@ -33,16 +33,7 @@ def read(gpt: GPT, ids: Tensor, cache: ModelCache | None = None, chunk: int = 15
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The fraction of tiles that every call of the kernel has looked at."""
-    seen: list[float] = []
-    attended = launch._attended
-
-    def counted(problem, eps):
-        found = attended(problem, eps)
-        seen.append(float(found[3].sum()) / launch._tiles_seen(problem.q, problem.k, problem.v) if eps else 1.0)
-        return found
-
-    monkeypatch.setattr(launch, "_attended", counted)
-    return seen
+    return fractions(monkeypatch)
 
 
 def test_a_model_skips_and_says_the_same(tiles: list[float]) -> None:

@@ -17,6 +17,21 @@ from gape.ops.triton import decode
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@torch.no_grad()
+def three_ways(case: Case, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The answer of the decode path as it is, from a replayed CUDA graph, and compiled."""
+
+    def operator(*given: torch.Tensor) -> torch.Tensor:
+        return gated_attention(*given, **case.options, impl="decode")
+
+    plain = operator(*tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = operator(*tensors)
+    graph.replay()
+    return plain, captured, torch.compile(operator, fullgraph=True)(*tensors)
+
+
 def last_queries(case: Case, count: int) -> Case:
     """The case with its last `count` queries only, as decoding has them."""
     cuts = {
@@ -238,14 +253,6 @@ def test_captured_and_compiled_on_a_gpu() -> None:
     case = random_case(batch=1, n_k=5000, **LONE)
     tensors = [x.to("cuda", torch.float32) for x in case.tensors.values()]
 
-    def operator(*given: torch.Tensor) -> torch.Tensor:
-        return gated_attention(*given, **case.options, impl="decode")
-
-    with torch.no_grad():
-        plain = operator(*tensors)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = operator(*tensors)
-        graph.replay()
-        assert torch.allclose(captured, plain, atol=1e-5)
-        assert torch.allclose(torch.compile(operator, fullgraph=True)(*tensors), plain, atol=1e-5)
+    plain, captured, compiled = three_ways(case, tensors)
+    assert torch.allclose(captured, plain, atol=1e-5)
+    assert torch.allclose(compiled, plain, atol=1e-5)

@@ -9,7 +9,7 @@ from gape import gated_attention
 from gape.ops import reference
 from gape.ops.problem import Problem
 from tests.ops.cases import Case, random_case
-from tests.ops.test_decode import BOUNDS, DEVICE, distance, problem
+from tests.ops.test_decode import BOUNDS, DEVICE, distance, problem, three_ways
 
 pytest.importorskip("triton")
 from gape.ops.triton import decode, decode_plan
@@ -208,14 +208,6 @@ def test_captured_and_compiled_on_a_gpu() -> None:
     given = lone(case, torch.bfloat16)
     tensors = [given.q, given.k, given.v, given.gate, given.landmark, given.amplitude]
 
-    def operator(*given: torch.Tensor) -> torch.Tensor:
-        return gated_attention(*given, **case.options, impl="decode")
-
-    with torch.no_grad():
-        plain = operator(*tensors)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = operator(*tensors)
-        graph.replay()
-        assert torch.allclose(captured, plain, atol=1e-2)
-        assert torch.allclose(torch.compile(operator, fullgraph=True)(*tensors), plain, atol=1e-2)
+    plain, captured, compiled = three_ways(case, tensors)
+    assert torch.allclose(captured, plain, atol=1e-2)
+    assert torch.allclose(compiled, plain, atol=1e-2)

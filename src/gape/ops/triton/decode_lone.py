@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from gape.ops.triton.decode_kernels import last_to_finish, merge_row
-from gape.ops.triton.tiles import single
+from gape.ops.triton.tiles import LOWEST, single
 
 #: A value is read if its key weighs more than 2 to minus this many times a key that was seen before.
 BITS = tl.constexpr(40.0)
@@ -41,9 +41,6 @@ STEPS = tl.constexpr(2.0**-20)
 #: Tiles of keys that are under way at a time; the kernel spells out a turn for each.
 TILES_UNDER_WAY = 4
 TILES = tl.constexpr(TILES_UNDER_WAY)
-
-#: Below every logit, but a number: no inf − inf arises where a place has seen nothing.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 #: Elements in half precision of the 16 bytes that one access takes, and pairs of them.
 PIECE = 8

@@ -6,7 +6,6 @@ keys and values can be read in pieces of 16 bytes. Everything else goes through 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from gape.ops.triton.decode_kernels import partial
 from gape.ops.triton.decode_lone import PIECE, TILES_UNDER_WAY, partial_lone
-
-LOG2E = math.log2(math.e)
+from gape.ops.triton.tiles import LOG2E
 
 
 class Call(NamedTuple):

@@ -6,7 +6,6 @@ autograd knows their gradients.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,7 @@ from torch import Tensor
 from gape.ops.problem import Problem
 from gape.ops.triton import backward, forward
 from gape.ops.triton.registered import in_parts, operator, traceable
-
-LOG2E = math.log2(math.e)
+from gape.ops.triton.tiles import LOG2E
 
 #: What a norm in float32 may have been rounded down by.
 SLACK = 1 + 2**-16

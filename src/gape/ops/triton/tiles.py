@@ -7,8 +7,16 @@ anywhere (pads often do): there a position is two floats, and distances are exac
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
+
+#: What turns a natural logarithm into one in base 2.
+LOG2E = math.log2(math.e)
+
+#: Where a running maximum starts: below every finite number and, unlike -inf, no trouble when subtracted from itself.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 #: Neighbouring tiles that are looked at together when some may be skipped.
 GROUP = tl.constexpr(16)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gape.ops.triton.tiles import LOWEST
+
 #: Warps of a program, which takes a row at a time.
 WARPS = 8
 
@@ -22,9 +24,6 @@ DEEP = 4
 
 #: Numbers of one load of a thread.
 LOAD = 8
-
-#: Where a running maximum starts: below every finite number and, unlike -inf, no trouble when subtracted from itself.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
