@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from gape.ops.problem import Problem
 from gape.ops.triton import launch
 from tests.hf.test_forgetting import FLOOR, injected, ours
 from tests.hf.tiny import tiny, tokens
-from tests.ops.skipped import fractions
+from tests.ops.skipped import fractions, kept_tiles
 
 #: Small enough for Triton's interpreter.
 SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -172,27 +171,15 @@ def test_what_is_heard_is_what_attends() -> None:
 
 
 def tiles_by_the_rule(problem: Problem, eps: float) -> list[float]:
-    """The fraction of the causal tiles that each head has to look at, in float64 and dense: docs/skipping.md."""
+    """The fraction of the causal tiles that each head has to look at."""
     size = launch.tiles_for(problem.q, problem.v, "attend", skip=True)
     rows, columns, n = size["BLOCK_M"], size["BLOCK_N"], problem.q.size(2)
     groups = problem.q.size(1) // problem.k.size(1)
-    q, rate, scale = problem.q[0].double(), problem.rate[0].double(), problem.scale
     k, u = (x[0].double().repeat_interleave(groups, 0) for x in (problem.k, problem.exposure))
-    at = torch.arange(n)
-    logits = scale * q @ k.mT - rate[..., None] * u[:, None] * (at[:, None] - at)
-    logits = logits.masked_fill(at > at[:, None], -torch.inf)
-    seen, looked = 0, torch.zeros(q.size(0))
-    for start in range(0, n, rows):
-        row, diagonal = slice(start, min(start + rows, n)), start // columns * columns
-        low = logits[:, row, diagonal:].logsumexp(-1) + math.log(eps / n)
-        near = -(-row.stop // columns) - diagonal // columns
-        seen, looked = seen + near, looked + near
-        for first in range(0, diagonal, columns):
-            tile = slice(first, first + columns)
-            reach = scale * q[:, row].norm(dim=-1) * k[:, tile].norm(dim=-1).amax(-1, keepdim=True)
-            most = reach - rate[:, row] * u[:, tile].amin(-1, keepdim=True) * (at[row] - (tile.stop - 1))
-            seen, looked = seen + 1, looked + (most > low).any(-1)
-    return (looked / seen).tolist()
+    q, rate = problem.q[0].double(), problem.rate[0].double()
+    kept = kept_tiles(q, k, rate, u, problem.scale, eps, (rows, columns))
+    seen = sum(-(-min(start + rows, n) // columns) for start in range(0, n, rows))
+    return (kept.sum((1, 2)) / seen).tolist()
 
 
 def test_tiles_are_those_of_the_rule_and_drop_at_most_eps() -> None:

@@ -242,7 +242,7 @@ def columns_of_head(
         for start in range(whole, n_q, GROUP * BLOCK_M):
             blocks, keep = needed_by_columns(
                 start, start_n + BLOCK_N - 1, first, n_q, reach_ptr + row, c_ptr + row, low_ptr + row,
-                k_reach, u_least, BLOCK_M,
+                k_reach, u_least, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             kept = tl.sum(keep, 0)
             if kept == GROUP:

@@ -1,7 +1,7 @@
 """The forward kernel: one program per tile of queries walks the tiles of keys with a running softmax.
 
-Keys are taken from the diagonal outwards. With SKIP, what the tiles on the diagonal gave is each query's lower bound of
-its log-sum-exp, and a tile further out is left away when its best possible logit is too far below it.
+Keys are taken from the diagonal outwards. With SKIP, what the nearest tiles gave is each query's lower bound of its
+log-sum-exp, and tiles further out are left away whose best possible logits together are too far below it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,16 @@ from gape.ops.triton.tiles import (
     store_rows,
     visible,
 )
+
+#: Tiles whose bounds are added up at once.
+WIDE = tl.constexpr(32)
+
+#: How far apart the thresholds are that are tried, in powers of two.
+STEP = tl.constexpr(2.25)
+
+#: By what part two computations of one bound may differ, and sums of many from what they should be.
+APART = tl.constexpr(2.0**-18)
+SUMMED = tl.constexpr(2.0**-10)
 
 
 @triton.jit
@@ -89,38 +99,86 @@ def log_sum(top, total):
 
 
 @triton.jit
+def spare(
+    lse, reach, c, offs_m, first, n_q, n_k, eps, end, k_reach_ptr, u_least_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What each query can spare, and the first tile that one cannot: of the tiles of keys before tile `end`.
+
+    Five thresholds are tried, from eps shared out evenly over all keys up: the highest counts below which all tiles
+    together stay within eps. Neighbouring bounds are taken a little apart, since kernels may round them differently.
+    """
+    even = lse + tl.log2(eps / n_k)
+    first_sum = tl.zeros((BLOCK_M,), tl.float32)
+    second_sum = tl.zeros((BLOCK_M,), tl.float32)
+    third_sum = tl.zeros((BLOCK_M,), tl.float32)
+    fourth_sum = tl.zeros((BLOCK_M,), tl.float32)
+    earliest = tl.zeros((BLOCK_M,), tl.int32) + end
+    for start in range(0, end, WIDE):
+        tiles = start + tl.arange(0, WIDE)
+        content = reach[:, None] * tl.load(k_reach_ptr + tiles, mask=tiles < end, other=0.0)[None, :]
+        distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
+        fade = c[:, None] * tl.load(u_least_ptr + tiles, mask=tiles < end, other=0.0)[None, :] * distance
+        wide = (content - fade) + APART * (content + fade)
+        close = (content - fade) - APART * (content + fade)
+        weight = tl.where(tiles[None, :] < end, tl.exp2(wide - lse[:, None]), 0.0)
+        first_sum += tl.sum(tl.where(close <= (even + STEP)[:, None], weight, 0.0), 1)
+        second_sum += tl.sum(tl.where(close <= (even + 2 * STEP)[:, None], weight, 0.0), 1)
+        third_sum += tl.sum(tl.where(close <= (even + 3 * STEP)[:, None], weight, 0.0), 1)
+        fourth_sum += tl.sum(tl.where(close <= (even + 4 * STEP)[:, None], weight, 0.0), 1)
+        here = tl.where((wide <= even[:, None]) | (tiles >= end)[None, :], end, tiles[None, :])
+        earliest = tl.minimum(earliest, tl.min(here, 1))
+    most = eps * (1 - SUMMED) / BLOCK_N
+    low = tl.where(first_sum <= most, even + STEP, even)
+    low = tl.where(second_sum <= most, even + 2 * STEP, low)
+    low = tl.where(third_sum <= most, even + 3 * STEP, low)
+    low = tl.where(fourth_sum <= most, even + 4 * STEP, low)
+    # Rows past the end need nothing.
+    inside = offs_m < n_q
+    return tl.where(inside, low, float("inf")), tl.min(tl.where(inside, earliest, end), 0)
+
+
+@triton.jit
 def attend_needed(
     top, total, acc, rows, keys, c, eps, first, whole, stop, start_m, n_q, n_k, row, key_row,
     reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Of the tiles of keys before `whole`, take those in that a query may need, judged by what it saw so far.
+    """Of the tiles of keys before `whole`, take those in that a query may need: the nearest, and others by their bound.
 
-    Writes each query's threshold and how many tiles up to `stop` were looked at.
+    Writes what each query can spare and how many tiles up to `stop` were looked at.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    count, n_tiles = whole // BLOCK_N, tl.cdiv(n_k, BLOCK_N)
-    k_reach_ptr += key_row * n_tiles
-    u_least_ptr += key_row * n_tiles
+    k_reach_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
+    u_least_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
+    near = tl.maximum(first + start_m + 1 - BLOCK_N, 0) // BLOCK_N
+    for tile in range(near, whole // BLOCK_N):
+        top, total, acc = attend_tile(
+            False, tile * BLOCK_N, top, total, acc, *rows, *keys,
+            True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
     reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
-    # Rows past the end need nothing.
-    low = tl.where(offs_m < n_q, log_sum(top, total) + tl.log2(single(eps) / n_k), float("inf"))
+    low, earliest = spare(
+        log_sum(top, total), reach, c, offs_m, first, n_q, n_k, single(eps), near, k_reach_ptr, u_least_ptr,
+        BLOCK_M, BLOCK_N,
+    )  # fmt: skip
     tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
-    visited = tl.cdiv(stop, BLOCK_N) - count
-    for step in range(0, count, GROUP):
-        tiles, keep = needed_by_rows(step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
+    visited = tl.cdiv(stop, BLOCK_N) - near
+    for step in range(0, near - earliest, GROUP):
+        tiles, keep = needed_by_rows(step, near, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
         kept = tl.sum(keep.to(tl.int32), 0)
         visited += kept
-        if kept == GROUP:
+        begin, end = tl.min(tl.where(keep, tiles, near), 0), tl.max(tl.where(keep, tiles, -1), 0) + 1
+        if kept == end - begin:
             # No question inside the loop: it can be pipelined.
-            for tile in range(count - step - GROUP, count - step):
+            for tile in range(begin, end):
                 top, total, acc = attend_tile(
                     False, tile * BLOCK_N, top, total, acc, *rows, *keys,
                     True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
         elif kept > 0:
-            for tile in range(tl.maximum(count - step - GROUP, 0), count - step):
+            for tile in range(begin, end):
                 if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
                     top, total, acc = attend_tile(
                         False, tile * BLOCK_N, top, total, acc, *rows, *keys,

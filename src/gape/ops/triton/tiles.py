@@ -21,6 +21,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 #: Neighbouring tiles that are looked at together when some may be skipped.
 GROUP = tl.constexpr(16)
 
+
 #: Tokens in one unit of a position's far part, and the bits below it.
 FAR = tl.constexpr(8388608)
 NEAR_BITS = tl.constexpr(23)
@@ -188,14 +189,16 @@ def document_of(ptr, offsets, n, other, HAS_DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def needed(reach, c, low, k_reach, u_least, distance):
+def needed(reach, c, low, k_reach, u_least, distance, BLOCK_N: tl.constexpr):
     """1 where a key tile may matter to a query: its best possible logit against what the query has already seen.
 
     reach: scale·‖q‖ (≥ 0); k_reach: the largest ‖k‖ of the tile; u_least: its smallest exposure; distance: to the
-    tile's last key; low: a lower bound of the query's log-sum-exp, plus log₂(eps / N). The proof: `docs/skipping.md`.
-    A bound that is not a number shows nothing, so such a tile is kept.
+    tile's last key; low: what the forward pass found that this query can spare. The proof: `docs/skipping.md`.
+    A tile within a tile's length is kept: others are judged by what it holds. A bound that is not a number shows
+    nothing, so such a tile is kept too.
     """
-    return tl.where(reach * k_reach - c * u_least * distance <= low, 0, 1)
+    spared = (reach * k_reach - c * u_least * distance <= low) & (distance >= BLOCK_N)
+    return tl.where(spared, 0, 1)
 
 
 @triton.jit
@@ -207,13 +210,13 @@ def needed_by_rows(
     k_reach = tl.load(k_reach_ptr + tiles, mask=tiles >= 0, other=0.0)
     u_least = tl.load(u_least_ptr + tiles, mask=tiles >= 0, other=0.0)
     distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
-    keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance)
+    keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance, BLOCK_N)
     return tiles, (tl.max(keep, 0) > 0) & (tiles >= 0)
 
 
 @triton.jit
 def needed_by_columns(
-    start, last, first, n_q, reach_ptr, c_ptr, low_ptr, k_reach, u_least, BLOCK_M: tl.constexpr
+    start, last, first, n_q, reach_ptr, c_ptr, low_ptr, k_reach, u_least, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """GROUP tiles of queries from `start` on, and 1 for each that needs the keys up to `last`, else 0."""
     blocks = tl.arange(0, GROUP)
@@ -223,4 +226,5 @@ def needed_by_columns(
     c = tl.load(c_ptr + rows, mask=rows < n_q, other=0.0)
     distance = (first + rows - last).to(tl.float32)
     # A bound that is not a number would keep tiles of rows past the end.
-    return blocks, tl.max(tl.where(rows < n_q, needed(reach, c, low, k_reach, u_least, distance), 0), 1)
+    keep = needed(reach, c, low, k_reach, u_least, distance, BLOCK_N)
+    return blocks, tl.max(tl.where(rows < n_q, keep, 0), 1)
