@@ -43,6 +43,18 @@ def test_the_portable_choice(given: Problem, name: str) -> None:
     assert dispatch.choose(given)[0] == name
 
 
+def test_few_queries_on_a_gpu_go_to_the_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any length: there is another one at every token, and cuDNN would plan for each."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
+    given = [problem(), problem(torch.float16, n_q=1), problem(n_q=17, n_k=17), problem(learns=True)]
+    assert [dispatch.portable(each)[0] for each in given] == ["decode", "decode", "split", "split"]
+    assert "copies" in dispatch.REMARKS["split"](given[0])
+    assert dispatch.portable(problem(torch.float32))[0] != "decode"
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    assert dispatch.portable(problem())[0] == "split"
+
+
 def test_a_measured_rule_speaks_for_its_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "device_of", lambda problem: GPU)
     monkeypatch.setattr(dispatch, "RULES", (rule(),))

@@ -23,7 +23,7 @@ from torch import Tensor
 from gape.ops import checks, columns, prologue, rank2
 from gape.ops.dispatch import MOST_PROGRAMS
 from gape.ops.plain import attention
-from gape.ops.problem import bias_dtype
+from gape.ops.problem import bias_dtype, learning
 from gape.ops.rounding import UNIT, significand_bits
 
 #: Coordinates that each form takes.
@@ -148,10 +148,9 @@ def _in_one_launch(x: Tensor, *sides: Tensor) -> bool:
 
     It has a program along its second axis for each head of each sample.
     """
-    learns = torch.is_grad_enabled() and any(y.requires_grad for y in (x, *sides))
     plain = all(y.dtype == torch.float32 for y in sides) and not torch.compiler.is_compiling()
     few = x.size(0) * x.size(1) <= MOST_PROGRAMS
-    return x.is_cuda and plain and few and not learns and prologue.ready(x.device, x.dtype)
+    return x.is_cuda and plain and few and not learning(x, *sides) and prologue.ready(x.device, x.dtype)
 
 
 def _joined(x: Tensor, extra: Tensor, width: int) -> Tensor:

@@ -16,10 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gape.ops import columns
 from gape.ops.checks import refuse
-from gape.ops.problem import Problem
+from gape.ops.problem import Problem, learning
 from gape.ops.rounding import significand_bits
 
 #: The table that comes with the library.
@@ -132,6 +133,8 @@ def device_of(problem: Problem) -> str | None:
 def portable(problem: Problem) -> tuple[str, str]:
     """What is right on every device: the choice where nothing was measured."""
     dtype = _name(problem.q.dtype)
+    if decodes(problem.q, problem.k, problem.v, learns=needs_gradient(problem)):
+        return "decode", f"reads keys as they lie, for up to {DECODE_QUERIES} queries at any length"
     if problem.q.dtype in HALVES:
         if problem.gates_learn and problem.seen.n_q > columns.ANCHORED_ROWS:
             return "anchored", f"exact gate gradients beyond {columns.ANCHORED_ROWS:,} queries"
@@ -139,6 +142,19 @@ def portable(problem: Problem) -> tuple[str, str]:
     if significand_bits(problem.q) <= 11:
         return "split", "TF32 products would ruin the two-coordinate form"
     return "rank2", f"two coordinates are enough in {dtype}"
+
+
+def decodes(q: Tensor, k: Tensor, v: Tensor, *, learns: bool) -> bool:
+    """Whether a call runs in the decode kernel unasked: few queries on a GPU, in half precision, without a gradient.
+
+    Such queries find more keys at every token. cuDNN, which torch picks for them, plans anew for each number of keys,
+    which takes some 30 ms where attention to 65,536 keys takes 0.08 (one H200); the kernel is compiled once.
+
+    Args:
+        q, k, v: (B, Hq, Nq, D), (B, Hk, Nk, D), (B, Hk, Nk, Dv).
+        learns: whether a gradient will be asked for.
+    """
+    return q.is_cuda and q.dtype in HALVES and _few_cannot(q, k, v, learns=learns) is None
 
 
 def why_not(problem: Problem, eps: float = 0.0) -> dict[str, str]:
@@ -155,8 +171,7 @@ def cannot(impl: str, problem: Problem) -> str | None:
 
 def needs_gradient(problem: Problem) -> bool:
     """Whether a gradient will be asked of any argument."""
-    content = any(x.requires_grad for x in (problem.q, problem.k, problem.v))
-    return torch.is_grad_enabled() and (content or problem.gates_learn)
+    return learning(problem.q, problem.k, problem.v) or problem.gates_learn
 
 
 def _not_best(impl: str, problem: Problem, measured: bool) -> str:
@@ -172,22 +187,26 @@ def _anywhere(problem: Problem) -> str | None:
 
 
 def _triton_cannot(problem: Problem) -> str | None:
+    return _kernels_cannot(problem.q, problem.v)
+
+
+def _kernels_cannot(q: Tensor, v: Tensor) -> str | None:
     if not HAS_TRITON:
         return "is not installed: pip install triton"
-    if not problem.q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a CUDA device"
-    if problem.q.dtype == torch.float64:
+    if q.dtype == torch.float64:
         return "has no float64"
-    if not problem.q.is_cuda and problem.q.dtype == torch.bfloat16:
+    if not q.is_cuda and q.dtype == torch.bfloat16:
         return "has no bfloat16 in Triton's interpreter, whose products of it are wrong"
-    return _too_large(problem)
+    return _too_large(q, v)
 
 
-def _too_large(problem: Problem) -> str | None:
+def _too_large(q: Tensor, v: Tensor) -> str | None:
     """Why no kernel can be launched for a call's sizes."""
-    if problem.q.size(1) > MOST_PROGRAMS:
+    if q.size(1) > MOST_PROGRAMS:
         return f"takes up to {MOST_PROGRAMS:,} heads"
-    if max(problem.q.size(-1), problem.v.size(-1)) > TRITON_WIDTH:
+    if max(q.size(-1), v.size(-1)) > TRITON_WIDTH:
         return f"takes head dims of up to {TRITON_WIDTH}"
     return None
 
@@ -199,13 +218,17 @@ def _flex_cannot(problem: Problem) -> str | None:
 
 
 def _decode_cannot(problem: Problem) -> str | None:
-    if needs_gradient(problem):
+    return _few_cannot(problem.q, problem.k, problem.v, learns=needs_gradient(problem))
+
+
+def _few_cannot(q: Tensor, k: Tensor, v: Tensor, *, learns: bool) -> str | None:
+    if learns:
         return "has no backward pass"
-    if problem.seen.n_q > DECODE_QUERIES:
+    if q.size(2) > DECODE_QUERIES:
         return f"is for up to {DECODE_QUERIES} queries"
-    if problem.q.size(0) * problem.k.size(1) > MOST_PROGRAMS:
+    if q.size(0) * k.size(1) > MOST_PROGRAMS:
         return f"takes up to {MOST_PROGRAMS:,} key heads, those of all samples together"
-    return _triton_cannot(problem)
+    return _kernels_cannot(q, v)
 
 
 #: Every implementation: why it cannot run a call, or None.
@@ -229,6 +252,8 @@ def _rank2_remark(problem: Problem) -> str:
 def _split_remark(problem: Problem) -> str:
     if problem.gates_learn and problem.q.dtype in HALVES:
         return f"gradients of the gates get noisy beyond {columns.ANCHORED_ROWS:,} queries"
+    if decodes(problem.q, problem.k, problem.v, learns=needs_gradient(problem)):
+        return "copies all keys for a few queries"
     return "takes more coordinates"
 
 

@@ -15,6 +15,11 @@ def bias_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def learning(*tensors: Tensor | None) -> bool:
+    """Whether a gradient will be asked of any of them."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def beside_heads(positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Positions (N,) or (B, N) in `dtype`, in a shape that broadcasts against (B, H, N)."""
     positions = positions.to(dtype)
@@ -51,7 +56,7 @@ class Problem:
     @property
     def gates_learn(self) -> bool:
         """Whether a gradient will be asked of the gates."""
-        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.gate, self.landmark, self.amplitude))
+        return learning(self.gate, self.landmark, self.amplitude)
 
     @property
     def exposure(self) -> Tensor:

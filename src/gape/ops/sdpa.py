@@ -2,20 +2,26 @@
 
 Every call passes its scale, chooses widths and masks that a fused backend accepts, returns zeros for rows
 that see nothing, and can say beforehand which backend will run.
+
+cuDNN plans anew for every number of keys it has not seen, which costs hundreds of times what a few queries do. Decoding
+has another number at each token, so calls with few queries and no gradient go without cuDNN.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gape.ops.dispatch import DECODE_QUERIES
+from gape.ops.problem import learning
 from gape.ops.visibility import Visibility
 
 log = logging.getLogger("gape.ops")
@@ -35,6 +41,7 @@ class Call:
         scale: the softmax scale.
         empty: bool, broadcastable to (B, Hq, Nq, 1), rows whose answer is zero; or None.
         value_width: coordinates of the answer that count.
+        unplanned: whether cuDNN is left out.
     """
 
     q: Tensor
@@ -45,6 +52,7 @@ class Call:
     scale: float
     empty: Tensor | None
     value_width: int
+    unplanned: bool = False
 
     @property
     def grouped(self) -> bool:
@@ -64,16 +72,17 @@ class Call:
         choose = getattr(torch, "_fused_sdp_choice", None)
         if choose is None:
             return "unknown"
-        choice = choose(
-            self.q,
-            self.k,
-            self.v,
-            self.mask,
-            0.0,
-            self.kind == "causal",
-            scale=self.scale,
-            enable_gqa=self.grouped,
-        )
+        with self._backends():
+            choice = choose(
+                self.q,
+                self.k,
+                self.v,
+                self.mask,
+                0.0,
+                self.kind == "causal",
+                scale=self.scale,
+                enable_gqa=self.grouped,
+            )
         return _NAMES.get(int(choice), "unknown")
 
     def run(self) -> Tensor:
@@ -81,19 +90,43 @@ class Call:
         if self.k.size(2) == 0:
             # Backends divide nothing by nothing; without keys every row sees nothing.
             return (self.q[..., :1] * 0).expand(-1, -1, -1, self.value_width)
-        out = F.scaled_dot_product_attention(
-            self.q,
-            self.k,
-            self.v,
-            attn_mask=_lower_right(self.q.size(2), self.k.size(2)) if self.bare_triangle else self.mask,
-            is_causal=self.kind == "causal",
-            scale=self.scale,
-            enable_gqa=self.grouped,
-        )
+        with self._backends():
+            out = F.scaled_dot_product_attention(
+                self.q,
+                self.k,
+                self.v,
+                attn_mask=_lower_right(self.q.size(2), self.k.size(2)) if self.bare_triangle else self.mask,
+                is_causal=self.kind == "causal",
+                scale=self.scale,
+                enable_gqa=self.grouped,
+            )
         if out.requires_grad and out.is_cuda:
             out = SameLayout.apply(out)  # type: ignore[no-untyped-call]
         out = out[..., : self.value_width]
         return out if self.empty is None else out.masked_fill(self.empty, 0.0)
+
+    def _backends(self) -> AbstractContextManager[None]:
+        return _without_cudnn() if self.unplanned else nullcontext()
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """torch may pick any backend but cuDNN inside; where the caller allowed no other, that one stays."""
+    if torch.compiler.is_compiling():
+        # The one form that a compiler can trace; it is slow, and allows what the caller may have forbidden.
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            yield
+        return
+    flags: Any = torch.backends.cuda
+    others = flags.flash_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled()
+    if not others or not flags.cudnn_sdp_enabled():
+        yield
+        return
+    flags.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        flags.enable_cudnn_sdp(True)
 
 
 class SameLayout(torch.autograd.Function):
@@ -152,12 +185,18 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, bia
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
     if mask is not None:
         mask = mask.expand(-1, -1, q.size(2), k.size(2))
-    q, k, v = _legal_widths(q, k, v, equal=not q.is_cuda or kind == "lower-right")
-    if q.size(1) != k.size(1) and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # No fused CUDA backend takes grouped heads together with a mask, nor in float32.
+    unplanned = q.is_cuda and q.size(2) <= DECODE_QUERIES and not learning(q, k, v, mask)
+    # No fused CUDA backend takes grouped heads together with a mask, nor in float32.
+    repeats = q.is_cuda and q.size(1) != k.size(1) and (mask is not None or q.dtype == torch.float32)
+    # Without cuDNN there is only the flash kernel for heads that stay grouped.
+    flash = kind == "lower-right" or (unplanned and q.size(1) != k.size(1) and not repeats)
+    q, k, v = _legal_widths(q, k, v, equal=not q.is_cuda or flash)
+    if repeats:
         groups = q.size(1) // k.size(1)
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return Call(q=q, k=k, v=v, mask=mask, kind=kind, scale=scale, empty=empty, value_width=value_width)
+    return Call(
+        q=q, k=k, v=v, mask=mask, kind=kind, scale=scale, empty=empty, value_width=value_width, unplanned=unplanned
+    )
 
 
 def run_all(calls: Iterable[Call], *, strict: bool = False) -> Tensor:
