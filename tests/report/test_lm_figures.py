@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gape.report import catalogue, lm_series, lm_summary, lm_tables, write
-from gape.report.lm_results import collect, gather, store
+from gape.report.lm_results import collect, gather, store, without
 from gape.report.results import Results
 from gape.report.series import NoData
 from gape.tasks import measured
@@ -266,3 +266,16 @@ def test_figures_without_data_say_so() -> None:
     for name in FIGURES:
         with pytest.raises(NoData):
             catalogue.figure(name).data(empty)
+
+
+def test_a_report_may_leave_kinds_out() -> None:
+    results = stored(schemes=("rope",))
+    assert set(without(results, ["maps", "routing"]).measured) == set(results.measured) - {"maps"}
+    with pytest.raises(ValueError, match=r"without: got 'map', expected some of perplexity, .*; did you mean maps\?"):
+        without(results, ["map"])
+
+
+def test_a_variant_is_set_beside_the_plain_scheme() -> None:
+    rows = stored(schemes=("p-rope+gape", "p-rope+gape_floor4")).measured["perplexity"]
+    pairs = {(d.scheme, d.other) for d in lm_summary.perplexity_differences(rows)}
+    assert pairs == {("p-RoPE+GAPE (floor4)", "p-RoPE+GAPE")}

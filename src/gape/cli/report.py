@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,21 +13,24 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Directories of runs, sweeps, or earlier reports.")],
     out: Annotated[Path, typer.Option(help="Directory of the report.")] = Path("report"),
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
+    without: Annotated[
+        str | None, typer.Option(help="Kinds of measurements to leave out, such as ruler,forgetting.")
+    ] = None,
 ) -> None:
     """Write results, tables, figures and a self-contained page from what runs left behind; nothing is run."""
-    typer.echo(f"Report: {write_report(runs, out, title)}")
+    left_out = () if without is None else without.split(",")
+    typer.echo(f"Report: {write_report(runs, out, title, left_out)}")
 
 
-def write_report(runs: list[Path], out: Path, title: str | None = None) -> Path:
-    """Gather runs and write their report; the page's path.
+def write_report(runs: list[Path], out: Path, title: str | None = None, without: Sequence[str] = ()) -> Path:
+    """Gather runs and write their report, but for some kinds of measurements; the page's path.
 
     Raises:
-        ValueError: a path without results.
+        ValueError: a path without results, or a kind that there is not.
     """
     from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.report import write  # noqa: PLC0415
-    from gape.report.lm_results import gather  # noqa: PLC0415
+    from gape.report import lm_results, write  # noqa: PLC0415
 
-    results = gather(runs)
+    results = lm_results.without(lm_results.gather(runs), without)
     heading = title or ("Needle in a haystack" if results.rows else "Language models")
     return write.report(results, out, title=heading, say=Voice().say)

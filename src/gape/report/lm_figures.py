@@ -35,7 +35,7 @@ def draw_perplexity(data: Data) -> Figure:
         _tilted(ax)
         ax.set_title(panel["title"], fontsize=9)
     axes[0, 0].set_yscale("log")
-    _plain_log(axes[0, 0])
+    _plain(axes[0, 0].yaxis, (1, 2, 3, 5, 7))
     axes[0, 0].set_ylabel("Perplexity")
     _legend_below(figure, axes)
     return figure
@@ -45,12 +45,13 @@ def draw_positions(data: Data) -> Figure:
     """Loss against position in a window."""
     figure, axes = new_figure(6.4, 3.6)
     ax = axes[0, 0]
-    for entry, look in zip(data["lines"], _looks(data["lines"]), strict=True):
+    for entry, look in zip(data["lines"], looks(data["lines"]), strict=True):
         ax.plot(entry["at"], entry["mean"], label=entry["label"], **{**look, "markersize": 3})
     _trained_at(ax, data["train_length"])
     ax.set_xscale("log", base=2)
+    _plain(ax.xaxis)
     whole = data["protocol"] != "last-k"
-    ax.set_xlabel(f"Position in windows of {data['context']:,} tokens" if whole else "Position at the end of a window")
+    ax.set_xlabel(f"Position in windows of {data['context']:,} tokens" if whole else "Position in a window, its end")
     ax.set_ylabel("Loss (nats per token)")
     _legend_below(figure, axes)
     return figure
@@ -70,7 +71,7 @@ def draw_entropy_heads(data: Data) -> Figure:
     """Entropy by layer and head in cells, a row per scheme, a column per length."""
     models, lengths = data["models"], data["lengths"]
     figure, axes = new_figure(2.1 * len(lengths) + 1.5, 1.7 * len(models) + 0.6, len(models), len(lengths))
-    top = max(value for m in models for cells in m["entropy"].values() for row in cells for value in row)
+    values = [value for m in models for cells in m["entropy"].values() for row in cells for value in row]
     image: Any = None
     for r, model in enumerate(models):
         for c, length in enumerate(lengths):
@@ -79,9 +80,9 @@ def draw_entropy_heads(data: Data) -> Figure:
             ax.set_visible(cells is not None)
             if cells is None:
                 continue
-            image = ax.imshow(cells, vmin=0, vmax=top, cmap="cividis", aspect="auto")
+            image = ax.imshow(cells, vmin=min(values), vmax=max(values), cmap="cividis", aspect="auto")
             ax.grid(visible=False)
-            ax.set_xticks([])
+            ax.set_xticks(range(len(cells[0])))
             ax.set_yticks(range(len(cells)))
             ax.set_title(f"{model['label']}, {'prompts' if length is None else f'{length:,}'}", fontsize=8)
             ax.set_ylabel("Layer" if c == 0 else "")
@@ -95,12 +96,13 @@ def draw_context(data: Data) -> Figure:
     panels = data["panels"]
     figure, axes = new_figure(3.5 * (1 + len(panels)) + 0.4, 3.4, 1, 1 + len(panels))
     ax = axes[0, 0]
-    for entry, look in zip(data["lines"], _looks(data["lines"]), strict=True):
+    for entry, look in zip(data["lines"], looks(data["lines"]), strict=True):
         low, middle, high = np.array(entry["quartiles"]).T
         ax.plot(entry["lengths"], middle, label=entry["label"], **look)
         ax.fill_between(entry["lengths"], low, high, color=look["color"], alpha=0.12, linewidth=0)
     length_axis(ax, sorted({length for entry in data["lines"] for length in entry["lengths"]}))
     ax.set_yscale("log", base=2)
+    _plain(ax.yaxis)
     ax.set_ylabel(f"Distance beyond which {data['lines'][0]['share']:.0%} of attention lies")
     ax.set_title("Used: median and quartiles of heads", fontsize=9)
     ax.legend(fontsize=7)
@@ -110,14 +112,18 @@ def draw_context(data: Data) -> Figure:
 
 
 def draw_spectrum(data: Data) -> Figure:
-    """Mean norm by rotary pair, fastest first, of queries and of keys; bars are deviations over samples."""
+    """Mean norm by rotary pair, fastest first, of queries and of keys; bars are deviations over samples.
+
+    Pairs lie by their share, not their number: heads with fewer pairs have the same frequencies at the same share.
+    """
     figure, axes = new_figure(8.6, 3.4, 1, 2, sharey=True)
     for ax, (side, lines) in zip(axes[0], data["sides"].items(), strict=True):
-        for entry, look in zip(lines, _looks(lines), strict=True):
-            channels = range(len(entry["mean"]))
+        for entry, look in zip(lines, looks(lines), strict=True):
+            pairs = len(entry["mean"])
             thin = {**look, "markersize": 3}
-            ax.errorbar(channels, entry["mean"], yerr=entry["std"], label=entry["label"], elinewidth=0.6, **thin)
-        ax.set_xlabel("Rotary pair, fastest first")
+            places = [pair / pairs for pair in range(pairs)]
+            ax.errorbar(places, entry["mean"], yerr=entry["std"], label=entry["label"], elinewidth=0.6, **thin)
+        ax.set_xlabel("Share of rotary pairs that are faster")
         ax.set_title(side.capitalize())
     axes[0, 0].set_ylabel("Mean norm")
     axes[0, 0].set_ylim(bottom=0)
@@ -166,7 +172,7 @@ def draw_masks(data: Data) -> Figure:
 def draw_far_back(data: Data) -> Figure:
     """Loss by distance of the answer above, what the far text was worth below; a column per kind."""
     columns = data["columns"]
-    figure, axes = new_figure(3.5 * len(columns) + 0.6, 5.4, 2, len(columns), sharey="row")
+    figure, axes = new_figure(3.5 * len(columns) + 0.6, 5.4, 2, len(columns))
     for c, column in enumerate(columns):
         for r, part in enumerate(("loss", "gain")):
             ax = axes[r, c]
@@ -183,13 +189,13 @@ def draw_far_back(data: Data) -> Figure:
 
 
 def _entropy_panel(ax: Axes, data: Data) -> None:
-    for entry, look in zip(data["lines"], _looks(data["lines"]), strict=True):
+    for entry, look in zip(data["lines"], looks(data["lines"]), strict=True):
         layers = range(len(entry["mean"]))
         ax.errorbar(layers, entry["mean"], yerr=entry["std"], label=entry["label"], capsize=2.5, elinewidth=0.9, **look)
         ax.set_xticks(layers)
-    length = data["asked"]["length"]
-    where = "prompts" if length is None else f"{length:,} tokens"
-    ax.set_title(f"{data['asked']['data']}, {where}", fontsize=9)
+    length, text = data["asked"]["length"], data["asked"]["data"]
+    read = max(entry["samples"] for entry in data["lines"])
+    ax.set_title(f"{read} prompts of {text}" if length is None else f"{length:,} tokens of {text}", fontsize=9)
     ax.set_xlabel("Layer")
     ax.set_ylabel("Mean attention entropy (nats)")
     ax.legend(fontsize=7)
@@ -202,8 +208,10 @@ def _scatter_panel(ax: Axes, data: Data) -> None:
         mean = [float(np.mean(values)) for values in (gates, entropies)]
         ax.plot(*mean, marker="D", markersize=7, color=colours[layer], markeredgecolor=INK, label=f"layer {layer}")
     ax.set_xscale("log")
+    _plain(ax.xaxis, (1, 2, 5))
     across = data["of_ranks"]
-    ax.set_title(f"{data['label']}" + ("" if across is None else f": rank correlation {across:+.2f}"), fontsize=9)
+    told = "" if across is None else f": rank correlation {across:+.2f}".replace("-", "−")
+    ax.set_title(f"{data['label']}{told}", fontsize=9)
     ax.set_xlabel("Mean query gate g of a head")
     ax.set_ylabel("Mean attention entropy (nats)")
     ax.legend(fontsize=7)
@@ -221,7 +229,7 @@ def _masks_panel(ax: Axes, data: Data) -> None:
 
 def _horizon_panel(ax: Axes, panel: Data) -> None:
     colours = _ramp(len(panel["effective"]))
-    finite = [x for row in panel["effective"] for x in row if x is not None]
+    finite = [x for key in ("effective", "used") for row in panel[key] for x in row if x]
     for layer, (effective, spared, used) in enumerate(
         zip(panel["effective"], panel["spared"], panel["used"], strict=True)
     ):
@@ -229,10 +237,12 @@ def _horizon_panel(ax: Axes, panel: Data) -> None:
         if spared != effective:
             ax.plot(_gaps(spared), used, "o", **look, markerfacecolor="none", markeredgewidth=0.6)
         ax.plot(_gaps(effective), used, "o", **look, label=f"layer {layer}")
-    ends = [1, max([*finite, panel["length"]], default=2)]
+    ends = [min([*finite, panel["length"]]), max([*finite, panel["length"]])]
     ax.plot(ends, ends, color=FAINT, linewidth=0.8, linestyle="--", label="used = theory")
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log", base=2)
+    for axis, scale in ((ax.xaxis, ax.set_xscale), (ax.yaxis, ax.set_yscale)):
+        scale("log", base=2)
+        _plain(axis)
+    _tilted(ax)
     ax.set_title(f"{panel['label']}, {panel['length']:,} tokens", fontsize=9)
     ax.set_xlabel(f"Effective context, unprotected keys hold {panel['given_up']:.0%}")
     ax.set_ylabel(f"Distance beyond which {panel['given_up']:.0%} lies")
@@ -259,7 +269,7 @@ def _pictures(data: Data, key: str, cells: Any, look: dict[str, Any], what: str)
 
 def _lines(ax: Axes, lines: list[Data], stretches: list[list[int]] | None = None) -> None:
     """Means with bands where there is something to say about them; stretches of the axis are not joined."""
-    for entry, look in zip(lines, _looks(lines), strict=True):
+    for entry, look in zip(lines, looks(lines), strict=True):
         for stretch in stretches or [entry["at"]]:
             kept = [place for place, at in enumerate(entry["at"]) if at in stretch]
             at, mean, low, high = ([entry[key][place] for place in kept] for key in ("at", "mean", "low", "high"))
@@ -276,7 +286,7 @@ def _documents(ax: Axes, panel: Data) -> None:
         ax.text(context, 0.02, text, transform=ax.get_xaxis_transform(), rotation=90, ha="right", va="top", fontsize=6)
 
 
-def _looks(lines: list[Data]) -> list[dict[str, Any]]:
+def looks(lines: list[Data]) -> list[dict[str, Any]]:
     """How each scheme is drawn; further variants of one get colours of their own."""
     seen: dict[str, int] = {}
     looks = []
@@ -299,13 +309,14 @@ def _tilted(ax: Axes) -> None:
     ax.tick_params(axis="x", labelrotation=40, labelsize=7)
 
 
-def _plain_log(ax: Axes) -> None:
-    """Ticks on a logarithmic axis that say the number."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # noqa: PLC0415
+def _plain(axis: Any, tenths: tuple[int, ...] = ()) -> None:
+    """Ticks on a logarithmic axis that say the number, at so many of each power of ten where some are named."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415
 
-    ax.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 3, 5, 7)))
-    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    if tenths:
+        axis.set_major_locator(LogLocator(10, subs=tenths))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _ramp(count: int) -> list[Any]:
@@ -326,6 +337,8 @@ def _legend_below(figure: Figure, axes: Any) -> None:
     for ax in axes.flat:
         handles, names = ax.get_legend_handles_labels()
         named |= dict(zip(names, handles, strict=True))
-    columns = min(len(named), max(2, int(figure.get_figwidth() / 1.7)))
+    most = max(2, int(figure.get_figwidth() / 1.5))
+    # As few rows as fit, and as even as they can be.
+    columns = -(-len(named) // -(-len(named) // most))
     names = sorted(named, key=lambda text: text == "training length")
     figure.legend([named[text] for text in names], names, loc="outside lower center", ncols=columns, handlelength=2.6)

@@ -25,6 +25,7 @@ from gape.report.results import (
     scheme_order,
     shared_settings,
 )
+from gape.suggest import suggestion
 from gape.train import files
 from gape.train.log import read_object
 
@@ -98,9 +99,31 @@ def store(results: Results, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if results.rows or not results.measured:
         needle.store(results, directory)
-    for name, records in ((RUNS, results.runs), *((f"{kind}.jsonl", rows) for kind, rows in results.measured.items())):
-        text = "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)
-        files.replace(directory / name, text.encode())
+    runs = tuple(map(_anywhere, results.runs))
+    for name, records in ((RUNS, runs), *((f"{kind}.jsonl", rows) for kind, rows in results.measured.items())):
+        lines = (json.dumps(record, ensure_ascii=False, separators=(",", ":")) for record in records)
+        files.replace(directory / name, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _anywhere(run: Record) -> Record:
+    """A run without where its corpus lay: the name of the directory says enough, and the manifest has its hash."""
+    settings = run["settings"]
+    if not settings.get("data"):
+        return run
+    return run | {"settings": settings | {"data": Path(settings["data"]).name}}
+
+
+def without(results: Results, kinds: Iterable[str]) -> Results:
+    """Results without some kinds of :data:`KINDS`, for a report that is not about them.
+
+    Raises:
+        ValueError: there is no such kind; says which there are.
+    """
+    kinds = list(kinds)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"without: got {kind!r}, expected some of {', '.join(KINDS)}{suggestion(kind, KINDS)}")
+    return replace(results, measured={kind: rows for kind, rows in results.measured.items() if kind not in kinds})
 
 
 def _is_report(path: Path) -> bool:
@@ -150,7 +173,12 @@ def _checked(rows: list[Record], path: Path) -> list[Record]:
         missing = [key for key in ("run", "position", "seed") if key not in row]
         if missing:
             raise ValueError(f"{path}: a row lacks {', '.join(missing)}")
-    return rows
+    return [_rounded(row) for row in rows] if path.stem == "routing" else rows
+
+
+def _rounded(row: Record) -> Record:
+    """A row of means while a model learns, of which there are thousands, to six digits."""
+    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in row.items()}
 
 
 def _add(known: dict[tuple[Any, ...], Record], kind: str, records: Sequence[Record], path: Path) -> None:

@@ -90,7 +90,7 @@ class Difference:
 
 
 def far_back_differences(rows: Iterable[Record], *, gain: bool = False) -> list[Difference]:
-    """Gated schemes against their base and against ALiBi, kind by kind and distance by distance, by document.
+    """Gated schemes against those of :func:`_pairs`, kind by kind and distance by distance, by document.
 
     Of losses, or of what the far text was worth.
     """
@@ -109,7 +109,7 @@ def far_back_differences(rows: Iterable[Record], *, gain: bool = False) -> list[
 
 
 def perplexity_differences(rows: Iterable[Record]) -> list[Difference]:
-    """Gated schemes against their base and against ALiBi at every context, window by window."""
+    """Gated schemes against those of :func:`_pairs` at every context, window by window."""
     rows = list(rows)
     several = len({row.get("align") or 0 for row in rows}) > 1
     groups: dict[tuple[Any, ...], list[Record]] = {}
@@ -140,15 +140,15 @@ def asked_most(rows: Sequence[Record]) -> list[Record]:
 
 
 def _pairs(records: Sequence[Record]) -> list[tuple[dict[int, Record], dict[int, Record], list[int]]]:
-    """Each scheme with gates, and the schemes it is set beside, by seed."""
+    """Each scheme with gates, and by seed what it is set beside: its base, itself without a variant, ALiBi."""
     groups = {key: {row["seed"]: row for row in rows} for key, rows in schemes(records).items()}
     pairs: list[tuple[dict[int, Record], dict[int, Record], list[int]]] = []
     for (position, variant), runs in groups.items():
         base = position.removesuffix("+gape")
         if base == position:
             continue
-        for other in ((base, variant), (base, ""), ("alibi", variant), ("alibi", "")):
-            beside = groups.get(other, {})
+        for other in ((base, variant), (base, ""), (position, ""), ("alibi", variant), ("alibi", "")):
+            beside = groups.get(other, {}) if other != (position, variant) else {}
             seeds = sorted(runs.keys() & beside.keys())
             if seeds and not any(pair[0] is runs and pair[1] is beside for pair in pairs):
                 pairs.append((runs, beside, seeds))

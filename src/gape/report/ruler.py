@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from gape.report.lm_figures import looks
 from gape.report.lm_summary import name, schemes
 from gape.report.results import Record, Results
 from gape.report.series import Data, NoData
-from gape.report.style import CYCLE, FAINT, line, new_figure
+from gape.report.style import FAINT, new_figure
 from gape.report.tables import Table
 from gape.tasks.intervals import Floats, weighted_interval
 
@@ -346,21 +347,22 @@ def _shown(found: Sequence[Method], bases: Mapping[str, Method] | None = None) -
             else:
                 p = difference(method, bases[method.model], column)
                 cells.append(None if p is None else (p.percent(p.mean), p.percent(p.low), p.percent(p.high)))
-        entries.append({"label": f"{method.model} {method.label}", "position": method.key[0], "cells": cells})
+        whose = f"{method.model} " if len({other.model for other in found}) > 1 else ""
+        entries.append({"label": f"{whose}{method.label}", "position": method.key[0], "cells": cells})
     return {"columns": [_header(column) for column in across], "methods": entries, "percent": bases is not None}
 
 
 def draw(data: Data) -> Figure:
     """A point with its interval for each method, side by side in each subset."""
     figure, axes = new_figure(max(6.4, 1.1 * len(data["columns"])), 3.4)
-    ax, count = axes[0, 0], len(data["methods"])
+    ax, count, drawn = axes[0, 0], len(data["methods"]), looks(data["methods"])
     for number, method in enumerate(data["methods"]):
         at = [(c + 0.7 * (number + 0.5) / count - 0.35, cell) for c, cell in enumerate(method["cells"]) if cell]
         middle = [cell[0] for _, cell in at]
         reach = [[m - cell[1] for m, (_, cell) in zip(middle, at, strict=True)],
                  [cell[2] - m for m, (_, cell) in zip(middle, at, strict=True)]]  # fmt: skip
-        look = {"color": CYCLE[number % len(CYCLE)], "marker": line(method["position"])["marker"]}
-        ax.errorbar([x for x, _ in at], middle, reach, linestyle="none", label=method["label"], **look)
+        look = {**drawn[number], "linestyle": "none"}
+        ax.errorbar([x for x, _ in at], middle, reach, label=method["label"], elinewidth=1.2, **look)
     ax.set_xticks(range(len(data["columns"])), data["columns"], rotation=30, ha="right")
     ax.set_ylabel("Change of answer NLL (%)" if data["percent"] else "Answer NLL (nats per token)")
     if data["percent"]:
