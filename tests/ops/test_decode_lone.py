@@ -93,6 +93,20 @@ def test_values_without_weight_are_not_read() -> None:
     assert decode.run(lone(case), splits=1).isnan().all()
 
 
+def test_what_the_newest_keys_outweigh_is_not_read() -> None:
+    """Under one rate and no landmarks the first tile of a program weighs least: it alone would leave nothing unread."""
+    case = one_query(n_k=600, strength=0.0, heads=1, kv_heads=1)
+    case.tensors["q"][:] = case.tensors["landmark"][:] = 0.0
+    case.tensors["gate"][:] = case.tensors["amplitude"][:] = 1.0
+    # The bias alone: 1.44 · distance / T in base 2.
+    case.options["context_length"] = 10.0
+    exact = reference.run(problem(case, torch.float16, exact=True))
+    case.tensors["v"][:, :, : 600 - 1 - 278] = float("nan")
+    assert distance(decode.run(lone(case), splits=3), exact) < BOUNDS[torch.float16]
+    case.tensors["v"][:, :, 600 - 1 - 276] = float("nan")
+    assert decode.run(lone(case), splits=3).isnan().all()
+
+
 def test_logits_too_large_to_tell_apart_are_all_read() -> None:
     """Float32 has no number 40 below 2·10¹⁰ but that one itself."""
     case = one_query(n_k=100, strength=0.0, heads=1, kv_heads=1)

@@ -41,7 +41,7 @@ def by_the_kernel(*given: torch.Tensor, **told: Any) -> tuple[torch.Tensor, Prob
     empty, run = torch.empty, decode.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "decodes", lambda *_, **__: True)
-        patch.setattr(decode, "run", lambda problem: (problems.append(problem), run(problem))[1])
+        patch.setattr(decode, "run", lambda problem, **told: (problems.append(problem), run(problem, **told))[1])
         patch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
         return attention(*given, **told), problems[0]
 
@@ -99,7 +99,7 @@ def as_given(*given: torch.Tensor) -> Problem:
     problems: list[Problem] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "decodes", lambda *_, **__: True)
-        patch.setattr(decode, "run", problems.append)
+        patch.setattr(decode, "run", lambda problem, **_: problems.append(problem))
         attention(*given)
     return problems[0]
 

@@ -41,7 +41,7 @@ def compiled(kernel, told):
 for kernel in (forward.attend, backward.by_rows, backward.by_columns):
     for skips in (False, True):
         compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS)
-rows = {"K_ROW": 8, "V_ROW": 8, "HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
+rows = {"K_ROW": 8, "V_ROW": 8, "GATED": True, "HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
 compiled(decode_lone.partial_lone, rows | BLOCKS)
 """
 

@@ -107,7 +107,8 @@ def _decoded(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) ->
             context_length=1.0,
             scale=scale,
             seen=seen,
-        )
+        ),
+        gated=False,
     )
 
 

@@ -107,7 +107,7 @@ def store(results: Results, directory: Path) -> None:
 
 def _anywhere(run: Record) -> Record:
     """A run without where its corpus lay: the name of the directory says enough, and the manifest has its hash."""
-    settings = run["settings"]
+    settings = run.get("settings", {})
     if not settings.get("data"):
         return run
     return run | {"settings": settings | {"data": Path(settings["data"]).name}}

@@ -24,12 +24,14 @@ from gape.ops.triton.registered import direct, operator, traceable
 ALONE = 8
 
 
-def run(problem: Problem, *, lengths: Tensor | None = None, splits: int | None = None) -> Tensor:
+def run(problem: Problem, *, lengths: Tensor | None = None, splits: int | None = None, gated: bool = True) -> Tensor:
     """The operator without gradients, (B, Hq, Nq, Dv) in q's dtype; see :func:`attend`."""
-    return attend(problem, lengths=lengths, splits=splits)[0]
+    return attend(problem, lengths=lengths, splits=splits, gated=gated)[0]
 
 
-def attend(problem: Problem, *, lengths: Tensor | None = None, splits: int | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    problem: Problem, *, lengths: Tensor | None = None, splits: int | None = None, gated: bool = True
+) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of a few queries over a long cache.
 
     One query per key head in half precision leaves values unread that have no weight: see docs/skipping.md.
@@ -39,6 +41,7 @@ def attend(problem: Problem, *, lengths: Tensor | None = None, splits: int | Non
         lengths: integer (B,): sample b has keys 0 … lengths[b] − 1, and its queries are the last of those; what lies
             beyond is not read, nor what lies beyond Nk. Without explicit positions, documents or mask.
         splits: parts that the keys are cut into; by default enough to fill the device.
+        gated: whether there is a bias; without, gates have to be zero and are not always read.
 
     Returns:
         (B, Hq, Nq, Dv) in q's dtype and float32 (B, Hq, Nq), natural logarithms; zero and −inf for an empty row.
@@ -47,7 +50,7 @@ def attend(problem: Problem, *, lengths: Tensor | None = None, splits: int | Non
         ValueError: float64, something that needs a gradient, lengths that do not fit; names the argument.
     """
     _refuse(problem, lengths)
-    call = _call(problem, lengths)
+    call = _call(problem, lengths, gated)
     if torch.compiler.is_compiling() or isinstance(call.q, FakeTensor):
         found: tuple[Tensor, Tensor] = torch.ops.gape.decode(*call, splits)
         return found
@@ -73,12 +76,13 @@ def decode(
     causal: bool,
     scale: float,
     context_length: float,
+    gated: bool,
     splits: int | None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend` as compilers see it."""
     call = Call(
         q, k, v, gate, landmark, amplitude, lengths, q_positions, k_positions, q_documents, k_documents, mask, causal,
-        scale, context_length,
+        scale, context_length, gated,
     )  # fmt: skip
     return _launched(call, splits, traceable, tickets=False)
 
@@ -125,7 +129,7 @@ def _tickets(count: int, device: torch.device) -> Tensor:
     return held
 
 
-def _call(problem: Problem, lengths: Tensor | None) -> Call:
+def _call(problem: Problem, lengths: Tensor | None, gated: bool = True) -> Call:
     seen, q = problem.seen, problem.q
 
     def full(side: Tensor | None, *sizes: int) -> Tensor | None:
@@ -136,6 +140,7 @@ def _call(problem: Problem, lengths: Tensor | None) -> Call:
         None if lengths is None else lengths.contiguous(),
         full(seen.q_positions, -1), full(seen.k_positions, -1), full(seen.q_documents, -1), full(seen.k_documents, -1),
         full(seen.attn_mask, q.size(1), seen.n_q, seen.n_k), seen.is_causal, problem.scale, problem.context_length,
+        gated,
     )  # fmt: skip
 
 

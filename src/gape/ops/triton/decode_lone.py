@@ -8,14 +8,13 @@ that nothing waits for what is under way. Values are asked for when their weight
 Two numbers in half precision lie in an int32. As single numbers they would be unpacked as soon as they arrive, which is
 to wait for them; as a pair they are left alone until they are used.
 
-**What is left unread.** A program finds the largest logit m of its first tile. It reads the value of key j only if its
-base-2 logit s_j > m − 40; the weight counts in the log-sum-exp in any case. So let w be the attention that the query
-pays to the key of m. Each key left unread has at most 2⁻⁴⁰·w. That m may be exceeded later does no harm: w is the
-share of that one key in the whole sum, whatever else is in it. A program of n keys leaves at most n·2⁻⁴⁰·w unread. The
-keys of m of the programs of a query are different ones, so their w add up to at most 1, and a query loses at most
-n·2⁻⁴⁰ of its attention, with n the keys of one program, no more than Nk. What is lost is not shared out among the
-others: an output coordinate is off by at most n·2⁻⁴⁰·max|v|, at n = 65,536 by 2⁻²⁴·max|v|, half a unit of float32. The
-log-sum-exp is that of all keys.
+**What is left unread.** A program looks at the first tile of its own keys and at the newest keys of all, and finds the
+largest logit m in both. It reads the value of key j only if its base-2 logit s_j > m − 40; the weight counts in the
+log-sum-exp in any case. Each key left unread has at most 2⁻⁴⁰ of the attention that the query pays to the key of m,
+which is at most 1. That m may be exceeded elsewhere does no harm: the share of that one key is a share of the whole
+sum, whatever else is in it. So a query loses at most Nk·2⁻⁴⁰ of its attention. What is lost is not shared out among the
+others: an output coordinate is off by at most Nk·2⁻⁴⁰·max|v|, at 65,536 keys by 2⁻²⁴·max|v|, half a unit of float32.
+The log-sum-exp is that of all keys.
 
 Where |m| > 4·10⁷, float32 has no room for 40 below it: the limit is then 2⁻²⁰·|m| below m. One that rounds to m itself
 would leave m's own value unread.
@@ -77,28 +76,33 @@ def share_of(length, STEP: tl.constexpr):
 
 @triton.jit
 def keys_of(
-    k_ptr, mark_ptr, mark_n, left, TILE: tl.constexpr, K_ROW: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr
+    k_ptr, mark_ptr, mark_n, left,
+    TILE: tl.constexpr, GATED: tl.constexpr, K_ROW: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Keys (BLOCK_N, PAIRS) and landmarks of a tile, zero from key `left` on."""
+    """Keys (BLOCK_N, PAIRS) and landmarks of a tile, zero from key `left` on; anything for landmarks without gates."""
     rows = TILE * BLOCK_N + tl.arange(0, BLOCK_N)
     there = rows < left
     where = k_ptr + rows[:, None] * K_ROW + tl.arange(0, PAIRS)[None, :]
     k = tl.load(where, mask=there[:, None], other=0)
-    return k, tl.load(mark_ptr + rows * mark_n, mask=there, other=0.0)
+    return k, tl.load(mark_ptr + rows * mark_n, mask=there, other=0.0) if GATED else 0.0
 
 
 @triton.jit
-def logits(k, mark, q_first, q_second, c, far, left, TILE: tl.constexpr, BF16: tl.constexpr, BLOCK_N: tl.constexpr):
+def logits(
+    k, mark, q_first, q_second, c, far, left,
+    TILE: tl.constexpr, GATED: tl.constexpr, BF16: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Base-2 logits of a tile, −inf from key `left` on; `far`: distances to the keys of tile 0."""
     first, second = halves(k, BF16)
-    products = tl.sum(first * q_first[None, :] + second * q_second[None, :], 1)
-    s = products - c * ((1.0 - mark) * (far - TILE * BLOCK_N))
+    s = tl.sum(first * q_first[None, :] + second * q_second[None, :], 1)
+    if GATED:
+        s -= c * ((1.0 - mark) * (far - TILE * BLOCK_N))
     return tl.where(tl.arange(0, BLOCK_N) < left - TILE * BLOCK_N, s, float("-inf"))
 
 
 @triton.jit
 def limit_of(s):
-    """What a logit has to exceed for its value to be read, from the logits of a first tile."""
+    """What a logit has to exceed for its value to be read, from logits of the same query."""
     top = tl.max(s, 0)
     return top - tl.maximum(BITS, tl.abs(top) * STEPS)
 
@@ -114,15 +118,15 @@ def with_values(acc_first, acc_second, v, p, fade, BF16: tl.constexpr):
 def turn(
     k, mark, v, p, fade, top, total, acc_first, acc_second,
     k_ptr, v_ptr, mark_ptr, mark_n, q_first, q_second, c, far, least, left, step,
-    TILE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, BF16: tl.constexpr,
+    TILE: tl.constexpr, GATED: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, BF16: tl.constexpr,
     BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Weigh a tile, ask for the one `step` keys on and for the values of this one, and use those asked for before.
 
     Returns what comes in first, as it stands afterwards.
     """
-    s = logits(k, mark, q_first, q_second, c, far, left, TILE, BF16, BLOCK_N)
-    k, mark = keys_of(k_ptr, mark_ptr, mark_n, left - step, TILE, K_ROW, BLOCK_N, PAIRS)
+    s = logits(k, mark, q_first, q_second, c, far, left, TILE, GATED, BF16, BLOCK_N)
+    k, mark = keys_of(k_ptr, mark_ptr, mark_n, left - step, TILE, GATED, K_ROW, BLOCK_N, PAIRS)
     acc_first, acc_second = with_values(acc_first, acc_second, v, p, fade, BF16)
     where = v_ptr + (TILE * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * V_ROW + tl.arange(0, PAIRS)[None, :]
     v = tl.load(where, mask=(s > least)[:, None], other=0)
@@ -152,13 +156,13 @@ def partial_lone(
     part_ptr, lse_ptr, ticket_ptr, out_ptr, whole_lse_ptr, n_heads, n_k, scale, rate_unit, unit,
     q_ptr, k_ptr, v_ptr, gate_ptr, mark_ptr, amplitude_ptr, lengths_ptr,
     q_b, q_h, q_d, k_b, k_h, v_b, v_h, gate_b, gate_h, mark_b, mark_h, mark_n, amp_h,
-    K_ROW: tl.constexpr, V_ROW: tl.constexpr, HAS_LENGTHS: tl.constexpr, MERGE: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    K_ROW: tl.constexpr, V_ROW: tl.constexpr, GATED: tl.constexpr, HAS_LENGTHS: tl.constexpr, MERGE: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Partial outputs (B·H, splits, D) and base-2 log-sum-exps (B·H, splits), float32, contiguous; MERGE as elsewhere.
 
     k and v are in half precision with rows of neighbours; k_b … v_h are in pieces of 16 bytes, K_ROW and V_ROW, from
-    one key to the next, in pairs.
+    one key to the next, in pairs. Without GATED there is no bias.
     """
     scale, rate_unit, unit = single(scale), single(rate_unit), single(unit)
     row = tl.program_id(1).to(tl.int64)
@@ -170,21 +174,33 @@ def partial_lone(
     if HAS_LENGTHS:
         length = tl.minimum(tl.load(lengths_ptr + batch), n_k).to(tl.int32)
     low, high = share_of(length, STEP)
-    k_ptr = as_pairs(k_ptr, batch, head, k_b, k_h) + low.to(tl.int64) * K_ROW
+    k_ptr = as_pairs(k_ptr, batch, head, k_b, k_h)
+    mark_ptr += batch * mark_b + head * mark_h
+    newest = tl.maximum(length - BLOCK_N, 0)
+    new_k, new_mark = keys_of(
+        k_ptr + newest.to(tl.int64) * K_ROW, mark_ptr + newest.to(tl.int64) * mark_n, mark_n, length - newest,
+        0, GATED, K_ROW, BLOCK_N, PAIRS,
+    )  # fmt: skip
+    k_ptr += low.to(tl.int64) * K_ROW
     v_ptr = as_pairs(v_ptr, batch, head, v_b, v_h) + low.to(tl.int64) * V_ROW
-    mark_ptr += batch * mark_b + head * mark_h + low.to(tl.int64) * mark_n
+    mark_ptr += low.to(tl.int64) * mark_n
     left = high - low
-    k0, mark0 = keys_of(k_ptr, mark_ptr, mark_n, left, 0, K_ROW, BLOCK_N, PAIRS)
-    k1, mark1 = keys_of(k_ptr, mark_ptr, mark_n, left, 1, K_ROW, BLOCK_N, PAIRS)
-    k2, mark2 = keys_of(k_ptr, mark_ptr, mark_n, left, 2, K_ROW, BLOCK_N, PAIRS)
-    k3, mark3 = keys_of(k_ptr, mark_ptr, mark_n, left, 3, K_ROW, BLOCK_N, PAIRS)
+    k0, mark0 = keys_of(k_ptr, mark_ptr, mark_n, left, 0, GATED, K_ROW, BLOCK_N, PAIRS)
+    k1, mark1 = keys_of(k_ptr, mark_ptr, mark_n, left, 1, GATED, K_ROW, BLOCK_N, PAIRS)
+    k2, mark2 = keys_of(k_ptr, mark_ptr, mark_n, left, 2, GATED, K_ROW, BLOCK_N, PAIRS)
+    k3, mark3 = keys_of(k_ptr, mark_ptr, mark_n, left, 3, GATED, K_ROW, BLOCK_N, PAIRS)
 
     q_ptr += batch * q_b + head * q_h + 2 * tl.arange(0, PAIRS) * q_d
     q_first, q_second = tl.load(q_ptr).to(tl.float32) * scale, tl.load(q_ptr + q_d).to(tl.float32) * scale
-    c = tl.load(gate_ptr + batch * gate_b + head * gate_h) * tl.load(amplitude_ptr + head * amp_h) * rate_unit
+    c = 0.0
+    if GATED:
+        c = tl.load(gate_ptr + batch * gate_b + head * gate_h) * tl.load(amplitude_ptr + head * amp_h) * rate_unit
     # Distances are integers before they are floats; the query is the last of the keys.
     far = (length - 1 - low - tl.arange(0, BLOCK_N)).to(tl.float32)
-    least = limit_of(logits(k0, mark0, q_first, q_second, c, far, left, 0, BF16, BLOCK_N))
+    near = (length - 1 - newest - tl.arange(0, BLOCK_N)).to(tl.float32)
+    newest_logits = logits(new_k, new_mark, q_first, q_second, c, near, length - newest, 0, GATED, BF16, BLOCK_N)
+    first_logits = logits(k0, mark0, q_first, q_second, c, far, left, 0, GATED, BF16, BLOCK_N)
+    least = limit_of(tl.maximum(first_logits, newest_logits))
     top = tl.full((BLOCK_N,), LOWEST, tl.float32)
     total, p = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     fade = tl.full((BLOCK_N,), 1.0, tl.float32)
@@ -197,19 +213,19 @@ def partial_lone(
         mark_ptr += STEP * mark_n
         k0, mark0, v, p, fade, top, total, acc_first, acc_second = turn(
             k0, mark0, v, p, fade, top, total, acc_first, acc_second, k_ptr, v_ptr, mark_ptr, mark_n,
-            q_first, q_second, c, far, least, left, STEP, 0, K_ROW, V_ROW, BF16, BLOCK_N, PAIRS,
+            q_first, q_second, c, far, least, left, STEP, 0, GATED, K_ROW, V_ROW, BF16, BLOCK_N, PAIRS,
         )  # fmt: skip
         k1, mark1, v, p, fade, top, total, acc_first, acc_second = turn(
             k1, mark1, v, p, fade, top, total, acc_first, acc_second, k_ptr, v_ptr, mark_ptr, mark_n,
-            q_first, q_second, c, far, least, left, STEP, 1, K_ROW, V_ROW, BF16, BLOCK_N, PAIRS,
+            q_first, q_second, c, far, least, left, STEP, 1, GATED, K_ROW, V_ROW, BF16, BLOCK_N, PAIRS,
         )  # fmt: skip
         k2, mark2, v, p, fade, top, total, acc_first, acc_second = turn(
             k2, mark2, v, p, fade, top, total, acc_first, acc_second, k_ptr, v_ptr, mark_ptr, mark_n,
-            q_first, q_second, c, far, least, left, STEP, 2, K_ROW, V_ROW, BF16, BLOCK_N, PAIRS,
+            q_first, q_second, c, far, least, left, STEP, 2, GATED, K_ROW, V_ROW, BF16, BLOCK_N, PAIRS,
         )  # fmt: skip
         k3, mark3, v, p, fade, top, total, acc_first, acc_second = turn(
             k3, mark3, v, p, fade, top, total, acc_first, acc_second, k_ptr, v_ptr, mark_ptr, mark_n,
-            q_first, q_second, c, far, least, left, STEP, 3, K_ROW, V_ROW, BF16, BLOCK_N, PAIRS,
+            q_first, q_second, c, far, least, left, STEP, 3, GATED, K_ROW, V_ROW, BF16, BLOCK_N, PAIRS,
         )  # fmt: skip
         v_ptr += STEP * V_ROW
     acc_first, acc_second = with_values(acc_first, acc_second, v, p, fade, BF16)

@@ -18,7 +18,10 @@ from gape.ops.triton.tiles import LOG2E
 
 
 class Call(NamedTuple):
-    """A problem as the operator of torch takes it, every tensor expanded to its full sizes."""
+    """A problem as the operator of torch takes it, every tensor expanded to its full sizes.
+
+    Without `gated` the gates are zero, and a kernel may leave them unread.
+    """
 
     q: Tensor
     k: Tensor
@@ -35,6 +38,7 @@ class Call(NamedTuple):
     causal: bool
     scale: float
     context_length: float
+    gated: bool
 
     @property
     def units(self) -> tuple[float, float, float]:
@@ -154,7 +158,8 @@ def _lone(call: Call, splits: int | None) -> Plan:
     return Plan(
         kernel=partial_lone,
         arguments=[q.size(1), k.size(2), *call.units, *tensors, lengths, *strides, call.amplitude.stride(0)],
-        flags={"K_ROW": k_row, "V_ROW": v_row, "HAS_LENGTHS": call.lengths is not None, "PARTS": parts}
+        flags={"K_ROW": k_row, "V_ROW": v_row, "GATED": call.gated}
+        | {"HAS_LENGTHS": call.lengths is not None, "PARTS": parts}
         | {"BLOCK_N": block_n, "BLOCK_D": d, "num_warps": 4, "num_stages": 1},
         splits=splits,
         row_tiles=1,
