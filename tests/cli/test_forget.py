@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gape.analysis.passages import Reader
 from gape.cli import forget_bench
 from gape.train.signals import Interrupted
 from tests.cli.test_commands import gape_exits
@@ -63,6 +65,12 @@ def test_a_language_model_is_measured_reported_and_drawn(
     decoded = {(r["how"], r["bounds"]): r for r in found if r["kind"] == "decode"}
     assert set(decoded) == {("dense", None), ("forgetting", "weights"), ("forgetting", "queries")}
     assert max(map(max, decoded["forgetting", "queries"]["kept"])) < 98
+    assert all(r["texts"] == 2 and r["mean_ms"] > 0 for r in decoded.values())
+    assert "lasting_ms" not in decoded["dense", None]
+    weights = decoded["forgetting", "weights"]
+    assert weights["every"] >= 32
+    assert weights["looked"] == 0
+    assert weights["lasting_ms"] == weights["ms"] + weights["forget_ms"] / weights["every"]
     dense, *others = [r for r in found if r["kind"] == "perplexity"]
     assert [r["how"] for r in others] == ["skipping", "forgetting", "forgetting"]
     assert all(r["plan"] == dense["plan"] and abs(r["nll"] - dense["nll"]) < 1e-2 for r in others)
@@ -95,6 +103,16 @@ def test_what_was_interrupted_goes_on(language: tuple[Path, Path], monkeypatch: 
     assert measured(home, corpus, "--measure", "decode") == 0
     assert rows(home)[:2] == before
     assert len(rows(home)) == 3
+
+
+def test_samples_of_a_batch_differ_while_there_is_text(tmp_path: Path) -> None:
+    reader = Reader(text.corpus(tmp_path / "books").directory)
+    bench: Any = SimpleNamespace(run=None, reader=reader, asked=forget_bench.Asked(), device="cpu")
+    few, many = (forget_bench.Bench.text(bench, 96, count) for count in (1, 20))
+    assert len(many.unique(dim=0)) == 20
+    assert many[:1].equal(few)
+    longest = max(document.length for document in reader.corpus.documents("heldout"))
+    assert forget_bench.Bench.text(bench, longest, 3).shape == (3, longest)
 
 
 def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

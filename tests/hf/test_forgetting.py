@@ -70,6 +70,39 @@ def test_left_padding_and_chunks(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-3, rtol=1e-3)
 
 
+@torch.no_grad()
+def test_an_empty_one_for_another_text_and_keys_that_go_at_once() -> None:
+    model, ids = gape.hf.inject(tiny("llama"), context_length=16, start="paper", gates=FLOOR, layers=[1]), tokens(2, 60)
+    cache = ForgettingCache(model, eps=0.5, partial=True).fresh(eps=1e-6)
+    model(ids, past_key_values=cache)
+    assert (cache.kept, cache.looks) == ([[60, 60]], 0)
+    cache.forget()
+    assert max(cache.kept[0]) < 60
+    assert cache.looks == 1
+    assert cache.due == 32
+    fresh = cache.fresh(eps=1e-3)
+    assert fresh.get_seq_length() == 0
+    assert fresh.forgetting[0]._fixed is cache.forgetting[0]._fixed
+
+
+@pytest.mark.parametrize("name", ["gape", "llama"])
+@torch.no_grad()
+def test_positions_are_looked_at_once_for_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, look = [], forgetting._counted_from
+
+    def heard(positions: torch.Tensor) -> int | None:
+        looked.append(look(positions))
+        return looked[-1]
+
+    monkeypatch.setattr(forgetting, "_counted_from", heard)
+    model, ids = made(name), tokens(2, 10)
+    cache = ForgettingCache(model, eps=1e-3)
+    for part in ids.split([7, 1, 2], dim=1):
+        model(part, past_key_values=cache)
+    assert looked == [0, 7, 8]
+    assert [look(torch.tensor(told)) for told in ([], [[2, 3], [2, 4]], [[2, 3], [2, 3]])] == [None, None, 2]
+
+
 @pytest.mark.parametrize(("name", "impl"), [("gape", "auto"), ("gape_triton", "triton"), ("eager", "reference")])
 @torch.no_grad()
 def test_the_implementation_of_the_model_runs(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +112,7 @@ def test_the_implementation_of_the_model_runs(name: str, impl: str, monkeypatch:
         taken.add(impl)
         return gape.gated_attention(*tensors, impl="auto", **options)
 
-    monkeypatch.setattr("gape.models.forgetting.gated_attention", heard)
+    monkeypatch.setattr("gape.models.forgetting_rack.gated_attention", heard)
     model = injected("llama")
     model.config._attn_implementation = name
     model(tokens(1, 8), past_key_values=ForgettingCache(model, eps=1e-3))

@@ -31,6 +31,8 @@ OTHER = {"how": "forgetting", "eps": 1e-3, "bounds": "weights"}
         (PERPLEXITY, {"machine": "that"}, 5, "+0.000%"),
         (DECODE, {"tokens_per_second": 10.0}, 8, "2.00×"),
         (DECODE, {"machine": "that"}, 8, "–"),
+        (DECODE, {}, 9, "–"),
+        (DECODE, {"lasting_ms": 8.0}, 9, "125.0"),
     ],
 )
 def test_other_windows_weights_and_machines_are_not_compared(

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from itertools import pairwise
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,7 +159,7 @@ def prefill_ms(model: GPT | LanguageModel, ids: Tensor, eps: float, impl: str, c
 @torch.no_grad()
 def decode(
     model: GPT | LanguageModel, cache: Any, ids: Tensor, tokens: int, chunk: int,
-    check: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Record:  # fmt: skip
     """Read a prompt into a cache, then single tokens, and time those by the clock on the wall.
 
@@ -168,26 +169,49 @@ def decode(
         ids: (B, N): what is read; its last `tokens` come one by one.
         tokens: at least 2.
         chunk: tokens of the prompt at once.
-        check: called now and then; may raise to stop.
+        progress: told tokens read and tokens in all, now and then; may raise to stop.
 
     Returns:
-        `first_ms` of the first token, in which a forgetting cache looks through its keys; `ms` of the others, a
-        median; `tokens_per_second` of the batch; `bytes` that the cache holds after them.
+        `first_ms` of the first token; `ms` of the others, a median, and `mean_ms`, their mean; `tokens_per_second` of
+        the batch by the median; `bytes` that the cache holds after them; `texts` of the batch that differ. Of a
+        forgetting cache also `forget_ms`, in which it looks through its keys after the prompt and drops some; `every`,
+        the tokens from there to the next look; `looked`, the tokens behind the first in which it looked; `lasting_ms`,
+        the median and its share of a look: what a token takes in the long run.
     """
-    prompt, rest = ids[:, :-tokens], ids[:, -tokens:]
-    for part in torch.split(prompt, chunk, dim=1):
-        check()
-        model(part, cache=cache, logits_to_keep=1)
-    times = []
-    for token in torch.split(rest, 1, dim=1):
-        _wait(ids.device)
-        begin = time.perf_counter()
-        model(token, cache=cache, logits_to_keep=1)
-        _wait(ids.device)
-        times.append(1000 * (time.perf_counter() - begin))
-    check()
+    total, prompt = ids.size(1), ids.size(1) - tokens
+    for start in range(0, prompt, chunk):
+        progress(start, total)
+        model(ids[:, start : min(start + chunk, prompt)], cache=cache, logits_to_keep=1)
+    forgotten = _forgotten(cache, ids.device)
+    times, looks = list[float](), list[int]()
+    for at in range(prompt, total):
+        progress(at, total)
+        times.append(_ms(partial(model, ids[:, at : at + 1], cache=cache, logits_to_keep=1), ids.device))
+        looks.append(cache.looks if forgotten else 0)
     ms = median(times[1:])
-    return {"first_ms": times[0], "ms": ms, "tokens_per_second": ids.size(0) * 1000 / ms, "bytes": cache.nbytes}
+    if forgotten:
+        forgotten["looked"] = sum(after > before for before, after in pairwise(looks))
+        forgotten["lasting_ms"] = ms + forgotten["forget_ms"] / forgotten["every"]
+    return {
+        "first_ms": times[0], "ms": ms, "mean_ms": mean(times[1:]), "tokens_per_second": ids.size(0) * 1000 / ms,
+        "bytes": cache.nbytes, "texts": len(torch.unique(ids.cpu(), dim=0)), **forgotten,
+    }  # fmt: skip
+
+
+def _forgotten(cache: Any, device: torch.device) -> Record:
+    """What it takes a cache to drop what can go, and for how long that lasts; nothing of a full one."""
+    if not hasattr(cache, "forget"):
+        return {}
+    return {"forget_ms": _ms(cache.forget, device), "every": cache.due}
+
+
+def _ms(work: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds of a call, by the clock on the wall, until the device has done it."""
+    _wait(device)
+    begin = time.perf_counter()
+    work()
+    _wait(device)
+    return 1000 * (time.perf_counter() - begin)
 
 
 def _wait(device: torch.device) -> None:

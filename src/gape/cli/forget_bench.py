@@ -6,6 +6,7 @@ is on the disk before the next measurement begins, and what was measured as aske
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -166,13 +167,22 @@ class Bench:
         return self.trained.identity | how | {"text_seed": self.asked.seed}
 
     def text(self, length: int, count: int) -> Tensor:
-        """Token ids (count, length) of held-out text; texts come again where there are too few."""
+        """Token ids (count, length) of held-out text.
+
+        Documents that are long enough come first, then other windows of theirs; texts come again where these are few.
+        """
         if isinstance(self.run, NeedleRun):
             config = self.run.task.at(length)
             return niah.sample(config, count, seed=self.asked.seed, split="test", device=self.device).ids
         assert self.reader is not None
-        found = self.reader.passages(length, count, seed=self.asked.seed).items
-        rows = [found[at % len(found)].ids for at in range(count)]
+        found: dict[str, Any] = {}
+        for seed in itertools.count(self.asked.seed):
+            known = len(found)
+            found |= {passage.id: passage.ids for passage in self.reader.passages(length, count, seed=seed).items}
+            if len(found) == known or len(found) >= count:
+                break
+        texts = list(found.values())
+        rows = [texts[at % len(texts)] for at in range(count)]
         return torch.from_numpy(np.stack(rows).astype(np.int64)).to(self.device)
 
     def layers(self, length: int) -> list[Problem]:
@@ -216,15 +226,14 @@ class Bench:
         """The full cache, then forgetting ones, those that the model's floors allow."""
         yield {"how": "dense", "eps": 0.0, "bounds": None}, partial(self.model.new_cache, capacity)
         for bounds in self.asked.bounds:
-            for eps in self.asked.eps:
+            try:
                 # Heads without a floor keep all their keys.
-                make = partial(self.subject.forgetting_cache, eps=eps, bounds=bounds, partial=True)
-                try:
-                    make()
-                except ValueError as error:
-                    self.say(f"{self.trained.identity['run']}: no forgetting cache by {bounds}: {error}")
-                    break
-                yield {"how": "forgetting", "eps": eps, "bounds": bounds}, make
+                made = self.subject.forgetting_cache(eps=self.asked.eps[0], bounds=bounds, partial=True)
+            except ValueError as error:
+                self.say(f"{self.trained.identity['run']}: no forgetting cache by {bounds}: {error}")
+                continue
+            for eps in self.asked.eps:
+                yield {"how": "forgetting", "eps": eps, "bounds": bounds}, partial(made.fresh, eps)
 
     def ways(self, length: int) -> Iterator[Way]:
         """The ways to read a text of `length`: dense, skipping, and through forgetting caches."""

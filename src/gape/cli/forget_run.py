@@ -107,25 +107,37 @@ def _clock(bench: Bench) -> forgetting.Clock:
 
 
 def decode(bench: Bench) -> None:
-    """Tokens per second and bytes with the full cache and with forgetting ones."""
+    """Tokens per second and bytes with the full cache and with forgetting ones.
+
+    Each cache reads the prompt anew: what it has dropped by then, the later chunks did not see.
+    """
     tokens, chunk = bench.asked.tokens, bench.asked.chunk
     for length in bench.lengths:
         for told, new_cache in bench.caches(length + tokens):
             for batch in bench.asked.batches:
                 about = {"kind": "decode", "length": length, "batch": batch, "tokens": tokens, "chunk": chunk, **told}
-                make = partial(_decoded, bench, new_cache, told["how"], length, batch)
+                make = partial(_decoded, bench, new_cache, about)
                 bench.once(about, make, _speed)
 
 
-def _decoded(bench: Bench, new_cache: Callable[[], Any], how: str, length: int, batch: int) -> Record:
-    ids, cache = bench.text(length + bench.asked.tokens, batch), new_cache()
-    chunk = max(1, bench.asked.chunk // batch)
-    found = forgetting.decode(bench.model, cache, ids, bench.asked.tokens, chunk, bench.stop.check)
-    return found | ({"kept": cache.kept, "beyond": cache.beyond} if how == "forgetting" else {})
+def _decoded(bench: Bench, new_cache: Callable[[], Any], about: Record) -> Record:
+    tokens, batch = about["tokens"], about["batch"]
+    ids, cache = bench.text(about["length"] + tokens, batch), new_cache()
+    label = f"{bench.trained.identity['run']}: {setting(about)}"
+    with Board(Voice(), "token") as board:
+
+        def progress(done: int, total: int) -> None:
+            bench.stop.check()
+            board.show(label, done, total)
+
+        found = forgetting.decode(bench.model, cache, ids, tokens, max(1, about["chunk"] // batch), progress)
+        board.drop(label)
+    return found | ({"kept": cache.kept, "beyond": cache.beyond} if about["how"] == "forgetting" else {})
 
 
 def _speed(row: Record) -> str:
-    return f"{row['tokens_per_second']:.1f} tokens/s, {row['bytes'] / 2**20:.2f} MiB"
+    looks = f", {row['lasting_ms']:.2f} with looks" if "lasting_ms" in row else ""
+    return f"{row['tokens_per_second']:.1f} tokens/s ({row['ms']:.2f} ms{looks}), {row['bytes'] / 2**20:.2f} MiB"
 
 
 def perplexities(bench: Bench) -> None:

@@ -8,6 +8,7 @@ where the model has those.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from gape.gates import GAPEGates
 from gape.hf.families import rotated_part
 from gape.hf.forgetting_limits import of_module
-from gape.hf.masks import consecutive
-from gape.models.cache import BOUNDS
+from gape.hf.masks import looked_at
+from gape.models.cache import BOUNDS, checked_eps
 from gape.models.forgetting import ForgettingLayer
 from gape.models.forgetting_limits import least_rates
 from gape.models.skipping import Skips
-from gape.ops.checks import finite, flag, refuse
+from gape.ops.checks import flag, refuse
 
 #: What decoder layers call the norm that their attention reads from.
 NORMS = ("input_layernorm", "ln_1", "attention_norm")
@@ -91,9 +92,10 @@ class ForgettingCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _counted(self, positions: Tensor) -> bool:
         """Whether positions go on from what came before: then nothing but their number has to be known."""
-        row = positions if positions.dim() == 1 else positions[0]
-        same = positions.dim() == 1 or bool((positions == row).all())
-        return same and consecutive(row) and int(row[0]) == self.held.length
+        if torch.compiler.is_compiling():
+            # A compiled graph may not look.
+            return False
+        return self.held.length == looked_at(positions, "_gape_counted_from", lambda: _counted_from(positions))
 
     def lazy_initialization(self, *args: Any) -> None:
         """Nothing: room is made as tokens come."""
@@ -161,8 +163,7 @@ class ForgettingCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, model: nn.Module, *, eps: float, bounds: str = "weights", partial: bool = False) -> None:
-        if not 0 < finite("eps", eps, "a number above 0 and below 1") < 1:
-            raise refuse("eps", eps, "a number above 0 and below 1")
+        checked_eps(eps)
         if bounds not in BOUNDS:
             raise refuse("bounds", bounds, f"one of {BOUNDS}")
         flag("partial", partial)
@@ -178,6 +179,35 @@ class ForgettingCache(Cache):  # type: ignore[misc]
             held = None if seat is None else ForgettingLayer(seat, limits, eps=eps, bounds=bounds)
             layers.append(DynamicLayer() if held is None else ForgettingCacheLayer(seat, held))
         super().__init__(layers=layers)
+
+    def fresh(self, eps: float) -> ForgettingCache:
+        """An empty cache of the same model and bounds. Limits are not worked out again: weights have to be the same.
+
+        Raises:
+            ValueError: eps is out of range.
+        """
+        checked_eps(eps)
+        made = copy(self)
+        made.layers = [
+            ForgettingCacheLayer(layer.seat, layer.held.fresh(eps)) if isinstance(layer, ForgettingCacheLayer)
+            else DynamicLayer() for layer in self.layers
+        ]  # fmt: skip
+        return made
+
+    def forget(self) -> None:
+        """Drop now what can go. Else a prompt is held in full until the next tokens come."""
+        for held in self.forgetting:
+            held.forget()
+
+    @property
+    def due(self) -> int:
+        """Tokens that may come before a layer looks through its keys again."""
+        return min(held.due for held in self.forgetting)
+
+    @property
+    def looks(self) -> int:
+        """How many times a layer has looked through its keys."""
+        return sum(held.looks for held in self.forgetting)
 
     @property
     def forgetting(self) -> list[ForgettingLayer]:
@@ -199,6 +229,17 @@ class ForgettingCache(Cache):  # type: ignore[misc]
     def beyond(self) -> int:
         """Queries, counted for each layer and head, that may have missed more than eps; only "queries" counts any."""
         return sum(held.beyond for held in self.forgetting)
+
+
+def _counted_from(positions: Tensor) -> int | None:
+    """The first of positions (n,) or (B, n) that are the same for all samples and rise by one; None for others."""
+    if not positions.numel():
+        return None
+    first = positions.flatten()[0]
+    counted = first + torch.arange(positions.size(-1), device=positions.device)
+    # Asked together, for the device has to be waited for.
+    begin, so = torch.stack([first, (positions == counted).all()]).tolist()
+    return int(begin) if so else None
 
 
 def bytes_of(layers: Iterable[Any]) -> int:

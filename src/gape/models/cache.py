@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -202,8 +203,7 @@ class ForgettingCache(ModelCache):
     """
 
     def __init__(self, model: GPT, *, eps: float, bounds: str = "weights", partial: bool = False) -> None:
-        if not 0 < finite("eps", eps, "a number above 0 and below 1") < 1:
-            raise refuse("eps", eps, "a number above 0 and below 1")
+        checked_eps(eps)
         if bounds not in BOUNDS:
             raise refuse("bounds", bounds, f"one of {BOUNDS}")
         if bounds != "gates":
@@ -211,6 +211,31 @@ class ForgettingCache(ModelCache):
         self.layers: Sequence[ForgettingLayer] = [
             ForgettingLayer(block.attention, block.attention_norm, eps=eps, bounds=bounds) for block in model.blocks()
         ]
+
+    def fresh(self, eps: float) -> ForgettingCache:
+        """An empty cache of the same model and bounds. Limits are not worked out again: weights have to be the same.
+
+        Raises:
+            ValueError: eps is out of range.
+        """
+        made = copy(self)
+        made.layers = [layer.fresh(checked_eps(eps)) for layer in self.layers]
+        return made
+
+    def forget(self) -> None:
+        """Drop now what can go. Else a prompt is held in full until the next tokens come."""
+        for layer in self.layers:
+            layer.forget()
+
+    @property
+    def due(self) -> int:
+        """Tokens that may come before a layer looks through its keys again."""
+        return min(layer.due for layer in self.layers)
+
+    @property
+    def looks(self) -> int:
+        """How many times a layer has looked through its keys."""
+        return sum(layer.looks for layer in self.layers)
 
     @property
     def beyond(self) -> int:
@@ -231,6 +256,18 @@ class ForgettingCache(ModelCache):
         for layer in self.layers:
             layer.check_length(length)
         super().truncate(length)
+
+
+def checked_eps(eps: float) -> float:
+    """The attention that a query may miss, if it can be that.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    expected = "a number above 0 and below 1"
+    if not 0 < finite("eps", eps, expected) < 1:
+        raise refuse("eps", eps, expected)
+    return eps
 
 
 def _refuse_without_floors(model: GPT, *, partial: bool) -> None:

@@ -21,20 +21,27 @@ _OCTAVES = 20
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a key head of each sample could spare, N columns in all.
+    """What some key heads of each sample could spare, N columns each.
 
     Attributes:
-        order: int64 (B, N), columns from the one that is missed least.
-        cost: float64 (B, G, N) in that order, the most weight that a query may miss; inf for keys that have to stay.
-        octave, norm: (B, N) in that order.
-        spared: int64 (B,), how many of the first columns may go.
+        heads: int64 (H,), the key heads.
+        order: int64 (B, H, N), columns from the one that is missed least.
+        cost: float64 (B, H, G, N) in that order, the most weight that a query may miss; inf for keys that have to stay.
+        exposure, norm: float64 (B, H, N), of the columns as they lie.
+        spared: int64 (B, H), how many of the first columns may go.
     """
 
+    heads: Tensor
     order: Tensor
     cost: Tensor
-    octave: Tensor
+    exposure: Tensor
     norm: Tensor
     spared: Tensor
+
+    def of(self, rows: Tensor) -> Verdict:
+        """The same of some of its heads, int64 (R,) numbers of theirs."""
+        parts = (self.order, self.cost, self.exposure, self.norm, self.spared)
+        return Verdict(self.heads[rows], *(part.index_select(1, rows) for part in parts))
 
 
 class Ledger:
@@ -67,34 +74,39 @@ class Ledger:
             self._mass = (self._mass.log() + wider.unsqueeze(-1)).exp() * self._faded(first[:, None])[..., 0, :]
         self.at, self._rate, self._reach, self._own = first, rate, reach, own
 
-    def judge(self, head: int, norm: Tensor, landmark: Tensor, positions: Tensor) -> Verdict:
-        """Which keys of a head no query will miss, from where :meth:`bring` has brought the ledger.
+    def judge(self, heads: Tensor, norm: Tensor, exposure: Tensor, positions: Tensor) -> Verdict:
+        """Which keys of some heads no query will miss, from where :meth:`bring` has brought the ledger.
 
         Args:
-            head: the key head.
-            norm, landmark, positions: (B, N), the norm of the content of each key, its landmark, its position.
+            heads: int64 (H,), the key heads.
+            norm, exposure, positions: (B, H, N), the norm of the content of each key, its u, its position.
         """
         assert self.at is not None
-        rate, reach, own = (x[head][:, None] for x in (self._rate, self._reach, self._own))
-        exposure, norm = 1 - landmark.double(), norm.double()
-        distance = (self.at[:, None] - positions).double()
-        lost = reach * norm[:, None] + own - rate * (exposure * distance)[:, None]
+        rate, reach, own = (x[heads][..., None] for x in (self._rate, self._reach, self._own))
+        exposure, norm = exposure.double(), norm.double()
+        distance = (self.at[:, None, None] - positions).double()
+        lost = reach * norm.unsqueeze(2) + own - rate * (exposure * distance).unsqueeze(2)
         # Half of what keys that come one by one and fade at this speed may take without ever exceeding eps.
-        share = torch.log(-0.5 * self.eps * torch.expm1(-rate * exposure[:, None]))
-        cost = lost.exp().masked_fill(~(lost <= share).all(1, keepdim=True), torch.inf)
-        order = cost.amax(1).argsort(-1)
-        cost = cost.gather(2, order[:, None].expand_as(cost))
-        spent = self._mass[:, head].sum(-1, keepdim=True) + cost.cumsum(-1)
-        octave = (-torch.log2(exposure)).floor().clamp(0, _OCTAVES - 1).nan_to_num(_OCTAVES - 1).long()
-        return Verdict(order, cost, octave.gather(1, order), norm.gather(1, order), (spent <= self.eps).all(1).sum(-1))
+        share = -0.5 * self.eps * torch.expm1(-rate * exposure.unsqueeze(2))
+        cost = lost.exp_()
+        cost = cost.masked_fill_(~(cost < share).all(2, keepdim=True), torch.inf)
+        order = cost.amax(2).argsort(-1)
+        cost = cost.gather(3, order.unsqueeze(2).expand_as(cost))
+        spent = self._mass[:, heads].sum(-1, keepdim=True) + cost.cumsum(-1)
+        return Verdict(heads, order, cost, exposure, norm, (spent <= self.eps).all(2).sum(-1))
 
-    def charge(self, head: int, verdict: Verdict, count: int) -> None:
-        """Book the first `count` keys of a verdict as gone."""
+    def charge(self, verdict: Verdict, count: int) -> None:
+        """Book the first `count` keys of each head of a verdict as gone."""
         if not count:
             return
-        octave, cost = verdict.octave[:, None, :count], verdict.cost[..., :count]
-        self._mass[:, head].scatter_add_(-1, octave.expand_as(cost), cost)
-        self._longest[:, head] = torch.maximum(self._longest[:, head], verdict.norm[:, :count].amax(-1))
+        gone, cost = verdict.order[..., :count], verdict.cost[..., :count]
+        exposure = verdict.exposure.gather(-1, gone)
+        octave = (-torch.log2(exposure)).floor().clamp(0, _OCTAVES - 1).nan_to_num(_OCTAVES - 1).long()
+        booked = torch.zeros_like(self._mass[:, verdict.heads])
+        booked.scatter_add_(-1, octave.unsqueeze(2).expand_as(cost), cost)
+        longest = verdict.norm.gather(-1, gone).amax(-1)
+        self._mass.index_add_(1, verdict.heads, booked)
+        self._longest[:, verdict.heads] = torch.maximum(self._longest[:, verdict.heads], longest)
 
     def uncertain(self, reach: Tensor, own: Tensor, positions: Tensor) -> Tensor:
         """How many queries may miss more than eps, judged by their own numbers; int64, one number.

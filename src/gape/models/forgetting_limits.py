@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 #: projections in half precision and, where a GPU is allowed to, in TF32.
 _ROUNDING = {torch.float64: 2.0**-30, torch.float32: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-6}
 
-#: By how much measured numbers are widened, so that not every new record counts.
-_MARGIN = 0.125
+#: What is added to a matrix of products, as a part of its trace, so that rounding leaves it a square root.
+_LIFT = 2.0**-34
 
 
 class Attends(Protocol):
@@ -145,44 +147,6 @@ def least_rates(attention: Attends) -> Tensor:
     return gates.amplitude.detach().cpu().double() * least / attention.context_length
 
 
-class Measured:
-    """Running numbers over the queries seen, in the place of bounds.
-
-    Args:
-        floors: rates (Hq,) that are bounds all the same, or None to measure them as well: then the mean counts.
-    """
-
-    def __init__(self, floors: Tensor | None) -> None:
-        self._floors = floors
-        self._total: Tensor | None = None
-        self._count = 0
-        self._reach = self._own = torch.tensor(0.0)
-
-    def see(self, reach: Tensor, own: Tensor, rate: Tensor) -> None:
-        """Take note of queries.
-
-        Args:
-            reach: scale · ‖q‖, (B, Hq, n) in float64.
-            own: the logit of the own key, (B, Hq, n).
-            rate: Γ·g/T, (B, Hq, n).
-        """
-        total = rate.double().sum((0, 2))
-        longest, lowest = reach.amax((0, 2)), (-own).amax((0, 2))
-        if self._total is None:
-            self._total, self._reach, self._own = total, longest, lowest
-        else:
-            self._total = self._total + total
-            self._reach, self._own = torch.maximum(self._reach, longest), torch.maximum(self._own, lowest)
-        self._count += rate.size(0) * rate.size(2)
-
-    def limits(self) -> Limits:
-        """What was seen, widened by an eighth."""
-        assert self._total is not None
-        rate = self._total / self._count if self._floors is None else self._floors.to(self._total.device)
-        reach, own = self._reach * (1 + _MARGIN), self._own + _MARGIN * self._own.abs()
-        return Limits(rate=rate, reach=reach, own=own, jitter=own.abs())
-
-
 def _maps(attention: GAPEAttention, norm: nn.Module) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(A, a) and (B, b), (H, d, E) and (H, d) in float64: q = A·z + a and k = B·z + b before any rotation."""
     gain, shift = _affine(norm, attention.qkv.weight.size(1))
@@ -211,13 +175,38 @@ def _affine(norm: nn.Module, width: int) -> tuple[Tensor, Tensor]:
 
 def _stretch(A: Tensor) -> Tensor:
     """The largest singular value (H,) of A (H, d, E), from d × d numbers."""
-    eigenvalues: Tensor = torch.linalg.eigvalsh(A @ A.mT)
-    return eigenvalues[..., -1].clamp(min=0).sqrt()
+    return _eigenvalues(A @ A.mT)[..., -1].clamp(min=0).sqrt()
 
 
 def _least_eigenvalue(A: Tensor, B: Tensor) -> Tensor:
-    """Least eigenvalue (H,) of the symmetric part of AᵀB on the span of the rows of A and B, both (H, d, E)."""
-    triangle = torch.linalg.qr(torch.cat([A, B], dim=1).mT).R
-    product = triangle[..., : A.size(1)] @ triangle[..., A.size(1) :].mT
-    eigenvalues: Tensor = torch.linalg.eigvalsh((product + product.mT) / 2)
-    return eigenvalues[..., 0]
+    """No eigenvalue of the symmetric part of AᵀB on the span of the rows of A and B, both (H, d, E), is less; (H,).
+
+    With L·Lᵀ = M·Mᵀ and M the rows of both, they are those of the symmetric part of L_Aᵀ·L_B. A lift of the diagonal
+    gives M more columns, and makes the matrix a part of a larger one: its least eigenvalue is no less than that one's.
+    """
+    rows = torch.cat([A, B], dim=1)
+    gram = rows @ rows.mT
+    lift = _LIFT * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + torch.finfo(gram.dtype).tiny
+    gram = gram + torch.diag_embed(lift[:, None].expand(-1, gram.size(-1)))
+    with _one_thread():
+        root: Tensor = torch.linalg.cholesky(gram)
+    product = root[:, : A.size(1)].mT @ root[:, A.size(1) :]
+    return _eigenvalues((product + product.mT) / 2)[..., 0]
+
+
+def _eigenvalues(S: Tensor) -> Tensor:
+    """Eigenvalues (H, n) of symmetric S (H, n, n), the least first."""
+    with _one_thread():
+        found: Tensor = torch.linalg.eigvalsh(S)
+    return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Solvers by one thread: many wait for one another at every step, on a busy machine for seconds in all."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
 import torch
 from torch import Tensor
 
 #: Columns that a shelf has room for beyond what it holds: so many, or this part of it where that is more.
 STRIDE, PART = 32, 16
+
+#: The part of what a layer holds that another shelf has to save.
+SAVED = 8
 
 
 def slack(width: int) -> int:
@@ -17,20 +24,29 @@ def slack(width: int) -> int:
 class Shelf:
     """Tensors (B, H, width, …) of some key heads, newest column last, with room for more.
 
+    Beside what it is told to store a shelf has the int32 position of every column.
+
     Args:
-        heads: which key heads of the layer, one for each row of a sample.
-        like: tensors (B, H, n, …) of what is to be stored, for their sizes, dtypes and devices.
-        room: columns to make room for.
+        heads: which key heads of the layer, ascending, one for each row of a sample.
+        like: tensors (B, any, any, …) of what is to be stored, for their sizes, dtypes and devices.
+        width: columns that count.
+        room: columns to make room for beyond them.
+        counted: the position of the next column, where tokens are counted: positions of columns to come are then
+            written once and for all. None where positions come with the tokens.
     """
 
-    def __init__(self, heads: list[int], like: dict[str, Tensor], room: int) -> None:
-        self.heads = heads
-        self.width = 0
+    def __init__(
+        self, heads: list[int], like: dict[str, Tensor], *, width: int = 0, room: int, counted: int | None
+    ) -> None:
+        self.heads, self.width = heads, width
+        #: The first of its heads among all of the layer, in the order in which they lie.
+        self.start = 0
+        sizes = (like["k"].size(0), len(heads), width + room)
+        self._buffers = {name: x.new_empty(*sizes, *x.shape[3:]) for name, x in like.items()}
         device = like["k"].device
-        in_a_row = heads == list(range(heads[0], heads[-1] + 1))
-        #: What takes these heads out of all, without a copy where they are neighbours.
-        self.pick = slice(heads[0], heads[-1] + 1) if in_a_row else torch.tensor(heads, device=device)
-        self._buffers = {name: x.new_empty(x.size(0), len(heads), room, *x.shape[3:]) for name, x in like.items()}
+        self._buffers["positions"] = torch.empty(sizes, dtype=torch.int32, device=device)
+        if counted is not None:
+            self._buffers["positions"][:, :, width:] = torch.arange(counted, counted + room, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -46,61 +62,125 @@ class Shelf:
         """What is stored."""
         return set(self._buffers)
 
-    def view(self, name: str, extra: int = 0) -> Tensor:
-        """One of the tensors, (B, H, width + extra, …)."""
-        return self._buffers[name][:, :, : self.width + extra]
+    def view(self, name: str) -> Tensor:
+        """One of the tensors, (B, H, width, …)."""
+        return self._buffers[name].narrow(2, 0, self.width)
 
     def fits(self, name: str, part: Tensor) -> bool:
         """Whether more of a tensor, (B, all heads, n, …), goes with what is stored."""
         ours = self._buffers[name]
-        return (ours.size(0), *ours.shape[3:], ours.dtype) == (part.size(0), *part.shape[3:], part.dtype)
+        return ours.dtype == part.dtype and ours.size(0) == part.size(0) and ours.shape[3:] == part.shape[3:]
 
     def write(self, parts: dict[str, Tensor]) -> None:
-        """Put columns (B, all heads, n, …) behind those that count; they count once the width says so."""
+        """Put columns (B, all heads as they lie, n, …) behind those that count; they count once the width says so."""
+        count = len(self.heads)
         for name, part in parts.items():
-            self._buffers[name][:, :, self.width : self.width + part.size(2)] = part[:, self.pick].detach()
+            own = part if part.size(1) == count else part.narrow(1, self.start, count)
+            own = own.detach() if own.requires_grad else own
+            self._buffers[name].narrow(2, self.width, own.size(2)).copy_(own)
 
-    def grown(self, room: int) -> Shelf:
+    def grown(self, room: int, counted: int | None) -> Shelf:
         """The same with room for `room` more columns."""
-        shelf = Shelf(self.heads, self._buffers, self.width + room)
-        shelf.width = self.width
+        shelf = Shelf(self.heads, self._stored, width=self.width, room=room, counted=counted)
+        shelf.start = self.start
         for name in self._buffers:
             shelf.view(name).copy_(self.view(name))
         return shelf
 
     @staticmethod
-    def gathered(rows: list[tuple[Shelf, int, Tensor]], room: int) -> Shelf:
-        """A shelf of rows of others: (shelf, key head, columns int64 (B, kept), ascending), `kept` the same for all.
+    def gathered(
+        heads: list[int], sources: Sequence[tuple[Shelf, list[int], Tensor]], room: int, counted: int | None
+    ) -> Shelf:
+        """A shelf of rows of others.
 
-        There is room for `room` more columns.
+        Args:
+            heads: key heads, ascending.
+            sources: (shelf, some of `heads` that lie there, columns to keep int64 (B, as many, kept), ascending);
+                `kept` is the same for all.
+            room, counted: as in :class:`Shelf`.
         """
-        source, _, columns = rows[0]
-        shelf = Shelf([head for _, head, _ in rows], source._buffers, columns.size(1) + room)
-        shelf.width = columns.size(1)
-        for row, (source, head, columns) in enumerate(rows):
-            for name in source._buffers:
-                part = source.view(name)[:, source.heads.index(head)]
-                index = columns.reshape(*columns.shape, *[1] * (part.dim() - 2)).expand(-1, -1, *part.shape[2:])
-                shelf.view(name)[:, row] = part.gather(1, index)
+        like, _, columns = sources[0]
+        shelf = Shelf(heads, like._stored, width=columns.size(-1), room=room, counted=counted)
+        for source, some, columns in sources:
+            index = source._index(some, columns).flatten()
+            rows = torch.tensor([heads.index(head) for head in some], device=columns.device)
+            for name, buffer in source._buffers.items():
+                part = buffer.flatten(0, 2).index_select(0, index).view(*columns.shape, *buffer.shape[3:])
+                shelf.view(name).index_copy_(1, rows, part)
         return shelf
+
+    @property
+    def _stored(self) -> dict[str, Tensor]:
+        """The tensors that it was told to store."""
+        return {name: buffer for name, buffer in self._buffers.items() if name != "positions"}
+
+    def _index(self, heads: list[int], columns: Tensor) -> Tensor:
+        """Where columns (B, R, n) of some of the heads lie in buffers (B · H · room, …)."""
+        batch, n_heads, room = self._buffers["k"].shape[:3]
+        rows = torch.tensor([self.heads.index(head) for head in heads], device=columns.device)
+        first = torch.arange(batch, device=columns.device)[:, None] * n_heads + rows
+        return first[..., None] * room + columns
+
+
+@dataclass(frozen=True)
+class Order:
+    """The heads of a layer as they lie, shelf after shelf; each None where that is their own order.
+
+    Attributes:
+        keys: int64 (Hk,), the key heads as they lie.
+        queries: int64 (Hq,), the query heads that go with them.
+        back: int64 (Hq,), from there to their own order.
+    """
+
+    keys: Tensor | None = None
+    queries: Tensor | None = None
+    back: Tensor | None = None
+
+    @staticmethod
+    def of(shelves: Sequence[Shelf], groups: int, device: torch.device) -> Order:
+        """The order of some shelves, each of which is told where it starts; `groups` query heads share a key head."""
+        heads: list[int] = []
+        for shelf in shelves:
+            shelf.start = len(heads)
+            heads += shelf.heads
+        if heads == sorted(heads):
+            return Order()
+        keys = torch.tensor(heads, device=device)
+        queries = (keys[:, None] * groups + torch.arange(groups, device=device)).flatten()
+        return Order(keys, queries, queries.argsort())
+
+
+def taken(x: Tensor, heads: Tensor | None) -> Tensor:
+    """Some heads of x (B, H, …); None takes all as they are."""
+    return x if heads is None else x.index_select(1, heads)
 
 
 def grouped(held: list[int], least: list[int]) -> list[list[int]]:
     """Key heads that are to lie together, when head h holds held[h] columns and cannot do with fewer than least[h].
 
-    A group is as wide as the head that needs most, so none may hold less. It is parted where that saves an eighth of
-    it: more groups hold less and take more calls.
+    A group is as wide as the head that needs most, so none may hold less. Beyond that each further group has to save an
+    eighth of what the layer would hold: a group takes launches of its own for every token, and these cost the same
+    however little it holds. One call over rows of different lengths would take one buffer as wide as the widest.
     """
 
-    def parted(heads: list[int]) -> list[list[int]]:
-        width, room = least[heads[-1]], min(held[head] for head in heads)
-        saved = [cut * (width - least[heads[cut - 1]]) for cut in range(1, len(heads))]
-        if width > room:
-            cut = sum(least[head] <= room for head in heads)
-        elif not saved or max(saved) * 8 < len(heads) * width:
-            return [sorted(heads)]
-        else:
-            cut = saved.index(max(saved)) + 1
-        return parted(heads[:cut]) + parted(heads[cut:])
+    def possible(heads: list[int]) -> list[list[int]]:
+        room = min(held[head] for head in heads)
+        cut = sum(least[head] <= room for head in heads)
+        return [heads] if cut == len(heads) else possible(heads[:cut]) + possible(heads[cut:])
 
-    return parted(sorted(range(len(held)), key=lambda head: least[head]))
+    groups = possible(sorted(range(len(held)), key=lambda head: least[head]))
+    while True:
+        total = sum(len(heads) * least[heads[-1]] for heads in groups)
+        saved, heads, cut = max(_cuts(groups, least), default=(0, [], 0))
+        if saved == 0 or saved * SAVED < total:
+            return sorted(sorted(heads) for heads in groups)
+        groups.remove(heads)
+        groups += [heads[:cut], heads[cut:]]
+
+
+def _cuts(groups: Iterable[list[int]], least: list[int]) -> Iterable[tuple[int, list[int], int]]:
+    """(columns saved, group, where) for every way to part a group, whose heads are sorted by what they need."""
+    return chain.from_iterable(
+        ((cut * (least[heads[-1]] - least[heads[cut - 1]]), heads, cut) for cut in range(1, len(heads)))
+        for heads in groups
+    )

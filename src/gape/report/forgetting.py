@@ -93,6 +93,7 @@ def _decoding(rows: Sequence[Record]) -> list[Record]:
             "label": _label(row), "run": row["run"], "length": row["length"], "batch": row["batch"],
             "cache": _cache(row), "bounds": row["bounds"], "eps": row["eps"], "bytes": row["bytes"],
             "tokens_per_second": row["tokens_per_second"], "beyond": row.get("beyond"),
+            "with_looks": 1000 * row["batch"] / row["lasting_ms"] if "lasting_ms" in row else None,
             "share": base and row["bytes"] / base["bytes"],
             "speedup": base and row["tokens_per_second"] / base["tokens_per_second"],
         })  # fmt: skip
@@ -160,10 +161,10 @@ def _decode_table(rows: Sequence[Record]) -> Table | None:
     cells = tuple(
         (f["label"], f"{f['length']:,}", str(f["batch"]), f["cache"], _eps(f["eps"]), f"{f['bytes'] / 2**20:.1f}",
          _number(f["share"], ".3f"), f"{f['tokens_per_second']:.1f}", _number(f["speedup"], ".2f", "×"),
-         "–" if f["beyond"] is None else f"{f['beyond']:,}")
+         _number(f["with_looks"], ".1f"), "–" if f["beyond"] is None else f"{f['beyond']:,}")
         for f in sorted(_decoding(rows), key=lambda f: (f["label"], f["length"], f["batch"], str(f["bounds"] or "")))
     )  # fmt: skip
-    header = ("Run", "context", "batch", "cache", "eps", "MiB", "of full", "tokens/s", "speed", "beyond")
+    header = ("Run", "context", "batch", "cache", "eps", "MiB", "of full", "tokens/s", "speed", "with looks", "beyond")
     return Table(title="Decoding beside the full cache", header=header, rows=cells) if cells else None
 
 

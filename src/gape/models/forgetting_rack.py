@@ -1,0 +1,126 @@
+"""All shelves of a layer that forgets, and attention over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gape.models.forgetting_limits import Attends
+from gape.models.forgetting_shelf import Order, Shelf, taken
+from gape.ops import gated_attention
+from gape.ops.carried import carried_attention
+from gape.ops.problem import bias_dtype
+from gape.ops.rounding import UNIT
+
+#: u of keys (B, H, N, D) with so many coordinates of content, as attention reads it, by the form of the keys.
+_EXPOSURES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "split": lambda k, content: k[..., content].double() / UNIT,
+    "rank2": lambda k, content: 1 - k[..., content + 1].double(),
+}
+
+
+class Rack:
+    """The shelves of a layer.
+
+    Args:
+        attention: the layer, with its weights as they are.
+        shelves: every key head is on one of them.
+        form: the form in which keys carry the bias; None where landmarks and positions lie beside them.
+
+    Attributes:
+        shelves: in the order in which heads lie.
+    """
+
+    def __init__(self, attention: Attends, shelves: list[Shelf], form: str | None) -> None:
+        gates = attention.gates
+        assert gates is not None
+        self.shelves = sorted(shelves, key=lambda shelf: shelf.heads)
+        self.form = form
+        self._attention = attention
+        self._groups = attention.n_heads // attention.n_kv_heads
+        amplitude = gates.amplitude.detach()
+        self._order = Order.of(self.shelves, self._groups, amplitude.device)
+        # Γ of the query heads, as they lie.
+        self._amplitude = taken(amplitude[None], self._order.queries)[0]
+
+    def write(self, parts: dict[str, Tensor]) -> None:
+        """Put columns (B, Hk, n, …) on the shelves; they count once widths say so."""
+        laid = {name: taken(part, self._order.keys) for name, part in parts.items()}
+        for shelf in self.shelves:
+            shelf.write(laid)
+
+    def exposure(self, shelf: Shelf) -> Tensor:
+        """u of the keys of a shelf, float64 (B, H, width)."""
+        if self.form is None:
+            return 1 - shelf.view("landmark").double()
+        return _EXPOSURES[self.form](shelf.view("k"), self._attention.content_dim)
+
+    def attend(self, q: Tensor, gate: Tensor, where: Tensor, documents: Tensor | None, *, counted: bool) -> Tensor:
+        """Attention of the newest tokens to everything held.
+
+        Args:
+            q, gate: (B, Hq, n, d) and (B, Hq, n).
+            where: positions of these tokens, (n,) or (B, n).
+            documents: of these tokens, (B, n), or None.
+            counted: whether all tokens were counted, so that columns are in the order of their positions.
+
+        Returns:
+            (B, Hq, n, Dv).
+        """
+        q, gate = taken(q, self._order.queries), taken(gate, self._order.queries)
+        alike = self.form is not None and documents is None and (counted or q.size(2) == 1)
+        outs = []
+        for shelf in self.shelves:
+            first, count = shelf.start * self._groups, len(shelf.heads) * self._groups
+            asked = q, gate, self._amplitude
+            if count != q.size(1):
+                asked = q.narrow(1, first, count), gate.narrow(1, first, count), self._amplitude.narrow(0, first, count)
+            outs.append(self._alike(shelf, *asked, where) if alike else self._apart(shelf, *asked, where, documents))
+        return taken(outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), self._order.back)
+
+    def skipping(self, q: Tensor, gate: Tensor) -> Tensor:
+        """The same by the kernel that leaves tiles away, where nothing was dropped and tokens were counted."""
+        attention, (shelf,) = self._attention, self.shelves
+        k = shelf.view("k")
+        landmark = (1 - self.exposure(shelf)).to(bias_dtype(k.dtype))
+        return gated_attention(
+            q, k[..., : attention.content_dim], shelf.view("v"), gate, landmark, self._amplitude,
+            context_length=attention.context_length, scale=attention.scale, **attention.how(q.size(2)),
+        )  # fmt: skip
+
+    def _alike(self, shelf: Shelf, q: Tensor, gate: Tensor, amplitude: Tensor, where: Tensor) -> Tensor:
+        """Keys carry the bias and the newest columns are the queries' own: nothing else has to be known."""
+        attention, form = self._attention, self.form
+        assert form is not None
+        return carried_attention(
+            q, shelf.view("k"), shelf.view("v"), gate, amplitude, where,
+            form=form, context_length=attention.context_length, scale=attention.scale,
+        )  # fmt: skip
+
+    def _apart(
+        self, shelf: Shelf, q: Tensor, gate: Tensor, amplitude: Tensor, where: Tensor, documents: Tensor | None
+    ) -> Tensor:
+        """Heads become samples: each has keys of its own, with their own positions and documents."""
+        attention, rows, (batch, _, n, _) = self._attention, len(shelf.heads), q.shape
+        where = where.expand(batch, n).repeat_interleave(rows, dim=0)
+        seen: dict[str, Any] = {"q_positions": where, "k_positions": shelf.view("positions").flatten(0, 1)}
+        # A single query is the latest: it sees whatever is held, and positions then cost no mask.
+        seen |= {"is_causal": False} if n == 1 else {}
+        if documents is not None:
+            seen["q_documents"] = documents.repeat_interleave(rows, dim=0)
+            seen["k_documents"] = shelf.view("documents").flatten(0, 1)
+        # The amplitude goes into the gate, for it differs from row to row.
+        strength = (amplitude[:, None] * gate).reshape(batch * rows, self._groups, n)
+        q = q.reshape(batch * rows, self._groups, n, q.size(-1))
+        k, v = (shelf.view(name).flatten(0, 1).unsqueeze(1) for name in ("k", "v"))
+        unit = torch.ones(self._groups, dtype=strength.dtype, device=q.device)
+        seen |= {"context_length": attention.context_length, "scale": attention.scale}
+        if self.form is not None:
+            out = carried_attention(q, k, v, strength, unit, where, form=self.form, **seen)
+        else:
+            landmark = shelf.view("landmark").flatten(0, 1).unsqueeze(1)
+            out = gated_attention(q, k, v, strength, landmark, unit, impl=attention.impl, **seen)
+        return out.reshape(batch, rows * self._groups, n, out.size(-1))
