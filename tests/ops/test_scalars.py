@@ -15,11 +15,12 @@ SCRIPT = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gape.ops.triton import backward, decode_lone, forward
+from gape.ops.triton import backward, decode_lone, forward, step
 
-FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit")
-HALVES = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
-WHOLE = ("qp_ptr", "kp_ptr", "qd_ptr", "kd_ptr", "lengths_ptr")
+FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "context_length", "factor")
+FLOATS += ("fixed_gate", "fixed_landmark")
+HALVES = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_out_ptr", "k_out_ptr")
+WHOLE = ("qp_ptr", "kp_ptr", "qd_ptr", "kd_ptr", "lengths_ptr", "positions_ptr")
 OTHERS = {"mask_ptr": "*i1", "ticket_ptr": "*i32"}
 BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_D": 16, "BLOCK_V": 16}
 FLAGS = ("CAUSAL", "HAS_POSITIONS", "HAS_DOCUMENTS", "HAS_MASK", "PARTIAL_D", "PARTIAL_V", "SKIP", "RAGGED")
@@ -43,6 +44,8 @@ for kernel in (forward.attend, backward.by_rows, backward.by_columns):
         compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS)
 rows = {"K_ROW": 8, "V_ROW": 8, "GATED": True, "HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
 compiled(decode_lone.partial_lone, rows | BLOCKS)
+ways = dict.fromkeys(("ROTATED", "GATE_LEARNED", "LANDMARK_LEARNED", "GATE_WANTED"), True)
+compiled(step.step, ways | {"UNIT": 256.0, "BITS": 11, "LIMIT": 32752.0, "T": 16, "W": 32})
 """
 
 

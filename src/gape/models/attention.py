@@ -14,9 +14,10 @@ from gape.models.cache import LayerCache
 from gape.models.forgetting import ForgettingLayer
 from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
-from gape.ops import available_implementations, checks, columns, prologue
-from gape.ops.carried import carried_attention, carried_form, carry, uncarried
+from gape.ops import attention, available_implementations, checks, columns, prologue
+from gape.ops.carried import carried_attention, carried_form, carried_rows, carry, steps, uncarried
 from gape.ops.checks import refuse
+from gape.positions.base import counted
 
 
 class GAPEAttention(Skips, nn.Module):
@@ -134,12 +135,7 @@ class GAPEAttention(Skips, nn.Module):
             if y is not None:
                 return self._joined(y)
         q, k, v = self._projected(x, keep or n)
-        where = torch.arange(past, past + n, device=x.device) if positions is None else positions
         asking = slice(n - (keep or n), None)
-        q, gate = self.scheme.queries(q, where[..., asking], x[:, asking])
-        k, side = self.scheme.keys(k, where, x, None if cache is None else cache.side)
-        kept = self.keep_landmark and side is not None and self.gates is not None
-        self.landmark_mean = GAPEGates.landmark_penalty(side) if kept and side is not None else None
         seen: dict[str, Any] = {
             "q_positions": None if positions is None else positions[..., asking],
             "q_documents": None if documents is None else documents[:, asking],
@@ -147,6 +143,14 @@ class GAPEAttention(Skips, nn.Module):
             "k_positions": positions,
             "k_documents": documents,
         }
+        y = None if cache is None else self._attend_in_one_step(q, k, v, cache, seen)
+        if y is not None:
+            return self._joined(y)
+        where = torch.arange(past, past + n, device=x.device) if positions is None else positions
+        q, gate = self.scheme.queries(q, where[..., asking], x[:, asking])
+        k, side = self.scheme.keys(k, where, x, None if cache is None else cache.side)
+        kept = self.keep_landmark and side is not None and self.gates is not None
+        self.landmark_mean = GAPEGates.landmark_penalty(side) if kept and side is not None else None
         if cache is None:
             y = self.scheme.attend(q, k, v, gate, side, scale=self.scale, **self.how(q.size(2)), **seen)
         else:
@@ -207,6 +211,30 @@ class GAPEAttention(Skips, nn.Module):
 
         bias = None if self.qkv.bias is None else spread(self.qkv.bias)
         return F.linear(x, spread(self.qkv.weight.mT).mT, bias)
+
+    def _attend_in_one_step(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, seen: dict[str, Any]
+    ) -> Tensor | None:
+        """Attend with q and k as projected, one launch making them ready; None, and nothing done, where that cannot be.
+
+        A step of decoding has so little to do that its time goes by launches.
+        """
+        scheme, positions = self.scheme, seen["k_positions"]
+        if not isinstance(scheme, schemes.Gated) or not steps(q, k) or self.stepwise or self.keep_landmark:
+            return None
+        if carried_form(self.impl, self.reserve, k) != "split":
+            return None
+        where = counted(cache.length, k.size(2), k.device) if positions is None else positions
+        step = scheme.step(where)
+        if step is None:
+            return None
+        measured = isinstance(cache, ForgettingLayer) and cache.bounds != "weights"
+        rows = carried_rows(q, k, step, width=self.head_dim, scale=self.scale, gate=measured)
+        if isinstance(cache, ForgettingLayer):
+            return cache.attend_rows(self, rows, v, where, seen)
+        kept = cache.append(rows.keys, v, None, positions, seen["k_documents"])
+        seen = seen | {"k_positions": kept.positions, "k_documents": kept.documents}
+        return attention(rows.queries, kept.k, kept.v, scale=self.scale, **seen)
 
     def _attend_cached(
         self,

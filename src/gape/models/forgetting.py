@@ -15,7 +15,7 @@ from gape.models.forgetting_ledger import Ledger, Verdict
 from gape.models.forgetting_rack import Rack
 from gape.models.forgetting_seen import Seen
 from gape.models.forgetting_shelf import PART, Shelf, grouped, slack
-from gape.ops.carried import carried_form, carry
+from gape.ops.carried import Rows, carried_form, carry
 from gape.ops.checks import described, refuse
 from gape.ops.columns import SHORT_BITS
 from gape.ops.rounding import significand_bits
@@ -179,37 +179,72 @@ class ForgettingLayer:
         Raises:
             ValueError: another layer, a mask, positions that go back, or tokens that do not go with the cached ones.
         """
-        documents = seen["q_documents"]
-        if attention is not self._attention or gate is None or landmark is None:
+        if gate is None or landmark is None:
             raise ValueError("cache: made for another model, expected one of this layer")
-        if seen["attn_mask"] is not None:
-            raise refuse("attn_mask", seen["attn_mask"], "None: a mask that hides the own key would void the proof")
-        positions = self._told(where, k.size(0), explicit=seen["q_positions"] is not None)
-        form, keys = self._carried(k, landmark, where)
-        parts = {"k": keys, "v": v} | ({"landmark": landmark} if form is None else {})
-        if documents is not None:
-            parts["documents"] = documents[:, None].expand(-1, k.size(1), -1)
-        self._check(parts)
-        if self._fixed is None:
-            self._seen.note(q, k, gate, self.length if positions is None else positions, self._ledger)
-        rack = self._append(parts, positions, form)
+        positions, form = self._admitted(attention, k, where, seen), self._form(k)
+        keys = {"k": k, "landmark": landmark}
+        if form is not None:
+            length, width = attention.context_length, attention.head_dim
+            keys = {"k": carry(k, landmark, where, form=form, context_length=length, width=width)}
+        rack = self._added(keys | {"v": v}, (q, k, gate), positions, form, seen)
+        documents = seen["q_documents"]
         skips = q.size(2) > 1 and documents is None and not self._explicit and "eps" in attention.how(q.size(2))
         # The kernel that skips counts positions itself, so nothing may be missing.
         if skips and min(self.kept) == self.length:
             return rack.skipping(q, gate)
         return rack.attend(q, gate, where, documents, counted=not self._explicit)
 
-    def _carried(self, k: Tensor, landmark: Tensor, where: Tensor) -> tuple[str | None, Tensor]:
-        """Keys as they are stored, with the form in which they carry the bias; None where they do not."""
+    def attend_rows(
+        self, attention: limits.Attends, rows: Rows, v: Tensor, where: Tensor, seen: dict[str, Tensor | None]
+    ) -> Tensor:
+        """The same with q and k that carry the bias already, in the form "split", and gates where these are measured.
+
+        Raises:
+            ValueError: as :meth:`attend`.
+        """
+        positions, form = self._admitted(attention, rows.keys, where, seen), self._form(rows.keys)
+        content = attention.content_dim
+        asked = None if rows.gate is None else (rows.queries[..., :content], rows.keys[..., :content], rows.gate)
+        rack = self._added({"k": rows.keys, "v": v}, asked, positions, form, seen)
+        return rack.attend(rows.queries, None, where, seen["q_documents"], counted=not self._explicit)
+
+    def _admitted(
+        self, attention: limits.Attends, k: Tensor, where: Tensor, seen: dict[str, Tensor | None]
+    ) -> Tensor | None:
+        """Explicit positions of tokens with keys k, as :meth:`_told` has them, if these may come."""
+        if attention is not self._attention:
+            raise ValueError("cache: made for another model, expected one of this layer")
+        if seen["attn_mask"] is not None:
+            raise refuse("attn_mask", seen["attn_mask"], "None: a mask that hides the own key would void the proof")
+        return self._told(where, k.size(0), explicit=seen["q_positions"] is not None)
+
+    def _added(
+        self,
+        parts: dict[str, Tensor],
+        asked: tuple[Tensor, Tensor, Tensor] | None,
+        positions: Tensor | None,
+        form: str | None,
+        seen: dict[str, Tensor | None],
+    ) -> Rack:
+        """What is held when tokens have come: their keys and all that is stored with them, and their q, k and gate."""
+        documents = seen["q_documents"]
+        if documents is not None:
+            parts["documents"] = documents[:, None].expand(-1, parts["k"].size(1), -1)
+        self._check(parts)
+        if self._fixed is None:
+            assert asked is not None
+            self._seen.note(*asked, self.length if positions is None else positions, self._ledger)
+        return self._append(parts, positions, form)
+
+    def _form(self, k: Tensor) -> str | None:
+        """The form in which keys like `k` carry the bias; None where they do not."""
         layer = self._attention
         form = carried_form(layer.impl, layer.reserve, k)
         if form == "rank2" and significand_bits(k) <= SHORT_BITS:
             raise refuse("impl", layer.impl, f"'split' or 'auto', since rank2 rounds the bias in {k.dtype}")
         if self._rack is not None and form != self._rack.form:
             raise refuse("impl", layer.impl, f"the one for which the {self.length} tokens already cached were made")
-        if form is None:
-            return None, k
-        return form, carry(k, landmark, where, form=form, context_length=layer.context_length, width=layer.head_dim)
+        return form
 
     def _told(self, where: Tensor, batch: int, *, explicit: bool) -> Tensor | None:
         """Explicit positions as int64 (B, n), if they never go back; None where tokens are counted."""

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from gape.models.forgetting_limits import Attends
 from gape.models.forgetting_shelf import Order, Shelf, taken
+from gape.ops import attention as plain_attention
 from gape.ops import gated_attention
-from gape.ops.carried import carried_attention
+from gape.ops.carried import carried_queries
 from gape.ops.problem import bias_dtype
 from gape.ops.rounding import UNIT
 
@@ -41,10 +42,8 @@ class Rack:
         self.form = form
         self._attention = attention
         self._groups = attention.n_heads // attention.n_kv_heads
-        amplitude = gates.amplitude.detach()
-        self._order = Order.of(self.shelves, self._groups, amplitude.device)
-        # Γ of the query heads, as they lie.
-        self._amplitude = taken(amplitude[None], self._order.queries)[0]
+        self._amplitude = gates.amplitude.detach()
+        self._order = Order.of(self.shelves, self._groups, self._amplitude.device)
 
     def write(self, parts: dict[str, Tensor]) -> None:
         """Put columns (B, Hk, n, …) on the shelves; they count once widths say so."""
@@ -58,11 +57,14 @@ class Rack:
             return 1 - shelf.view("landmark").double()
         return _EXPOSURES[self.form](shelf.view("k"), self._attention.content_dim)
 
-    def attend(self, q: Tensor, gate: Tensor, where: Tensor, documents: Tensor | None, *, counted: bool) -> Tensor:
+    def attend(
+        self, q: Tensor, gate: Tensor | None, where: Tensor, documents: Tensor | None, *, counted: bool
+    ) -> Tensor:
         """Attention of the newest tokens to everything held.
 
         Args:
-            q, gate: (B, Hq, n, d) and (B, Hq, n).
+            q: (B, Hq, n, d), or as wide as the keys where it carries the bias already.
+            gate: (B, Hq, n), or None where q carries the bias.
             where: positions of these tokens, (n,) or (B, n).
             documents: of these tokens, (B, n), or None.
             counted: whether all tokens were counted, so that columns are in the order of their positions.
@@ -70,15 +72,27 @@ class Rack:
         Returns:
             (B, Hq, n, Dv).
         """
-        q, gate = taken(q, self._order.queries), taken(gate, self._order.queries)
-        alike = self.form is not None and documents is None and (counted or q.size(2) == 1)
+        attention = self._attention
+        if gate is not None and self.form is not None:
+            q = carried_queries(
+                q, gate, self._amplitude, where, form=self.form,
+                context_length=attention.context_length, scale=attention.scale, width=attention.head_dim,
+            )  # fmt: skip
+            gate = None
+        # Amplitudes go into the gates, for heads may become samples.
+        strength = None if gate is None else taken(self._amplitude[:, None] * gate, self._order.queries)
+        q = taken(q, self._order.queries)
+        alike = strength is None and documents is None and (counted or q.size(2) == 1)
         outs = []
         for shelf in self.shelves:
-            first, count = shelf.start * self._groups, len(shelf.heads) * self._groups
-            asked = q, gate, self._amplitude
-            if count != q.size(1):
-                asked = q.narrow(1, first, count), gate.narrow(1, first, count), self._amplitude.narrow(0, first, count)
-            outs.append(self._alike(shelf, *asked, where) if alike else self._apart(shelf, *asked, where, documents))
+            heads = (1, shelf.start * self._groups, len(shelf.heads) * self._groups)
+            own = q if heads[2] == q.size(1) else q.narrow(*heads)
+            if alike:
+                # The newest columns are the queries' own: nothing else has to be known.
+                outs.append(plain_attention(own, shelf.view("k"), shelf.view("v"), scale=attention.scale))
+            else:
+                part = None if strength is None else strength.narrow(*heads)
+                outs.append(self._apart(shelf, own, part, where, documents))
         return taken(outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), self._order.back)
 
     def skipping(self, q: Tensor, gate: Tensor) -> Tensor:
@@ -91,17 +105,8 @@ class Rack:
             context_length=attention.context_length, scale=attention.scale, **attention.how(q.size(2)),
         )  # fmt: skip
 
-    def _alike(self, shelf: Shelf, q: Tensor, gate: Tensor, amplitude: Tensor, where: Tensor) -> Tensor:
-        """Keys carry the bias and the newest columns are the queries' own: nothing else has to be known."""
-        attention, form = self._attention, self.form
-        assert form is not None
-        return carried_attention(
-            q, shelf.view("k"), shelf.view("v"), gate, amplitude, where,
-            form=form, context_length=attention.context_length, scale=attention.scale,
-        )  # fmt: skip
-
     def _apart(
-        self, shelf: Shelf, q: Tensor, gate: Tensor, amplitude: Tensor, where: Tensor, documents: Tensor | None
+        self, shelf: Shelf, q: Tensor, strength: Tensor | None, where: Tensor, documents: Tensor | None
     ) -> Tensor:
         """Heads become samples: each has keys of its own, with their own positions and documents."""
         attention, rows, (batch, _, n, _) = self._attention, len(shelf.heads), q.shape
@@ -112,15 +117,14 @@ class Rack:
         if documents is not None:
             seen["q_documents"] = documents.repeat_interleave(rows, dim=0)
             seen["k_documents"] = shelf.view("documents").flatten(0, 1)
-        # The amplitude goes into the gate, for it differs from row to row.
-        strength = (amplitude[:, None] * gate).reshape(batch * rows, self._groups, n)
         q = q.reshape(batch * rows, self._groups, n, q.size(-1))
         k, v = (shelf.view(name).flatten(0, 1).unsqueeze(1) for name in ("k", "v"))
-        unit = torch.ones(self._groups, dtype=strength.dtype, device=q.device)
-        seen |= {"context_length": attention.context_length, "scale": attention.scale}
-        if self.form is not None:
-            out = carried_attention(q, k, v, strength, unit, where, form=self.form, **seen)
+        if strength is None:
+            out = plain_attention(q, k, v, scale=attention.scale, **seen)
         else:
+            strength = strength.reshape(batch * rows, self._groups, n)
             landmark = shelf.view("landmark").flatten(0, 1).unsqueeze(1)
+            unit = torch.ones(self._groups, dtype=strength.dtype, device=q.device)
+            seen |= {"context_length": attention.context_length, "scale": attention.scale}
             out = gated_attention(q, k, v, strength, landmark, unit, impl=attention.impl, **seen)
         return out.reshape(batch, rows * self._groups, n, out.size(-1))

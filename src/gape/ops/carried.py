@@ -14,20 +14,85 @@ below 2²⁴ (2²³ in float16). `docs/model.md` has the figures.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gape.ops import checks, columns, prologue, rank2
-from gape.ops.dispatch import MOST_PROGRAMS
+from gape.ops.dispatch import DECODE_QUERIES, MOST_PROGRAMS
 from gape.ops.plain import attention
 from gape.ops.problem import bias_dtype, learning
 from gape.ops.rounding import UNIT, significand_bits
 
 #: Coordinates that each form takes.
 COLUMNS = {"rank2": rank2.COLUMNS, "split": columns.COLUMNS}
+
+#: How a gate reads content: weights (H, C) and biases (H,), or the number that a fixed one takes in their place.
+Reading = tuple[Tensor, Tensor] | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a gated scheme does to q and k of a few tokens, where that is turning them and reading gates.
+
+    Attributes:
+        positions: integer (N,) or (B, N).
+        angles: cosines and sines of the tokens, each (N, C/2) or (B, N, C/2) in float32, or None to turn nothing.
+        gate, landmark: how they are read, before softplus and sigmoid; in float32 or half precision.
+        raw_amplitude: (Hq,), Γ before its softplus.
+        floor: least gate, (Hq,) in float32.
+        context_length: T.
+    """
+
+    positions: Tensor
+    angles: tuple[Tensor, Tensor] | None
+    gate: Reading
+    landmark: Reading
+    raw_amplitude: Tensor
+    floor: Tensor
+    context_length: float
+
+
+class Rows(NamedTuple):
+    """What a cache takes of a few tokens, in the form "split".
+
+    Attributes:
+        queries, keys: (B, Hq, Nq, width) and (B, Hk, N, width), with their shares of the bias.
+        gate: (B, Hq, Nq) in float32, or None where nobody asked.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    gate: Tensor | None
+
+
+def steps(q: Tensor, k: Tensor) -> bool:
+    """Whether :func:`carried_rows` can run for q and k (B, H, N, C): few tokens in half precision on a GPU.
+
+    Not for compilers, nor for tensors that hold nothing.
+    """
+    if torch.compiler.is_compiling() or type(q) is not Tensor or type(k) is not Tensor:
+        return False
+    few = 0 < q.size(2) <= k.size(2) <= DECODE_QUERIES and q.size(0) > 0
+    return few and q.is_cuda and not learning(q, k) and prologue.ready(q.device, q.dtype)
+
+
+def carried_rows(q: Tensor, k: Tensor, step: Step, *, width: int, scale: float, gate: bool = False) -> Rows:
+    """Queries and keys with their share of the bias from q and k as projected, in one launch.
+
+    Args:
+        q, k: (B, Hq, Nq, C) and (B, Hk, N, C) for which :func:`steps` says yes; queries belong to the last tokens.
+        step: what the scheme does to them.
+        width: of the rows, at least C + 6; zeros fill it.
+        scale: the softmax scale.
+        gate: whether to return the gates, too.
+    """
+    from gape.ops.triton.step import stepped  # noqa: PLC0415
+
+    return Rows(*stepped(q, k, step, width=_wide_enough(q.size(-1), "split", width), scale=scale, gate=gate))
 
 
 def carried_form(impl: str, room: int, like: Tensor) -> str | None:
@@ -102,18 +167,38 @@ def carried_attention(
     Raises:
         ValueError: unknown form, or tensors that do not fit together; names the argument.
     """
-    width = _wide_enough(q.size(-1), _known(form), k.size(-1))
+    given: dict[str, Any] = {"form": form, "context_length": context_length, "scale": scale, "width": k.size(-1)}
+    return attention(carried_queries(q, gate, amplitude, positions, **given), k, v, scale=scale, **seen)
+
+
+def carried_queries(
+    q: Tensor,
+    gate: Tensor,
+    amplitude: Tensor,
+    positions: Tensor,
+    *,
+    form: str,
+    context_length: float,
+    scale: float,
+    width: int | None = None,
+) -> Tensor:
+    """Queries with their share of the bias, (B, Hq, Nq, width) in q's dtype: plain attention of them is the operator.
+
+    The arguments are those of :func:`carried_attention`; `width` is that of the keys, D + 6 or D + 2 when None.
+
+    Raises:
+        ValueError: unknown form, or a width that is too small.
+    """
+    width = _wide_enough(q.size(-1), _known(form), width)
     if form == "rank2":
         strength = amplitude[:, None] * gate / scale
-        q = _joined(q, rank2.query_columns(strength, positions, context_length, q.dtype), width)
-    elif _in_one_launch(q, gate, amplitude):
+        return _joined(q, rank2.query_columns(strength, positions, context_length, q.dtype), width)
+    if _in_one_launch(q, gate, amplitude):
         from gape.ops.triton.carry import joined_queries  # noqa: PLC0415
 
-        q = joined_queries(q, gate, amplitude, positions, width, context_length=context_length, scale=scale)
-    else:
-        rate = amplitude[:, None] * gate / context_length
-        q = _joined(q, columns.query_columns(rate, [positions], scale, q.dtype, significand_bits(q)), width)
-    return attention(q, k, v, scale=scale, **seen)
+        return joined_queries(q, gate, amplitude, positions, width, context_length=context_length, scale=scale)
+    rate = amplitude[:, None] * gate / context_length
+    return _joined(q, columns.query_columns(rate, [positions], scale, q.dtype, significand_bits(q)), width)
 
 
 def uncarried(k: Tensor, content: int) -> tuple[Tensor, Tensor]:

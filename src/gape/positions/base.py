@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, ClassVar, Required, TypedDict
 
 import torch
@@ -116,6 +117,13 @@ class Scheme(nn.Module):
         """
         return None
 
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines by which `queries` and `keys` turn tokens at `positions`; None where they do not turn.
+
+        Each is (..., N, D/2) in float32, and not to be written to. Layers that ask with the same tensor share them.
+        """
+        return None
+
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor | None:
         """Additive logits (1 or B, Hq, Nq, Nk) in float32, or None where positions alone fix none."""
         return None
@@ -128,6 +136,31 @@ def keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 _SIZES = frozenset(Sizes.__annotations__)
+
+
+def counted(first: int, n: int, device: torch.device) -> Tensor:
+    """Positions first … first + n − 1, (n,), the same tensor for every layer of a call; not to be written to."""
+    if not outlasts(device):
+        return torch.arange(first, first + n, device=device)
+    return _counted(first, n, device, stream_of(device))
+
+
+@lru_cache(maxsize=2)
+def _counted(first: int, n: int, device: torch.device, stream: int) -> Tensor:
+    # Under inference_mode it would have no version, by which angles made of it are known to be good.
+    with torch.inference_mode(False):
+        return torch.arange(first, first + n, device=device)
+
+
+def outlasts(device: torch.device) -> bool:
+    """Whether tensors made now, or kept from earlier, are good here and later."""
+    # What a capture makes holds nothing until a replay; what it reads must outlive it, and these may not.
+    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def stream_of(device: torch.device) -> int:
+    """The stream on which work for a device is queued: what is kept is good on the stream where it was made."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def distance(q_positions: Tensor, k_positions: Tensor) -> Tensor:

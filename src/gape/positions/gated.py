@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gape.gates import GAPEGates
+from gape.gates import GAPEGates, HeadProjection
 from gape.ops import gated_attention
+from gape.ops.carried import Reading, Step
 from gape.ops.checks import refuse
 from gape.ops.prologue import GateReading, OnePass
 from gape.positions.base import Scheme
@@ -98,6 +99,28 @@ class Gated(Scheme):
             return None
         return OnePass(None if base is None else base.angles, reading)
 
+    def step(self, positions: Tensor) -> Step | None:
+        """What one launch has to do to q and k of a few tokens at `positions`, in the place of `queries` and `keys`.
+
+        None where the base does more than turn, gates learn, or their readings are more than weights and biases.
+        """
+        gates, angles = self.gates, self.base.angles(positions)
+        gate = _reading(gates.gate_projection, gates.init_gate_bias)
+        landmark = _reading(gates.landmark_projection, gates.init_landmark_bias)
+        unturned = angles is None and not isinstance(self.base, NoPE)
+        learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in gates.parameters())
+        if gate is None or landmark is None or unturned or learns or gates.raw_amplitude.dtype == torch.float64:
+            return None
+        return Step(
+            positions=positions,
+            angles=angles,
+            gate=gate,
+            landmark=landmark,
+            raw_amplitude=gates.raw_amplitude,
+            floor=gates.floors(positions.device),
+            context_length=self.context_length,
+        )
+
     def reading(self, device: torch.device) -> GateReading | None:
         """What a fused pass needs to read the gates on `device`; None where one of them is fixed."""
         gates = self.gates
@@ -112,3 +135,11 @@ class Gated(Scheme):
             floor=gates.floors(device),
             context_length=self.context_length,
         )
+
+
+def _reading(projection: HeadProjection | None, fixed: float) -> Reading | None:
+    """How a gate is read, whose number without a projection is fixed; None where others listen, or in float64."""
+    if projection is None:
+        return float(fixed)
+    bare = type(projection) is HeadProjection and not projection._forward_hooks and not projection._forward_pre_hooks
+    return (projection.weight, projection.bias) if bare and projection.weight.dtype != torch.float64 else None

@@ -5,18 +5,19 @@ Pair k of a head is (x_k, x_{k+D/2}), the half-split order of `transformers`, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gape.constant import Constant
 from gape.ops import checks
 from gape.ops.checks import positive_number, refuse
 from gape.ops.prologue import OnePass
-from gape.positions.base import Scheme, keyword_defaults, wide
+from gape.positions.base import Scheme, keyword_defaults, outlasts, stream_of, wide
 from gape.positions.checks import even
 
 #: Inverse frequencies, one per pair, and the factor on cos and sin.
@@ -24,6 +25,11 @@ Spectrum = tuple[list[float], float]
 
 #: Most tokens whose angles are kept for the next layer. Beside attention over more, making them anew is nothing.
 LONGEST_KEPT = 65_536
+
+#: Angles by the positions they were made of, as long as those live: the version of the positions, cosines and sines by
+#: frequencies, scale and stream.
+_Made = dict[tuple[tuple[float, ...], float, int], tuple[int, tuple[Tensor, Tensor]]]
+_angles: MutableMapping[Tensor, _Made] = WeakTensorKeyDictionary()
 
 
 class Rotary(Scheme):
@@ -117,10 +123,20 @@ class Rotary(Scheme):
             return OnePass(_in_order(Constant(padded.values), scale, n, device), None)
         # Also for a capture that comes later, which makes its angles itself and can copy nothing to its device.
         padded.on(device)
-        if not _may_keep(n, device):
+        if n > LONGEST_KEPT or not outlasts(device):
             return OnePass(_in_order(padded, scale, n, device), None)
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return OnePass(_kept(padded.values, scale, n, device, stream), None)
+        return OnePass(_kept(padded.values, scale, n, device, stream_of(device)), None)
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`cos_sin` in float32, made once for all layers that ask with the same tensor."""
+        # Nobody can tell whether a tensor of inference_mode was written to meanwhile.
+        if positions.is_inference() or not outlasts(positions.device):
+            return self.cos_sin(positions)
+        made = _angles.setdefault(positions, {})
+        key = (self._spectrum.values, self.attention_scale, stream_of(positions.device))
+        if key not in made or made[key][0] != positions._version:
+            made[key] = (positions._version, self.cos_sin(positions))
+        return made[key][1]
 
     def extra_repr(self) -> str:
         """What `print` shows."""
@@ -144,12 +160,6 @@ def _cos_sin(
 def _in_order(frequencies: Constant, scale: float, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The angles of n tokens in index order."""
     return _cos_sin(torch.arange(n, device=device), frequencies, scale)
-
-
-def _may_keep(n: int, device: torch.device) -> bool:
-    """Whether angles made now, or kept from earlier, are good here and later."""
-    # What a capture makes holds nothing until a replay; what it reads must outlive it, and these may not.
-    return n <= LONGEST_KEPT and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 @lru_cache(maxsize=4)

@@ -1,0 +1,187 @@
+"""Decoding with q and k made ready in one launch: the same logits as step by step, and few launches a token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gape
+from gape.models import attention as layer
+from gape.models.cache import ForgettingCache, ModelCache
+from gape.ops import dispatch
+from tests.models.tiny import model, tokens
+
+pytest.importorskip("triton")
+from gape.ops.triton import decode, step
+
+FLOOR = {"options": {"gate_floor": 2.0}}
+CACHES: dict[str, Callable[[gape.GPT], ModelCache]] = {
+    "full": lambda gpt: gpt.new_cache(4),
+    "forgetting": lambda gpt: ForgettingCache(gpt, eps=1e-2),
+    "forgetting by queries": lambda gpt: ForgettingCache(gpt, eps=1e-2, bounds="queries"),
+    "forgetting by gates": lambda gpt: ForgettingCache(gpt, eps=1e-2, bounds="gates"),
+}
+
+
+@contextmanager
+def in_one_step() -> Iterator[list[Any]]:
+    """Steps are taken by the kernel without a GPU too, where there are few tokens; each is noted."""
+    taken: list[Any] = []
+    stepped = step.stepped
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "steps", lambda q, k: q.size(2) <= k.size(2) <= dispatch.DECODE_QUERIES)
+        patch.setattr(step, "stepped", lambda q, k, told, **how: (taken.append(told), stepped(q, k, told, **how))[1])
+        yield taken
+
+
+@contextmanager
+def step_by_step() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "steps", lambda q, k: False)
+        yield
+
+
+def decoded(gpt: gape.GPT, cache: ModelCache, chunks: list[int], **told: torch.Tensor) -> torch.Tensor:
+    """Logits of two texts that come in chunks, one behind the other."""
+    ids, at, outs = tokens(2, sum(chunks)), 0, []
+    for size in chunks:
+        part = {name: x[:, at : at + size] for name, x in told.items()}
+        outs.append(gpt(ids[:, at : at + size], cache=cache, logits_to_keep=min(size, 2), **part).logits)
+        at += size
+    return torch.cat(outs, dim=1)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["counted", "padded"])
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
+@torch.no_grad()
+def test_logits_are_those_of_the_steps(cache: Callable[[gape.GPT], ModelCache], padded: bool) -> None:
+    """A prompt too long for a step, chunks of which only the last tokens are asked for, and single tokens."""
+    gpt, chunks = model(dtype=torch.float16, **FLOOR), [20, 3, 1, 1]
+    told = {}
+    if padded:
+        real = torch.arange(sum(chunks)) >= torch.tensor([[4], [0]])
+        told = {"positions": (real.cumsum(1) - 1).clamp(min=0), "documents": real.long()}
+    with step_by_step():
+        expected = decoded(gpt, cache(gpt), chunks, **told)
+    with in_one_step() as taken:
+        got = decoded(gpt, cache(gpt), chunks, **told)
+    assert len(taken) == 2 * (len(chunks) - 1)
+    assert float((got - expected).norm() / expected.norm()) < 2**-9
+
+
+@torch.no_grad()
+def test_what_is_measured_is_what_the_steps_measure() -> None:
+    gpt = model(dtype=torch.float16, **FLOOR)
+    limits = []
+    for way in (step_by_step, in_one_step):
+        cache = ForgettingCache(gpt, eps=1e-2, bounds="gates")
+        with way():
+            decoded(gpt, cache, [1, 2])
+        cache.forget()
+        limits.append(cache.layers[1]._seen.limits())
+    for name in ("rate", "reach", "own"):
+        torch.testing.assert_close(getattr(limits[1], name), getattr(limits[0], name), atol=1e-3, rtol=1e-2)
+
+
+def stepwise(gpt: gape.GPT) -> None:
+    for block in gpt.blocks():
+        block.attention.stepwise = True
+
+
+OTHERS: dict[str, tuple[dict[str, Any], Callable[[gape.GPT], object]]] = {
+    "others listen": ({}, stepwise),
+    "landmarks are kept": ({}, gape.GPT.keep_landmarks),
+    "no gates": ({"position": "p-rope"}, lambda gpt: None),
+    "no room for the bias": ({"reserve": 0}, lambda gpt: None),
+    "two coordinates": ({"reserve": 2, "impl": "rank2"}, lambda gpt: None),
+}
+
+
+@pytest.mark.parametrize(("changed", "prepare"), OTHERS.values(), ids=OTHERS)
+@torch.no_grad()
+def test_others_go_step_by_step(changed: dict[str, Any], prepare: Callable[[gape.GPT], object]) -> None:
+    gpt = model(dtype=torch.float16, **changed)
+    prepare(gpt)
+    with in_one_step() as taken:
+        decoded(gpt, gpt.new_cache(), [3, 1])
+    assert not taken
+
+
+@torch.no_grad()
+def test_layers_share_their_angles() -> None:
+    gpt = model(dtype=torch.float16, n_layer=3)
+    with in_one_step() as taken:
+        decoded(gpt, gpt.new_cache(), [3, 1])
+        decoded(gpt, gpt.new_cache(), [3, 1], positions=torch.arange(4).expand(2, 4))
+    assert len({id(told.angles[0]) for told in taken}) == 4
+    assert len({id(told.positions) for told in taken}) == 4
+
+
+FREE = {
+    "view", "slice", "expand", "t", "transpose", "unsqueeze", "detach", "alias", "_unsafe_view", "split",
+    "split_with_sizes", "as_strided", "empty", "new_empty",
+}  # fmt: skip
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would be asked to do; views and room for results cost nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if name not in FREE:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cache", [CACHES["full"], CACHES["forgetting"]], ids=["full", "forgetting"])
+@torch.no_grad()
+def test_launches_of_a_token(cache: Callable[[gape.GPT], ModelCache], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per layer: four products, two norms, two sums, a GELU, two columns written, and both kernels."""
+    gpt = model(dtype=torch.float16, **FLOOR)
+    remembered, n_layer, kernels = cache(gpt), gpt.config.n_layer, []
+
+    def stepped(q: torch.Tensor, k: torch.Tensor, told: Any, *, width: int, **_: Any) -> tuple[Any, ...]:
+        kernels.append("step")
+        return (*(x.new_empty(*x.shape[:3], width) for x in (q, k)), None)
+
+    monkeypatch.setattr(layer, "steps", lambda q, k: k.size(2) == 1)
+    decoded(gpt, remembered, [20])
+    monkeypatch.setattr(step, "stepped", stepped)
+    monkeypatch.setattr(dispatch, "decodes", lambda *_, **__: True)
+    monkeypatch.setattr(decode, "run", lambda problem, **_: (kernels.append("decode"), problem.q)[1])
+    decoded(gpt, remembered, [1])
+    kernels.clear()
+    token = tokens(2, 1)
+    with Launches() as launches:
+        gpt(token, cache=remembered, logits_to_keep=1)
+    # Beside the layers: embedding, last norm and output, the position and its angles.
+    assert launches.counts.total() + len(kernels) <= 13 * n_layer + 10, launches.counts
+    assert kernels == ["step", "decode"] * n_layer
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("cache", [CACHES["full"], CACHES["forgetting by queries"]], ids=["full", "forgetting"])
+@torch.no_grad()
+def test_a_gpu_decodes_the_same_in_one_step(cache: Callable[[gape.GPT], ModelCache]) -> None:
+    gpt = model(n_embd=256, dtype=torch.bfloat16, **FLOOR).cuda()
+    logits, ids = [], tokens(2, 96).cuda()
+    for steps in (layer.steps, lambda q, k: False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layer, "steps", steps)
+            remembered = cache(gpt)
+            gpt(ids[:, :32], cache=remembered)
+            found = [gpt(ids[:, at : at + 1], cache=remembered).logits for at in range(32, 96)]
+            logits.append(torch.cat(found, dim=1).float())
+    assert not torch.isnan(logits[0]).any()
+    assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 2**-6
