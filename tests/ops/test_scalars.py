@@ -42,8 +42,9 @@ def compiled(kernel, told):
 for kernel in (forward.attend, backward.by_rows, backward.by_columns):
     for skips in (False, True):
         compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS)
-rows = {"K_ROW": 8, "V_ROW": 8, "GATED": True, "HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
-compiled(decode_lone.partial_lone, rows | BLOCKS)
+rows = {"K_ROW": 8, "V_ROW": 8, "HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
+for gated in (False, True):
+    compiled(decode_lone.partial_lone, rows | {"GATED": gated} | BLOCKS)
 ways = dict.fromkeys(("ROTATED", "GATE_LEARNED", "LANDMARK_LEARNED", "GATE_WANTED"), True)
 compiled(step.step, ways | {"UNIT": 256.0, "BITS": 11, "LIMIT": 32752.0, "T": 16, "W": 32})
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -69,6 +71,25 @@ def varied_heads(seed: int, n_heads: int, most_keys: int = 1500) -> tuple[dict[s
     return placed, float(10 ** between(-4.0, -1.0))
 
 
+def graded_heads(n_q: int, n_k: int, eps: float) -> dict[str, Tensor]:
+    """Heads without gates whose keys weigh what norms allow, tile by tile about an even share of eps, below and above.
+
+    Each threshold is some query's, and a tile that one kernel alone left away would show.
+    """
+    x = heads(n_k, 0.0, n_q=n_q, n_k=n_k, n_heads=3)
+    g = torch.Generator().manual_seed(n_k)
+    # In natural logarithms, beside an even share.
+    least, most = torch.tensor([[-2.0, 0.2, -5.0], [7.0, 1.2, 0.3]])[..., None]
+    level = least + (most - least) * torch.rand(3, -(-n_k // 32), generator=g)
+    keys = 11 + math.log(eps / n_k) + level.repeat_interleave(32, 1)[:, :n_k]
+    # What the queries' own tiles and the nearest hold.
+    keys[:, -n_q - 5 :] = 8.0
+    x["q"], x["k"] = 0.02 * x["q"], 0.02 * x["k"]
+    x["q"][..., 0] = D**0.5 * (0.9 + 0.2 * torch.rand(n_q, generator=g)).to(DEVICE)
+    x["k"][..., 0] = keys.to(DEVICE)
+    return x | {"gate": torch.zeros_like(x["gate"])}
+
+
 def dropped_mass(x: dict[str, Tensor], eps: float) -> tuple[Tensor, float]:
     """What each query lost of its softmax, (1, Hq, Nq), beside float64, and the fraction of tiles visited."""
     told = gape.detailed_attention(**x, context_length=T, impl="triton", eps=eps)
@@ -88,26 +109,36 @@ def kept_pairs(x: dict[str, Tensor], eps: float) -> Tensor:
     return pairs.tril(k.size(1) - q.size(1))
 
 
-#: Sixteen tiles are judged at once, and 32 bounds added up, so some cases have more.
+#: Sixteen tiles are judged at once, and 32 bounds added up, so some cases have more; without a landmark among 32, none
+#: is. A case has options, eps, what part of the pairs it should keep, and a dtype.
 CASES = {
-    "all tiles kept": ({"floor": 0.0, "n_q": 550, "n_k": 550}, (0.99, 1.0), torch.float32),
-    "most dropped": ({"floor": 20.0, "landmarks": 0.002, "n_q": 550, "n_k": 550}, (0.1, 0.6), torch.float32),
+    "all tiles kept": ({"floor": 0.0, "n_q": 550, "n_k": 550}, 1e-3, (0.99, 1.0), torch.float32),
+    "most dropped": ({"floor": 20.0, "landmarks": 0.002, "n_q": 550, "n_k": 550}, 1e-3, (0.1, 0.6), torch.float32),
     "last queries, grouped": (
-        {"floor": 20.0, "landmarks": 0.004, "n_q": 45, "n_k": 2500, "groups": 2}, (0.1, 0.9), torch.float32,
+        {"floor": 20.0, "landmarks": 0.004, "n_q": 45, "n_k": 2500, "groups": 2}, 1e-3, (0.1, 0.9), torch.float32,
     ),
-    "half precision": ({"floor": 20.0, "landmarks": 0.004, "n_q": 70, "n_k": 500}, (0.1, 0.9), torch.float16),
+    "few landmarks, tiny eps": (
+        {"floor": 20.0, "landmarks": 0.0005, "n_q": 45, "n_k": 2500}, 1e-36, (0.05, 0.4), torch.float32,
+    ),
+    "half precision": ({"floor": 20.0, "landmarks": 0.004, "n_q": 70, "n_k": 500}, 1e-3, (0.1, 0.9), torch.float16),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_backward_drop_what_the_rule_drops(name: str) -> None:
-    options, (least, most), dtype = CASES[name]
-    eps = 1e-3
+    options, eps, (least, most), dtype = CASES[name]
     x = {n: t.to(dtype) if n in "qkv" else t for n, t in heads(0, **options).items()}
-    keep = kept_pairs(x, eps)
-    pairs = keep.new_ones(keep.shape).tril(keep.size(2) - keep.size(1))
-    assert least < float(keep.sum() / pairs.sum()) <= most
-    got, want = [], []
+    assert least < compared(x, eps) <= most
+
+
+@pytest.mark.parametrize("n_q", [33, 34], ids=["first query ends a tile", "one before its end"])
+def test_every_threshold_and_the_nearest_tiles(n_q: int) -> None:
+    assert 0.3 < compared(graded_heads(n_q, n_k=320, eps=0.3), 0.3) < 0.9
+
+
+def compared(x: dict[str, Tensor], eps: float) -> float:
+    """Outputs and gradients beside those of the definition without what the rule drops; the share of pairs it keeps."""
+    dtype, keep, got, want = x["q"].dtype, kept_pairs(x, eps), [], []
     for into, wide, how in (
         (got, x, {"impl": "triton", "eps": eps}),
         (want, {n: t.double() for n, t in x.items()}, {"impl": "reference", "attn_mask": keep[None]}),
@@ -119,6 +150,7 @@ def test_forward_and_backward_drop_what_the_rule_drops(name: str) -> None:
     bound = 1e-5 if dtype == torch.float32 else 3e-3
     for a, b in zip(got, want, strict=True):
         assert (a.double() - b).norm() < bound * max(float(b.norm()), 1.0)
+    return float(keep.sum() / keep.new_ones(keep.shape).tril(keep.size(2) - keep.size(1)).sum())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -161,10 +193,11 @@ def test_a_landmark_keeps_its_tile_alive() -> None:
     assert round(float(spared - forgetful) * all_tiles) == tiles - 2
 
 
-def test_what_is_not_a_number_is_not_skipped() -> None:
-    """A broken key must show, however far it is."""
-    x = heads(0, floor=60.0, n_q=40, n_k=330)
-    x["k"][0, 0, 3, 1] = float("nan")
+@pytest.mark.parametrize("name", ["k", "landmark"])
+def test_what_is_not_a_number_is_not_skipped(name: str) -> None:
+    """A broken key must show, however far it is and however many are left away between."""
+    x = heads(0, floor=60.0, n_q=20, n_k=2200)
+    x[name][0, 0, 3] = float("nan")
     assert gape.gated_attention(**x, context_length=T, impl="triton", eps=1e-3).isnan().all()
 
 

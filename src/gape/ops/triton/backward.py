@@ -19,17 +19,20 @@ from gape.ops.triton.tiles import (
     anchor_of,
     distances,
     document_of,
+    first_of,
     keys_seen,
     load_numbers,
     load_rows,
     load_vector,
     local_positions,
+    nearest,
     needed_by_columns,
     needed_by_rows,
     owner,
     seeing,
     single,
     store_rows,
+    tile_from,
     visible,
 )
 
@@ -97,33 +100,27 @@ def rows_tile(
 
 @triton.jit
 def rows_needed(
-    dq, dc, rows, keys, c, first, whole, start_m, n_q, n_k, row, key_row, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
+    dq, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Of the tiles of keys before `whole`, add what those give that the forward pass took in."""
+    """Of the tiles of keys before tile `near`, add what those give that the forward pass took in."""
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    count, n_tiles = whole // BLOCK_N, tl.cdiv(n_k, BLOCK_N)
-    k_reach_ptr += key_row * n_tiles
-    u_least_ptr += key_row * n_tiles
+    k_reach_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
+    u_least_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
     reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
     low = load_vector(low_ptr + row, start_m, n_q, float("inf"), BLOCK_M, True)
-    for step in range(0, count, GROUP):
-        tiles, keep = needed_by_rows(step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
-        kept = tl.sum(keep.to(tl.int32), 0)
-        if kept == GROUP:
-            for tile in range(count - step - GROUP, count - step):
+    for step in range(0, near, GROUP):
+        tiles, keep = needed_by_rows(step, near, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
+        begin = first_of(keep, tiles, 0, near - step)
+        while begin < near - step:
+            end = first_of(~keep, tiles, begin, near - step)
+            for tile in range(begin, end):
                 dq, dc = rows_tile(
                     False, tile * BLOCK_N, dq, dc, *rows, *keys,
                     True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
-        elif kept > 0:
-            for tile in range(tl.maximum(count - step - GROUP, 0), count - step):
-                if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
-                    dq, dc = rows_tile(
-                        False, tile * BLOCK_N, dq, dc, *rows, *keys,
-                        True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
-                    )  # fmt: skip
+            begin = first_of(keep, tiles, end, near - step)
     return dq, dc
 
 
@@ -156,14 +153,15 @@ def by_rows(
     dc = tl.zeros((BLOCK_M,), tl.float32)
     first, stop, whole = keys_seen(start_m, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N)
     rows = (q, grad, c, lse, delta, first, q_doc, offs_m)
-    for start_n in range(whole, stop, BLOCK_N):
+    near = nearest(first + start_m, BLOCK_N)
+    for start_n in range(near * BLOCK_N if SKIP else whole, stop, BLOCK_N):
         dq, dc = rows_tile(
             True, start_n, dq, dc, *rows, *keys,
             CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     if SKIP:
         dq, dc = rows_needed(
-            dq, dc, rows, keys, c, first, whole, start_m, n_q, n_k, row, key_row,
+            dq, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
             reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     else:
@@ -224,14 +222,16 @@ def columns_tile(
 
 @triton.jit
 def columns_of_head(
-    dk, dv, du, rest, begin, whole, first, start_n, n_q, row, reach_ptr, c_ptr, low_ptr, k_reach_ptr, u_least_ptr,
+    dk, dv, du, rest, begin, first, start_n, n_q, row, reach_ptr, c_ptr, low_ptr, k_reach_ptr, u_least_ptr,
     SKIP: tl.constexpr, RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries of one head from `begin` on give; from `whole` on SKIP leaves out who took nothing."""
+    """Add what the queries of one head from `begin` on give; those further off SKIP asks whether they took part."""
+    # The tiles of queries of which `nearest` says that they come to these keys by judging them.
+    judged = tile_from(start_n + 2 * BLOCK_N - 1, first, n_q, BLOCK_M)
     # One loop with a question in it: with two, the compiler makes every matrix product wait for the one before.
-    for start_m in range(begin, whole if SKIP else n_q, BLOCK_M):
+    for start_m in range(begin, judged if SKIP else n_q, BLOCK_M):
         dk, dv, du = columns_tile(
             True, start_m, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK,
             PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
@@ -239,25 +239,20 @@ def columns_of_head(
     if SKIP:
         tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         k_reach, u_least = tl.load(k_reach_ptr + tile), tl.load(u_least_ptr + tile)
-        for start in range(whole, n_q, GROUP * BLOCK_M):
+        for start in range(judged, n_q, GROUP * BLOCK_M):
             blocks, keep = needed_by_columns(
                 start, start_n + BLOCK_N - 1, first, n_q, reach_ptr + row, c_ptr + row, low_ptr + row,
-                k_reach, u_least, BLOCK_M, BLOCK_N,
+                k_reach, u_least, BLOCK_M,
             )  # fmt: skip
-            kept = tl.sum(keep, 0)
-            if kept == GROUP:
-                for block in range(0, GROUP):
+            block = first_of(keep, blocks, 0, GROUP)
+            while block < GROUP:
+                end = first_of(~keep, blocks, block, GROUP)
+                for start_m in range(start + block * BLOCK_M, start + end * BLOCK_M, BLOCK_M):
                     dk, dv, du = columns_tile(
-                        False, start + block * BLOCK_M, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS,
-                        HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
+                        False, start_m, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK,
+                        PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
                     )  # fmt: skip
-            elif kept > 0:
-                for block in range(0, GROUP):
-                    if tl.sum(tl.where(blocks == block, keep, 0), 0) > 0:
-                        dk, dv, du = columns_tile(
-                            False, start + block * BLOCK_M, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS,
-                            HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
-                        )  # fmt: skip
+                block = first_of(keep, blocks, end, GROUP)
     return dk, dv, du
 
 
@@ -305,7 +300,7 @@ def by_columns(
             q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
         )  # fmt: skip
         dk, dv, du = columns_of_head(
-            dk, dv, du, rest, begin, whole, first, start_n, n_q, row,
+            dk, dv, du, rest, begin, first, start_n, n_q, row,
             reach_ptr, c_ptr, low_ptr, k_reach_ptr, u_least_ptr, SKIP, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS,
             HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip

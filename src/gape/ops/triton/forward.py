@@ -14,10 +14,12 @@ from gape.ops.triton.tiles import (
     anchor_of,
     distances,
     document_of,
+    first_of,
     keys_seen,
     load_rows,
     load_vector,
     local_positions,
+    nearest,
     needed_by_rows,
     owner,
     single,
@@ -31,9 +33,13 @@ WIDE = tl.constexpr(32)
 #: How far apart the thresholds are that are tried, in powers of two.
 STEP = tl.constexpr(2.25)
 
-#: By what part two computations of one bound may differ, and sums of many from what they should be.
+#: By what part two computations of one bound may differ.
 APART = tl.constexpr(2.0**-18)
-SUMMED = tl.constexpr(2.0**-10)
+
+#: Tiles that hold less than 2 to minus this many of their even share need not be counted. All of them together, and
+#: what sums in float32 may be wrong by, take less than the part of eps that is set aside.
+UNCOUNTED = tl.constexpr(12.0)
+ASIDE = tl.constexpr(2.0**-10)
 
 
 @triton.jit
@@ -99,6 +105,19 @@ def log_sum(top, total):
 
 
 @triton.jit
+def apart(content, fade):
+    """The bound content − fade, as low and as high as another kernel may have found it."""
+    bound, room = content - fade, APART * (content + fade)
+    return bound - room, bound + room
+
+
+@triton.jit
+def held(bound, weight, limit):
+    """What the tiles of a row weigh together whose bound is at most its limit."""
+    return tl.sum(tl.where(bound <= limit[:, None], weight, 0.0), 1)
+
+
+@triton.jit
 def spare(
     lse, reach, c, offs_m, first, n_q, n_k, eps, end, k_reach_ptr, u_least_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -106,58 +125,55 @@ def spare(
     """What each query can spare, and the first tile that one cannot: of the tiles of keys before tile `end`.
 
     Five thresholds are tried, from eps shared out evenly over all keys up: the highest counts below which all tiles
-    together stay within eps. Neighbouring bounds are taken a little apart, since kernels may round them differently.
+    together stay within eps. Weights are in even shares, so that no eps is too small for them.
     """
-    even = lse + tl.log2(eps / n_k)
-    first_sum = tl.zeros((BLOCK_M,), tl.float32)
-    second_sum = tl.zeros((BLOCK_M,), tl.float32)
-    third_sum = tl.zeros((BLOCK_M,), tl.float32)
-    fourth_sum = tl.zeros((BLOCK_M,), tl.float32)
+    even = lse - APART * tl.abs(lse) + (tl.log2(eps) - tl.log2(single(n_k)))
+    position, inside = first + offs_m, offs_m < n_q
+    once, twice = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    thrice, four_times = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     earliest = tl.zeros((BLOCK_M,), tl.int32) + end
     for start in range(0, end, WIDE):
         tiles = start + tl.arange(0, WIDE)
-        content = reach[:, None] * tl.load(k_reach_ptr + tiles, mask=tiles < end, other=0.0)[None, :]
-        distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
-        fade = c[:, None] * tl.load(u_least_ptr + tiles, mask=tiles < end, other=0.0)[None, :] * distance
-        wide = (content - fade) + APART * (content + fade)
-        close = (content - fade) - APART * (content + fade)
-        weight = tl.where(tiles[None, :] < end, tl.exp2(wide - lse[:, None]), 0.0)
-        first_sum += tl.sum(tl.where(close <= (even + STEP)[:, None], weight, 0.0), 1)
-        second_sum += tl.sum(tl.where(close <= (even + 2 * STEP)[:, None], weight, 0.0), 1)
-        third_sum += tl.sum(tl.where(close <= (even + 3 * STEP)[:, None], weight, 0.0), 1)
-        fourth_sum += tl.sum(tl.where(close <= (even + 4 * STEP)[:, None], weight, 0.0), 1)
-        here = tl.where((wide <= even[:, None]) | (tiles >= end)[None, :], end, tiles[None, :])
-        earliest = tl.minimum(earliest, tl.min(here, 1))
-    most = eps * (1 - SUMMED) / BLOCK_N
-    low = tl.where(first_sum <= most, even + STEP, even)
-    low = tl.where(second_sum <= most, even + 2 * STEP, low)
-    low = tl.where(third_sum <= most, even + 3 * STEP, low)
-    low = tl.where(fourth_sum <= most, even + 4 * STEP, low)
+        k_reach = tl.load(k_reach_ptr + tiles, mask=tiles < end, other=0.0)
+        u_least = tl.load(u_least_ptr + tiles, mask=tiles < end, other=1.0)
+        # All as one tile first: far from landmarks that is enough. A maximum would lose what is not a number.
+        longest = tl.max(tl.where(k_reach >= 0, k_reach, float("inf")), 0)
+        barest = tl.min(tl.where(u_least >= 0, u_least, float("-inf")), 0)
+        distance = (position - (tl.minimum(start + WIDE, end) * BLOCK_N - 1)).to(tl.float32)
+        _, together = apart(reach * longest, c * barest * distance)
+        if tl.max(tl.where(together <= even - UNCOUNTED, 0, inside.to(tl.int32)), 0) > 0:
+            to_each = (position[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
+            least, most = apart(reach[:, None] * k_reach[None, :], c[:, None] * u_least[None, :] * to_each)
+            weight = tl.where(tiles[None, :] < end, tl.exp2(most - even[:, None]), 0.0)
+            once += held(least, weight, even + STEP)
+            twice += held(least, weight, even + 2 * STEP)
+            thrice += held(least, weight, even + 3 * STEP)
+            four_times += held(least, weight, even + 4 * STEP)
+            spared = (most <= even[:, None]) | (tiles >= end)[None, :]
+            earliest = tl.minimum(earliest, tl.min(tl.where(spared, end, tiles[None, :]), 1))
+    shares = single(n_k) * (1 - ASIDE) / BLOCK_N
+    low = tl.where(once <= shares, even + STEP, even)
+    low = tl.where(twice <= shares, even + 2 * STEP, low)
+    low = tl.where(thrice <= shares, even + 3 * STEP, low)
+    low = tl.where(four_times <= shares, even + 4 * STEP, low)
     # Rows past the end need nothing.
-    inside = offs_m < n_q
     return tl.where(inside, low, float("inf")), tl.min(tl.where(inside, earliest, end), 0)
 
 
 @triton.jit
 def attend_needed(
-    top, total, acc, rows, keys, c, eps, first, whole, stop, start_m, n_q, n_k, row, key_row,
+    top, total, acc, rows, keys, c, eps, first, near, stop, start_m, n_q, n_k, row, key_row,
     reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Of the tiles of keys before `whole`, take those in that a query may need: the nearest, and others by their bound.
+    """Of the tiles of keys before tile `near`, take those in that a query may need, judged by what it saw so far.
 
-    Writes what each query can spare and how many tiles up to `stop` were looked at.
+    Writes what each query can spare and how many tiles up to key `stop` were looked at.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
     k_reach_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
     u_least_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
-    near = tl.maximum(first + start_m + 1 - BLOCK_N, 0) // BLOCK_N
-    for tile in range(near, whole // BLOCK_N):
-        top, total, acc = attend_tile(
-            False, tile * BLOCK_N, top, total, acc, *rows, *keys,
-            True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
     reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
     low, earliest = spare(
         log_sum(top, total), reach, c, offs_m, first, n_q, n_k, single(eps), near, k_reach_ptr, u_least_ptr,
@@ -167,23 +183,17 @@ def attend_needed(
     visited = tl.cdiv(stop, BLOCK_N) - near
     for step in range(0, near - earliest, GROUP):
         tiles, keep = needed_by_rows(step, near, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
-        kept = tl.sum(keep.to(tl.int32), 0)
-        visited += kept
-        begin, end = tl.min(tl.where(keep, tiles, near), 0), tl.max(tl.where(keep, tiles, -1), 0) + 1
-        if kept == end - begin:
+        begin = first_of(keep, tiles, 0, near - step)
+        while begin < near - step:
+            end = first_of(~keep, tiles, begin, near - step)
+            visited += end - begin
             # No question inside the loop: it can be pipelined.
             for tile in range(begin, end):
                 top, total, acc = attend_tile(
                     False, tile * BLOCK_N, top, total, acc, *rows, *keys,
                     True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
-        elif kept > 0:
-            for tile in range(begin, end):
-                if tl.sum((keep & (tiles == tile)).to(tl.int32), 0) > 0:
-                    top, total, acc = attend_tile(
-                        False, tile * BLOCK_N, top, total, acc, *rows, *keys,
-                        True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
-                    )  # fmt: skip
+            begin = first_of(keep, tiles, end, near - step)
     tl.store(visited_ptr + tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M, visited)
     return top, total, acc
 
@@ -219,14 +229,15 @@ def attend(
     top, total, acc = nothing_seen(BLOCK_M, BLOCK_V)
     first, stop, whole = keys_seen(start_m, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N)
     rows = (q, c / single(scale), first, q_doc, offs_m)
-    for start_n in range(whole, stop, BLOCK_N):
+    near = nearest(first + start_m, BLOCK_N)
+    for start_n in range(near * BLOCK_N if SKIP else whole, stop, BLOCK_N):
         top, total, acc = attend_tile(
             True, start_n, top, total, acc, *rows, *keys,
             CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     if SKIP:
         top, total, acc = attend_needed(
-            top, total, acc, rows, keys, c, eps, first, whole, stop, start_m, n_q, n_k, row, key_row, reach_ptr,
+            top, total, acc, rows, keys, c, eps, first, near, stop, start_m, n_q, n_k, row, key_row, reach_ptr,
             low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     else:

@@ -63,8 +63,11 @@ def run(problem: Problem, eps: float = 0.0) -> Tensor:
 def answer(problem: Problem, eps: float = 0.0) -> Answer:
     """The operator with what else is known when it has run."""
     out, lse, _, visited = _attended(problem, eps)
-    fraction = visited.sum() / _tiles_seen(problem.q, problem.k, problem.v) if visited.numel() else lse.new_ones(())
-    return Answer(out, lse / LOG2E, fraction)
+    if not visited.numel():
+        return Answer(out, lse / LOG2E, lse.new_ones(()))
+    # There may be more tiles than float32 counts.
+    count = visited.sum(dtype=torch.float64)
+    return Answer(out, lse / LOG2E, (count / _tiles_seen(problem.q, problem.k, problem.v)).float())
 
 
 def visits(problem: Problem, eps: float) -> Tensor:
@@ -73,7 +76,7 @@ def visits(problem: Problem, eps: float) -> Tensor:
     if not visited.numel():
         return visited.new_ones(visited.shape[:2])
     each = _tiles_seen(problem.q, problem.k, problem.v) / (problem.q.size(0) * problem.q.size(1))
-    return visited.sum(-1) / each
+    return (visited.sum(-1, dtype=torch.float64) / each).float()
 
 
 def _attended(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

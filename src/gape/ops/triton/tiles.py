@@ -178,8 +178,14 @@ def seeing(
     if not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
         whole = 0
         if CAUSAL:
-            whole = tl.minimum(n_q, tl.cdiv(tl.maximum(start_n + BLOCK_N - first, 0), BLOCK_M) * BLOCK_M)
+            whole = tile_from(start_n + BLOCK_N, first, n_q, BLOCK_M)
     return first, begin, whole
+
+
+@triton.jit
+def tile_from(position, first, n_q, BLOCK_M: tl.constexpr):
+    """The first query of the first tile of queries that are all at `position` or later; n_q if there is none."""
+    return tl.minimum(n_q, tl.cdiv(tl.maximum(position - first, 0), BLOCK_M) * BLOCK_M)
 
 
 @triton.jit
@@ -189,16 +195,20 @@ def document_of(ptr, offsets, n, other, HAS_DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def needed(reach, c, low, k_reach, u_least, distance, BLOCK_N: tl.constexpr):
+def nearest(position, BLOCK_N: tl.constexpr):
+    """The first tile of keys that ends less than a tile's length before `position`: from it on all are taken in."""
+    return tl.maximum(position + 1 - BLOCK_N, 0) // BLOCK_N
+
+
+@triton.jit
+def needed(reach, c, low, k_reach, u_least, distance):
     """1 where a key tile may matter to a query: its best possible logit against what the query has already seen.
 
     reach: scale·‖q‖ (≥ 0); k_reach: the largest ‖k‖ of the tile; u_least: its smallest exposure; distance: to the
     tile's last key; low: what the forward pass found that this query can spare. The proof: `docs/skipping.md`.
-    A tile within a tile's length is kept: others are judged by what it holds. A bound that is not a number shows
-    nothing, so such a tile is kept too.
+    A bound that is not a number shows nothing, so such a tile is kept.
     """
-    spared = (reach * k_reach - c * u_least * distance <= low) & (distance >= BLOCK_N)
-    return tl.where(spared, 0, 1)
+    return tl.where(reach * k_reach - c * u_least * distance <= low, 0, 1)
 
 
 @triton.jit
@@ -210,15 +220,15 @@ def needed_by_rows(
     k_reach = tl.load(k_reach_ptr + tiles, mask=tiles >= 0, other=0.0)
     u_least = tl.load(u_least_ptr + tiles, mask=tiles >= 0, other=0.0)
     distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
-    keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance, BLOCK_N)
+    keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance)
     return tiles, (tl.max(keep, 0) > 0) & (tiles >= 0)
 
 
 @triton.jit
 def needed_by_columns(
-    start, last, first, n_q, reach_ptr, c_ptr, low_ptr, k_reach, u_least, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    start, last, first, n_q, reach_ptr, c_ptr, low_ptr, k_reach, u_least, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """GROUP tiles of queries from `start` on, and 1 for each that needs the keys up to `last`, else 0."""
+    """GROUP tiles of queries from `start` on, and which of them need the keys up to `last`."""
     blocks = tl.arange(0, GROUP)
     rows = start + blocks[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     reach = tl.load(reach_ptr + rows, mask=rows < n_q, other=0.0)
@@ -226,5 +236,11 @@ def needed_by_columns(
     c = tl.load(c_ptr + rows, mask=rows < n_q, other=0.0)
     distance = (first + rows - last).to(tl.float32)
     # A bound that is not a number would keep tiles of rows past the end.
-    keep = needed(reach, c, low, k_reach, u_least, distance, BLOCK_N)
-    return blocks, tl.max(tl.where(rows < n_q, keep, 0), 1)
+    keep = needed(reach, c, low, k_reach, u_least, distance)
+    return blocks, tl.max(tl.where(rows < n_q, keep, 0), 1) > 0
+
+
+@triton.jit
+def first_of(which, numbers, begin, end):
+    """The first of the `numbers` from `begin` on that `which` says yes to, or `end`."""
+    return tl.min(tl.where(which & (numbers >= begin), numbers, end), 0)
