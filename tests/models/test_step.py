@@ -15,6 +15,7 @@ import gape
 from gape.models import attention as layer
 from gape.models.cache import ForgettingCache, ModelCache
 from gape.ops import dispatch
+from gape.positions import base
 from tests.models.tiny import model, tokens
 
 pytest.importorskip("triton")
@@ -73,6 +74,24 @@ def test_logits_are_those_of_the_steps(cache: Callable[[gape.GPT], ModelCache], 
         got = decoded(gpt, cache(gpt), chunks, **told)
     assert len(taken) == 2 * (len(chunks) - 1)
     assert float((got - expected).norm() / expected.norm()) < 2**-9
+
+
+@pytest.mark.parametrize("bounds", ["weights", "queries"])
+@torch.no_grad()
+def test_keys_that_were_dropped_are_missing_in_a_step_too(bounds: str) -> None:
+    """Heads that forget at different speeds lie apart, so each has to find its own keys."""
+    gpt = model(dtype=torch.float16, options={"gate_floor": [48.0, 48.0, 6.0, 6.0], "init_landmark_bias": -9.0})
+    logits, kept = [], []
+    for way in (step_by_step, in_one_step):
+        cache = ForgettingCache(gpt, eps=1e-2, bounds=bounds)
+        with way():
+            decoded(gpt, cache, [60])
+            cache.forget()
+            logits.append(decoded(gpt, cache, [3, 1, 1]))
+        kept.append(cache.kept)
+    assert kept[0] == kept[1]
+    assert all(fast < slow for fast, slow in kept[1])
+    assert float((logits[1] - logits[0]).norm() / logits[0].norm()) < 2**-9
 
 
 @torch.no_grad()
@@ -161,6 +180,8 @@ def test_launches_of_a_token(cache: Callable[[gape.GPT], ModelCache], monkeypatc
     monkeypatch.setattr(decode, "run", lambda problem, **_: (kernels.append("decode"), problem.q)[1])
     decoded(gpt, remembered, [1])
     kernels.clear()
+    # Else another test's may be found again.
+    base._counted.cache_clear()
     token = tokens(2, 1)
     with Launches() as launches:
         gpt(token, cache=remembered, logits_to_keep=1)

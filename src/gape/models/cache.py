@@ -309,4 +309,6 @@ class _Store:
     def _empty(self, like: Tensor, size: int) -> Tensor:
         shape = list(like.shape)
         shape[self._dim] = size
-        return like.new_empty(shape)
+        # Room made under inference_mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            return like.new_empty(shape)

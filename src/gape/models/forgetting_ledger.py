@@ -57,7 +57,9 @@ class Ledger:
         self.eps = eps
         self._sizes = sizes
         self._mass = torch.zeros(*sizes, _OCTAVES, dtype=torch.float64, device=device)
-        self._longest = torch.zeros(sizes[:2], dtype=torch.float64, device=device)
+        # Written to for as long as there is a ledger, under inference_mode or not.
+        with torch.inference_mode(False):
+            self._longest = torch.zeros(sizes[:2], dtype=torch.float64, device=device)
         self._least = 2.0 ** -torch.arange(1, _OCTAVES + 1, dtype=torch.float64, device=device)
         self._least[-1] = 0.0
         self.at: Tensor | None = None

@@ -42,9 +42,11 @@ class Shelf:
         #: The first of its heads among all of the layer, in the order in which they lie.
         self.start = 0
         sizes = (like["k"].size(0), len(heads), width + room)
-        self._buffers = {name: x.new_empty(*sizes, *x.shape[3:]) for name, x in like.items()}
         device = like["k"].device
-        self._buffers["positions"] = torch.empty(sizes, dtype=torch.int32, device=device)
+        # Room made under inference_mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self._buffers = {name: x.new_empty(*sizes, *x.shape[3:]) for name, x in like.items()}
+            self._buffers["positions"] = torch.empty(sizes, dtype=torch.int32, device=device)
         if counted is not None:
             self._buffers["positions"][:, :, width:] = torch.arange(counted, counted + room, device=device)
 

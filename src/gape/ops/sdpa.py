@@ -3,8 +3,8 @@
 Every call passes its scale, chooses widths and masks that a fused backend accepts, returns zeros for rows
 that see nothing, and can say beforehand which backend will run.
 
-cuDNN plans anew for every number of keys it has not seen, which costs hundreds of times what a few queries do. Decoding
-has another number at each token, so calls with few queries and no gradient go without cuDNN.
+cuDNN plans anew for every number of keys it has not seen. Decoding has another number at each token, so calls with few
+queries and no gradient go without cuDNN.
 """
 
 from __future__ import annotations

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gape.ops.dispatch import DECODE_QUERIES
 from gape.ops.rounding import UNIT, significand_bits
 from gape.ops.triton.carry import key_numbers, query_numbers
+from gape.ops.triton.decode_plan import power_of_two
 from gape.ops.triton.prologue_kernels import rounded, sigmoid, softplus
 from gape.ops.triton.registered import direct
 from gape.ops.triton.tiles import single
@@ -22,8 +24,8 @@ from gape.ops.triton.tiles import single
 if TYPE_CHECKING:
     from gape.ops.carried import Reading, Step
 
-#: Most tokens of a step, and the warps of a program, which has all tokens of one head.
-TOKENS, WARPS = 16, 2
+#: Rows of a program, which has all tokens of one head, and its warps.
+TOKENS, WARPS = power_of_two(DECODE_QUERIES), 2
 
 
 @triton.jit
@@ -183,7 +185,7 @@ def stepped(
         n_q_heads, n_k_heads, n_q, n_k, content, width, fixed_gate, fixed_landmark,
         float(told.context_length), UNIT / scale,
         UNIT=UNIT, BITS=significand_bits(q), LIMIT=torch.finfo(q.dtype).max / 2, T=TOKENS,
-        W=1 << (width - 1).bit_length(), num_warps=WARPS,
+        W=power_of_two(width), num_warps=WARPS,
         # A product and a difference in one instruction would give other numbers than torch's.
         enable_fp_fusion=False, **flags,
     )  # fmt: skip
