@@ -58,6 +58,20 @@ def decoded(gpt: gape.GPT, cache: ModelCache, chunks: list[int], **told: torch.T
     return torch.cat(outs, dim=1)
 
 
+@torch.no_grad()
+def test_no_landmark_is_left_of_an_earlier_call() -> None:
+    gpt = model(dtype=torch.float16, **FLOOR)
+    attention, cache = next(gpt.blocks()).attention, gpt.new_cache(4)
+    attention.keep_landmark = True
+    gpt(tokens(2, 20), cache=cache)
+    assert attention.landmark_mean is not None
+    attention.keep_landmark = False
+    with in_one_step() as taken:
+        gpt(tokens(2, 1), cache=cache)
+    assert taken
+    assert attention.landmark_mean is None
+
+
 @pytest.mark.parametrize("padded", [False, True], ids=["counted", "padded"])
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @torch.no_grad()

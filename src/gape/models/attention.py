@@ -127,6 +127,7 @@ class GAPEAttention(Skips, nn.Module):
         """
         past = 0 if cache is None else cache.length
         n = self._checked(x, positions, documents, cache, attn_mask, keep)
+        self.landmark_mean = None
         if keep and (self.stepwise or isinstance(cache, ForgettingLayer)):
             # Whoever listens hears every query, and a forgetting cache needs the norms of all of them.
             return self.forward(x, positions, documents, cache, attn_mask)[:, n - keep :]
@@ -149,8 +150,8 @@ class GAPEAttention(Skips, nn.Module):
         where = torch.arange(past, past + n, device=x.device) if positions is None else positions
         q, gate = self.scheme.queries(q, where[..., asking], x[:, asking])
         k, side = self.scheme.keys(k, where, x, None if cache is None else cache.side)
-        kept = self.keep_landmark and side is not None and self.gates is not None
-        self.landmark_mean = GAPEGates.landmark_penalty(side) if kept and side is not None else None
+        if self.keep_landmark and side is not None and self.gates is not None:
+            self.landmark_mean = GAPEGates.landmark_penalty(side)
         if cache is None:
             y = self.scheme.attend(q, k, v, gate, side, scale=self.scale, **self.how(q.size(2)), **seen)
         else:

@@ -90,8 +90,9 @@ def _decoded(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) ->
     if not seen.is_causal and not seen.index_order:
         # Without a bias and without causality a position says nothing.
         seen = replace(seen, q_positions=None, k_positions=None)
-    # A trace makes its own: what outlives it would come from the host.
+    # A trace makes its own, and so does a capture: what outlives them would come from the host.
     kept = type(q) is Tensor and not torch.compiler.is_compiling()
+    kept = kept and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
     zero = _ZERO.on(q.device, torch.float32) if kept else q.new_zeros(1, dtype=torch.float32)
     # Strides of 0 on every axis, also one of a single element: a kernel is compiled anew for a stride of 1.
     gate, landmark = (zero.as_strided(x.shape[:3], (0, 0, 0)) for x in (q, k))
