@@ -140,6 +140,14 @@ def test_newer_rows_replace_older_ones_and_decoding_comes_first() -> None:
     assert found == [(16, 0, "decode"), (0, 4096, "split")]
 
 
+def test_times_of_one_commit_are_compared() -> None:
+    """A kernel that was timed again without the portable choice is not set beside that one's older time."""
+    together = [row("sdpa-cudnn", 1.0, commit="a"), row("split", 2.0, commit="a"), row("triton", 1.9, commit="a")]
+    assert [found.impl for found in from_rows.rules([*together, row("triton", 2.1, commit="b")])] == ["triton"]
+    again = [row("split", 2.0, commit="b"), row("triton", 2.1, commit="b")]
+    assert [found.impl for found in from_rows.rules([*together, *again])] == ["split"]
+
+
 def test_only_rows_of_the_same_sizes_are_compared() -> None:
     rows = [row("triton", 1.0, kv_heads=2), row("split", 2.0, kv_heads=4), row("triton", 3.0, kv_heads=4)]
     assert [r.impl for r in from_rows.rules(rows)] == ["split"]

@@ -2,9 +2,10 @@
 
 Exact means: the output's error is at most twice that of plain attention in the same dtype at the same length, and the
 gates' gradients are within 2%. A row without errors has those of `gape bench precision` on its device. Of rows that
-were measured again the newest count; at each length only those of the batch and heads that were measured last are
-compared. Times within 2.5% of the best are as good, and the least memory decides. Lengths at which no portable
-implementation was measured beside the others make no rule.
+were measured again the newest count, but those beside the newest of a portable implementation, at the same commit, come
+before others: times of two days differ by more than what is decided here. At each length only rows of the batch and
+heads that were measured last are compared. Times within 1% of the best are as good, and the least memory decides.
+Lengths at which no portable implementation was measured beside the others make no rule.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ GATE_GRADIENTS = ("dgate", "dlandmark", "damplitude")
 #: Strongest gates, as Γg, whose errors count where a row has none of its own.
 STRENGTH = 10
 
-#: How much longer than the fastest still counts as equally fast: as much as repeated rows differ by.
-TIE = 1.025
+#: How much longer than the fastest still counts as equally fast: less than repeated runs differ by.
+TIE = 1.01
 
 #: The gates whose rows count where nothing is skipped, and where tiles may be.
 GATES = {False: "log-normal", True: "trained"}
@@ -104,12 +105,16 @@ def _kind(row: Row) -> tuple[str, str, bool, bool, int]:
 
 
 def _by_length(rows: list[Row]) -> dict[int, dict[str, Row]]:
-    """Rows by length and implementation, later ones in place of earlier ones; those of the newest one's sizes."""
+    """Rows by length and implementation, of the newest one's sizes.
+
+    Later ones come in place of earlier ones, and those of the newest portable one's commit in place of all.
+    """
     newest = {int(row["length"]): _sizes(row) for row in rows}
+    rows = [row for row in rows if _sizes(row) == newest[int(row["length"])]]
+    beside = {int(row["length"]): row.get("commit") for row in rows if row["impl"] in PORTABLE}
     found: dict[int, dict[str, Row]] = {}
-    for row in rows:
-        if _sizes(row) == newest[int(row["length"])]:
-            found.setdefault(int(row["length"]), {})[row["impl"]] = row
+    for row in sorted(rows, key=lambda row: row.get("commit") == beside.get(int(row["length"]))):
+        found.setdefault(int(row["length"]), {})[row["impl"]] = row
     return found
 
 

@@ -20,7 +20,7 @@ from gape.gates import GAPEGates
 from gape.hf.families import rotated_part
 from gape.hf.forgetting_limits import of_module
 from gape.hf.masks import looked_at
-from gape.models.cache import BOUNDS, checked_eps
+from gape.models.cache import BOUNDS, Forgets, checked_eps
 from gape.models.forgetting import ForgettingLayer
 from gape.models.forgetting_limits import least_rates
 from gape.models.skipping import Skips
@@ -145,7 +145,7 @@ class ForgettingCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         raise ValueError("num_beams: got beams, expected 1, since a ForgettingCache cannot be reordered")
 
 
-class ForgettingCache(Cache):  # type: ignore[misc]
+class ForgettingCache(Forgets, Cache):  # type: ignore[misc]
     """The caches of a model with gates that drop keys for good once no future query can give them weight.
 
     Give it to `generate` or to the model as `past_key_values`; a new one for every text. Batches, left padding and
@@ -194,21 +194,6 @@ class ForgettingCache(Cache):  # type: ignore[misc]
         ]  # fmt: skip
         return made
 
-    def forget(self) -> None:
-        """Drop now what can go. Else a prompt is held in full until the next tokens come."""
-        for held in self.forgetting:
-            held.forget()
-
-    @property
-    def due(self) -> int:
-        """Tokens that may come before a layer looks through its keys again."""
-        return min(held.due for held in self.forgetting)
-
-    @property
-    def looks(self) -> int:
-        """How many times a layer has looked through its keys."""
-        return sum(held.looks for held in self.forgetting)
-
     @property
     def forgetting(self) -> list[ForgettingLayer]:
         """The layers that forget."""
@@ -219,16 +204,6 @@ class ForgettingCache(Cache):  # type: ignore[misc]
         """Bytes that are held, room to grow included; those of layers that do not forget too."""
         plain = [layer for layer in self.layers if not isinstance(layer, ForgettingCacheLayer)]
         return sum(held.nbytes for held in self.forgetting) + bytes_of(plain)
-
-    @property
-    def kept(self) -> list[list[int]]:
-        """Keys that each layer that forgets holds, by key head."""
-        return [held.kept for held in self.forgetting]
-
-    @property
-    def beyond(self) -> int:
-        """Queries, counted for each layer and head, that may have missed more than eps; only "queries" counts any."""
-        return sum(held.beyond for held in self.forgetting)
 
 
 def _counted_from(positions: Tensor) -> int | None:

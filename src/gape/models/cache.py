@@ -181,7 +181,41 @@ class ModelCache:
             layer.truncate(length)
 
 
-class ForgettingCache(ModelCache):
+class Forgets:
+    """What a cache has to say of its layers that forget, all together; :attr:`forgetting` says which they are."""
+
+    @property
+    def forgetting(self) -> Sequence[ForgettingLayer]:
+        """The layers that forget."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drop now what can go. Else a prompt is held in full until the next tokens come."""
+        for layer in self.forgetting:
+            layer.forget()
+
+    @property
+    def due(self) -> int:
+        """Tokens that may come before a layer looks through its keys again."""
+        return min(layer.due for layer in self.forgetting)
+
+    @property
+    def looks(self) -> int:
+        """How many times a layer has looked through its keys."""
+        return sum(layer.looks for layer in self.forgetting)
+
+    @property
+    def beyond(self) -> int:
+        """Queries, counted for each layer and head, that may have missed more than eps; only "queries" counts any."""
+        return sum(layer.beyond for layer in self.forgetting)
+
+    @property
+    def kept(self) -> list[list[int]]:
+        """Keys that each layer that forgets and key head holds, of every sample."""
+        return [layer.kept for layer in self.forgetting]
+
+
+class ForgettingCache(Forgets, ModelCache):
     """The caches of a GPT that drop keys for good once no future query can give them weight: `docs/forgetting.md`.
 
     Every query of every layer and head attends within eps, in total variation, of what it would with all keys. Made
@@ -222,30 +256,10 @@ class ForgettingCache(ModelCache):
         made.layers = [layer.fresh(checked_eps(eps)) for layer in self.layers]
         return made
 
-    def forget(self) -> None:
-        """Drop now what can go. Else a prompt is held in full until the next tokens come."""
-        for layer in self.layers:
-            layer.forget()
-
     @property
-    def due(self) -> int:
-        """Tokens that may come before a layer looks through its keys again."""
-        return min(layer.due for layer in self.layers)
-
-    @property
-    def looks(self) -> int:
-        """How many times a layer has looked through its keys."""
-        return sum(layer.looks for layer in self.layers)
-
-    @property
-    def beyond(self) -> int:
-        """Queries, counted for each layer and head, that may have missed more than eps; only "queries" counts any."""
-        return sum(layer.beyond for layer in self.layers)
-
-    @property
-    def kept(self) -> list[list[int]]:
-        """Keys that each layer and key head holds, of every sample."""
-        return [layer.kept for layer in self.layers]
+    def forgetting(self) -> Sequence[ForgettingLayer]:
+        """The layers that forget: all."""
+        return self.layers
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens.

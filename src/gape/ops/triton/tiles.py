@@ -21,7 +21,6 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 #: Neighbouring tiles that are looked at together when some may be skipped.
 GROUP = tl.constexpr(16)
 
-
 #: Tokens in one unit of a position's far part, and the bits below it.
 FAR = tl.constexpr(8388608)
 NEAR_BITS = tl.constexpr(23)
