@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gape.analysis.tap import attended
 from gape.bench.timing import measured
 from gape.models.cache import ForgettingCache
+from gape.models.captured import Captured, why_not
 from gape.models.gpt import GPT
 from gape.models.skipping import skipping
 from gape.ops import gated_attention
@@ -172,11 +173,13 @@ def decode(
         progress: told tokens read and tokens in all, now and then; may raise to stop.
 
     Returns:
-        `first_ms` of the first token; `ms` of the others, a median, and `mean_ms`, their mean; `tokens_per_second` of
-        the batch by the median; `bytes` that the cache holds after them; `texts` of the batch that differ. Of a
+        `first_ms` of the first token; `ms` of the later ones, a median, and `mean_ms`, their mean; `tokens_per_second`
+        of the batch by the median; `bytes` that the cache holds after them; `texts` of the batch that differ. Where a
+        graph can be recorded it takes the second half of the tokens, and these alone count as later ones: `record_ms`,
+        in which it is recorded, and `launched_ms` of the first half, which are launched kernel by kernel. Of a
         forgetting cache also `forget_ms`, in which it looks through its keys after the prompt and drops some; `every`,
-        the tokens from there to the next look; `looked`, the tokens behind the first in which it looked; `lasting_ms`,
-        the median and its share of a look: what a token takes in the long run.
+        the tokens from there to the next look; `looked`, the later tokens in which it looked; `lasting_ms`, the median
+        and its share of a look and of a recording: what a token takes in the long run.
     """
     total, prompt = ids.size(1), ids.size(1) - tokens
     for start in range(0, prompt, chunk):
@@ -184,18 +187,39 @@ def decode(
         model(ids[:, start : min(start + chunk, prompt)], cache=cache, logits_to_keep=1)
     forgotten = _forgotten(cache, ids.device)
     times, looks = list[float](), list[int]()
-    for at in range(prompt, total):
-        progress(at, total)
-        times.append(_ms(partial(model, ids[:, at : at + 1], cache=cache, logits_to_keep=1), ids.device))
-        looks.append(cache.looks if forgotten else 0)
-    ms = median(times[1:])
+
+    def take(step: Callable[[Tensor], Any], stop: int) -> None:
+        for at in range(prompt + len(times), stop):
+            progress(at, total)
+            times.append(_ms(partial(step, ids[:, at : at + 1]), ids.device))
+            looks.append(cache.looks if forgotten else 0)
+
+    launch = partial(model, cache=cache, logits_to_keep=1)
+    take(launch, prompt + tokens // 2)
+    step, recorded = _recorded(model, cache, ids[:, :1], times)
+    later = len(times) if recorded else 1
+    take(step or launch, total)
+    ms = median(times[later:])
     if forgotten:
-        forgotten["looked"] = sum(after > before for before, after in pairwise(looks))
-        forgotten["lasting_ms"] = ms + forgotten["forget_ms"] / forgotten["every"]
+        forgotten["looked"] = sum(after > before for before, after in pairwise(looks[later - 1 :]))
+        each = forgotten["forget_ms"] + recorded.get("record_ms", 0.0)
+        forgotten["lasting_ms"] = ms + each / forgotten["every"]
     return {
-        "first_ms": times[0], "ms": ms, "mean_ms": mean(times[1:]), "tokens_per_second": ids.size(0) * 1000 / ms,
-        "bytes": cache.nbytes, "texts": len(torch.unique(ids.cpu(), dim=0)), **forgotten,
+        "first_ms": times[0], "ms": ms, "mean_ms": mean(times[later:]), "tokens_per_second": ids.size(0) * 1000 / ms,
+        "bytes": cache.nbytes, "texts": len(torch.unique(ids.cpu(), dim=0)), **recorded, **forgotten,
     }  # fmt: skip
+
+
+def _recorded(
+    model: GPT | LanguageModel, cache: Any, ids: Tensor, launched: list[float]
+) -> tuple[Captured | None, Record]:
+    """A graph of the next token (B, 1), and what it takes to record one; nothing where none can be."""
+    if not isinstance(model, GPT) or why_not(model, cache) is not None or not cache.spare:
+        return None, {}
+    step = Captured(model, cache)
+    # The first one compiles.
+    step.record(ids)
+    return step, {"record_ms": _ms(partial(step.record, ids), ids.device), "launched_ms": median(launched)}
 
 
 def _forgotten(cache: Any, device: torch.device) -> Record:

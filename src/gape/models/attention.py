@@ -14,8 +14,17 @@ from gape.models.cache import LayerCache
 from gape.models.forgetting import ForgettingLayer
 from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
+from gape.models.slots import Slot
 from gape.ops import attention, available_implementations, checks, columns, prologue
-from gape.ops.carried import carried_attention, carried_form, carried_rows, carry, steps, uncarried
+from gape.ops.carried import (
+    carried_attention,
+    carried_form,
+    carried_queries,
+    carried_rows,
+    carry,
+    steps,
+    uncarried,
+)
 from gape.ops.checks import refuse
 from gape.positions.base import counted
 
@@ -231,6 +240,8 @@ class GAPEAttention(Skips, nn.Module):
             return None
         measured = isinstance(cache, ForgettingLayer) and cache.bounds != "weights"
         rows = carried_rows(q, k, step, width=self.head_dim, scale=self.scale, gate=measured)
+        if isinstance(cache, Slot):
+            return cache.attend(rows.queries, rows.keys, v, scale=self.scale)
         if isinstance(cache, ForgettingLayer):
             return cache.attend_rows(self, rows, v, where, seen)
         kept = cache.append(rows.keys, v, None, positions, seen["k_documents"])
@@ -250,6 +261,8 @@ class GAPEAttention(Skips, nn.Module):
     ) -> Tensor:
         """Add the tokens at positions `where` to the cache and attend to all that it holds."""
         told = (seen.pop("k_positions"), seen.pop("k_documents"))
+        if isinstance(cache, Slot):
+            return cache.attend(*self._ready(q, k, gate, side, where), v, scale=self.scale)
         if isinstance(cache, ForgettingLayer):
             return cache.attend(self, q, k, v, gate, side, where, seen)
         gates, form = self.gates, carried_form(self.impl, self.reserve, k)
@@ -269,6 +282,28 @@ class GAPEAttention(Skips, nn.Module):
             q, kept.k, kept.v, gate, gates.amplitude, where[..., where.size(-1) - q.size(2) :],
             form=form, context_length=self.context_length, scale=self.scale, **seen,
         )  # fmt: skip
+
+    def _ready(
+        self, q: Tensor, k: Tensor, gate: Tensor | None, side: Tensor | None, where: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q and k of which plain attention is this layer's."""
+        gates = self.gates
+        if gates is None or gate is None or side is None:
+            return q, k
+        told: dict[str, Any] = {"form": "split", "context_length": self.context_length, "width": self.head_dim}
+        keys = carry(k, side, where, **told)
+        return carried_queries(q, gate, gates.amplitude, where, scale=self.scale, **told), keys
+
+    @property
+    def unrecordable(self) -> str | None:
+        """Why a graph that was recorded cannot decode with this layer; None where it can."""
+        if self.stepwise or self.keep_landmark:
+            return "a layer is being listened to"
+        if self.gates is not None:
+            carried = carried_form(self.impl, self.reserve, self.qkv.weight) == "split"
+            return None if carried else "keys do not carry the bias in six coordinates"
+        own = type(self.scheme).attend is not schemes.Scheme.attend
+        return f"{self.position} adds a bias of its own" if own else None
 
     @property
     def gates(self) -> GAPEGates | None:

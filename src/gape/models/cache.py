@@ -12,6 +12,8 @@ from torch import Tensor
 
 from gape.models.forgetting import ForgettingLayer
 from gape.models.forgetting_limits import least_rates
+from gape.models.forgetting_shelf import Order
+from gape.models.slots import Block, Held, Slot
 from gape.ops.checks import described, finite, flag, refuse
 
 if TYPE_CHECKING:
@@ -63,6 +65,26 @@ class KVCache:
     def side(self) -> Tensor | None:
         """The scheme's number per cached key, (B, H, N), or None."""
         return self._view("side")
+
+    @property
+    def spare(self) -> int:
+        """Tokens that may come before anything moves."""
+        return self._stores["k"].room - self.length if self._stores else 0
+
+    @property
+    def unrecordable(self) -> str | None:
+        """Why a token cannot be added by a recorded graph; None where it can."""
+        more = sorted(self._stores.keys() - {"k", "v"})
+        return f"the cache holds {more[0]} beside keys and values" if more else None
+
+    def held(self) -> Held:
+        """Keys and values as a recorded graph writes and reads them."""
+        k, v = self._stores["k"].buffer, self._stores["v"].buffer
+        return Held([Block(0, k, v, self.length)], Order())
+
+    def count(self) -> None:
+        """Count a token that was written to what is held."""
+        self.length += 1
 
     def append(
         self,
@@ -136,8 +158,8 @@ class KVCache:
             raise refuse(name, part, f"to go on from {described(store.view(self.length))}")
 
 
-#: The cache of one layer, of either kind.
-LayerCache = KVCache | ForgettingLayer
+#: The cache of one layer, of any kind.
+LayerCache = KVCache | ForgettingLayer | Slot
 
 
 class ModelCache:
@@ -149,7 +171,7 @@ class ModelCache:
     """
 
     def __init__(self, n_layer: int, capacity: int = 0) -> None:
-        self.layers: Sequence[LayerCache] = [KVCache(capacity) for _ in range(n_layer)]
+        self.layers: Sequence[KVCache | ForgettingLayer] = [KVCache(capacity) for _ in range(n_layer)]
 
     @property
     def length(self) -> int:
@@ -170,6 +192,16 @@ class ModelCache:
     def nbytes(self) -> int:
         """Bytes of what is remembered, room to grow left out."""
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def spare(self) -> int:
+        """Tokens that may come, one by one, before anything moves."""
+        return min(layer.spare for layer in self.layers)
+
+    def count(self) -> None:
+        """Count a token that a recorded graph has written."""
+        for layer in self.layers:
+            layer.count()
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens.
@@ -302,23 +334,27 @@ class _Store:
 
     def __init__(self, like: Tensor, capacity: int) -> None:
         self._dim = 1 if like.dim() == 2 else 2
-        self._buffer = self._empty(like, max(capacity, like.size(self._dim)))
+        self.buffer = self._empty(like, max(capacity, like.size(self._dim)))
+
+    @property
+    def room(self) -> int:
+        return self.buffer.size(self._dim)
 
     def view(self, length: int) -> Tensor:
-        return self._buffer.narrow(self._dim, 0, length)
+        return self.buffer.narrow(self._dim, 0, length)
 
     def fits(self, part: Tensor) -> bool:
-        ours, theirs = list(self._buffer.shape), list(part.shape)
+        ours, theirs = list(self.buffer.shape), list(part.shape)
         ours[self._dim] = theirs[self._dim] = 0
-        return ours == theirs and self._buffer.dtype == part.dtype
+        return ours == theirs and self.buffer.dtype == part.dtype
 
     def write(self, start: int, part: Tensor) -> None:
-        stop, room = start + part.size(self._dim), self._buffer.size(self._dim)
+        stop, room = start + part.size(self._dim), self.room
         if stop > room:
-            grown = self._empty(self._buffer, max(stop, 2 * room))
+            grown = self._empty(self.buffer, max(stop, 2 * room))
             grown.narrow(self._dim, 0, start).copy_(self.view(start))
-            self._buffer = grown
-        self._buffer.narrow(self._dim, start, stop - start).copy_(part.detach())
+            self.buffer = grown
+        self.buffer.narrow(self._dim, start, stop - start).copy_(part.detach())
 
     def _empty(self, like: Tensor, size: int) -> Tensor:
         shape = list(like.shape)

@@ -15,6 +15,7 @@ from gape.models.forgetting_ledger import Ledger, Verdict
 from gape.models.forgetting_rack import Rack
 from gape.models.forgetting_seen import Seen
 from gape.models.forgetting_shelf import PART, Shelf, grouped, slack
+from gape.models.slots import Held
 from gape.ops.carried import Rows, carried_form, carry
 from gape.ops.checks import described, refuse
 from gape.ops.columns import SHORT_BITS
@@ -105,6 +106,33 @@ class ForgettingLayer:
         """Tokens that may come before keys are looked through again."""
         held = sum(shelf.width * len(shelf.heads) for shelf in self._shelves)
         return max(0, slack(held // self._attention.n_kv_heads) - self._since)
+
+    @property
+    def spare(self) -> int:
+        """Tokens that may come, one by one, before anything moves or keys are looked through."""
+        return min([self.due, *(shelf.room - shelf.width for shelf in self._shelves)]) if self._shelves else 0
+
+    @property
+    def unrecordable(self) -> str | None:
+        """Why a token cannot be added by a recorded graph; None where it can."""
+        if self._fixed is None:
+            return f"bounds by {self.bounds} look at every query"
+        if self._explicit:
+            return "tokens came with positions of their own"
+        if self._rack is not None and (self._rack.form is None or "documents" in self._shelves[0].names()):
+            return "the cache holds more than keys and values"
+        return None
+
+    def held(self) -> Held:
+        """Keys and values as a recorded graph writes and reads them."""
+        assert self._rack is not None
+        return self._rack.held()
+
+    def count(self) -> None:
+        """Count a token that was written to what is held."""
+        for shelf in self._shelves:
+            shelf.width += 1
+        self.length, self._since = self.length + 1, self._since + 1
 
     def positions(self, head: int) -> Tensor:
         """Positions of the keys that a key head holds, int32 (B, kept).

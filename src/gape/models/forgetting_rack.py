@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gape.models.forgetting_limits import Attends
 from gape.models.forgetting_shelf import Order, Shelf, taken
+from gape.models.slots import Block, Held
 from gape.ops import attention as plain_attention
 from gape.ops import gated_attention
 from gape.ops.carried import carried_queries
@@ -44,6 +45,12 @@ class Rack:
         self._groups = attention.n_heads // attention.n_kv_heads
         self._amplitude = gates.amplitude.detach()
         self._order = Order.of(self.shelves, self._groups, self._amplitude.device)
+
+    def held(self) -> Held:
+        """Keys and values as a recorded graph writes and reads them."""
+        return Held(
+            [Block(each.start, each.buffer("k"), each.buffer("v"), each.width) for each in self.shelves], self._order
+        )
 
     def write(self, parts: dict[str, Tensor]) -> None:
         """Put columns (B, Hk, n, …) on the shelves; they count once widths say so."""

@@ -60,6 +60,10 @@ class Shelf:
         """Columns there are, used or not."""
         return self._buffers["k"].size(2)
 
+    def buffer(self, name: str) -> Tensor:
+        """One of the tensors with its room, (B, H, room, …)."""
+        return self._buffers[name]
+
     def names(self) -> set[str]:
         """What is stored."""
         return set(self._buffers)

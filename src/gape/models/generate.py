@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gape.models.captured import Captured, why_not
 from gape.ops.checks import refuse
 from gape.positions.checks import whole
 
@@ -74,9 +75,9 @@ def generate(
     done = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
     with evaluating(model):
         cache = model.new_cache(ids.size(1) + max_new_tokens) if cache is None else cache
+        step = _step(model, cache, padded=padded)
         for _ in range(max_new_tokens):
-            out = model(fed, positions=positions, documents=documents, cache=cache, logits_to_keep=1)
-            token = _draw(out.logits[:, -1], temperature, top_k, top_p, generator)
+            token = _draw(step(fed, positions, documents)[:, -1], temperature, top_k, top_p, generator)
             if eos_id is not None:
                 token = token.masked_fill(done, eos_id if pad_id is None else pad_id)
                 done |= token == eos_id
@@ -88,6 +89,22 @@ def generate(
             positions = None if positions is None else positions[:, -1:] + 1
             documents = None if documents is None else documents[:, -1:]
     return ids
+
+
+def _step(model: GPT, cache: ModelCache, *, padded: bool) -> Callable[..., Tensor]:
+    """A function of ids, positions and documents that adds them to the cache and returns logits (B, 1, V).
+
+    Single tokens in order come from a recorded graph where that can be.
+    """
+
+    def taken(ids: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+        logits: Tensor = model(ids, positions=positions, documents=documents, cache=cache, logits_to_keep=1).logits
+        return logits
+
+    if padded or why_not(model, cache) is not None:
+        return taken
+    captured = Captured(model, cache)
+    return lambda ids, *told: captured(ids) if cache.length else taken(ids, *told)
 
 
 @contextmanager

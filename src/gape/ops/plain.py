@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,29 @@ def attention(
         return sdpa.run_all(_calls(*carried, seen, scale, bias), strict=strict)
 
 
-def _decoded(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+def newest_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
+    """Attention of single queries to as many keys of a buffer as a tensor says, in the decode kernel.
+
+    What is launched does not depend on those numbers, so that a recorded graph goes on being right when they change.
+
+    Args:
+        q, k, v: (B, Hq, 1, D), (B, Hk, N, D), (B, Hk, N, Dv), one dtype, Hq a multiple of Hk; without gradients.
+        lengths: integer (B,) on q's device: sample b sees keys 0 … lengths[b] − 1.
+        scale: softmax scale.
+
+    Returns:
+        (B, Hq, 1, Dv) in q's dtype.
+
+    Raises:
+        ValueError: for an argument of wrong shape, dtype or device; it names the argument.
+    """
+    with leave_autocast(q, k, v) as (q, k, v):
+        checks.heads(q, k, v)
+        seen = checks.visibility(q, k)
+        return _decoded(q, k, v, seen, checks.positive_number("scale", scale), lengths=lengths, recorded=True)
+
+
+def _decoded(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, **how: Any) -> Tensor:
     """The call in the operator's decode kernel, under gates that are zero."""
     from gape.ops.triton import decode  # noqa: PLC0415
 
@@ -110,6 +133,7 @@ def _decoded(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) ->
             seen=seen,
         ),
         gated=False,
+        **how,
     )
 
 

@@ -30,6 +30,12 @@ LONGEST_KEPT = 65_536
 #: frequencies, scale and stream.
 _Made = dict[tuple[tuple[float, ...], float, int], tuple[int, tuple[Tensor, Tensor]]]
 _angles: MutableMapping[Tensor, _Made] = WeakTensorKeyDictionary()
+_of_captures: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+
+
+def made_in_capture(positions: Tensor) -> None:
+    """Say that positions are of one step alone, so that its layers may share angles also where it is captured."""
+    _of_captures[positions] = True
 
 
 class Rotary(Scheme):
@@ -130,7 +136,7 @@ class Rotary(Scheme):
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`cos_sin` in float32, made once for all layers that ask with the same tensor."""
         # Nobody can tell whether a tensor of inference_mode was written to meanwhile.
-        if positions.is_inference() or not outlasts(positions.device):
+        if positions.is_inference() or not (outlasts(positions.device) or positions in _of_captures):
             return self.cos_sin(positions)
         made = _angles.setdefault(positions, {})
         key = (self._spectrum.values, self.attention_scale, stream_of(positions.device))

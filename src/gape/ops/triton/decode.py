@@ -24,13 +24,18 @@ from gape.ops.triton.registered import direct, operator, traceable
 ALONE = 8
 
 
-def run(problem: Problem, *, lengths: Tensor | None = None, splits: int | None = None, gated: bool = True) -> Tensor:
+def run(problem: Problem, **how: Any) -> Tensor:
     """The operator without gradients, (B, Hq, Nq, Dv) in q's dtype; see :func:`attend`."""
-    return attend(problem, lengths=lengths, splits=splits, gated=gated)[0]
+    return attend(problem, **how)[0]
 
 
 def attend(
-    problem: Problem, *, lengths: Tensor | None = None, splits: int | None = None, gated: bool = True
+    problem: Problem,
+    *,
+    lengths: Tensor | None = None,
+    splits: int | None = None,
+    gated: bool = True,
+    recorded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of a few queries over a long cache.
 
@@ -42,6 +47,7 @@ def attend(
             beyond is not read, nor what lies beyond Nk. Without explicit positions, documents or mask.
         splits: parts that the keys are cut into; by default enough to fill the device.
         gated: whether there is a bias; without, gates have to be zero and are not always read.
+        recorded: run what a captured graph would run, also outside of one: a call before a capture then compiles it.
 
     Returns:
         (B, Hq, Nq, Dv) in q's dtype and float32 (B, Hq, Nq), natural logarithms; zero and −inf for an empty row.
@@ -55,8 +61,8 @@ def attend(
         found: tuple[Tensor, Tensor] = torch.ops.gape.decode(*call, splits)
         return found
     # A captured graph may run beside others: it cannot count on tickets that outlive a call.
-    captured = call.q.is_cuda and torch.cuda.is_current_stream_capturing()
-    return _launched(call, splits, direct, tickets=not captured)
+    recorded = recorded or (call.q.is_cuda and torch.cuda.is_current_stream_capturing())
+    return _launched(call, splits, direct, tickets=not recorded)
 
 
 @operator("gape::decode")
