@@ -69,6 +69,7 @@ class Captured:
         self.recordings = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._held: list[Held] = []
+        self._slots: Slots | None = None
         self._mode: tuple[object, ...] = ()
         self._length = self._taken = 0
         self._ids, self._logits = torch.empty(0), torch.empty(0)
@@ -101,7 +102,8 @@ class Captured:
             self._graph = None
             self._ids = ids.clone()
             self._held = [layer.held() for layer in self.cache.layers]
-            slots = Slots(self._held, self.cache.length, ids.size(0), ids.device)
+            # Kept for its counters, which the graph goes on reading.
+            slots = self._slots = Slots(self._held, self.cache.length, ids.size(0), ids.device)
             here, aside = torch.cuda.current_stream(), torch.cuda.Stream(ids.device)  # type: ignore[no-untyped-call]
             aside.wait_stream(here)
             with torch.cuda.stream(aside):
