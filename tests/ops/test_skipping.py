@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 import gape
 from gape.ops.triton.launch import tiles_for
+from gape.ops.triton.registered import traceable
 from tests.ops.skipped import kept_tiles
 
-pytest.importorskip("triton")
+JITFunction = pytest.importorskip("triton").runtime.jit.JITFunction
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 T, D = 64, 16
 
@@ -109,8 +111,8 @@ def kept_pairs(x: dict[str, Tensor], eps: float) -> Tensor:
     return pairs.tril(k.size(1) - q.size(1))
 
 
-#: Sixteen tiles are judged at once, and 32 bounds added up, so some cases have more; without a landmark among 32, none
-#: is. A case has options, eps, what part of the pairs it should keep, and a dtype.
+#: 32 tiles are judged at once (16, backward) and 32 bounds added up, so some cases have more; without a landmark among
+#: 32, none is. A case has options, eps, what part of the pairs it should keep, and a dtype.
 CASES = {
     "all tiles kept": ({"floor": 0.0, "n_q": 550, "n_k": 550}, 1e-3, (0.99, 1.0), torch.float32),
     "most dropped": ({"floor": 20.0, "landmarks": 0.002, "n_q": 550, "n_k": 550}, 1e-3, (0.1, 0.6), torch.float32),
@@ -199,6 +201,38 @@ def test_what_is_not_a_number_is_not_skipped(name: str) -> None:
     x = heads(0, floor=60.0, n_q=20, n_k=2200)
     x[name][0, 0, 3] = float("nan")
     assert gape.gated_attention(**x, context_length=T, impl="triton", eps=1e-3).isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+def test_compiled_kernels_skip_alike() -> None:
+    """Heads of 64 in half precision, whose forward kernel has a cap of registers unless a compiler launches it."""
+    x = heads(0, floor=20.0, landmarks=0.002, n_q=550, n_k=550)
+    x |= {n: x[n].repeat(1, 1, 1, 4).half() for n in "qkv"}
+    assert "maxnreg" in tiles_for(x["q"], x["v"], "attend", skip=True)
+
+    def operator(**tensors: Tensor) -> Tensor:
+        return gape.gated_attention(**tensors, context_length=T, impl="triton", eps=1e-3)
+
+    found = []
+    for form in (operator, torch.compile(operator, fullgraph=True)):
+        leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
+        out = form(**leaves)
+        found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))])
+    for eager, compiled in zip(*found, strict=True):
+        assert (compiled.float() - eager.float()).norm() < 1e-3 * eager.float().norm()
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["traced", "launched"])
+def test_a_cap_of_registers_is_for_launches_alone(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler does not know the option, and would take it for an argument of the kernel."""
+    kernel, given = MagicMock(spec=JITFunction), {}
+    kernel.__getitem__.return_value = lambda *arguments, **flags: given.update(flags)
+    form = MagicMock(**{"__getitem__": kernel.__getitem__})
+    monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: form if traced else kernel)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    traceable(kernel)[1, 1](torch.zeros(1), num_warps=4, maxnreg=168)
+    assert given == {"num_warps": 4} | ({} if traced else {"maxnreg": 168})
 
 
 def test_nothing_is_dropped_unless_asked_for() -> None:

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from gape.ops.triton.tiles import (
-    GROUP,
     anchor_of,
     distances,
     document_of,
@@ -35,6 +34,9 @@ from gape.ops.triton.tiles import (
     tile_from,
     visible,
 )
+
+#: Neighbouring tiles that are judged at once.
+GROUP = tl.constexpr(16)
 
 
 @triton.jit
@@ -111,7 +113,9 @@ def rows_needed(
     reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
     low = load_vector(low_ptr + row, start_m, n_q, float("inf"), BLOCK_M, True)
     for step in range(0, near, GROUP):
-        tiles, keep = needed_by_rows(step, near, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
+        tiles, keep = needed_by_rows(
+            step, near, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N, GROUP
+        )  # fmt: skip
         begin = first_of(keep, tiles, 0, near - step)
         while begin < near - step:
             end = first_of(~keep, tiles, begin, near - step)
@@ -242,7 +246,7 @@ def columns_of_head(
         for start in range(judged, n_q, GROUP * BLOCK_M):
             blocks, keep = needed_by_columns(
                 start, start_n + BLOCK_N - 1, first, n_q, reach_ptr + row, c_ptr + row, low_ptr + row,
-                k_reach, u_least, BLOCK_M,
+                k_reach, u_least, BLOCK_M, GROUP,
             )  # fmt: skip
             block = first_of(keep, blocks, 0, GROUP)
             while block < GROUP:

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from gape.ops.triton.tiles import (
-    GROUP,
     anchor_of,
     distances,
     document_of,
@@ -26,6 +25,9 @@ from gape.ops.triton.tiles import (
     store_rows,
     visible,
 )
+
+#: Neighbouring tiles that are judged at once: the more, the longer the runs of tiles whose loads are pipelined.
+GROUP = tl.constexpr(32)
 
 #: Tiles whose bounds are added up at once.
 WIDE = tl.constexpr(32)
@@ -182,7 +184,9 @@ def attend_needed(
     tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
     visited = tl.cdiv(stop, BLOCK_N) - near
     for step in range(0, near - earliest, GROUP):
-        tiles, keep = needed_by_rows(step, near, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
+        tiles, keep = needed_by_rows(
+            step, near, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N, GROUP
+        )  # fmt: skip
         begin = first_of(keep, tiles, 0, near - step)
         while begin < near - step:
             end = first_of(~keep, tiles, begin, near - step)

@@ -147,7 +147,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any) -
     reach, k_reach, u_least = a.bounds
     traceable(forward.attend)[grid](
         *a.tensors, out, lse, reach, low, k_reach, u_least, visited, *a.strides, q.size(1), *a.sizes, scale * LOG2E,
-        eps, **a.flags,
+        eps, **a.flags, **tile,
     )  # fmt: skip
     return out, lse, low, visited
 
@@ -209,13 +209,12 @@ def _attend_backward(
     rows = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
     traceable(backward.by_rows)[rows](
         *a.tensors, *upstream, dq, dc, reach, low, k_reach, u_least, *a.strides, q.size(1), *a.sizes, scale * LOG2E,
-        scale, **a.flags,
+        scale, **a.flags, **tile,
     )  # fmt: skip
-    a = a._replace(flags=a.flags | column_tile)
     columns = (-(-k.size(2) // column_tile["BLOCK_N"]), k.size(0) * k.size(1))
     traceable(backward.by_columns)[columns](
         *a.tensors, *upstream, dk, dv, du, reach, low, k_reach, u_least, *a.strides, k.size(1), *a.sizes,
-        scale * LOG2E, scale, LOG2E, **a.flags, RAGGED=bool(q.size(2) % column_tile["BLOCK_M"]),
+        scale * LOG2E, scale, LOG2E, **a.flags, **column_tile, RAGGED=bool(q.size(2) % column_tile["BLOCK_M"]),
     )  # fmt: skip
     return dq, dk, dv, dc, du
 
@@ -298,7 +297,7 @@ def _arguments(
         strides=(*q.stride(), *k.stride(), *v.stride(), *positions[0], *positions[1], *mask),
         sizes=(q.size(1) // k.size(1), n_q, n_k, d, d_v),
         bounds=_bounds(q, k, u, scale, tile["BLOCK_N"]) if eps else (c, c, c),
-        flags=flags | tile,
+        flags=flags,
     )
 
 
@@ -316,15 +315,39 @@ def _bounds(q: Tensor, k: Tensor, u: Tensor, scale: float, columns: int) -> tupl
     return reach, k_reach.contiguous(), u_least.contiguous()
 
 
-#: Rows and columns of a tile, warps and stages, by kernel: half precision with heads of up to 64, up to 128, and wider.
-#: Small ones are for float32. Where tiles are skipped all kernels judge the same tiles, so theirs are equal.
-TILES: dict[str, dict[str, tuple[int, int, int, int]]] = {
-    "narrow": {"attend": (64, 64, 4, 3), "by_rows": (64, 64, 4, 3), "by_columns": (64, 64, 4, 2)},
-    "wide": {"attend": (128, 64, 8, 3), "by_rows": (128, 64, 8, 3), "by_columns": (64, 128, 8, 3)},
-    "widest": {"attend": (64, 32, 8, 2), "by_rows": (64, 32, 8, 2), "by_columns": (32, 64, 8, 2)},
-    "small": {"attend": (32, 32, 4, 2), "by_rows": (32, 32, 4, 2), "by_columns": (32, 32, 4, 2)},
-    "skipping": {"attend": (64, 64, 4, 2), "by_rows": (64, 64, 4, 2), "by_columns": (64, 64, 4, 2)},
-}
+class Tile(NamedTuple):
+    """What one program takes, and with what.
+
+    Attributes:
+        rows: queries of a tile.
+        columns: keys of a tile.
+        warps: of 32 threads.
+        stages: tiles under way at once in a pipelined loop.
+        registers: most that a thread may have, if there is a cap.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+#: By kernel: half precision with heads of up to 64, up to 128, and wider. Small ones are for float32. Where tiles are
+#: skipped all kernels judge the same tiles, so theirs are equal.
+#: 168 registers leave room for three programs of 128 threads on a multiprocessor: one computes while another judges.
+#: The loop over a run of tiles still has all it needs in registers, and what is put aside is read back around it. In
+#: heads of more than 64 that loop itself would read numbers back for every tile, and shared memory has room for two.
+TILES: dict[str, dict[str, Tile]] = {
+    "narrow": {"attend": Tile(64, 64, 4, 3), "by_rows": Tile(64, 64, 4, 3), "by_columns": Tile(64, 64, 4, 2)},
+    "wide": {"attend": Tile(128, 64, 8, 3), "by_rows": Tile(128, 64, 8, 3), "by_columns": Tile(64, 128, 8, 3)},
+    "widest": {"attend": Tile(64, 32, 8, 2), "by_rows": Tile(64, 32, 8, 2), "by_columns": Tile(32, 64, 8, 2)},
+    "small": {"attend": Tile(32, 32, 4, 2), "by_rows": Tile(32, 32, 4, 2), "by_columns": Tile(32, 32, 4, 2)},
+    "narrow, skipping": {
+        "attend": Tile(64, 64, 4, 2, registers=168), "by_rows": Tile(64, 64, 4, 2), "by_columns": Tile(64, 64, 4, 2),
+    },
+    "wide, skipping": {"attend": Tile(64, 64, 4, 2), "by_rows": Tile(64, 64, 4, 2), "by_columns": Tile(64, 64, 4, 2)},
+}  # fmt: skip
 
 
 def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[str, int]:
@@ -335,7 +358,8 @@ def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[
     if q.dtype == torch.float32 or (skip and kind == "widest"):
         kind = "small"
     elif skip:
-        kind = "skipping"
-    rows, columns, warps, stages = TILES[kind][kernel]
-    tile = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_D": width, "BLOCK_V": value_width}
-    return tile | {"num_warps": warps, "num_stages": stages}
+        kind = f"{kind}, skipping"
+    tile = TILES[kind][kernel]
+    cap = {} if tile.registers is None else {"maxnreg": tile.registers}
+    sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": width, "BLOCK_V": value_width}
+    return sizes | {"num_warps": tile.warps, "num_stages": tile.stages} | cap

@@ -59,7 +59,9 @@ def traceable(kernel: Any) -> Any:
     """The kernel in a form that operators launch."""
     if not isinstance(kernel, JITFunction):
         return _Interpreted(kernel)
-    return _OnItsDevice(torch.library.wrap_triton(kernel))
+    form = torch.library.wrap_triton(kernel)
+    # Where nothing is traced, torch gives the kernel itself back.
+    return _OnItsDevice(form if form is kernel and torch.version.cuda else _Uncapped(form))
 
 
 def direct(kernel: Any) -> Any:
@@ -82,6 +84,20 @@ class _OnItsDevice:
                     run(first, *arguments, **flags)
             else:
                 run(first, *arguments, **flags)
+
+        return launch
+
+
+class _Uncapped:
+    """A kernel without a cap of registers: a compiler does not pass it on, and other GPUs than NVIDIA's have none."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **flags: Any) -> None:
+            flags.pop("maxnreg", None)
+            self.kernel[grid](*arguments, **flags)
 
         return launch
 

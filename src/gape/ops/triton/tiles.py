@@ -18,9 +18,6 @@ LOG2E = math.log2(math.e)
 #: Where a running maximum starts: below every finite number and, unlike -inf, no trouble when subtracted from itself.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
-#: Neighbouring tiles that are looked at together when some may be skipped.
-GROUP = tl.constexpr(16)
-
 #: Tokens in one unit of a position's far part, and the bits below it.
 FAR = tl.constexpr(8388608)
 NEAR_BITS = tl.constexpr(23)
@@ -212,7 +209,7 @@ def needed(reach, c, low, k_reach, u_least, distance):
 
 @triton.jit
 def needed_by_rows(
-    step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N: tl.constexpr
+    step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
     """GROUP key tiles before tile `count` − `step`, last one first, and which of them a query of the row tile needs."""
     tiles = count - 1 - step - tl.arange(0, GROUP)
@@ -225,7 +222,7 @@ def needed_by_rows(
 
 @triton.jit
 def needed_by_columns(
-    start, last, first, n_q, reach_ptr, c_ptr, low_ptr, k_reach, u_least, BLOCK_M: tl.constexpr
+    start, last, first, n_q, reach_ptr, c_ptr, low_ptr, k_reach, u_least, BLOCK_M: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
     """GROUP tiles of queries from `start` on, and which of them need the keys up to `last`."""
     blocks = tl.arange(0, GROUP)
