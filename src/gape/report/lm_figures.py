@@ -64,6 +64,7 @@ def draw_entropy(data: Data) -> Figure:
     _entropy_panel(axes[0, 0], data)
     for ax, part in zip(axes[0, 1:], parts[1:], strict=True):
         {"scatter": _scatter_panel, "masks": _masks_panel}[part](ax, data[part])
+    _legend_below(figure, axes[:, :1])
     return figure
 
 
@@ -94,7 +95,7 @@ def draw_entropy_heads(data: Data) -> Figure:
 def draw_context(data: Data) -> Figure:
     """How far attention reaches by length; beside it, for schemes with a rate, the theory's horizon of every head."""
     panels = data["panels"]
-    figure, axes = new_figure(3.5 * (1 + len(panels)) + 0.4, 3.4, 1, 1 + len(panels))
+    figure, axes = new_figure(3.5 * (1 + len(panels)) + 0.4, 3.8, 1, 1 + len(panels))
     ax = axes[0, 0]
     for entry, look in zip(data["lines"], looks(data["lines"]), strict=True):
         low, middle, high = np.array(entry["quartiles"]).T
@@ -105,9 +106,9 @@ def draw_context(data: Data) -> Figure:
     _plain(ax.yaxis)
     ax.set_ylabel(f"Distance beyond which {data['lines'][0]['share']:.0%} of attention lies")
     ax.set_title("Used: median and quartiles of heads", fontsize=9)
-    ax.legend(fontsize=7)
     for ax, panel in zip(axes[0, 1:], panels, strict=True):
         _horizon_panel(ax, panel)
+    _legend_below(figure, axes[:, :1])
     return figure
 
 
@@ -198,7 +199,6 @@ def _entropy_panel(ax: Axes, data: Data) -> None:
     ax.set_title(f"{read} prompts of {text}" if length is None else f"{length:,} tokens of {text}", fontsize=9)
     ax.set_xlabel("Layer")
     ax.set_ylabel("Mean attention entropy (nats)")
-    ax.legend(fontsize=7)
 
 
 def _scatter_panel(ax: Axes, data: Data) -> None:

@@ -17,6 +17,9 @@ from gape.tasks.intervals import paired_interval
 
 Floats = NDArray[np.float64]
 
+#: What every scheme with gates is set beside, its base apart.
+_RIVALS = ("rope", "alibi", "fox")
+
 
 def name(record: Record) -> str:
     """A scheme as the paper writes it, with its variant after it."""
@@ -140,14 +143,15 @@ def asked_most(rows: Sequence[Record]) -> list[Record]:
 
 
 def _pairs(records: Sequence[Record]) -> list[tuple[dict[int, Record], dict[int, Record], list[int]]]:
-    """Each scheme with gates, and by seed what it is set beside: its base, itself without a variant, ALiBi."""
+    """Each scheme with gates, and by seed what it is set beside: its base, itself without a variant, the others."""
     groups = {key: {row["seed"]: row for row in rows} for key, rows in schemes(records).items()}
     pairs: list[tuple[dict[int, Record], dict[int, Record], list[int]]] = []
     for (position, variant), runs in groups.items():
         base = position.removesuffix("+gape")
         if base == position:
             continue
-        for other in ((base, variant), (base, ""), (position, ""), ("alibi", variant), ("alibi", "")):
+        rivals = ((rival, which) for rival in _RIVALS for which in (variant, ""))
+        for other in ((base, variant), (base, ""), (position, ""), *rivals):
             beside = groups.get(other, {}) if other != (position, variant) else {}
             seeds = sorted(runs.keys() & beside.keys())
             if seeds and not any(pair[0] is runs and pair[1] is beside for pair in pairs):
