@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import gape
+from gape.models import captured as module
+from gape.models import forgetting_shelf
 from gape.models.cache import ForgettingCache, ModelCache
 from gape.models.captured import LEAST, Captured, why_not
 from gape.models.slots import Slots
+from gape.ops import dispatch
 
 pytest.importorskip("triton")
 
@@ -21,15 +25,23 @@ CACHES: dict[str, Any] = {
 
 
 def small(position: str = "p-rope+gape", *, kv_heads: int = 4, **options: Any) -> gape.GPT:
-    """A model whose heads forget at very different distances."""
+    """A model whose heads forget at very different distances, and alike where they are not neighbours."""
     torch.manual_seed(0)
     if position.endswith("+gape"):
-        options = {"gate_floor": [4.0, 40.0, 400.0, 4000.0]} | options
+        options = {"gate_floor": [4.0, 4000.0, 40.0, 4000.0]} | options
     config = gape.GPTConfig(
         vocab_size=50, n_layer=2, n_head=4, n_kv_head=kv_heads, n_embd=64, context_length=16, position=position,
         options=options,
     )  # fmt: skip
     return gape.GPT(config).eval()
+
+
+def sharpened(model: gape.GPT) -> gape.GPT:
+    """The model with attention that tells positions apart by more than half precision rounds."""
+    for block in model.blocks():
+        block.attention.qkv.weight.mul_(8)
+        block.attention.out.weight.mul_(10)
+    return model
 
 
 def taken_by_slots(model: gape.GPT, cache: ModelCache, ids: torch.Tensor, tokens: int) -> list[torch.Tensor]:
@@ -54,12 +66,15 @@ def test_a_step_of_fixed_launches_equals_the_model(position: str, kv_heads: int,
     plain, counted = CACHES[kind](model), CACHES[kind](model)
     for cache in (plain, counted):
         model(ids[:, :50], cache=cache)
+        # The next token looks through the prompt.
+        assert kind == "full" or cache.spare == 0
         model(ids[:, 50:51], cache=cache)
     tokens = min(counted.spare, LEAST)
     assert tokens == LEAST
     found = taken_by_slots(model, counted, ids, tokens)
     expected = [model(ids[:, at : at + 1], cache=plain).logits for at in range(51, 51 + tokens)]
     torch.testing.assert_close(torch.cat(found, 1), torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
+    assert counted.spare == plain.spare
     # What was written counts for the model itself, too, also when it looks through its keys.
     rest = ids[:, 51 + tokens :]
     torch.testing.assert_close(model(rest, cache=counted).logits, model(rest, cache=plain).logits, rtol=1e-4, atol=1e-5)
@@ -67,6 +82,8 @@ def test_a_step_of_fixed_launches_equals_the_model(position: str, kv_heads: int,
     if kind == "forgetting":
         assert counted.kept == plain.kept
         assert len({kept for layer in counted.kept for kept in layer}) > 1
+        # Heads do not lie in their own order.
+        assert kv_heads == 2 or all(layer.held().order.back is not None for layer in counted.layers)
 
 
 def test_what_cannot_be_recorded_is_said() -> None:
@@ -76,10 +93,43 @@ def test_what_cannot_be_recorded_is_said() -> None:
     assert small(kv_heads=4).layers[0].attention.unrecordable is None
     by_queries = ForgettingCache(model, eps=1e-2, bounds="queries")
     assert "every query" in str(by_queries.layers[0].unrecordable)
-    with torch.no_grad():
-        explicit = model.new_cache()
-        model(torch.zeros(1, 3, dtype=torch.int64), positions=torch.arange(3), cache=explicit)
-    assert "positions" in str(explicit.layers[0].unrecordable)
+    model.layers[0].attention.stepwise = True
+    assert "listened to" in str(model.layers[0].attention.unrecordable)
+    model.layers[1].attention.reserve = 0
+    assert model.layers[1].attention.unrecordable == "keys do not carry the bias in six coordinates"
+
+
+def test_modules_of_others_are_not_recorded() -> None:
+    class Adapter(torch.nn.Linear):
+        """Of another package, which may wait for the host."""
+
+    assert all(module._known(each) for position in ("p-rope+gape", "fox", "t5") for each in small(position).modules())
+    assert not module._known(Adapter(2, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [({"positions": torch.arange(3)}, "positions"), ({"documents": torch.zeros(1, 3, dtype=torch.int64)}, "holds")],
+    ids=["positions", "documents"],
+)
+def test_a_cache_with_more_than_keys_and_values_cannot_be_recorded(kind: str, told: Any, said: str) -> None:
+    model = small()
+    cache = CACHES[kind](model)
+    model(torch.zeros(1, 3, dtype=torch.int64), cache=cache, **told)
+    assert said in str(cache.layers[0].unrecordable)
+
+
+@torch.no_grad()
+def test_the_shelf_with_least_room_says_how_many_tokens_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgetting_shelf, "STRIDE", 1)
+    model = small(gate_floor=[1.0, 1.0, 1.0, 4000.0])
+    cache = ForgettingCache(model, eps=1e-2)
+    for ids in torch.randint(50, (1, 201)).split([200, 1], dim=1):
+        model(ids, cache=cache)
+    rooms = [min(block.k.size(2) - block.width for block in layer.held().blocks) for layer in cache.layers]
+    assert cache.spare == min(rooms) < cache.due
 
 
 @torch.no_grad()
@@ -92,6 +142,121 @@ def test_without_a_gpu_the_model_answers() -> None:
     assert captured.recordings == 0
     with pytest.raises(ValueError, match=r"ids: .*\(batch, 1\)"):
         captured(ids)
+    with pytest.raises(ValueError, match="cache: the model is on cpu"):
+        captured.record(ids[:, :1])
+
+
+class Played:
+    """Stands in for a graph: a replay takes the step that was recorded."""
+
+    def __init__(self, step: Callable[[], torch.Tensor], reset: Callable[[], None], device: torch.device) -> None:
+        self.step, self.replays, self.broken = step, 0, False
+        self.answer = step()
+        reset()
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.answer.copy_(self.step())
+        if self.broken:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
+    """Every graph recorded, without a GPU and after the first token."""
+    made: list[Played] = []
+
+    def recorded(*told: Any) -> tuple[Played, torch.Tensor]:
+        made.append(Played(*told))
+        return made[-1], made[-1].answer
+
+    monkeypatch.setattr(module, "_recorded", recorded)
+    monkeypatch.setattr(module, "why_not", lambda model, cache: None)
+    monkeypatch.setattr(module, "LEAST", 1)
+    return made
+
+
+def told_positions(model: gape.GPT, cache: ModelCache) -> None:
+    cache.truncate(cache.length - 1)
+    model(torch.tensor([[1]]), positions=torch.tensor([cache.length]), cache=cache)
+
+
+CHANGES: dict[str, Callable[[gape.GPT, ModelCache], object]] = {
+    "nothing": lambda model, cache: None,
+    "a hook": lambda model, cache: model.norm.register_forward_hook(lambda *told: None),
+    "a listener": lambda model, cache: setattr(model.layers[0].attention, "stepwise", True),
+    "landmarks to keep": lambda model, cache: model.keep_landmarks(),
+    "training": lambda model, cache: model.layers[1].train(),
+    "weights elsewhere": lambda model, cache: setattr(model.norm.weight, "data", model.norm.weight.data.clone()),
+    "fewer tokens": lambda model, cache: cache.truncate(cache.length - 1),
+    "room": lambda model, cache: model(torch.zeros(1, 40, dtype=torch.int64), cache=cache),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_graph_is_not_replayed_after_a_change(change: str, played: list[Played]) -> None:
+    model, token = small("rope"), torch.tensor([[1]])
+    if change == "landmarks to keep":
+        model = small()
+    cache = model.new_cache(20)
+    model(torch.zeros(1, 5, dtype=torch.int64), cache=cache)
+    captured = Captured(model, cache)
+    captured(token)
+    CHANGES[change](model, cache)
+    captured(token)
+    assert played[0].replays == (1 if change == "nothing" else 0)
+
+
+@torch.no_grad()
+def test_positions_are_asked_for_as_the_model_does(played: list[Played]) -> None:
+    model, token = small("rope"), torch.tensor([[1]])
+    cache = model.new_cache(20)
+    model(torch.zeros(1, 5, dtype=torch.int64), cache=cache)
+    captured = Captured(model, cache)
+    captured(token)
+    told_positions(model, cache)
+    with pytest.raises(ValueError, match="positions: got None"):
+        captured(token)
+
+
+@torch.no_grad()
+def test_a_cache_that_grows_is_recorded_again(played: list[Played]) -> None:
+    model, ids = small("rope"), torch.randint(50, (1, 7))
+    plain, cache = model.new_cache(), model.new_cache(4)
+    captured = Captured(model, cache)
+    found = [captured(ids[:, at : at + 1]) for at in range(7)]
+    expected = [model(ids[:, at : at + 1], cache=plain).logits for at in range(7)]
+    torch.testing.assert_close(torch.cat(found, 1), torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
+    assert [graph.replays for graph in played] == [3, 2]
+
+
+@torch.no_grad()
+def test_a_replay_that_breaks_off_does_not_count(played: list[Played]) -> None:
+    model, ids = small("rope"), torch.randint(50, (1, 9))
+    plain, cache = model.new_cache(20), model.new_cache(20)
+    captured = Captured(model, cache)
+    expected = [model(ids[:, at : at + 1], cache=plain).logits for at in range(9)]
+    found = [captured(ids[:, at : at + 1]) for at in range(5)]
+    played[0].broken = True
+    with pytest.raises(KeyboardInterrupt):
+        captured(ids[:, 5:6])
+    found += [captured(ids[:, at : at + 1]) for at in range(5, 9)]
+    torch.testing.assert_close(torch.cat(found, 1), torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
+    assert [graph.replays for graph in played] == [5, 3]
+
+
+@torch.no_grad()
+def test_graphs_are_not_recorded_for_tokens_taken_back(played: list[Played], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST", 4)
+    model = small("rope")
+    cache = model.new_cache(40)
+    model(torch.zeros(1, 5, dtype=torch.int64), cache=cache)
+    captured = Captured(model, cache)
+    for token in range(12):
+        captured(torch.tensor([[token]]))
+        cache.truncate(5)
+    assert captured.recordings == 3
 
 
 @pytest.mark.gpu
@@ -103,6 +268,7 @@ def test_replayed_tokens_equal_the_model(position: str, kind: str, autocast: boo
     if kind == "forgetting" and position == "rope":
         pytest.skip("without gates nothing is forgotten")
     model = small(position).cuda()
+    model = sharpened(model) if kind == "full" else model
     model = model if autocast else model.bfloat16()
     ids = torch.randint(50, (2, 400), device="cuda")
     plain, cache = CACHES[kind](model), CACHES[kind](model)
@@ -137,3 +303,11 @@ def test_text_comes_from_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         logits = model(text[:, :-1]).logits[:, 19:].float()
     chosen = logits.gather(-1, text[:, 20:, None]).squeeze(-1)
     assert float((logits.amax(-1) - chosen).max()) < 0.05
+
+
+@pytest.mark.gpu
+def test_text_comes_also_where_the_decode_kernel_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    monkeypatch.setattr(Captured, "record", lambda *told: pytest.fail("recorded"))
+    model = small().cuda().bfloat16()
+    assert model.generate(torch.randint(50, (1, 4), device="cuda"), 24, temperature=0).shape == (1, 28)

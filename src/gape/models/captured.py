@@ -7,13 +7,16 @@ that token is taken step by step, and the next graph recorded.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gape.models.slots import Held, Slots
+from gape.ops import dispatch
 from gape.ops.checks import refuse
 from gape.positions.rotary import made_in_capture
 
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
     from gape.models.cache import ModelCache
     from gape.models.gpt import GPT
 
-#: Tokens that a graph has to be good for, and that have to have come one by one: recording one takes about as long as
-#: three tokens without.
+#: Tokens that a graph has to be good for, and that have to have come one by one since the last was recorded: recording
+#: one takes about as long as three tokens without.
 LEAST = 8
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -39,19 +42,18 @@ def why_not(model: GPT, cache: ModelCache) -> str | None:
     low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     if low not in _HALVES:
         return f"the model works in {low}, and the decode kernel is for half precision"
-    if model.training:
-        return "the model is in training mode"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-        return "a module has hooks, which a replay would not call"
-    unfit = next((block.attention.unrecordable for block in model.blocks() if block.attention.unrecordable), None)
-    return unfit or next((layer.unrecordable for layer in cache.layers if layer.unrecordable), None)
+    parts = (*(block.attention for block in model.blocks()), *cache.layers)
+    unfit = _unfit(model) or next((part.unrecordable for part in parts if part.unrecordable), None)
+    if unfit is None and cache.length and not all(_decodes(layer.held()) for layer in cache.layers):
+        return "the decode kernel is not installed, or not for these sizes"
+    return unfit
 
 
 class Captured:
     """A model and its cache, for tokens one at a time. The answers are the model's, up to the order of sums.
 
     Prompts go to the model, before or in between; so does everything that changes the cache in another way. Weights may
-    be written to, but their tensors not be replaced.
+    be written to and moved, but modules and parameters not be replaced by others.
 
     Args:
         model: in eval mode, on a GPU, in half precision or under autocast.
@@ -61,18 +63,22 @@ class Captured:
         ValueError: the cache is not one of the model.
     """
 
+    _graph: torch.cuda.CUDAGraph | None
+    _held: list[Held]
+    _slots: Slots | None
+    _modules: list[nn.Module]
+    _weights: list[tuple[Tensor, int]]
+    _mode: tuple[object, ...]
+    _length: int
+
     def __init__(self, model: GPT, cache: ModelCache) -> None:
         if len(cache.layers) != model.config.n_layer:
             raise refuse("cache", cache, f"a cache of {model.config.n_layer} layers")
         self.model, self.cache = model, cache
         #: Graphs recorded so far.
         self.recordings = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._held: list[Held] = []
-        self._slots: Slots | None = None
-        self._mode: tuple[object, ...] = ()
-        self._length = self._taken = 0
-        self._ids, self._logits = torch.empty(0), torch.empty(0)
+        self._taken = 0
+        self._drop()
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> Tensor:
@@ -83,39 +89,54 @@ class Captured:
         """
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.size(1) != 1:
             raise refuse("ids", ids, "an int64 or int32 tensor (batch, 1)")
-        if self._ready(ids) and self._graph is not None:
-            self._ids.copy_(ids)
-            self._graph.replay()
-            self.cache.count()
-            self._length += 1
-            return self._logits.clone()
-        logits: Tensor = self.model(ids, cache=self.cache, logits_to_keep=1).logits
         self._taken += 1
+        graph = self._graph if self._ready(ids) else None
+        if graph is not None:
+            # Should anything break off, the device may be a token ahead: the graph is gone then.
+            self._graph = None
+            self._ids.copy_(ids)
+            graph.replay()
+            self.cache.count()
+            self._graph, self._length = graph, self._length + 1
+            return self._logits.clone()
+        # What the cache is about to leave would be held, for all layers at once, until the next graph.
+        self._drop()
+        logits: Tensor = self.model(ids, cache=self.cache, logits_to_keep=1).logits
         if self._taken >= LEAST and self.cache.spare >= LEAST and why_not(self.model, self.cache) is None:
             self.record(ids)
         return logits
 
     def record(self, ids: Tensor) -> None:
-        """Record the step of the next token, for batches like `ids` (B, 1); the cache has to hold tokens already."""
+        """Record the step of the next token, for batches like `ids` (B, 1).
+
+        Raises:
+            ValueError: no graph can be recorded, or the cache has no room for a token; it has to hold some already.
+        """
+        reason = why_not(self.model, self.cache)
+        if reason is None and self.cache.spare < 1:
+            reason = "it is empty, or about to move"
+        if reason is not None:
+            raise ValueError(f"cache: {reason}, expected one whose next token a graph can add")
+        self._drop()
         # What a graph reads must outlive this call, whatever mode it is made in.
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids.device), _uncached_autocast():
-            self._graph = None
+        with torch.inference_mode(False), torch.no_grad():
             self._ids = ids.clone()
             self._held = [layer.held() for layer in self.cache.layers]
             # Kept for its counters, which the graph goes on reading.
             slots = self._slots = Slots(self._held, self.cache.length, ids.size(0), ids.device)
-            here, aside = torch.cuda.current_stream(), torch.cuda.Stream(ids.device)  # type: ignore[no-untyped-call]
-            aside.wait_stream(here)
-            with torch.cuda.stream(aside):
-                # Compiles what a capture could not; the column that it writes does not count yet.
-                self._step(slots)
-                slots.reset()
-            here.wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=aside):
-                self._logits = self._step(slots)
+            graph, self._logits = _recorded(partial(self._step, slots), slots.reset, ids.device)
+        self._modules = list(self.model.modules())
+        self._weights = [(weight, weight.data_ptr()) for weight in self.model.parameters()]
         self._graph, self._length, self._mode = graph, self.cache.length, _mode()
+        self._taken = 0
         self.recordings += 1
+
+    def _drop(self) -> None:
+        """Let go of the graph and of all that it reads."""
+        self._graph, self._slots = None, None
+        self._held, self._modules, self._weights = [], [], []
+        self._mode, self._length = (), 0
+        self._ids, self._logits = torch.empty(0), torch.empty(0)
 
     def _step(self, slots: Slots) -> Tensor:
         """What is recorded: the logits of one token."""
@@ -126,16 +147,71 @@ class Captured:
         return logits
 
     def _ready(self, ids: Tensor) -> bool:
-        """Whether the graph is one for the next token: nothing has moved since, and there is room."""
-        if self._graph is None or self._ids.shape != ids.shape or self._ids.dtype != ids.dtype:
+        """Whether there is a graph for the next token: nothing has moved since, and there is room."""
+        old, cache = self._ids, self.cache
+        if self._graph is None or (old.shape, old.dtype, old.device) != (ids.shape, ids.dtype, ids.device):
             return False
-        if self.cache.length != self._length or self.cache.spare < 1 or self._mode != _mode() or self.model.training:
+        if cache.length != self._length or cache.spare < 1 or self._mode != _mode() or self._changed():
             return False
-        held = [layer.held() for layer in self.cache.layers]
         return all(
             len(old.blocks) == len(new.blocks) and all(a.k is b.k for a, b in zip(old.blocks, new.blocks, strict=True))
-            for old, new in zip(self._held, held, strict=True)
+            for old, new in zip(self._held, [layer.held() for layer in cache.layers], strict=True)
         )
+
+    def _changed(self) -> bool:
+        """Whether the model or the cache would no longer do what was recorded. Asked for every token."""
+        told = [block.attention for block in self.model.blocks()]
+        return (
+            any(module.training for module in self._modules)
+            or _hooked(self._modules)
+            or any(attention.stepwise or attention.keep_landmark for attention in told)
+            or any(layer.unrecordable for layer in self.cache.layers)
+            or any(weight.data_ptr() != place for weight, place in self._weights)
+        )
+
+
+def _recorded(
+    step: Callable[[], Tensor], reset: Callable[[], None], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of a step and what a replay writes its answer to; the step is taken once before, and that undone."""
+    with torch.cuda.device(device), _uncached_autocast():
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            # Compiles what a capture could not; the column that it writes does not count yet.
+            step()
+            reset()
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Others may allocate, or ask for events, in threads of their own meanwhile.
+        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+            answer = step()
+    return graph, answer
+
+
+def _unfit(model: GPT) -> str | None:
+    """What about the modules of a model keeps it from being recorded; None where nothing does."""
+    modules = list(model.modules())
+    if any(module.training for module in modules):
+        return "the model is in training mode"
+    if _hooked(modules):
+        return "a module has hooks, which a replay would not call"
+    foreign = next((type(module) for module in modules if not _known(module)), None)
+    return None if foreign is None else f"nobody knows whether a {foreign.__qualname__} can be recorded"
+
+
+def _hooked(modules: Iterable[nn.Module]) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def _known(module: nn.Module) -> bool:
+    """Whether a module is one of ours or of torch: others, such as adapters, may wait for the host."""
+    return type(module).__module__.startswith(("gape.", "torch.nn."))
+
+
+def _decodes(held: Held) -> bool:
+    """Whether the decode kernel can attend to what a layer holds."""
+    return all(dispatch.decodes(block.k[:, :, :1], block.k, block.v, learns=False) for block in held.blocks)
 
 
 def _mode() -> tuple[object, ...]:

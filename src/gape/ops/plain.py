@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +105,16 @@ def newest_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale:
         return _decoded(q, k, v, seen, checks.positive_number("scale", scale), lengths=lengths, recorded=True)
 
 
-def _decoded(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, **how: Any) -> Tensor:
+def _decoded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Visibility,
+    scale: float,
+    *,
+    lengths: Tensor | None = None,
+    recorded: bool = False,
+) -> Tensor:
     """The call in the operator's decode kernel, under gates that are zero."""
     from gape.ops.triton import decode  # noqa: PLC0415
 
@@ -133,7 +141,8 @@ def _decoded(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, **
             seen=seen,
         ),
         gated=False,
-        **how,
+        lengths=lengths,
+        recorded=recorded,
     )
 
 

@@ -24,9 +24,16 @@ from gape.ops.triton.registered import direct, operator, traceable
 ALONE = 8
 
 
-def run(problem: Problem, **how: Any) -> Tensor:
+def run(
+    problem: Problem,
+    *,
+    lengths: Tensor | None = None,
+    splits: int | None = None,
+    gated: bool = True,
+    recorded: bool = False,
+) -> Tensor:
     """The operator without gradients, (B, Hq, Nq, Dv) in q's dtype; see :func:`attend`."""
-    return attend(problem, **how)[0]
+    return attend(problem, lengths=lengths, splits=splits, gated=gated, recorded=recorded)[0]
 
 
 def attend(
