@@ -107,6 +107,13 @@ def test_modules_of_others_are_not_recorded() -> None:
     assert not module._known(Adapter(2, 2))
 
 
+def test_a_compiled_model_is_not_recorded() -> None:
+    model = small()
+    assert module._unfit(model) is None
+    model.layers[1].compile()
+    assert module._unfit(model) == "a module is compiled"
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(

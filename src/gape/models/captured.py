@@ -196,6 +196,8 @@ def _unfit(model: GPT) -> str | None:
         return "the model is in training mode"
     if _hooked(modules):
         return "a module has hooks, which a replay would not call"
+    if any(module._compiled_call_impl is not None for module in modules):
+        return "a module is compiled"
     foreign = next((type(module) for module in modules if not _known(module)), None)
     return None if foreign is None else f"nobody knows whether a {foreign.__qualname__} can be recorded"
 
