@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gape
+from gape.bench import forgetting
 from gape.models import captured as module
 from gape.models import forgetting_shelf
 from gape.models.cache import ForgettingCache, ModelCache
@@ -251,6 +252,15 @@ def test_a_replay_that_breaks_off_does_not_count(played: list[Played]) -> None:
     found += [captured(ids[:, at : at + 1]) for at in range(5, 9)]
     torch.testing.assert_close(torch.cat(found, 1), torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
     assert [graph.replays for graph in played] == [5, 3]
+
+
+def test_a_measurement_waits_until_keys_have_moved(played: list[Played], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of 64 tokens is when a small cache looks through its keys."""
+    monkeypatch.setattr(forgetting, "why_not", lambda model, cache: None)
+    model = small()
+    row = forgetting.decode(model, ForgettingCache(model, eps=1e-2), torch.randint(50, (1, 100)), tokens=64, chunk=36)
+    assert {"record_ms", "launched_ms"} <= row.keys()
+    assert [graph.replays for graph in played] == [0, 31]
 
 
 @torch.no_grad()

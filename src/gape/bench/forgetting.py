@@ -196,6 +196,9 @@ def decode(
 
     launch = partial(model, cache=cache, logits_to_keep=1)
     take(launch, prompt + tokens // 2)
+    if isinstance(model, GPT) and not cache.spare:
+        # The next token moves keys, and no graph could be replayed behind it.
+        take(launch, min(prompt + tokens // 2 + 1, total - 1))
     step, recorded = _recorded(model, cache, ids[:, :1], times)
     later = len(times) if recorded else 1
     take(step or launch, total)
