@@ -220,6 +220,19 @@ def test_no_keys_give_zeros() -> None:
     assert (lse == -torch.inf).all()
 
 
+def test_a_graph_may_bring_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It then needs no second kernel, if there are enough of them, and they are zeros again afterwards."""
+    given = problem(random_case(n_q=1, n_k=90, heads=4, kv_heads=2), torch.float32)
+    expected = decode.run(given, splits=3, recorded=True)
+    tickets = torch.zeros(2 * 2, dtype=torch.int32, device=DEVICE)
+    few = decode.run(given, splits=3, recorded=True, tickets=tickets[:3])
+    monkeypatch.setattr(decode, "combine", None)
+    got = decode.run(given, splits=3, recorded=True, tickets=tickets)
+    assert not tickets.any()
+    assert torch.equal(few, expected)
+    assert torch.allclose(got, expected, atol=1e-6)
+
+
 def test_refuses_what_it_cannot() -> None:
     case = random_case(n_q=1, n_k=9)
     with pytest.raises(ValueError, match=r"^q: .*float64"):

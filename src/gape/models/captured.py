@@ -122,7 +122,7 @@ class Captured:
         with torch.inference_mode(False), torch.no_grad():
             self._ids = ids.clone()
             self._held = [layer.held() for layer in self.cache.layers]
-            # Kept for its counters, which the graph goes on reading.
+            # Kept for its counters, tables and tickets, which the graph goes on reading.
             slots = self._slots = Slots(self._held, self.cache.length, ids.size(0), ids.device)
             graph, self._logits = _recorded(partial(self._step, slots), slots.reset, ids.device)
         self._modules = list(self.model.modules())

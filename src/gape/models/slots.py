@@ -7,13 +7,17 @@ says, and attention goes over whole buffers, of which another number on the devi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gape.models.forgetting_shelf import Order, taken
+from gape.ops.dispatch import HAS_TRITON
 from gape.ops.plain import newest_attention
+
+if TYPE_CHECKING:
+    from gape.ops.triton.decode_apart import Apart
 
 
 class Block(NamedTuple):
@@ -37,25 +41,36 @@ class Held(NamedTuple):
     blocks: list[Block]
     order: Order
 
+    @property
+    def heads(self) -> list[list[int]]:
+        """The key heads of each block, as they lie; waits for the device."""
+        count = sum(block.k.size(1) for block in self.blocks)
+        heads = range(count) if self.order.keys is None else self.order.keys.tolist()
+        return [list(heads[block.start : block.start + block.k.size(1)]) for block in self.blocks]
+
 
 class Slot:
     """The cache of one layer for single tokens, each the newest.
 
     Args:
         held: what the layer holds.
-        columns: int64 (blocks,), the column of each block that a token goes to.
-        lengths: int64 (blocks, B), how many columns count once it is there.
+        heads: the key heads of each of its blocks.
+        columns: int64 (Hk,), the column of each key head that a token goes to.
+        lengths: int64 (Hk, B), how many of its columns count once it is there.
+        tickets: int32 zeros for kernels to finish by, one for each sample and key head.
     """
 
     #: The scheme's number per cached key; schemes that have one cannot be recorded.
     side: None = None
 
-    def __init__(self, held: Held, columns: Tensor, lengths: Tensor) -> None:
-        self._held, self._columns, self._lengths = held, columns, lengths
+    def __init__(self, held: Held, heads: list[list[int]], columns: Tensor, lengths: Tensor, tickets: Tensor) -> None:
+        self._held, self._heads = held, heads
+        self._columns, self._lengths, self._tickets = columns, lengths, tickets
+        self._apart = _apart(held, heads)
         self.length = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-        """Add a token and attend to everything held.
+        """Add a token and attend to everything held: one launch where each key head has a query in half precision.
 
         Args:
             q, k, v: (B, Hq, 1, D), (B, Hk, 1, D) and (B, Hk, 1, Dv), ready for the dot product.
@@ -64,15 +79,22 @@ class Slot:
         Returns:
             (B, Hq, 1, Dv).
         """
+        if self._apart is not None and self._apart.takes(q, k, v):
+            return self._apart.attend(q, k, v, self._columns, self._tickets, scale=scale)
+        return self._attend_one_by_one(q, k, v, scale)
+
+    def _attend_one_by_one(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """A block after the other."""
         order, groups = self._held.order, q.size(1) // k.size(1)
         q, k, v = taken(q, order.queries), taken(k, order.keys), taken(v, order.keys)
         outs = []
-        for index, block in enumerate(self._held.blocks):
-            heads, column = block.k.size(1), self._columns[index : index + 1]
+        for block, (first, *_) in zip(self._held.blocks, self._heads, strict=True):
+            heads, column = block.k.size(1), self._columns[first : first + 1]
             block.k.index_copy_(2, column, k.narrow(1, block.start, heads))
             block.v.index_copy_(2, column, v.narrow(1, block.start, heads))
             own = q.narrow(1, block.start * groups, heads * groups)
-            outs.append(newest_attention(own, block.k, block.v, self._lengths[index], scale=scale))
+            lengths, tickets = self._lengths[first], self._tickets
+            outs.append(newest_attention(own, block.k, block.v, lengths, scale=scale, tickets=tickets))
         return taken(outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), order.back)
 
 
@@ -88,22 +110,23 @@ class Slots:
 
     def __init__(self, held: Sequence[Held], length: int, batch: int, device: torch.device) -> None:
         self.length = 0
-        self._held, self._batch = held, batch
-        widths = [block.width for layer in held for block in layer.blocks]
-        self._start = torch.tensor([length, *widths], dtype=torch.int64, device=device)
+        heads = [layer.heads for layer in held]
+        widths = [_widths(*each) for each in zip(held, heads, strict=True)]
+        flat = [width for layer in widths for width in layer]
+        # Side by side, so that one launch moves them all on: the position, columns, and lengths for every sample.
+        lengths = [width + 1 for width in flat for _ in range(batch)]
+        self._start = torch.tensor([length, *flat, *lengths], dtype=torch.int64, device=device)
         self._counters = self._start.clone()
-        self.layers: list[Slot] = []
+        sizes = [len(layer) for layer in widths]
+        columns = torch.split(self._counters[1 : 1 + len(flat)], sizes)
+        counted = torch.split(self._counters[1 + len(flat) :].view(-1, batch), sizes)
+        # Of this graph alone, whose launches come one after another: all layers may have the same.
+        tickets = torch.zeros(batch * max(sizes), dtype=torch.int32, device=device)
+        self.layers = [Slot(*each, tickets) for each in zip(held, heads, columns, counted, strict=True)]
 
     def begin(self) -> Tensor:
-        """Make the layers of one step; the position of its token, (1,). A position is never written to again."""
-        now = self._counters.clone()
-        lengths = (now + 1)[:, None].expand(-1, self._batch).contiguous()
-        self.layers, first = [], 1
-        for held in self._held:
-            own = slice(first, first + len(held.blocks))
-            self.layers.append(Slot(held, now[own], lengths[own]))
-            first = own.stop
-        return now[:1]
+        """The position of the next token, (1,). It is never written to again."""
+        return self._counters[:1].clone()
 
     def end(self) -> None:
         """A token has come."""
@@ -112,3 +135,24 @@ class Slots:
     def reset(self) -> None:
         """Back to where it began: what was written meanwhile does not count."""
         self._counters.copy_(self._start)
+
+
+def _widths(held: Held, heads: list[list[int]]) -> list[int]:
+    """Columns that count, of each key head in their own order."""
+    of = {head: block.width for block, some in zip(held.blocks, heads, strict=True) for head in some}
+    return [of[head] for head in sorted(of)]
+
+
+def _apart(held: Held, heads: list[list[int]]) -> Apart | None:
+    """The buffers of every key head, in the order of the heads; None where these need launches of their own."""
+    if not HAS_TRITON:
+        return None
+    from gape.ops.triton.decode_apart import Apart, lie_apart  # noqa: PLC0415
+
+    rows = [
+        (head, block.k[:, row], block.v[:, row])
+        for block, some in zip(held.blocks, heads, strict=True)
+        for row, head in enumerate(some)
+    ]
+    _, keys, values = zip(*sorted(rows, key=lambda each: each[0]), strict=True)
+    return Apart(keys, values) if lie_apart(keys, values) else None

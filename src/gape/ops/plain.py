@@ -83,7 +83,9 @@ def attention(
         return sdpa.run_all(_calls(*carried, seen, scale, bias), strict=strict)
 
 
-def newest_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
+def newest_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float, tickets: Tensor | None = None
+) -> Tensor:
     """Attention of single queries to as many keys of a buffer as a tensor says, in the decode kernel.
 
     What is launched does not depend on those numbers, so that a recorded graph goes on being right when they change.
@@ -92,6 +94,7 @@ def newest_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale:
         q, k, v: (B, Hq, 1, D), (B, Hk, N, D), (B, Hk, N, Dv), one dtype, Hq a multiple of Hk; without gradients.
         lengths: integer (B,) on q's device: sample b sees keys 0 … lengths[b] − 1.
         scale: softmax scale.
+        tickets: zeros that belong to the graph, as :func:`gape.ops.triton.decode.attend` takes them, or None.
 
     Returns:
         (B, Hq, 1, Dv) in q's dtype.
@@ -102,7 +105,8 @@ def newest_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale:
     with leave_autocast(q, k, v) as (q, k, v):
         checks.heads(q, k, v)
         seen = checks.visibility(q, k)
-        return _decoded(q, k, v, seen, checks.positive_number("scale", scale), lengths=lengths, recorded=True)
+        scale = checks.positive_number("scale", scale)
+        return _decoded(q, k, v, seen, scale, lengths=lengths, recorded=True, tickets=tickets)
 
 
 def _decoded(
@@ -114,6 +118,7 @@ def _decoded(
     *,
     lengths: Tensor | None = None,
     recorded: bool = False,
+    tickets: Tensor | None = None,
 ) -> Tensor:
     """The call in the operator's decode kernel, under gates that are zero."""
     from gape.ops.triton import decode  # noqa: PLC0415
@@ -143,6 +148,7 @@ def _decoded(
         gated=False,
         lengths=lengths,
         recorded=recorded,
+        tickets=tickets,
     )
 
 

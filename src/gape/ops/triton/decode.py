@@ -31,9 +31,10 @@ def run(
     splits: int | None = None,
     gated: bool = True,
     recorded: bool = False,
+    tickets: Tensor | None = None,
 ) -> Tensor:
     """The operator without gradients, (B, Hq, Nq, Dv) in q's dtype; see :func:`attend`."""
-    return attend(problem, lengths=lengths, splits=splits, gated=gated, recorded=recorded)[0]
+    return attend(problem, lengths=lengths, splits=splits, gated=gated, recorded=recorded, tickets=tickets)[0]
 
 
 def attend(
@@ -43,6 +44,7 @@ def attend(
     splits: int | None = None,
     gated: bool = True,
     recorded: bool = False,
+    tickets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of a few queries over a long cache.
 
@@ -55,6 +57,8 @@ def attend(
         splits: parts that the keys are cut into; by default enough to fill the device.
         gated: whether there is a bias; without, gates have to be zero and are not always read.
         recorded: run what a captured graph would run, also outside of one: a call before a capture then compiles it.
+        tickets: zeros, int32, which are zeros again afterwards, and which no other launch has that might run at the
+            same time: a graph that owns some needs no second kernel where they suffice.
 
     Returns:
         (B, Hq, Nq, Dv) in q's dtype and float32 (B, Hq, Nq), natural logarithms; zero and −inf for an empty row.
@@ -69,7 +73,7 @@ def attend(
         return found
     # A captured graph may run beside others: it cannot count on tickets that outlive a call.
     recorded = recorded or (call.q.is_cuda and torch.cuda.is_current_stream_capturing())
-    return _launched(call, splits, direct, tickets=not recorded)
+    return _launched(call, splits, direct, tickets=not recorded if tickets is None else tickets)
 
 
 @operator("gape::decode")
@@ -100,8 +104,13 @@ def decode(
     return _launched(call, splits, traceable, tickets=False)
 
 
-def _launched(call: Call, splits: int | None, form: Callable[[Any], Any], *, tickets: bool) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps by kernels in a `form` to launch; without tickets a second one merges the parts."""
+def _launched(
+    call: Call, splits: int | None, form: Callable[[Any], Any], *, tickets: Tensor | bool
+) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps by kernels in a `form` to launch; a second one merges the parts without tickets.
+
+    tickets: some to take, or whether to take those of the stream.
+    """
     q = call.q
     batch, n_heads, n_q, _ = q.shape
     n_key_heads, n_k, d_v = call.k.size(1), call.k.size(2), call.v.size(3)
@@ -112,9 +121,11 @@ def _launched(call: Call, splits: int | None, form: Callable[[Any], Any], *, tic
     plan = planned(call, splits, traced=form is traceable)
     parts = torch.empty(batch * n_heads * n_q, plan.splits, d_v, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(batch * n_heads * n_q, plan.splits, dtype=torch.float32, device=q.device)
-    alone = tickets and plan.merging_steps <= ALONE
+    count = batch * n_key_heads * plan.row_tiles
+    enough = tickets.numel() >= count if isinstance(tickets, Tensor) else tickets
+    alone = enough and plan.merging_steps <= ALONE
     # A pointer that is never followed stands in for tickets that are not there.
-    ticket = _tickets(batch * n_key_heads * plan.row_tiles, q.device) if alone else lse
+    ticket = lse if not alone else tickets if isinstance(tickets, Tensor) else _tickets(count, q.device)
     form(plan.kernel)[(plan.splits, batch * n_key_heads, plan.row_tiles)](
         parts, part_lse, ticket, out, lse, *plan.arguments, **plan.flags, MERGE=alone
     )

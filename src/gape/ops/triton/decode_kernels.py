@@ -38,12 +38,13 @@ def load_landmarks(where, inside, CHECK: tl.constexpr):
 
 @triton.jit
 def merge_row(
-    part_ptr, lse_ptr, out_ptr, whole_lse_ptr, row, splits, d_v, unit, PARTS: tl.constexpr, BLOCK_V: tl.constexpr
+    part_ptr, lse_ptr, out_ptr, whole_lse_ptr, row, first, splits, d_v, unit,
+    PARTS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Write output and natural log-sum-exp of a row, zeros and −inf where it saw nothing."""
+    """Write output and natural log-sum-exp of a row, zeros and −inf where it saw nothing; parts begin at `first`."""
     value_dims = tl.arange(0, BLOCK_V)
-    lse_ptr += row * splits
-    part_ptr += row * splits * d_v
+    lse_ptr += first
+    part_ptr += first * d_v
     top = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     acc = tl.zeros((BLOCK_V,), tl.float32)
@@ -198,7 +199,10 @@ def partial(
         if last_to_finish(ticket_ptr + tl.program_id(1) * tl.num_programs(2) + tl.program_id(2), splits):
             start = tl.program_id(2) * BLOCK_M
             for r in range(start, tl.minimum(start + BLOCK_M, groups * n_q)):
-                merge_row(part_ptr, lse_ptr, out_ptr, whole_lse_ptr, first_row + r, splits, d_v, unit, PARTS, BLOCK_V)
+                merge_row(
+                    part_ptr, lse_ptr, out_ptr, whole_lse_ptr, first_row + r, (first_row + r) * splits, splits, d_v,
+                    unit, PARTS, BLOCK_V,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("splits",))
@@ -207,4 +211,5 @@ def combine(
 ):  # fmt: skip
     """Outputs (B·Hq·Nq, Dv) and natural log-sum-exps (B·Hq·Nq), contiguous."""
     row = tl.program_id(0).to(tl.int64)
-    merge_row(part_ptr, lse_ptr, out_ptr, whole_lse_ptr, row, splits, d_v, tl.cast(unit, tl.float32), PARTS, BLOCK_V)
+    unit = tl.cast(unit, tl.float32)
+    merge_row(part_ptr, lse_ptr, out_ptr, whole_lse_ptr, row, row * splits, splits, d_v, unit, PARTS, BLOCK_V)

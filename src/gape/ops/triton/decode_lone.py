@@ -58,15 +58,14 @@ def halves(pairs, BF16: tl.constexpr):
 
 
 @triton.jit
-def as_pairs(ptr, batch, head, stride_b, stride_h):
-    """Where the pairs of a head begin; strides are in pieces of 16 bytes, so that whole pieces can be read."""
-    return ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (batch * stride_b + head * stride_h) * PIECE_PAIRS
+def as_pairs(ptr, pieces):
+    """Where the pairs of a head begin, so many pieces of 16 bytes on: whole pieces can be read from there."""
+    return ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pieces * PIECE_PAIRS
 
 
 @triton.jit
-def share_of(length, STEP: tl.constexpr):
-    """The keys of this program, from the first to before the last; whole steps but for the last of all."""
-    split, splits = tl.program_id(0), tl.num_programs(0)
+def share_of(length, split, splits, STEP: tl.constexpr):
+    """The keys of a program, from the first to before the last; whole steps but for the last of all."""
     steps = tl.cdiv(tl.maximum(length, 0), STEP)
     each, over = steps // splits, steps % splits
     first = split * each + tl.minimum(split, over)
@@ -136,53 +135,47 @@ def turn(
 
 
 @triton.jit
-def leave(part_ptr, lse_ptr, row, top, total, acc_first, acc_second, BLOCK_D: tl.constexpr):
+def leave(part_ptr, lse_ptr, place, top, total, acc_first, acc_second, BLOCK_D: tl.constexpr):
     """Write what the places found together: a normalised part and its log-sum-exp, zeros and −inf without keys."""
     highest = tl.max(top, 0)
     weight = tl.exp2(top - highest)
     mass = tl.sum(total * weight, 0)
     empty = mass == 0.0
     safe = tl.where(empty, 1.0, mass)
-    place = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(lse_ptr + place, tl.where(empty, float("-inf"), highest + tl.log2(safe)))
     where = part_ptr + place * BLOCK_D + 2 * tl.arange(0, BLOCK_D // 2)
     tl.store(where, tl.sum(acc_first * weight[:, None], 0) / safe)
     tl.store(where + 1, tl.sum(acc_second * weight[:, None], 0) / safe)
 
 
-# The cache grows by a token each step: a kernel must not be compiled anew for every length.
-@triton.jit(do_not_specialize=("n_k", "k_b", "k_h", "v_b", "v_h", "mark_b", "mark_h"))
-def partial_lone(
-    part_ptr, lse_ptr, ticket_ptr, out_ptr, whole_lse_ptr, n_heads, n_k, scale, rate_unit, unit,
-    q_ptr, k_ptr, v_ptr, gate_ptr, mark_ptr, amplitude_ptr, lengths_ptr,
-    q_b, q_h, q_d, k_b, k_h, v_b, v_h, gate_b, gate_h, mark_b, mark_h, mark_n, amp_h,
-    K_ROW: tl.constexpr, V_ROW: tl.constexpr, GATED: tl.constexpr, HAS_LENGTHS: tl.constexpr, MERGE: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Partial outputs (B·H, splits, D) and base-2 log-sum-exps (B·H, splits), float32, contiguous; MERGE as elsewhere.
+@triton.jit
+def pairs_of(ptr, stride, PAIRS: tl.constexpr):
+    """First and second numbers of the pairs of a single row, float32."""
+    ptr += 2 * tl.arange(0, PAIRS) * stride
+    return tl.load(ptr).to(tl.float32), tl.load(ptr + stride).to(tl.float32)
 
-    k and v are in half precision with rows of neighbours; k_b … v_h are in pieces of 16 bytes, K_ROW and V_ROW, from
-    one key to the next, in pairs. Without GATED there is no bias.
+
+@triton.jit
+def attend_to_share(
+    part_ptr, lse_ptr, place, k_ptr, v_ptr, mark_ptr, mark_n, q_ptr, q_d, gate_ptr, amplitude_ptr, scale, rate_unit,
+    length, split, splits, new_k_ptr, new_v_ptr,
+    GATED: tl.constexpr, NEW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, BF16: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Leave at `place` what a query finds in one of `splits` shares of `length` keys, which lie in pairs from k_ptr on.
+
+    Under NEW there is one more key, which does not lie with them; the first share has it. Not together with GATED.
     """
-    scale, rate_unit, unit = single(scale), single(rate_unit), single(unit)
-    row = tl.program_id(1).to(tl.int64)
-    batch, head = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
-    BF16: tl.constexpr = k_ptr.dtype.element_ty == tl.bfloat16
     PAIRS: tl.constexpr = BLOCK_D // 2
     STEP: tl.constexpr = BLOCK_N * TILES
-    length = n_k
-    if HAS_LENGTHS:
-        length = tl.minimum(tl.load(lengths_ptr + batch), n_k).to(tl.int32)
-    low, high = share_of(length, STEP)
-    k_ptr = as_pairs(k_ptr, batch, head, k_b, k_h)
-    mark_ptr += batch * mark_b + head * mark_h
+    low, high = share_of(length, split, splits, STEP)
     newest = tl.maximum(length - BLOCK_N, 0)
     new_k, new_mark = keys_of(
         k_ptr + newest.to(tl.int64) * K_ROW, mark_ptr + newest.to(tl.int64) * mark_n, mark_n, length - newest,
         0, GATED, K_ROW, BLOCK_N, PAIRS,
     )  # fmt: skip
     k_ptr += low.to(tl.int64) * K_ROW
-    v_ptr = as_pairs(v_ptr, batch, head, v_b, v_h) + low.to(tl.int64) * V_ROW
+    v_ptr += low.to(tl.int64) * V_ROW
     mark_ptr += low.to(tl.int64) * mark_n
     left = high - low
     k0, mark0 = keys_of(k_ptr, mark_ptr, mark_n, left, 0, GATED, K_ROW, BLOCK_N, PAIRS)
@@ -190,22 +183,34 @@ def partial_lone(
     k2, mark2 = keys_of(k_ptr, mark_ptr, mark_n, left, 2, GATED, K_ROW, BLOCK_N, PAIRS)
     k3, mark3 = keys_of(k_ptr, mark_ptr, mark_n, left, 3, GATED, K_ROW, BLOCK_N, PAIRS)
 
-    q_ptr += batch * q_b + head * q_h + 2 * tl.arange(0, PAIRS) * q_d
-    q_first, q_second = tl.load(q_ptr).to(tl.float32) * scale, tl.load(q_ptr + q_d).to(tl.float32) * scale
+    q_first, q_second = pairs_of(q_ptr, q_d, PAIRS)
+    q_first, q_second = q_first * scale, q_second * scale
     c = 0.0
     if GATED:
-        c = tl.load(gate_ptr + batch * gate_b + head * gate_h) * tl.load(amplitude_ptr + head * amp_h) * rate_unit
+        c = tl.load(gate_ptr) * tl.load(amplitude_ptr) * rate_unit
     # Distances are integers before they are floats; the query is the last of the keys.
     far = (length - 1 - low - tl.arange(0, BLOCK_N)).to(tl.float32)
     near = (length - 1 - newest - tl.arange(0, BLOCK_N)).to(tl.float32)
     newest_logits = logits(new_k, new_mark, q_first, q_second, c, near, length - newest, 0, GATED, BF16, BLOCK_N)
     first_logits = logits(k0, mark0, q_first, q_second, c, far, left, 0, GATED, BF16, BLOCK_N)
-    least = limit_of(tl.maximum(first_logits, newest_logits))
+    seen = tl.maximum(first_logits, newest_logits)
     top = tl.full((BLOCK_N,), LOWEST, tl.float32)
     total, p = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     fade = tl.full((BLOCK_N,), 1.0, tl.float32)
     v = tl.zeros((BLOCK_N, PAIRS), tl.int32)
     acc_first, acc_second = tl.zeros((BLOCK_N, PAIRS), tl.float32), tl.zeros((BLOCK_N, PAIRS), tl.float32)
+    if NEW:
+        # What the first place begins with.
+        first, second = pairs_of(new_k_ptr, 1, PAIRS)
+        s = tl.sum(first * q_first + second * q_second, 0)
+        seen = tl.maximum(seen, s)
+        here = (tl.arange(0, BLOCK_N) == 0) & (split == 0)
+        # −inf would be subtracted from itself. What is not a number stays so.
+        top, total = tl.where(here, tl.where(s < LOWEST, LOWEST, s), top), tl.where(here, 1.0, total)
+        first, second = pairs_of(new_v_ptr, 1, PAIRS)
+        acc_first = tl.where(here[:, None], first[None, :], acc_first)
+        acc_second = tl.where(here[:, None], second[None, :], acc_second)
+    least = limit_of(seen)
     for start in range(low, high, STEP):
         left = high - start
         far = (length - 1 - start - tl.arange(0, BLOCK_N)).to(tl.float32)
@@ -229,10 +234,40 @@ def partial_lone(
         )  # fmt: skip
         v_ptr += STEP * V_ROW
     acc_first, acc_second = with_values(acc_first, acc_second, v, p, fade, BF16)
-    leave(part_ptr, lse_ptr, row, top, total, acc_first, acc_second, BLOCK_D)
+    leave(part_ptr, lse_ptr, place, top, total, acc_first, acc_second, BLOCK_D)
+
+
+# The cache grows by a token each step: a kernel must not be compiled anew for every length.
+@triton.jit(do_not_specialize=("n_k", "k_b", "k_h", "v_b", "v_h", "mark_b", "mark_h"))
+def partial_lone(
+    part_ptr, lse_ptr, ticket_ptr, out_ptr, whole_lse_ptr, n_heads, n_k, scale, rate_unit, unit,
+    q_ptr, k_ptr, v_ptr, gate_ptr, mark_ptr, amplitude_ptr, lengths_ptr,
+    q_b, q_h, q_d, k_b, k_h, v_b, v_h, gate_b, gate_h, mark_b, mark_h, mark_n, amp_h,
+    K_ROW: tl.constexpr, V_ROW: tl.constexpr, GATED: tl.constexpr, HAS_LENGTHS: tl.constexpr, MERGE: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Partial outputs (B·H, splits, D) and base-2 log-sum-exps (B·H, splits), float32, contiguous; MERGE as elsewhere.
+
+    k and v are in half precision with rows of neighbours; k_b … v_h are in pieces of 16 bytes, K_ROW and V_ROW, from
+    one key to the next, in pairs. Without GATED there is no bias.
+    """
+    scale, rate_unit, unit = single(scale), single(rate_unit), single(unit)
+    row, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
+    batch, head = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
+    BF16: tl.constexpr = k_ptr.dtype.element_ty == tl.bfloat16
+    length = n_k
+    if HAS_LENGTHS:
+        length = tl.minimum(tl.load(lengths_ptr + batch), n_k).to(tl.int32)
+    attend_to_share(
+        part_ptr, lse_ptr, row * splits + split,
+        as_pairs(k_ptr, batch * k_b + head * k_h), as_pairs(v_ptr, batch * v_b + head * v_h),
+        mark_ptr + batch * mark_b + head * mark_h, mark_n, q_ptr + batch * q_b + head * q_h, q_d,
+        gate_ptr + batch * gate_b + head * gate_h, amplitude_ptr + head * amp_h, scale, rate_unit,
+        length, split, splits, q_ptr, q_ptr, GATED, False, K_ROW, V_ROW, BF16, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
     # Two questions: with one, the second would be compiled where the first says no.
     if MERGE:  # noqa: SIM102
-        if last_to_finish(ticket_ptr + row, tl.num_programs(0)):
+        if last_to_finish(ticket_ptr + row, splits):
             merge_row(
-                part_ptr, lse_ptr, out_ptr, whole_lse_ptr, row, tl.num_programs(0), BLOCK_D, unit, PARTS, BLOCK_D
+                part_ptr, lse_ptr, out_ptr, whole_lse_ptr, row, row * splits, splits, BLOCK_D, unit, PARTS, BLOCK_D
             )  # fmt: skip

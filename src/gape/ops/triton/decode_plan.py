@@ -131,13 +131,13 @@ def is_lone(call: Call, *, traced: bool = False) -> bool:
         return False
     if any(x is not None for x in (call.q_positions, call.k_positions, call.q_documents, call.mask)):
         return False
-    return k.size(3) in LONE_DIMS and k.size(3) == v.size(3) and all(_in_pieces(x, traced) for x in (k, v))
+    return k.size(3) in LONE_DIMS and k.size(3) == v.size(3) and all(in_pieces(x, traced=traced) for x in (k, v))
 
 
-def _in_pieces(x: Tensor, traced: bool) -> bool:
+def in_pieces(x: Tensor, *, traced: bool = False) -> bool:
     """Whether every row of half-precision numbers is whole pieces of 16 bytes; memory of torch begins with one."""
     begin = x.storage_offset() * x.element_size() if traced else x.data_ptr()
-    return begin % 16 == 0 and x.stride(3) == 1 and all(stride % PIECE == 0 for stride in x.stride()[:3])
+    return begin % 16 == 0 and x.stride(-1) == 1 and all(stride % PIECE == 0 for stride in x.stride()[:-1])
 
 
 def _lone(call: Call, splits: int | None) -> Plan:
