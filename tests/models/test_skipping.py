@@ -107,3 +107,19 @@ def test_a_long_text_is_read_alike_on_a_gpu(tiles: list[float]) -> None:
                 found = read(gpt, ids, cache, chunk=16384 if cache is None else 4096)
             torch.testing.assert_close(found.float(), dense.float(), atol=5e-2, rtol=0)
     assert min(tiles) < 0.7
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_skips_the_same_in_one_pass(tiles: list[float]) -> None:
+    """q and k made ready in one launch against the scheme's steps, which alone are counted."""
+    gpt = model(n_embd=256, n_head=4, n_kv_head=2, context_length=1024, options={"gate_floor": 64.0}).cuda()
+    ids, logits = tokens(2049).cuda(), []
+    with torch.autocast("cuda", torch.bfloat16), skipping(gpt, 1e-3):
+        for stepwise in (False, True):
+            for block in gpt.blocks():
+                block.attention.stepwise = stepwise
+            logits.append(read(gpt, ids, chunk=2049).float())
+            assert len(tiles) == 2 * stepwise
+    assert max(tiles) < 0.9
+    assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 2**-6

@@ -228,11 +228,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from gape.ops.triton import prologue_kernels
 flags = dict(ROTATED=True, GATED=True, LOW=13, EDGE=16, COLUMNS=16, Q_HEADS=1, K_HEADS=1, PARTS=1, T=16, HALF=16)
-flags |= dict(EVEN=True, ANCHORS=2, LIMIT=1.0, BITS=8)
-for kernel in (prologue_kernels.prepare, prologue_kernels.undo):
+flags |= dict(EVEN=True, ANCHORS=2, LIMIT=1.0, BITS=8, BOUNDED=True)
+for kernel in (prologue_kernels.prepare, prologue_kernels.undo, prologue_kernels.prepare_bounded):
     names = kernel.arg_names
     types = {x: "*fp32" if x.endswith("_ptr") else "constexpr" if x in flags else "i32" for x in names}
-    types["factor"] = "fp64"
+    types |= {x: "fp64" for x in ("factor", "q_stretch", "k_stretch") if x in names}
     constants = {(names.index(x),): value for x, value in flags.items() if x in names}
     source = triton.compiler.ASTSource(kernel, types, constants)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
@@ -240,7 +240,7 @@ for kernel in (prologue_kernels.prepare, prologue_kernels.undo):
 """
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run([sys.executable, "-c", program], env=outside, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["1", "1"]
+    assert ran.stdout.split() == ["1", "1", "3"]
 
 
 def test_a_layer_attends_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

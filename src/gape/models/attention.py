@@ -26,6 +26,7 @@ from gape.ops.carried import (
     uncarried,
 )
 from gape.ops.checks import refuse
+from gape.ops.problem import learning
 from gape.positions.base import counted
 
 
@@ -191,25 +192,38 @@ class GAPEAttention(Skips, nn.Module):
         return projected
 
     def _attend_in_one_pass(self, x: Tensor) -> Tensor | None:
-        """Project and attend through the fused prologue where it can run and `split` would; None elsewhere."""
-        far = self.gates is not None and torch.is_grad_enabled() and x.size(1) > columns.ANCHORED_ROWS
-        asked = self.skips is None and (self.impl == "split" or (self.impl == "auto" and not far))
-        ready = x.is_cuda and prologue.ready(x.device, working_dtype(x))
-        if not asked or not ready or self.stepwise or self.keep_landmark:
+        """Project and attend through a fused prologue where one can run and its attention would; None elsewhere."""
+        if not x.is_cuda or not prologue.ready(x.device, working_dtype(x)) or self.stepwise or self.keep_landmark:
             return None
+        how = self.how(x.size(1))
+        width = self._prepared_width(x, how["impl"])
         # Gaps are made in the weights, which must then be all that the projection does.
-        if self.gates is not None and not self._bare:
+        if width is None or (width != self.content_dim and not self._bare):
             return None
-        width = self.content_dim if self.gates is None else prologue.room(self.content_dim, self.head_dim)
-        steps = None if width is None else self.scheme.one_pass(x.size(1), x.device)
-        if steps is None or width is None:
+        steps = self.scheme.one_pass(x.size(1), x.device)
+        if steps is None:
             return None
-        y = self.qkv(x) if self.gates is None else self._project_with_gaps(x, width)
+        y = self.qkv(x) if width == self.content_dim else self._project_with_gaps(x, width)
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         widths = (width, width, self.head_dim)
         parts = torch.split(y, [h * w for h, w in zip(heads, widths, strict=True)], dim=-1)
-        q, k, v = (part.view(*part.shape[:2], h, -1).transpose(1, 2) for part, h in zip(parts, heads, strict=True))
-        return prologue.fused_attention(q, k, v, *steps, scale=self.scale)
+        q, k, v = (
+            part.view(*part.shape[:2], h, w).transpose(1, 2) for part, h, w in zip(parts, heads, widths, strict=True)
+        )
+        angles, reading = steps
+        if how["impl"] == "triton" and reading is not None:
+            return prologue.bounded_attention(q, k, v, angles, reading, scale=self.scale, eps=how.get("eps", 0.0))
+        return prologue.fused_attention(q, k, v, angles, reading, scale=self.scale)
+
+    def _prepared_width(self, x: Tensor, impl: str) -> int | None:
+        """The width of the rows that the prologue of an implementation makes of x's q and k; None where it has none."""
+        if impl == "triton":
+            learns = self.gates is None or learning(x, *self.qkv.parameters(), *self.scheme.parameters())
+            return None if learns else prologue.whole_rows(self.content_dim, self.n_heads, self.head_dim)
+        far = self.gates is not None and torch.is_grad_enabled() and x.size(1) > columns.ANCHORED_ROWS
+        if impl != "split" and (impl != "auto" or far):
+            return None
+        return self.content_dim if self.gates is None else prologue.room(self.content_dim, self.head_dim)
 
     def _project_with_gaps(self, x: Tensor, width: int) -> Tensor:
         """The projection of x with q and k as the prologue wants them: the gaps are columns of zero weights."""

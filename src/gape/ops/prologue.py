@@ -1,4 +1,4 @@
-"""From q and k as projected to q and k that carry the bias, in one pass over memory.
+"""From q and k as projected to what attention takes, in one pass over memory: rows that carry the bias, or bounds.
 
 Without Triton or a GPU the same numbers come from a scheme's own steps and :mod:`gape.ops.split`, several passes; this
 module is what replaces them where it can run. `docs/precision.md` says what the coordinates are.
@@ -16,11 +16,16 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gape.ops import columns, sdpa
-from gape.ops.checks import refuse
+from gape.ops.checks import refuse, weight
+from gape.ops.dispatch import MOST_PROGRAMS, TRITON_WIDTH
 from gape.ops.rounding import UNIT
 from gape.ops.visibility import Visibility
 
 HALVES = (torch.bfloat16, torch.float16)
+
+#: Numbers of a row that a kernel loads at once: what Triton knows to be a multiple of it, it loads without looking at
+#: each.
+PIECE = 16
 
 #: Looked up once: a compiler cannot trace the search.
 HAS_TRITON = find_spec("triton") is not None
@@ -79,6 +84,12 @@ def room(content: int, width: int | None = None) -> int | None:
     least = content + columns.COLUMNS
     width = -(-least // 8) * 8 if width is None else width
     return width if content % 2 == 0 and width % 2 == 0 and width >= least else None
+
+
+def whole_rows(content: int, heads: int, value_width: int) -> int | None:
+    """The width of rows with `content` coordinates and no bias that :func:`bounded_attention` takes; None for none."""
+    fits = content % 2 == 0 and max(content, value_width) <= TRITON_WIDTH and heads <= MOST_PROGRAMS
+    return -(-content // PIECE) * PIECE if fits else None
 
 
 def prologue(
@@ -145,6 +156,39 @@ def fused_attention(
     return sdpa.prepare(q, k, v, seen, scale).run()
 
 
+def bounded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    reading: GateReading,
+    *,
+    scale: float,
+    eps: float,
+) -> Tensor:
+    """What `impl="triton"` gives, causal and in index order, with all that it takes made in one pass. No gradients.
+
+    Args:
+        q, k: as :func:`prologue` takes them, in rows of :func:`whole_rows`, with gaps of any size or none.
+        v: (B, Hk, N, Dv).
+        angles, reading, scale: as :func:`prologue` takes them.
+        eps: what a query may lose to tiles of keys that are left away (`docs/skipping.md`); 0 leaves nothing away.
+
+    Returns:
+        (B, Hq, N, Dv) in q's dtype.
+
+    Raises:
+        ValueError: as :func:`prologue`, and for v and eps.
+    """
+    _check(q, k, angles, reading, least=0)
+    if not isinstance(v, Tensor) or v.shape[:-1] != k.shape[:-1] or (v.dtype, v.device) != (q.dtype, q.device):
+        raise refuse("v", v, f"a {q.dtype} tensor {(*k.shape[:-1], 'width')} on {q.device}")
+    eps = weight("eps", eps)
+    from gape.ops.triton import launch  # noqa: PLC0415
+
+    return launch.projected(q, k, v, angles, reading, scale=scale, eps=eps)[0]
+
+
 def _where(q: Tensor) -> tuple[int, int, int, int]:
     """Anchors, token 0 from the first anchor, first token of the second group, and how far anchors are apart.
 
@@ -159,8 +203,14 @@ def _where(q: Tensor) -> tuple[int, int, int, int]:
     return 2, -anchors[0], middle, anchors[1] - anchors[0]
 
 
-def _check(q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None, reading: GateReading | None) -> None:
-    """Refuse what does not fit together: kernels read as much as they are told to."""
+def _check(
+    q: Tensor,
+    k: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    reading: GateReading | None,
+    least: int = columns.COLUMNS,
+) -> None:
+    """Refuse what does not fit together: kernels read as much as they are told to. Gaps are of at least `least`."""
     if not isinstance(q, Tensor) or q.dim() != 4 or not ready(q.device, q.dtype) or q.size(3) % 2:
         raise refuse("q", q, "a half-precision tensor (B, heads, N, even width) on a GPU, with Triton installed")
     batch, n_heads, n, width = q.shape
@@ -174,8 +224,9 @@ def _check(q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None, reading: 
     content = width
     if reading is not None:
         content = reading.gate_weight.size(-1)
-        if room(content, width) is None:
-            raise refuse("reading", reading.gate_weight, f"weights of an even number of coordinates up to {width - 6}")
+        if content % 2 or content + least > width:
+            expected = f"weights of an even number of coordinates up to {width - least}"
+            raise refuse("reading", reading.gate_weight, expected)
         heads = {"gate_bias": n_heads, "landmark_bias": k.size(1), "amplitude": n_heads, "floor": n_heads}
         shapes: dict[str, tuple[int, ...]] = {name: (count,) for name, count in heads.items()}
         shapes |= {"gate_weight": (n_heads, content), "landmark_weight": (k.size(1), content)}

@@ -93,7 +93,7 @@ class Gated(Scheme):
         )
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:
-        """What the base does, and the gates; None where the base does more than turn, or a gate is fixed."""
+        """What the base does, and the gates; None where the base does more than turn, or :meth:`reading` says no."""
         reading, base = self.reading(device), self.base.one_pass(n, device)
         if reading is None or (base is None and not isinstance(self.base, NoPE)):
             return None
@@ -122,15 +122,17 @@ class Gated(Scheme):
         )
 
     def reading(self, device: torch.device) -> GateReading | None:
-        """What a fused pass needs to read the gates on `device`; None where one of them is fixed."""
+        """What a fused pass needs to read the gates on `device`; None where one is fixed, or more than weights."""
         gates = self.gates
-        if gates.gate_projection is None or gates.landmark_projection is None:
+        gate = _reading(gates.gate_projection, gates.init_gate_bias)
+        landmark = _reading(gates.landmark_projection, gates.init_landmark_bias)
+        if not isinstance(gate, tuple) or not isinstance(landmark, tuple):
             return None
         return GateReading(
-            gate_weight=gates.gate_projection.weight.float(),
-            gate_bias=gates.gate_projection.bias.float(),
-            landmark_weight=gates.landmark_projection.weight.float(),
-            landmark_bias=gates.landmark_projection.bias.float(),
+            gate_weight=gate[0].float(),
+            gate_bias=gate[1].float(),
+            landmark_weight=landmark[0].float(),
+            landmark_bias=landmark[1].float(),
             amplitude=gates.amplitude,
             floor=gates.floors(device),
             context_length=self.context_length,

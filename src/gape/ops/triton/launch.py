@@ -13,12 +13,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gape.ops.problem import Problem
+from gape.ops.prologue import PIECE, GateReading
 from gape.ops.triton import backward, forward
+from gape.ops.triton.prologue import prepare_bounded
 from gape.ops.triton.registered import in_parts, operator, traceable
+from gape.ops.triton.sizes import tiles_for
 from gape.ops.triton.tiles import LOG2E
-
-#: Numbers of a row that are loaded at once: what Triton knows to be a multiple of it, it loads without looking at each.
-PIECE = 16
 
 #: What a norm in float32 may have been rounded down by.
 SLACK = 1 + 2**-16
@@ -89,6 +89,31 @@ def _attended(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Ten
     return out[..., : problem.v.size(-1)], *others
 
 
+def projected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    reading: GateReading,
+    *,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What :func:`attend` returns, of q and k as :func:`gape.ops.prologue.bounded_attention` takes them; no gradients.
+
+    Norms are those of the rows that attention reads, stretched as in :func:`_bounds`.
+    """
+    values = _whole_pieces(v)
+    columns = tiles_for(q, values, "attend", skip=True)["BLOCK_N"] if eps else 0
+    ready = prepare_bounded(
+        q, k, *((None, None) if angles is None else angles), reading.gate_weight, reading.gate_bias,
+        reading.amplitude, reading.floor, reading.landmark_weight, reading.landmark_bias,
+        LOG2E / reading.context_length, scale * LOG2E * SLACK, SLACK, columns,
+    )  # fmt: skip
+    out, *others = attend_bounded(*ready[:2], values, *ready[2:], scale, eps)
+    return out[..., : v.size(-1)], *others
+
+
 def _whole_pieces(x: Tensor) -> Tensor:
     """Zero coordinates up to a multiple of PIECE: rows of another width are read number by number, at half the speed.
 
@@ -138,18 +163,56 @@ def attend(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     where, (scale, eps) = Layout(*told[:6]), told[6:]
+    outs = _blank(q, v, eps)
+    if outs[0].numel():
+        bounds = _bounds(q, k, v, u, scale) if eps else (c, c, c)
+        _launch_attend(outs, _arguments(q, k, v, c * LOG2E, u, bounds, where, eps), q, v, scale, eps)
+    return outs
+
+
+@operator("gape::attend_bounded")
+def attend_bounded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    u: Tensor,
+    reach: Tensor,
+    k_reach: Tensor,
+    u_least: Tensor,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Forward alone, what :func:`attend` returns, with c in base 2 and bounds as :func:`_bounds` makes them.
+
+    For causal tokens in index order. The bounds are of no matter where eps is 0.
+    """
+    found: tuple[Tensor, Tensor, Tensor, Tensor]
+    found = in_parts(_attend_bounded, (q, k, v, c, u, reach, k_reach, u_least), *q.shape[:2], scale, eps)
+    return found
+
+
+def _attend_bounded(
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bounds, (scale, eps) = told[:3], told[3:]
+    outs = _blank(q, v, eps)
+    if outs[0].numel():
+        where = Layout(None, None, None, None, None, causal=True)
+        _launch_attend(outs, _arguments(q, k, v, c, u, bounds, where, eps), q, v, scale, eps)
+    return outs
+
+
+def _launch_attend(
+    outs: tuple[Tensor, Tensor, Tensor, Tensor], a: _Arguments, q: Tensor, v: Tensor, scale: float, eps: float
+) -> None:
+    (out, lse, low, visited), (reach, k_reach, u_least) = outs, a.bounds
     tile = tiles_for(q, v, "attend", skip=eps > 0)
-    out, lse, low, visited = _blank(q, v, eps)
-    if out.numel() == 0:
-        return out, lse, low, visited
-    a = _arguments(q, k, v, c, u, where, tile, scale, eps)
     grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
-    reach, k_reach, u_least = a.bounds
     traceable(forward.attend)[grid](
         *a.tensors, out, lse, reach, low, k_reach, u_least, visited, *a.strides, q.size(1), *a.sizes, scale * LOG2E,
         eps, **a.flags, **tile,
     )  # fmt: skip
-    return out, lse, low, visited
 
 
 @operator("gape::attend_backward")
@@ -198,8 +261,9 @@ def _attend_backward(
         return tuple(x.zero_() for x in grads)
     dq, dk, dv, dc, du = grads
     tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("by_rows", "by_columns"))
-    a = _arguments(q, k, v, c, u, where, tile, scale, eps)
-    reach, k_reach, u_least = a.bounds
+    bounds = _bounds(q, k, v, u, scale) if eps else (c, c, c)
+    a = _arguments(q, k, v, c * LOG2E, u, bounds, where, eps)
+    reach, k_reach, u_least = bounds
     numbers = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
     upstream = (grad, numbers)
     traceable(backward.row_numbers)[(-(-lse.numel() // 64),)](
@@ -272,12 +336,12 @@ def _arguments(
     v: Tensor,
     c: Tensor,
     u: Tensor,
+    bounds: tuple[Tensor, Tensor, Tensor],
     where: Layout,
-    tile: dict[str, int],
-    scale: float,
     eps: float,
 ) -> _Arguments:
-    """What all kernels take, in their order."""
+    """What all kernels take, in their order; c in base 2."""
+    tile = tiles_for(q, v, "attend", skip=eps > 0)
     n_q, n_k, d, d_v = q.size(2), k.size(2), q.size(3), v.size(3)
     positions = [(0, 0) if p is None else p.stride() for p in (where.q_positions, where.k_positions)]
     mask = (0, 0, 0, 0) if where.mask is None else where.mask.stride()
@@ -293,19 +357,20 @@ def _arguments(
     # A pointer that is never followed stands in for what is not there: kernels do arithmetic on all of them.
     optional = tuple(q if x is None else x for x in where[:5])
     return _Arguments(
-        tensors=(q, k, v, (c * LOG2E).contiguous(), u.contiguous(), *optional),
+        tensors=(q, k, v, c.contiguous(), u.contiguous(), *optional),
         strides=(*q.stride(), *k.stride(), *v.stride(), *positions[0], *positions[1], *mask),
         sizes=(q.size(1) // k.size(1), n_q, n_k, d, d_v),
-        bounds=_bounds(q, k, u, scale, tile["BLOCK_N"]) if eps else (c, c, c),
+        bounds=bounds,
         flags=flags,
     )
 
 
-def _bounds(q: Tensor, k: Tensor, u: Tensor, scale: float, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+def _bounds(q: Tensor, k: Tensor, v: Tensor, u: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """How far a query's products reach, (B, Hq, Nq), and of each tile of keys the largest norm and least exposure.
 
     The softmax scale and log₂e are on the query's side; :func:`gape.ops.triton.tiles.needed` says how they are used.
     """
+    columns = tiles_for(q, v, "attend", skip=True)["BLOCK_N"]
     reach = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32) * (scale * LOG2E * SLACK)
     norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32) * SLACK
     spare = -k.size(2) % columns
@@ -313,53 +378,3 @@ def _bounds(q: Tensor, k: Tensor, u: Tensor, scale: float, columns: int) -> tupl
     k_reach = F.pad(norms, (0, spare)).view(tiles).amax(-1)
     u_least = F.pad(u, (0, spare), value=1.0).view(tiles).amin(-1)
     return reach, k_reach.contiguous(), u_least.contiguous()
-
-
-class Tile(NamedTuple):
-    """What one program takes, and with what.
-
-    Attributes:
-        rows: queries of a tile.
-        columns: keys of a tile.
-        warps: of 32 threads.
-        stages: tiles under way at once in a pipelined loop.
-        registers: most that a thread may have, if there is a cap.
-    """
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-
-#: By kernel: half precision with heads of up to 64, up to 128, and wider. Small ones are for float32. Where tiles are
-#: skipped all kernels judge the same tiles, so theirs are equal.
-#: 168 registers leave room for three programs of 128 threads on a multiprocessor: one computes while another judges.
-#: The loop over a run of tiles still has all it needs in registers, and what is put aside is read back around it. In
-#: heads of more than 64 that loop itself would read numbers back for every tile, and shared memory has room for two.
-TILES: dict[str, dict[str, Tile]] = {
-    "narrow": {"attend": Tile(64, 64, 4, 3), "by_rows": Tile(64, 64, 4, 3), "by_columns": Tile(64, 64, 4, 2)},
-    "wide": {"attend": Tile(128, 64, 8, 3), "by_rows": Tile(128, 64, 8, 3), "by_columns": Tile(64, 128, 8, 3)},
-    "widest": {"attend": Tile(64, 32, 8, 2), "by_rows": Tile(64, 32, 8, 2), "by_columns": Tile(32, 64, 8, 2)},
-    "small": {"attend": Tile(32, 32, 4, 2), "by_rows": Tile(32, 32, 4, 2), "by_columns": Tile(32, 32, 4, 2)},
-    "narrow, skipping": {
-        "attend": Tile(64, 64, 4, 2, registers=168), "by_rows": Tile(64, 64, 4, 2), "by_columns": Tile(64, 64, 4, 2),
-    },
-    "wide, skipping": {"attend": Tile(64, 64, 4, 2), "by_rows": Tile(64, 64, 4, 2), "by_columns": Tile(64, 64, 4, 2)},
-}  # fmt: skip
-
-
-def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[str, int]:
-    """Tile sizes and launch options of a kernel; widths are powers of two of at least 16, which matrix units want."""
-    width, value_width = (max(16, 1 << (x.size(-1) - 1).bit_length()) for x in (q, v))
-    widest = max(width, value_width)
-    kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
-    if q.dtype == torch.float32 or (skip and kind == "widest"):
-        kind = "small"
-    elif skip:
-        kind = f"{kind}, skipping"
-    tile = TILES[kind][kernel]
-    cap = {} if tile.registers is None else {"maxnreg": tile.registers}
-    sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": width, "BLOCK_V": value_width}
-    return sizes | {"num_warps": tile.warps, "num_stages": tile.stages} | cap

@@ -32,7 +32,8 @@ class Tile(NamedTuple):
     parts: int = 1
 
 
-TILES = {"prepare": Tile(16, 4, 2), "undo": Tile(16, 1, 2, parts=4)}
+#: "bounded" has as many more tokens and warps as make a tile of attention's keys.
+TILES = {"prepare": Tile(16, 4, 2), "undo": Tile(16, 1, 2, parts=4), "bounded": Tile(16, 4, 2)}
 
 
 @operator("gape::prepare")
@@ -85,7 +86,7 @@ def _prepare(
     outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if q.numel():
         tile = _tile("prepare", gate_weight)
-        flags = _flags(q, cos, gate_weight, anchors, tile)
+        flags = _flags(q, cos, gate_weight, tile) | _split_flags(q, gate_weight, anchors)
         flags |= {"Q_HEADS": _heads(q, tile), "K_HEADS": _heads(k, tile), "BITS": significand_bits(q)}
         traceable(prologue_kernels.prepare)[_grid(q, k, tile)](
             q, k, *_given(q, *tables), *outs, *q.stride()[:3], *k.stride()[:3],
@@ -145,7 +146,7 @@ def _prepare_backward(
     sums = torch.empty(blocks, q_heads + k_heads, columns, dtype=torch.float32, device=q.device)
     if q.numel():
         strides = (stride for x in (q_grad, k_grad, q, k) for stride in x.stride()[:3])
-        flags = _flags(q, cos, gate_weight, anchors, tile) | {"PARTS": tile.parts}
+        flags = _flags(q, cos, gate_weight, tile) | _split_flags(q, gate_weight, anchors) | {"PARTS": tile.parts}
         traceable(prologue_kernels.undo)[_grid(q, k, tile)](
             q_grad, k_grad, q, k, *_given(q, *tables), dq, dk, sums, *strides,
             q_heads, k_heads, n, first, middle, apart, factor, **flags,
@@ -174,6 +175,64 @@ def _backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Any, ...]:
 prepare.register_autograd(_backward, setup_context=_setup)
 
 
+@operator("gape::prepare_bounded")
+def prepare_bounded(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    gate_weight: Tensor,
+    gate_bias: Tensor,
+    amplitude: Tensor,
+    floor: Tensor,
+    landmark_weight: Tensor,
+    landmark_bias: Tensor,
+    factor: float,
+    q_stretch: float,
+    k_stretch: float,
+    columns: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Turn q and k, read the gates, and measure what tiles of keys are judged by. Without a gradient.
+
+    Args:
+        q, k, cos, sin, gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias: as :func:`prepare` has
+            them; with as many coordinates as the weights have there are no gaps.
+        factor: times which amplitude · gate is the rate.
+        q_stretch, k_stretch: times which a norm is a reach.
+        columns: keys of a tile, a power of two; 0 to measure nothing.
+
+    Returns:
+        q and k, their shapes, in their dtype, zeros in the gaps; in float32 the rate (B, Hq, N) and the exposure
+        (B, Hk, N), each query's reach (B, Hq, N), each tile's largest (B, Hk, tiles) and its least exposure, these
+        three empty where nothing is measured. All contiguous.
+    """
+    parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(
+        _prepare_bounded, (q, k), q.size(0), 1, (cos, sin, *parameters), factor, q_stretch, k_stretch, columns
+    )
+    return found
+
+
+def _prepare_bounded(
+    q: Tensor, k: Tensor, tables: Tables, factor: float, q_stretch: float, k_stretch: float, columns: int
+) -> tuple[Tensor, ...]:
+    q, k = _rows(q), _rows(k)
+    (batch, q_heads, n, _), k_heads = q.shape, k.size(1)
+    tile = _of_tokens(TILES["bounded"], columns)
+    tiles = _blocks(n, tile) if columns else 0
+    sizes = ((q_heads, n), (k_heads, n), (q_heads, n if columns else 0), (k_heads, tiles), (k_heads, tiles))
+    rows = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    numbers = tuple(torch.empty(batch, *size, dtype=torch.float32, device=q.device) for size in sizes)
+    if q.numel():
+        flags = _flags(q, tables[0], tables[2], tile) | {"BOUNDED": columns > 0}
+        flags |= {"Q_HEADS": _heads(q, tile), "K_HEADS": _heads(k, tile)}
+        traceable(prologue_kernels.prepare_bounded)[_grid(q, k, tile)](
+            q, k, *_given(q, *tables), *rows, *numbers, *q.stride()[:3], *k.stride()[:3],
+            q_heads, k_heads, n, factor, q_stretch, k_stretch, **flags,
+        )  # fmt: skip
+    return (*rows, *numbers)
+
+
 def _rows(x: Tensor) -> Tensor:
     """x with neighbouring coordinates side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -187,6 +246,12 @@ def _given(stand_in: Tensor, *tensors: Tensor | None) -> list[Tensor]:
 def _tile(kernel: str, gate_weight: Tensor | None) -> Tile:
     tile = TILES[kernel]
     return tile if gate_weight is not None else tile._replace(parts=1)
+
+
+def _of_tokens(tile: Tile, tokens: int) -> Tile:
+    """A tile of so many tokens, if not fewer than it has, that leaves as much to each thread."""
+    times = max(1, tokens // tile.tokens)
+    return tile._replace(tokens=tile.tokens * times, warps=tile.warps * times)
 
 
 def _blocks(n: int, tile: Tile) -> int:
@@ -206,13 +271,16 @@ def _grid(q: Tensor, k: Tensor, tile: Tile) -> tuple[int, int]:
     return groups * _blocks(q.size(2), tile), q.size(0)
 
 
-def _flags(q: Tensor, cos: Tensor | None, gate_weight: Tensor | None, anchors: int, tile: Tile) -> dict[str, Any]:
+def _flags(q: Tensor, cos: Tensor | None, gate_weight: Tensor | None, tile: Tile) -> dict[str, Any]:
     edge = q.size(-1) // 2
     half = 1 << (edge - 1).bit_length()
     return {
-        "ROTATED": cos is not None, "GATED": gate_weight is not None,
-        "LOW": edge if gate_weight is None else gate_weight.size(1) // 2, "EDGE": edge,
+        "ROTATED": cos is not None, "LOW": edge if gate_weight is None else gate_weight.size(1) // 2, "EDGE": edge,
         "COLUMNS": 0 if cos is None else cos.size(1),
         "T": tile.tokens, "HALF": half, "EVEN": half == edge and not q.size(2) % (tile.tokens * tile.parts),
-        "ANCHORS": anchors, "LIMIT": torch.finfo(q.dtype).max / 2, "num_warps": max(1, tile.warps * half // 32),
+        "num_warps": max(1, tile.warps * half // 32),
     }  # fmt: skip
+
+
+def _split_flags(q: Tensor, gate_weight: Tensor | None, anchors: int) -> dict[str, Any]:
+    return {"GATED": gate_weight is not None, "ANCHORS": anchors, "LIMIT": torch.finfo(q.dtype).max / 2}

@@ -10,6 +10,9 @@ what they are. A program takes a block of tokens of one sample and goes through 
 cosines and sines are read once for all of them. Programs that run side by side have the same tokens, so that cosines
 and sines come from the cache. The backward pass takes one head and several blocks, and leaves sums over their tokens
 for the parameters: no atomics, so two runs give the same bits.
+
+Attention that makes the bias itself gets rate and exposure beside the rows, whose gaps then hold zeros, and where it
+skips tiles of keys the norms by which :func:`gape.ops.triton.tiles.needed` judges them: `prepare_bounded`.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ def softplus(z):
     e = tl.exp(tl.minimum(z, 20.0))
     t = 1.0 + e
     near = tl.where(t == 1.0, e, tl.log(t) * (e / tl.where(t == 1.0, 1.0, t - 1.0)))
-    return tl.where(z > 20.0, z, near)
+    # What is not a number stays so.
+    return tl.where(z <= 20.0, near, z)
 
 
 @triton.jit
@@ -245,6 +249,102 @@ def prepare(
             k_ptr, k_weight_ptr, k_bias_ptr, amplitude_ptr, floor_ptr, k_out_ptr, k_b, k_h, k_n,
             cos_ptr, sin_ptr, block * T, head, n_k_heads, n, first, middle, apart, factor,
             False, ROTATED, GATED, LOW, EDGE, COLUMNS, K_HEADS, T, HALF, EVEN, BITS, ANCHORS, LIMIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def turned_halves(a, b, cos, sin, half, ROTATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr):
+    """Both halves of rows, (T, HALF) each, turned; zeros beyond the content."""
+    turned_a, turned_b = a, b
+    if ROTATED:
+        turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
+    if LOW < EDGE:
+        turned_a, turned_b = tl.where(half < LOW, turned_a, 0.0), tl.where(half < LOW, turned_b, 0.0)
+    return turned_a, turned_b
+
+
+@triton.jit
+def lengths(a, b, like):
+    """Euclidean norms (T,) of rows as they are stored behind `like`: rounded, as they enter products."""
+    a, b = a.to(like.dtype.element_ty).to(tl.float32), b.to(like.dtype.element_ty).to(tl.float32)
+    return tl.sqrt(tl.sum(a * a + b * b, 1))
+
+
+@triton.jit
+def bound_heads(
+    x_ptr, weight_ptr, bias_ptr, amplitude_ptr, floor_ptr, out_ptr, number_ptr, reach_ptr, least_ptr, x_b, x_h, x_n,
+    cos_ptr, sin_ptr, block, head, n_heads, n, factor, stretch,
+    QUERIES: tl.constexpr, ROTATED: tl.constexpr, BOUNDED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
+    COLUMNS: tl.constexpr, HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of x from `head` on, T tokens of block `block`."""
+    start = block * T
+    row = tl.program_id(1).to(tl.int64) * n_heads + head
+    tokens = tl.arange(0, T)
+    there = tokens < n - start
+    rows, half = tokens[:, None], tl.arange(0, HALF)[None, :]
+    inside = there[:, None] & (half < EDGE)
+    x_ptr += tl.program_id(1).to(tl.int64) * x_b + start.to(tl.int64) * x_n + head * x_h + (rows * x_n + half)
+    out_ptr += (row * n + start) * (2 * EDGE) + (rows * (2 * EDGE) + half)
+    coming_a, coming_b = load_halves(x_ptr, inside, EDGE, EVEN)
+    cos, sin = turns(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
+    for step in tl.static_range(HEADS):
+        a, b = coming_a.to(tl.float32), coming_b.to(tl.float32)
+        if step + 1 < HEADS:
+            # Under way while this head is worked on.
+            x_ptr += x_h
+            coming_a, coming_b = load_halves(x_ptr, inside, EDGE, EVEN)
+        wa, wb = load_weights(weight_ptr + (head + step) * (2 * LOW), half, LOW)
+        z = tl.sum(a * wa + b * wb, 1) + tl.load(bias_ptr + head + step)
+        a, b = turned_halves(a, b, cos, sin, half, ROTATED, LOW, EDGE)
+        store_halves(out_ptr, a, b, inside, EDGE, EVEN)
+        out_ptr += tl.cast(n, tl.int64) * (2 * EDGE)
+        if QUERIES:
+            gate = tl.load(floor_ptr + head + step) + softplus(z)
+            number = gate * (tl.load(amplitude_ptr + head + step) * factor)
+        else:
+            number = 1.0 - sigmoid(z)
+        tl.store(number_ptr + (row + step) * n + start + tokens, number, mask=there)
+        if BOUNDED:
+            length = lengths(a, b, out_ptr) * stretch
+            if QUERIES:
+                tl.store(reach_ptr + (row + step) * n + start + tokens, length, mask=there)
+            else:
+                # Extremes would lose what is not a number, and a key that holds it must keep its tile.
+                length = tl.where(there & ~(length >= 0), float("inf"), length)
+                number = tl.where(there, tl.where(number >= 0, number, float("-inf")), 1.0)
+                tl.store(reach_ptr + (row + step) * tl.cdiv(n, T) + block, tl.max(length, 0))
+                tl.store(least_ptr + (row + step) * tl.cdiv(n, T) + block, tl.min(number, 0))
+
+
+@triton.jit
+def prepare_bounded(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr,
+    q_out_ptr, k_out_ptr, c_ptr, u_ptr, reach_ptr, k_reach_ptr, u_least_ptr, q_b, q_h, q_n, k_b, k_h, k_n,
+    n_q_heads, n_k_heads, n, factor, q_stretch, k_stretch,
+    ROTATED: tl.constexpr, BOUNDED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr, COLUMNS: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """q and k (B, H, N, W) → the same, contiguous: turned, zeros in the gaps; and beside them rates and exposures.
+
+    BOUNDED: also the norms of the rows, stretched: each query's (B, Hq, N), the largest of each T keys, and beside that
+    their least exposure (B, Hk, blocks). factor: times which amplitude · g is the rate. Others as `prepare` has them.
+    """
+    # Compilers hand a Python float over in float64, and all that it touches would be.
+    factor, q_stretch = tl.cast(factor, tl.float32), tl.cast(q_stretch, tl.float32)
+    k_stretch = tl.cast(k_stretch, tl.float32)
+    block, head, of_queries = split_heads(n_q_heads, n_k_heads, Q_HEADS, K_HEADS)
+    if of_queries:
+        bound_heads(
+            q_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, q_out_ptr, c_ptr, reach_ptr, u_least_ptr,
+            q_b, q_h, q_n, cos_ptr, sin_ptr, block, head, n_q_heads, n, factor, q_stretch,
+            True, ROTATED, BOUNDED, LOW, EDGE, COLUMNS, Q_HEADS, T, HALF, EVEN,
+        )  # fmt: skip
+    else:
+        bound_heads(
+            k_ptr, k_weight_ptr, k_bias_ptr, amplitude_ptr, floor_ptr, k_out_ptr, u_ptr, k_reach_ptr, u_least_ptr,
+            k_b, k_h, k_n, cos_ptr, sin_ptr, block, head, n_k_heads, n, factor, k_stretch,
+            False, ROTATED, BOUNDED, LOW, EDGE, COLUMNS, K_HEADS, T, HALF, EVEN,
         )  # fmt: skip
 
 

@@ -1,0 +1,58 @@
+"""How large the tiles of attention's kernels are, and with what they are launched."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    """What one program takes, and with what.
+
+    Attributes:
+        rows: queries of a tile.
+        columns: keys of a tile.
+        warps: of 32 threads.
+        stages: tiles under way at once in a pipelined loop.
+        registers: most that a thread may have, if there is a cap.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+#: By kernel: half precision with heads of up to 64, up to 128, and wider. Small ones are for float32. Where tiles are
+#: skipped all kernels judge the same tiles, so theirs are equal.
+#: 168 registers leave room for three programs of 128 threads on a multiprocessor: one computes while another judges.
+#: The loop over a run of tiles still has all it needs in registers, and what is put aside is read back around it. In
+#: heads of more than 64 that loop itself would read numbers back for every tile, and shared memory has room for two.
+TILES: dict[str, dict[str, Tile]] = {
+    "narrow": {"attend": Tile(64, 64, 4, 3), "by_rows": Tile(64, 64, 4, 3), "by_columns": Tile(64, 64, 4, 2)},
+    "wide": {"attend": Tile(128, 64, 8, 3), "by_rows": Tile(128, 64, 8, 3), "by_columns": Tile(64, 128, 8, 3)},
+    "widest": {"attend": Tile(64, 32, 8, 2), "by_rows": Tile(64, 32, 8, 2), "by_columns": Tile(32, 64, 8, 2)},
+    "small": {"attend": Tile(32, 32, 4, 2), "by_rows": Tile(32, 32, 4, 2), "by_columns": Tile(32, 32, 4, 2)},
+    "narrow, skipping": {
+        "attend": Tile(64, 64, 4, 2, registers=168), "by_rows": Tile(64, 64, 4, 2), "by_columns": Tile(64, 64, 4, 2),
+    },
+    "wide, skipping": {"attend": Tile(64, 64, 4, 2), "by_rows": Tile(64, 64, 4, 2), "by_columns": Tile(64, 64, 4, 2)},
+}  # fmt: skip
+
+
+def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[str, int]:
+    """Tile sizes and launch options of a kernel; widths are powers of two of at least 16, which matrix units want."""
+    width, value_width = (max(16, 1 << (x.size(-1) - 1).bit_length()) for x in (q, v))
+    widest = max(width, value_width)
+    kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
+    if q.dtype == torch.float32 or (skip and kind == "widest"):
+        kind = "small"
+    elif skip:
+        kind = f"{kind}, skipping"
+    tile = TILES[kind][kernel]
+    cap = {} if tile.registers is None else {"maxnreg": tile.registers}
+    sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": width, "BLOCK_V": value_width}
+    return sizes | {"num_warps": tile.warps, "num_stages": tile.stages} | cap
