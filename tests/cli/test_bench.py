@@ -59,10 +59,10 @@ def test_decode_and_prologue() -> None:
     assert [row["impl"] for row in found] == impls
     assert all(float(row["error"]) < 1e-5 and float(row["of_copy"]) > 0 and float(row["of_sdpa"]) > 0 for row in found)
     half = ["bench", "prologue", *TINY, "--dtype", "float16", "--tokens", "40", *sizes]
-    assert gape_exits(*half, "--impl", "steps-gape,steps-rope+attention,steps-gape+attention", "--backward") == 0
+    assert gape_exits(*half, "--impl", "copy,steps-gape,steps-rope+attention,steps-gape+attention", "--backward") == 0
     assert gape_exits(*half, "--impl", "fused-rope+attention,fused-gape+attention") == 0
     found = {(row["impl"], row["direction"]): row for row in stored("prologue")}
-    assert len(found) == 8
+    assert len(found) == 9  # a copy has nothing to go back through
     assert found["steps-gape", "both"]["of_copy"]
     for impl in ("steps-rope", "steps-gape", "fused-rope", "fused-gape"):
         assert float(found[f"{impl}+attention", "forward"]["error"]) < 2e-3, impl

@@ -4,6 +4,7 @@ q, k and v are views of one projection, as a layer has them. With gates the head
 content, and gaps for them in q and k, as the fused pass takes them. Alone, a pass stands beside a plain copy; together
 with attention, beside RoPE.
 
+copy                           q and k copied in one piece, which nothing that reads and writes them beats by much
 fused-gape, fused-rope         one pass over memory by Triton; the second is the same with gates off
 compiled-gape, compiled-rope   the steps in torch, compiled
 steps-gape, steps-rope         the steps in torch, one by one
@@ -187,6 +188,16 @@ class Candidate:
         return run
 
 
+class Copy(Candidate):
+    """As many bytes as q and k have, from one buffer to another: what a pass of this size can reach."""
+
+    def forward(self, layer: Layer) -> Callable[[Arguments], tuple[Tensor, ...]]:
+        """The copy; the leaves only say how much."""
+        source = torch.cat([layer.leaves[name].flatten() for name in "qk"])
+        target = torch.empty_like(source)
+        return lambda leaves: (target.copy_(source),)
+
+
 def _on_cudnn(x: Tensor) -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if x.is_cuda else nullcontext()
 
@@ -215,7 +226,7 @@ def _ways() -> dict[str, Candidate]:
         "steps": (by_steps, lambda x: None),
     }
     # RoPE first, and what follows it beside it.
-    return {
+    return {"copy": Copy(prepare=lambda q, k, *others: (q, k), gated=False, attends=False)} | {
         f"{way}-{kind}{tail}": Candidate(prepare=prepare, gated=kind == "gape", attends=bool(tail), needs=needs)
         for tail in ("", "+attention")
         for kind in ("rope", "gape")
@@ -270,7 +281,7 @@ def measure(settings: Settings, stamp: rows.Row, say: Callable[[str], None]) -> 
             way = CANDIDATES[impl]
             given = layer(shape, settings.torch_dtype, settings.device, gated=way.gated)
             with on_its_own(impl, length, say):
-                for direction in ("forward", "both")[: 1 + settings.backward]:
+                for direction in ("forward", "both")[: 1 + (settings.backward and impl != "copy")]:
                     figures = _one(settings, way, given, impl, direction, copied, times)
                     yield stamp | figures | {"impl": impl, "direction": direction, "dtype": settings.dtype}
 
