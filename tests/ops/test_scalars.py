@@ -15,13 +15,13 @@ SCRIPT = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gape.ops.triton import backward, decode_lone, forward, step
+from gape.ops.triton import backward, bounds, decode_lone, forward, step
 
-FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "context_length", "factor")
+FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "context_length", "factor", "stretch")
 FLOATS += ("fixed_gate", "fixed_landmark")
 HALVES = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_out_ptr", "k_out_ptr")
 WHOLE = ("qp_ptr", "kp_ptr", "qd_ptr", "kd_ptr", "lengths_ptr", "positions_ptr")
-OTHERS = {"mask_ptr": "*i1", "ticket_ptr": "*i32"}
+OTHERS = {"mask_ptr": "*i1", "ticket_ptr": "*i32", "earliest_ptr": "*i32"}
 BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_D": 16, "BLOCK_V": 16}
 FLAGS = ("CAUSAL", "HAS_POSITIONS", "HAS_DOCUMENTS", "HAS_MASK", "PARTIAL_D", "PARTIAL_V", "SKIP", "RAGGED")
 
@@ -42,6 +42,8 @@ def compiled(kernel, told):
 for kernel in (forward.attend, backward.by_rows, backward.by_columns):
     for skips in (False, True):
         compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS)
+for kernel in (bounds.of_queries, bounds.of_keys):
+    compiled(kernel, {"BLOCK": 64} | BLOCKS)
 rows = {"K_ROW": 8, "V_ROW": 8, "HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
 for gated in (False, True):
     compiled(decode_lone.partial_lone, rows | {"GATED": gated} | BLOCKS)

@@ -32,6 +32,7 @@ from gape.models.skipping import skipping
 from gape.ops import gated_attention
 from gape.ops.checks import refuse
 from gape.ops.problem import Problem
+from gape.ops.prologue import PIECE
 
 if TYPE_CHECKING:
     from gape.hf import LanguageModel
@@ -128,13 +129,20 @@ def attention_ms(problems: Sequence[Problem], impl: str, eps: float, clock: Cloc
 
 
 def _gated(problem: Problem, impl: str, eps: float) -> Callable[[], Tensor]:
+    q, k = (_as_written(x) for x in (problem.q, problem.k)) if impl == "triton" else (problem.q, problem.k)
+
     def run() -> Tensor:
         return gated_attention(
-            problem.q, problem.k, problem.v, problem.gate, problem.landmark, problem.amplitude,
+            q, k, problem.v, problem.gate, problem.landmark, problem.amplitude,
             context_length=problem.context_length, scale=problem.scale, impl=impl, eps=eps,
         )  # fmt: skip
 
     return run
+
+
+def _as_written(x: Tensor) -> Tensor:
+    """Rows as wide as the pass that makes them ready in the model writes them for the kernel."""
+    return F.pad(x, (0, -x.size(-1) % PIECE))
 
 
 def _plain(problem: Problem) -> Callable[[], Tensor]:

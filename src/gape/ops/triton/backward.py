@@ -6,7 +6,7 @@ With p = exp2(s − lse), delta = Σ dO·O, dS = p·(dP − delta) and natural l
 
 Both sums are taken tile by tile in float32, with positions counted from the tile's first key. There are no atomics, so
 two runs give the same bits. With SKIP both leave away exactly the tiles that the forward pass left away: they judge by
-the same numbers.
+the same numbers, and look no further than it found that a tile can matter.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from gape.ops.triton.tiles import (
+    GROUP,
     anchor_of,
     distances,
     document_of,
-    first_of,
     keys_seen,
     load_numbers,
     load_rows,
@@ -28,15 +28,13 @@ from gape.ops.triton.tiles import (
     needed_by_columns,
     needed_by_rows,
     owner,
+    run_of,
     seeing,
     single,
     store_rows,
     tile_from,
     visible,
 )
-
-#: Neighbouring tiles that are judged at once.
-GROUP = tl.constexpr(16)
 
 
 @triton.jit
@@ -102,7 +100,8 @@ def rows_tile(
 
 @triton.jit
 def rows_needed(
-    dq, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
+    dq, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
+    reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -112,26 +111,24 @@ def rows_needed(
     u_least_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
     reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
     low = load_vector(low_ptr + row, start_m, n_q, float("inf"), BLOCK_M, True)
-    for step in range(0, near, GROUP):
-        tiles, keep = needed_by_rows(
-            step, near, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N, GROUP
-        )  # fmt: skip
-        begin = first_of(keep, tiles, 0, near - step)
-        while begin < near - step:
-            end = first_of(~keep, tiles, begin, near - step)
-            for tile in range(begin, end):
+    earliest = tl.load(earliest_ptr + tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M)
+    for step in range(0, near - earliest, GROUP):
+        base = near - step - GROUP
+        keep = needed_by_rows(base, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
+        while keep != 0:
+            begin, end, keep = run_of(keep)
+            for tile in range(base + begin, base + end):
                 dq, dc = rows_tile(
                     False, tile * BLOCK_N, dq, dc, *rows, *keys,
                     True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
-            begin = first_of(keep, tiles, end, near - step)
     return dq, dc
 
 
 @triton.jit
 def by_rows(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
-    grad_ptr, numbers_ptr, dq_ptr, dc_ptr, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
+    grad_ptr, numbers_ptr, dq_ptr, dc_ptr, reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
     n_heads, groups, n_q, n_k, d, d_v, scale, content_scale,
@@ -166,7 +163,8 @@ def by_rows(
     if SKIP:
         dq, dc = rows_needed(
             dq, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
-            reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+            reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     else:
         for start_n in range(0, whole, BLOCK_N):
@@ -226,7 +224,8 @@ def columns_tile(
 
 @triton.jit
 def columns_of_head(
-    dk, dv, du, rest, begin, first, start_n, n_q, row, reach_ptr, c_ptr, low_ptr, k_reach_ptr, u_least_ptr,
+    dk, dv, du, rest, begin, first, start_n, n_q, row,
+    reach_ptr, c_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     SKIP: tl.constexpr, RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -243,27 +242,26 @@ def columns_of_head(
     if SKIP:
         tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         k_reach, u_least = tl.load(k_reach_ptr + tile), tl.load(u_least_ptr + tile)
+        earliest_ptr += row // n_q * tl.cdiv(n_q, BLOCK_M)
         for start in range(judged, n_q, GROUP * BLOCK_M):
-            blocks, keep = needed_by_columns(
-                start, start_n + BLOCK_N - 1, first, n_q, reach_ptr + row, c_ptr + row, low_ptr + row,
-                k_reach, u_least, BLOCK_M, GROUP,
+            keep = needed_by_columns(
+                start, start_n // BLOCK_N, first, n_q, reach_ptr + row, c_ptr + row, low_ptr + row, earliest_ptr,
+                k_reach, u_least, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-            block = first_of(keep, blocks, 0, GROUP)
-            while block < GROUP:
-                end = first_of(~keep, blocks, block, GROUP)
+            while keep != 0:
+                block, end, keep = run_of(keep)
                 for start_m in range(start + block * BLOCK_M, start + end * BLOCK_M, BLOCK_M):
                     dk, dv, du = columns_tile(
                         False, start_m, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK,
                         PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
                     )  # fmt: skip
-                block = first_of(keep, blocks, end, GROUP)
     return dk, dv, du
 
 
 @triton.jit
 def by_columns(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
-    grad_ptr, numbers_ptr, dk_ptr, dv_ptr, du_ptr, reach_ptr, low_ptr, k_reach_ptr, u_least_ptr,
+    grad_ptr, numbers_ptr, dk_ptr, dv_ptr, du_ptr, reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
     n_kv_heads, groups, n_q, n_k, d, d_v, scale, content_scale, log2e,
@@ -305,8 +303,8 @@ def by_columns(
         )  # fmt: skip
         dk, dv, du = columns_of_head(
             dk, dv, du, rest, begin, first, start_n, n_q, row,
-            reach_ptr, c_ptr, low_ptr, k_reach_ptr, u_least_ptr, SKIP, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS,
-            HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+            reach_ptr, c_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr, SKIP, RAGGED, CAUSAL, HAS_POSITIONS,
+            HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     store_rows(dk_ptr + column * d, dk * single(content_scale), start_n, n_k, d, BLOCK_N, BLOCK_D)
     store_rows(dv_ptr + column * d_v, dv, start_n, n_k, d_v, BLOCK_N, BLOCK_V)

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from gape.ops.triton.tiles import (
+    GROUP,
     anchor_of,
     distances,
     document_of,
-    first_of,
     keys_seen,
     load_rows,
     load_vector,
@@ -21,13 +21,11 @@ from gape.ops.triton.tiles import (
     nearest,
     needed_by_rows,
     owner,
+    run_of,
     single,
     store_rows,
     visible,
 )
-
-#: Neighbouring tiles that are judged at once: the more, the longer the runs of tiles whose loads are pipelined.
-GROUP = tl.constexpr(32)
 
 #: Tiles whose bounds are added up at once.
 WIDE = tl.constexpr(32)
@@ -165,13 +163,13 @@ def spare(
 @triton.jit
 def attend_needed(
     top, total, acc, rows, keys, c, eps, first, near, stop, start_m, n_q, n_k, row, key_row,
-    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr,
+    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Of the tiles of keys before tile `near`, take those in that a query may need, judged by what it saw so far.
 
-    Writes what each query can spare and how many tiles up to key `stop` were looked at.
+    Writes what each query can spare, how many tiles up to key `stop` were looked at, and before which none can matter.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
     k_reach_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
@@ -184,28 +182,27 @@ def attend_needed(
     tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
     visited = tl.cdiv(stop, BLOCK_N) - near
     for step in range(0, near - earliest, GROUP):
-        tiles, keep = needed_by_rows(
-            step, near, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N, GROUP
-        )  # fmt: skip
-        begin = first_of(keep, tiles, 0, near - step)
-        while begin < near - step:
-            end = first_of(~keep, tiles, begin, near - step)
+        base = near - step - GROUP
+        keep = needed_by_rows(base, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
+        while keep != 0:
+            begin, end, keep = run_of(keep)
             visited += end - begin
             # No question inside the loop: it can be pipelined.
-            for tile in range(begin, end):
+            for tile in range(base + begin, base + end):
                 top, total, acc = attend_tile(
                     False, tile * BLOCK_N, top, total, acc, *rows, *keys,
                     True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
-            begin = first_of(keep, tiles, end, near - step)
-    tl.store(visited_ptr + tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M, visited)
+    row_tile = tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M
+    tl.store(visited_ptr + row_tile, visited)
+    tl.store(earliest_ptr + row_tile, earliest)
     return top, total, acc
 
 
 @triton.jit
 def attend(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
-    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr,
+    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
     n_heads, groups, n_q, n_k, d, d_v, scale, eps,
@@ -215,7 +212,8 @@ def attend(
 ):  # fmt: skip
     """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, u, documents too.
 
-    SKIP reads reach (B, Hq, Nq), k_reach and u_least (B, Hk, tiles), writes low (B, Hq, Nq) and visited (B, Hq, tiles).
+    SKIP reads reach (B, Hq, Nq), k_reach and u_least (B, Hk, tiles), writes low (B, Hq, Nq), visited and earliest
+    (B, Hq, tiles).
     """
     batch, head, key_head, key_row = owner(n_heads, groups)
     # The longest rows of a triangle go first, so that no program is left over at the end.
@@ -241,8 +239,9 @@ def attend(
         )  # fmt: skip
     if SKIP:
         top, total, acc = attend_needed(
-            top, total, acc, rows, keys, c, eps, first, near, stop, start_m, n_q, n_k, row, key_row, reach_ptr,
-            low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+            top, total, acc, rows, keys, c, eps, first, near, stop, start_m, n_q, n_k, row, key_row,
+            reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     else:
         for start_n in range(0, whole, BLOCK_N):

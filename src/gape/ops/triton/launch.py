@@ -15,13 +15,11 @@ from torch import Tensor
 from gape.ops.problem import Problem
 from gape.ops.prologue import PIECE, GateReading
 from gape.ops.triton import backward, forward
+from gape.ops.triton.bounds import SLACK, bounds
 from gape.ops.triton.prologue import prepare_bounded
 from gape.ops.triton.registered import in_parts, operator, traceable
 from gape.ops.triton.sizes import tiles_for
 from gape.ops.triton.tiles import LOG2E
-
-#: What a norm in float32 may have been rounded down by.
-SLACK = 1 + 2**-16
 
 
 class Layout(NamedTuple):
@@ -62,7 +60,7 @@ def run(problem: Problem, eps: float = 0.0) -> Tensor:
 
 def answer(problem: Problem, eps: float = 0.0) -> Answer:
     """The operator with what else is known when it has run."""
-    out, lse, _, visited = _attended(problem, eps)
+    out, lse, _, visited, _ = _attended(problem, eps)
     if not visited.numel():
         return Answer(out, lse / LOG2E, lse.new_ones(()))
     # There may be more tiles than float32 counts.
@@ -79,7 +77,7 @@ def visits(problem: Problem, eps: float) -> Tensor:
     return (visited.sum(-1, dtype=torch.float64) / each).float()
 
 
-def _attended(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attended(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What :func:`attend` returns; nothing is skipped but tokens in index order."""
     where = layout(problem)
     q, k, v = (_whole_pieces(x) for x in (problem.q, problem.k, problem.v))
@@ -98,10 +96,10 @@ def projected(
     *,
     scale: float,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What :func:`attend` returns, of q and k as :func:`gape.ops.prologue.bounded_attention` takes them; no gradients.
 
-    Norms are those of the rows that attention reads, stretched as in :func:`_bounds`.
+    Norms are those of the rows that attention reads, stretched as in :func:`bounds`.
     """
     values = _whole_pieces(v)
     columns = tiles_for(q, values, "attend", skip=True)["BLOCK_N"] if eps else 0
@@ -154,19 +152,24 @@ def attend(
     causal: bool,
     scale: float,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Forward: out, base-2 log-sum-exp, and with eps > 0 each query's threshold and each row tile's visits."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Forward: out, base-2 log-sum-exp, and with eps > 0 what is known of skipping.
+
+    That is each query's threshold, each row tile's visits, and the first tile of keys that may matter to it.
+    """
     batched = (q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = in_parts(_attend, batched, *q.shape[:2], causal, scale, eps)
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(_attend, batched, *q.shape[:2], causal, scale, eps)
     return found
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     where, (scale, eps) = Layout(*told[:6]), told[6:]
     outs = _blank(q, v, eps)
     if outs[0].numel():
-        bounds = _bounds(q, k, v, u, scale) if eps else (c, c, c)
-        _launch_attend(outs, _arguments(q, k, v, c * LOG2E, u, bounds, where, eps), q, v, scale, eps)
+        judged = bounds(q, k, v, u, scale) if eps else (c, c, c)
+        _launch_attend(outs, _arguments(q, k, v, c * LOG2E, u, judged, where, eps), q, v, scale, eps)
     return outs
 
 
@@ -182,36 +185,36 @@ def attend_bounded(
     u_least: Tensor,
     scale: float,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Forward alone, what :func:`attend` returns, with c in base 2 and bounds as :func:`_bounds` makes them.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Forward alone, what :func:`attend` returns, with c in base 2 and bounds as :func:`bounds` makes them.
 
     For causal tokens in index order. The bounds are of no matter where eps is 0.
     """
-    found: tuple[Tensor, Tensor, Tensor, Tensor]
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     found = in_parts(_attend_bounded, (q, k, v, c, u, reach, k_reach, u_least), *q.shape[:2], scale, eps)
     return found
 
 
 def _attend_bounded(
     q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bounds, (scale, eps) = told[:3], told[3:]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    judged, (scale, eps) = told[:3], told[3:]
     outs = _blank(q, v, eps)
     if outs[0].numel():
         where = Layout(None, None, None, None, None, causal=True)
-        _launch_attend(outs, _arguments(q, k, v, c, u, bounds, where, eps), q, v, scale, eps)
+        _launch_attend(outs, _arguments(q, k, v, c, u, judged, where, eps), q, v, scale, eps)
     return outs
 
 
 def _launch_attend(
-    outs: tuple[Tensor, Tensor, Tensor, Tensor], a: _Arguments, q: Tensor, v: Tensor, scale: float, eps: float
+    outs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], a: _Arguments, q: Tensor, v: Tensor, scale: float, eps: float
 ) -> None:
-    (out, lse, low, visited), (reach, k_reach, u_least) = outs, a.bounds
+    (out, lse, low, visited, earliest), (reach, k_reach, u_least) = outs, a.bounds
     tile = tiles_for(q, v, "attend", skip=eps > 0)
     grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
     traceable(forward.attend)[grid](
-        *a.tensors, out, lse, reach, low, k_reach, u_least, visited, *a.strides, q.size(1), *a.sizes, scale * LOG2E,
-        eps, **a.flags, **tile,
+        *a.tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *a.strides, q.size(1), *a.sizes,
+        scale * LOG2E, eps, **a.flags, **tile,
     )  # fmt: skip
 
 
@@ -221,6 +224,7 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     low: Tensor,
+    earliest: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -236,7 +240,7 @@ def attend_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Backward: gradients of q, k, v in their dtypes and of c, u in float32."""
-    batched = (grad, out, lse, low, q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
+    batched = (grad, out, lse, low, earliest, q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
     found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     found = in_parts(_attend_backward, batched, *q.shape[:2], causal, scale, eps)
     return found
@@ -247,6 +251,7 @@ def _attend_backward(
     out: Tensor,
     lse: Tensor,
     low: Tensor,
+    earliest: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -261,9 +266,9 @@ def _attend_backward(
         return tuple(x.zero_() for x in grads)
     dq, dk, dv, dc, du = grads
     tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("by_rows", "by_columns"))
-    bounds = _bounds(q, k, v, u, scale) if eps else (c, c, c)
-    a = _arguments(q, k, v, c * LOG2E, u, bounds, where, eps)
-    reach, k_reach, u_least = bounds
+    judged = bounds(q, k, v, u, scale) if eps else (c, c, c)
+    a = _arguments(q, k, v, c * LOG2E, u, judged, where, eps)
+    reach, k_reach, u_least = judged
     numbers = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
     upstream = (grad, numbers)
     traceable(backward.row_numbers)[(-(-lse.numel() // 64),)](
@@ -272,22 +277,22 @@ def _attend_backward(
     )  # fmt: skip
     rows = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
     traceable(backward.by_rows)[rows](
-        *a.tensors, *upstream, dq, dc, reach, low, k_reach, u_least, *a.strides, q.size(1), *a.sizes, scale * LOG2E,
-        scale, **a.flags, **tile,
+        *a.tensors, *upstream, dq, dc, reach, low, earliest, k_reach, u_least, *a.strides, q.size(1), *a.sizes,
+        scale * LOG2E, scale, **a.flags, **tile,
     )  # fmt: skip
     columns = (-(-k.size(2) // column_tile["BLOCK_N"]), k.size(0) * k.size(1))
     traceable(backward.by_columns)[columns](
-        *a.tensors, *upstream, dk, dv, du, reach, low, k_reach, u_least, *a.strides, k.size(1), *a.sizes,
+        *a.tensors, *upstream, dk, dv, du, reach, low, earliest, k_reach, u_least, *a.strides, k.size(1), *a.sizes,
         scale * LOG2E, scale, LOG2E, **a.flags, **column_tile, RAGGED=bool(q.size(2) % column_tile["BLOCK_M"]),
     )  # fmt: skip
     return dq, dk, dv, dc, du
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    out, lse, low, visited = output
-    ctx.save_for_backward(out, lse, low, *inputs[:10])
+    out, lse, low, visited, earliest = output
+    ctx.save_for_backward(out, lse, low, earliest, *inputs[:10])
     ctx.settings = inputs[10:]
-    ctx.mark_non_differentiable(lse, low, visited)
+    ctx.mark_non_differentiable(lse, low, visited, earliest)
 
 
 def _backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
@@ -298,7 +303,7 @@ def _backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
 attend.register_autograd(_backward, setup_context=_setup)
 
 
-def _blank(q: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _blank(q: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Memory for what the forward pass returns; nothing where tiles are not skipped."""
     batch, n_heads, n_q, _ = q.shape
     out = torch.empty(batch, n_heads, n_q, v.size(-1), dtype=q.dtype, device=q.device)
@@ -306,7 +311,8 @@ def _blank(q: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Te
     rows = tiles_for(q, v, "attend", skip=True)["BLOCK_M"]
     tiles = (n_q + rows - 1) // rows if eps else 0
     visited = torch.empty(batch, n_heads, tiles, dtype=torch.float32, device=q.device)
-    return out, lse, torch.empty_like(lse) if eps else lse.new_empty(0), visited
+    low = torch.empty_like(lse) if eps else lse.new_empty(0)
+    return out, lse, low, visited, visited.new_empty(visited.shape, dtype=torch.int32)
 
 
 def _tiles_seen(q: Tensor, k: Tensor, v: Tensor) -> int:
@@ -336,7 +342,7 @@ def _arguments(
     v: Tensor,
     c: Tensor,
     u: Tensor,
-    bounds: tuple[Tensor, Tensor, Tensor],
+    judged: tuple[Tensor, Tensor, Tensor],
     where: Layout,
     eps: float,
 ) -> _Arguments:
@@ -360,21 +366,6 @@ def _arguments(
         tensors=(q, k, v, c.contiguous(), u.contiguous(), *optional),
         strides=(*q.stride(), *k.stride(), *v.stride(), *positions[0], *positions[1], *mask),
         sizes=(q.size(1) // k.size(1), n_q, n_k, d, d_v),
-        bounds=bounds,
+        bounds=judged,
         flags=flags,
     )
-
-
-def _bounds(q: Tensor, k: Tensor, v: Tensor, u: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """How far a query's products reach, (B, Hq, Nq), and of each tile of keys the largest norm and least exposure.
-
-    The softmax scale and log₂e are on the query's side; :func:`gape.ops.triton.tiles.needed` says how they are used.
-    """
-    columns = tiles_for(q, v, "attend", skip=True)["BLOCK_N"]
-    reach = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32) * (scale * LOG2E * SLACK)
-    norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32) * SLACK
-    spare = -k.size(2) % columns
-    tiles = (*k.shape[:2], -1, columns)
-    k_reach = F.pad(norms, (0, spare)).view(tiles).amax(-1)
-    u_least = F.pad(u, (0, spare), value=1.0).view(tiles).amin(-1)
-    return reach, k_reach.contiguous(), u_least.contiguous()

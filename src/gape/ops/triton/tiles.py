@@ -22,6 +22,10 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 FAR = tl.constexpr(8388608)
 NEAR_BITS = tl.constexpr(23)
 
+#: Neighbouring tiles that are judged at once, a bit of one number each: the more, the longer the runs of tiles whose
+#: loads are pipelined.
+GROUP = tl.constexpr(32)
+
 
 @triton.jit
 def owner(n_heads, groups):
@@ -208,35 +212,64 @@ def needed(reach, c, low, k_reach, u_least, distance):
 
 
 @triton.jit
-def needed_by_rows(
-    step, count, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
-):  # fmt: skip
-    """GROUP key tiles before tile `count` − `step`, last one first, and which of them a query of the row tile needs."""
-    tiles = count - 1 - step - tl.arange(0, GROUP)
+def needed_by_rows(base, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N: tl.constexpr):
+    """Which of GROUP key tiles from tile `base` on a query of the row tile needs, as bits; none of those before 0."""
+    tiles = base + tl.arange(0, GROUP)
     k_reach = tl.load(k_reach_ptr + tiles, mask=tiles >= 0, other=0.0)
     u_least = tl.load(u_least_ptr + tiles, mask=tiles >= 0, other=0.0)
     distance = (first + offs_m[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
     keep = needed(reach[:, None], c[:, None], low[:, None], k_reach[None, :], u_least[None, :], distance)
-    return tiles, (tl.max(keep, 0) > 0) & (tiles >= 0)
+    return bits_of((tl.max(keep, 0) > 0) & (tiles >= 0))
 
 
 @triton.jit
 def needed_by_columns(
-    start, last, first, n_q, reach_ptr, c_ptr, low_ptr, k_reach, u_least, BLOCK_M: tl.constexpr, GROUP: tl.constexpr
+    start, tile, first, n_q, reach_ptr, c_ptr, low_ptr, earliest_ptr, k_reach, u_least,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """GROUP tiles of queries from `start` on, and which of them need the keys up to `last`."""
-    blocks = tl.arange(0, GROUP)
-    rows = start + blocks[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    reach = tl.load(reach_ptr + rows, mask=rows < n_q, other=0.0)
-    low = tl.load(low_ptr + rows, mask=rows < n_q, other=float("inf"))
-    c = tl.load(c_ptr + rows, mask=rows < n_q, other=0.0)
-    distance = (first + rows - last).to(tl.float32)
-    # A bound that is not a number would keep tiles of rows past the end.
-    keep = needed(reach, c, low, k_reach, u_least, distance)
-    return blocks, tl.max(tl.where(rows < n_q, keep, 0), 1) > 0
+    """Which of GROUP tiles of queries from `start` on need the keys of tile `tile`, as bits."""
+    blocks = start // BLOCK_M + tl.arange(0, GROUP)
+    earliest = tl.load(earliest_ptr + blocks, mask=blocks < tl.cdiv(n_q, BLOCK_M), other=tile + 1)
+    bits = tl.full((), 0, tl.uint32)
+    # Where no row of tiles comes as far as this one, none has to be judged.
+    if tl.min(earliest, 0) <= tile:
+        rows = start + tl.arange(0, GROUP)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        reach = tl.load(reach_ptr + rows, mask=rows < n_q, other=0.0)
+        low = tl.load(low_ptr + rows, mask=rows < n_q, other=float("inf"))
+        c = tl.load(c_ptr + rows, mask=rows < n_q, other=0.0)
+        distance = (first + rows - (tile * BLOCK_N + BLOCK_N - 1)).to(tl.float32)
+        # A bound that is not a number would keep tiles of rows past the end.
+        keep = needed(reach, c, low, k_reach, u_least, distance)
+        bits = bits_of(tl.max(tl.where(rows < n_q, keep, 0), 1) > 0)
+    return bits
 
 
 @triton.jit
-def first_of(which, numbers, begin, end):
-    """The first of the `numbers` from `begin` on that `which` says yes to, or `end`."""
-    return tl.min(tl.where(which & (numbers >= begin), numbers, end), 0)
+def bits_of(which):
+    """The answers for a group of tiles as the bits of one number, the first as the lowest."""
+    places = tl.arange(0, GROUP).to(tl.uint32)
+    return same_in_all(tl.sum(tl.where(which, tl.full((GROUP,), 1, tl.uint32) << places, 0), 0).to(tl.uint32))
+
+
+@triton.jit
+def same_in_all(x):
+    """The number x: as the largest of a warp's 32, which the compiler knows to be the same in all threads.
+
+    Loops that end at such a number need no look at each thread, and addresses in them are counted once for all.
+    """
+    return tl.max(tl.zeros((32,), x.dtype) + x, 0)
+
+
+@triton.jit
+def place_of(bits):
+    """Where the lowest bit is that is set: the exponent of it alone. 32 where none is."""
+    lowest = (bits & (~bits + 1)).to(tl.float32)
+    return tl.where(bits == 0, 32, (lowest.to(tl.int32, bitcast=True) >> 23) - 127)
+
+
+@triton.jit
+def run_of(bits):
+    """The lowest run of bits that are set: where it begins, where it ends, and the bits without it."""
+    # The sum carries through the run to the place after it.
+    beyond = bits + (bits & (~bits + 1))
+    return place_of(bits), place_of(beyond), bits & beyond
