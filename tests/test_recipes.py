@@ -229,7 +229,11 @@ def test_ablations_change_one_thing_each() -> None:
     assert {run.task.length for run in runs.values()} == {1024}
 
 
-@pytest.mark.parametrize("name", ["lm/paper", "lm/books", "lm/ablations", "lm/toy"])
+def test_the_recipe_that_forgets_is_the_run_that_was_measured() -> None:
+    assert recipes.load("lm/floor4").runs == recipes.load("lm/books").only(["p-rope+gape_floor4_seed0"]).runs
+
+
+@pytest.mark.parametrize("name", ["lm/paper", "lm/books", "lm/floor4", "lm/ablations", "lm/toy"])
 def test_a_run_of_a_language_model_is_stored_and_read_back(name: str) -> None:
     for run in recipes.load(name, ["data=somewhere"]).runs:
         assert recipes.Run.from_dict(run.to_dict()) == run

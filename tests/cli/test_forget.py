@@ -130,6 +130,7 @@ def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for way in (("dense", None), ("skipping", None), ("forgetting", "weights"), ("forgetting", "queries"))
     }
     assert all(hits == answers[factor, "dense", None] for (factor, _, _), hits in answers.items())
+    assert {r["how"] for r in found if 0 < r.get("held", 0) <= 1} == {"forgetting"}
     assert gape_exits("report", home.parent, "--out", "report") == 0
     assert "Needle accuracy beside dense attention" in Path("report/tables.md").read_text()
 

@@ -41,3 +41,12 @@ def test_other_windows_weights_and_machines_are_not_compared(
     (table,) = forgetting.tables([row(**about), row(**about | OTHER | changed)])
     (found,) = [cells for cells in table.rows if "forgetting, weights" in cells]
     assert found[column] == cell
+
+
+def test_needles_stand_beside_the_tiles_looked_at_for_them() -> None:
+    needle = {"kind": "needle", "target": "first", "samples": 9, "how": "skipping", "impl": "triton", "eps": 1e-3}
+    tiles = {"kind": "tiles", "target": "first", "how": "skipping", "impl": "triton", "mean": 0.25}
+    rows = [row(**needle, accuracy=0.5), row(**tiles, eps=1e-3), row(**tiles | {"mean": 0.5}, eps=1e-2)]
+    (table,) = forgetting.tables(rows)
+    (cells,) = table.rows
+    assert dict(zip(table.header, cells, strict=True))["tiles"] == "0.250"

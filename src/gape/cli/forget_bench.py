@@ -250,11 +250,16 @@ class Bench:
 
 
 class _Forgetful:
-    """A model that reads through forgetting caches, in chunks: as much of a GPT as perplexity and needles need."""
+    """A model that reads through forgetting caches, in chunks: as much of a GPT as perplexity and needles need.
+
+    Attributes:
+        held: of every call, the share of the keys that were held when the last chunk had come, over layers and heads.
+    """
 
     def __init__(self, model: GPT | LanguageModel, make_cache: Callable[[], Any], chunk: int) -> None:
         self._model, self._make_cache, self._chunk = model, make_cache, chunk
         self.hidden, self.token_losses, self.parameters = model.hidden, model.token_losses, model.parameters
+        self.held: list[float] = []
 
     def new_cache(self, capacity: int = 0) -> Any:
         """A forgetting cache, whatever room is asked for."""
@@ -265,7 +270,10 @@ class _Forgetful:
         *before, last = torch.split(ids, self._chunk, dim=1)
         for part in before:
             self._model(part, cache=cache, logits_to_keep=1)
-        return self._model(last, cache=cache, logits_to_keep=logits_to_keep)
+        answer = self._model(last, cache=cache, logits_to_keep=logits_to_keep)
+        kept = [keys for layer in cache.kept for keys in layer]
+        self.held.append(sum(kept) / len(kept) / ids.size(1))
+        return answer
 
 
 def setting(about: Mapping[str, Any]) -> str:

@@ -190,7 +190,9 @@ def _answered(bench: Bench, config: niah.NIAHConfig, way: Way) -> Record:
         )  # fmt: skip
     if len(right) < bench.asked.samples:
         bench.stop.check()
-    return {"accuracy": float(right.double().mean()), "hits": pack_hits(right.tolist())}
+    held = getattr(way.reader, "held", None)
+    share = {"held": sum(held) / len(held)} if held else {}
+    return {"accuracy": float(right.double().mean()), "hits": pack_hits(right.tolist())} | share
 
 
 #: Everything that can be measured, by name.

@@ -101,8 +101,9 @@ def _decoding(rows: Sequence[Record]) -> list[Record]:
 
 
 def _costs(rows: Sequence[Record]) -> list[Record]:
-    """Perplexity and needle accuracy beside the dense model's on the same text."""
+    """Perplexity and needle accuracy beside the dense model's on the same text; tiles looked at for needles."""
     made = []
+    looked = [row for row in rows if row["kind"] == "tiles"]
     for kind, value in (("perplexity", "perplexity"), ("needle", "accuracy")):
         found = [row for row in rows if row["kind"] == kind]
         for row in found:
@@ -111,9 +112,11 @@ def _costs(rows: Sequence[Record]) -> list[Record]:
             if base is not None:
                 difference = row[value] - base[value]
                 change = 100 * difference / base[value] if kind == "perplexity" else difference
+            tiles = _find(looked, row, impl=row.get("impl"), samples=None) if row["how"] == "skipping" else None
             made.append({
                 "label": _label(row), "run": row["run"], "kind": kind, "length": row["length"], "how": _cache(row),
                 "target": row.get("target"), "eps": row["eps"], "value": row[value], "change": change,
+                "tiles": tiles and tiles["mean"], "held": row.get("held"),
             })  # fmt: skip
     return made
 
@@ -178,8 +181,11 @@ def _perplexity_table(rows: Sequence[Record]) -> Table | None:
 def _needle_table(rows: Sequence[Record]) -> Table | None:
     return _cost_table(
         rows, "needle", "Needle accuracy beside dense attention on the same samples",
-        ("Run", "tokens", "by", "eps", "needle", "accuracy", "change"),
-        lambda f: (str(f["target"]), f"{f['value']:.3f}", _number(f["change"], "+.3f")),
+        ("Run", "tokens", "by", "eps", "needle", "tiles", "keys", "accuracy", "change"),
+        lambda f: (
+            str(f["target"]), _number(f["tiles"], ".3f"), _number(f["held"], ".3f"), f"{f['value']:.3f}",
+            _number(f["change"], "+.3f"),
+        ),
     )  # fmt: skip
 
 
