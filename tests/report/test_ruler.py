@@ -143,6 +143,15 @@ def test_the_ablation_is_in_percent_of_the_full_model() -> None:
         ruler.ablation(rows({"rope": 1.0}))
 
 
+def test_an_ablation_comes_with_its_intervals() -> None:
+    made = rows({"p-rope+gape": 10.0, "rope": 10.2}) + rows({"p-rope+gape": 10.5}, variant="gate-fixed")
+    _, table = ruler.ablation_tables(results(made))
+    assert {cells[1] for cells in table.rows} == {"p-RoPE+GAPE (gate-fixed) − p-RoPE+GAPE", "RoPE − p-RoPE+GAPE"}
+    assert {cells[-1] for cells in table.rows} == {"worse"}
+    _, other = ruler.ablation_tables(results(made), ("p-rope+gape", "gate-fixed"))
+    assert {cells[1].split(" − ")[1] for cells in other.rows} == {"p-RoPE+GAPE (gate-fixed)"}
+
+
 def test_stored_rows_come_back(tmp_path: Path) -> None:
     store(results(rows()), tmp_path)
     found = gather([tmp_path])

@@ -70,9 +70,11 @@ def entropy_table(records: Sequence[Record]) -> Table:
         for found in record["sets"]:
             asked = found["asked"]
             where = "prompts" if asked["length"] is None else f"{asked['length']:,}"
-            means = np.array(found["entropy"]).mean((0, 2)).tolist()
-            rows.append((record["run"], asked["data"], where, *(_cell(value, ".3f") for value in means)))
-    header = ("Run", "data", "tokens", *(f"layer {layer}" for layer in range(layers)))
+            each = np.array(found["entropy"])
+            means = (_cell(value, ".3f") for value in each.mean((0, 2)).tolist())
+            # Runs may have been looked into on more or fewer passages of the same text.
+            rows.append((record["run"], asked["data"], where, str(len(each)), *means))
+    header = ("Run", "data", "tokens", "passages", *(f"layer {layer}" for layer in range(layers)))
     filled = tuple(row + ("–",) * (len(header) - len(row)) for row in rows)
     return Table(title="Mean attention entropy (nats)", header=header, rows=filled)
 

@@ -189,17 +189,16 @@ def ranking(found: Sequence[Method], metric: str = "nll") -> Ranked:
     )  # fmt: skip
 
 
-def difference_table(found: Sequence[Method], metric: str = "nll") -> Table | None:
-    """Every gated scheme against every other of its model on the same samples; None where there are no two."""
+def difference_table(found: Sequence[Method], full: tuple[str, str] | None = None) -> Table | None:
+    """Methods beside others of their model on the same samples; None where there are no two.
+
+    Every gated scheme against every other; or all against the model `full`, where that is given.
+    """
     cells = []
     for method in found:
-        if not method.key[0].endswith("+gape"):
-            continue
-        for other in found:
-            if other.model != method.model or other is method or (other.key[0].endswith("+gape") and other.key[1]):
-                continue
+        for other in (other for other in found if _stand_together(method, other, full)):
             for column in columns([method]):
-                paired = difference(method, other, column, metric)
+                paired = difference(method, other, column)
                 if paired is not None:
                     who = f"{method.label} − {other.label}"
                     interval = f"{paired.low:+.3f} … {paired.high:+.3f}"
@@ -210,6 +209,12 @@ def difference_table(found: Sequence[Method], metric: str = "nll") -> Table | No
     header = ("Model", "Methods", "subset", "samples", "difference", "95% interval", "verdict")
     return Table(title="RULER: NLL per token beside another method, on the same samples", header=header,
                  rows=tuple(cells))  # fmt: skip
+
+
+def _stand_together(method: Method, other: Method, full: tuple[str, str] | None) -> bool:
+    variant = other.key[0].endswith("+gape") and other.key[1]
+    wanted = other.key == full if full else method.key[0].endswith("+gape") and not variant
+    return wanted and other is not method and other.model == method.model
 
 
 class Paired(NamedTuple):
@@ -309,9 +314,11 @@ def loss_tables(results: Results) -> list[Table]:
     return tables(results.measured.get("ruler", ()))
 
 
-def ablation_tables(results: Results) -> list[Table]:
-    """The table of what an ablation costs."""
-    return [ablation(results.measured.get("ruler", ()))]
+def ablation_tables(results: Results, full: tuple[str, str] = FULL) -> list[Table]:
+    """The table of what an ablation costs, and the differences behind it with their intervals."""
+    rows = results.measured.get("ruler", ())
+    differences = difference_table(methods(rows), full)
+    return [ablation(rows, full)] + ([differences] if differences else [])
 
 
 _SAMPLES = (
