@@ -84,6 +84,14 @@ def evaluate(
     chunk: Chunk = 16384,
     device: Device = "auto",
     precision: Precision = "auto",
+    skip_eps: Annotated[
+        float, typer.Option(help="Leave away tiles of keys that hold at most so much of a query's attention.")
+    ] = 0.0,
+    forget_eps: Annotated[
+        float, typer.Option(help="Read through a forgetting cache: what a query may lose to keys it dropped.")
+    ] = 0.0,
+    bounds: Annotated[str, typer.Option(help="What the cache forgets by: weights, queries or gates.")] = "weights",
+    impl: Annotated[str, typer.Option(help="The kernel that skips: triton or flex.")] = "triton",
     name: Annotated[str | None, typer.Option(help="What to call a model of transformers in tables.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of its results; runs/ruler/NAME by default.")] = None,
 ) -> None:
@@ -94,6 +102,7 @@ def evaluate(
     from gape.tasks.ruler.evaluation import Settings  # noqa: PLC0415
     from gape.tasks.ruler.prompts import check_template  # noqa: PLC0415
     from gape.tasks.ruler.sources import read  # noqa: PLC0415
+    from gape.tasks.ruler.ways import Way  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
 
     where = pick_device(device)
@@ -101,6 +110,7 @@ def evaluate(
     settings = Settings(
         template=check_template(template), overlength=overlength, max_length=max_length, generate=generated,
         batch_tokens=batch_tokens, chunk=chunk, precision="bfloat16" if low else "float32",
+        way=Way(skip_eps=skip_eps, forget_eps=forget_eps, bounds=bounds, impl=impl),
     )  # fmt: skip
     samples, sources = read(data, task_name=task, length=length)
     asked = Asked(
@@ -145,7 +155,7 @@ def table(
         raise ValueError(f"results: {', '.join(map(str, results))} hold {held}")
     found = replace(found, measured={**found.measured, "ruler": rows})
     position, _, variant = full.partition(":")
-    made = [ruler.ablation(rows, (position, variant))] if ablation else ruler.tables(rows)
+    made = ruler.ablation_tables(found, (position, variant)) if ablation else ruler.tables(rows)
     if out is not None:
         _store(found, made, out)
     typer.echo("\n\n".join(ruler.FORMATS[form](one) for one in made))

@@ -17,7 +17,7 @@ from gape.report.results import read_lines
 from gape.tasks.ruler import evaluation, opening, prompts
 from gape.tasks.ruler.evaluation import Settings
 from gape.tasks.ruler.prompts import Prepared
-from gape.tasks.ruler.readers import Reader, TransformersReader
+from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
 from gape.train import StopFlag, guards
 from gape.train.log import append
@@ -85,7 +85,8 @@ def _open(spec: str, asked: Asked, stop: StopFlag) -> _Opened:
             spec, asked.tokenizer, device=asked.device, low=low, chunk=chunk, check=stop.check
         )  # fmt: skip
         run = experiment.stored(Path(spec), "lm")
-        return _Opened(reader, reader.identity(), experiment.identity(run) | {"step": step}, asked.out or Path(spec))
+        told = experiment.identity(run) | {"step": step}
+        return _Opened(reader, reader.identity(), _read_so(reader, told, asked), asked.out or Path(spec))
     if Path(spec).is_dir() and not (Path(spec) / "config.json").is_file():
         raise ValueError(f"model: got {spec!r}, expected a run of gape lm train or a folder of transformers")
     other = opening.open_transformers(spec, device=asked.device, low=low, chunk=chunk, check=stop.check)
@@ -94,7 +95,18 @@ def _open(spec: str, asked: Asked, stop: StopFlag) -> _Opened:
         "run": name, "variant": "", "position": asked.name or _position(other) or name, "seed": 0,
         "train_length": other.limit, "step": 0,
     }  # fmt: skip
-    return _Opened(other, other.identity(), identity, asked.out or RUNS / HOME / name)
+    return _Opened(other, other.identity(), _read_so(other, identity, asked), asked.out or RUNS / HOME / name)
+
+
+def _read_so(reader: GPTReader | TransformersReader, identity: Record, asked: Asked) -> Record:
+    """Let a reader read as asked; what names it in rows: another variant than the same model read densely."""
+    way = asked.settings.way
+    way.take(reader)
+    words = way.words()
+    if not words:
+        return identity
+    variant = " ".join(filter(None, (str(identity.get("variant") or ""), words)))
+    return identity | {"run": f"{identity['run']}, {words}", "variant": variant} | way.settings()
 
 
 def _measured(opened: _Opened, items: Sequence[Prepared], asked: Asked, stop: StopFlag, say: Say) -> list[Record]:

@@ -18,6 +18,7 @@ from gape.tasks.ruler.readers import Reader
 from gape.tasks.ruler.scoring import cleaned, score
 from gape.tasks.ruler.sources import Source
 from gape.tasks.ruler.tasks import task
+from gape.tasks.ruler.ways import DENSE, Way
 from gape.train import files
 from gape.train.log import JSONLines
 from gape.train.manifest import manifest
@@ -36,6 +37,7 @@ class Settings:
         batch_tokens: of a batch of short samples.
         chunk: tokens that go through the model at once.
         precision: "float32" or "bfloat16".
+        way: what the model may leave away while it reads.
     """
 
     template: str = "base"
@@ -45,6 +47,7 @@ class Settings:
     batch_tokens: int = 2**16
     chunk: int = 16384
     precision: str = "float32"
+    way: Way = DENSE
 
     def __post_init__(self) -> None:
         whole("batch_tokens", self.batch_tokens)
@@ -55,7 +58,8 @@ class Settings:
 
 def question(identity: Mapping[str, Any], sources: Iterable[Source], settings: Settings) -> Record:
     """What an evaluation is of: weights, tokenizer, data and settings. Equal ones have equal answers."""
-    return {"model": dict(identity), "data": [source._asdict() for source in sources], "settings": asdict(settings)}
+    told = {name: value for name, value in asdict(settings).items() if name != "way"} | settings.way.settings()
+    return {"model": dict(identity), "data": [source._asdict() for source in sources], "settings": told}
 
 
 def key(asked: Mapping[str, Any]) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +72,27 @@ class Reader(Protocol):
         ...
 
 
-class GPTReader:
+class _Reading:
+    """How a reader keeps what it has read.
+
+    Attributes:
+        chunk: tokens that go through the model at once.
+        forgetting: makes an empty cache that forgets; None for the model's own caches. See
+            :class:`gape.tasks.ruler.ways.Way`.
+    """
+
+    chunk: int
+    forgetting: Callable[[], Any] | None = None
+
+    def step(self, length: int) -> int:
+        """Tokens of so many that go through the model at once.
+
+        Nothing is dropped before all of a piece is read, so a cache that forgets takes eighths of a short text.
+        """
+        return self.chunk if self.forgetting is None or length > self.chunk else max(1, length // 8)
+
+
+class GPTReader(_Reading):
     """One of our models.
 
     Args:
@@ -106,10 +127,12 @@ class GPTReader:
         """See :class:`Reader`."""
         ids = padded([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
         first = min(len(prompt) for prompt in prompts) - 1
+        new_cache = self._new_cache
+        read = SimpleNamespace(hidden=self.model.hidden, token_losses=self.model.token_losses, new_cache=new_cache)
         with self.precision():
             found = window_losses(
-                self.model, torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first, chunk=self.chunk,
-                check=self.check,
+                cast("GPT", read), torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first,
+                chunk=self.step(ids.shape[1] - 1), check=self.check,
             )  # fmt: skip
         return _cut(found, prompts, answers, first)
 
@@ -119,11 +142,11 @@ class GPTReader:
         ids = torch.from_numpy(padded(prompts, left=True)).to(self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         positions, documents = _left_padded(ids, lengths)
-        cache = self.model.new_cache(ids.size(1) + max(budgets))
+        cache, step = self._new_cache(ids.size(1) + max(budgets)), self.step(ids.size(1))
         with self.precision():
-            for start in range(0, ids.size(1), self.chunk):
+            for start in range(0, ids.size(1), step):
                 self.check()
-                part = slice(start, start + self.chunk)
+                part = slice(start, start + step)
                 x = self.model.hidden(
                     ids[:, part], _part(positions, part), _part(documents, part), cache=cache
                 )  # fmt: skip
@@ -144,12 +167,16 @@ class GPTReader:
             "tokenizer": self.tokenizer.identity(),
         }  # fmt: skip
 
+    def _new_cache(self, capacity: int) -> Any:
+        """An empty cache; one that forgets takes the room it needs."""
+        return self.model.new_cache(capacity) if self.forgetting is None else self.forgetting()
+
     def precision(self) -> torch.autocast:
         """The context in which the model is read."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low)
 
 
-class TransformersReader:
+class TransformersReader(_Reading):
     """A causal model of `transformers` with its own tokenizer.
 
     Args:
@@ -195,13 +222,14 @@ class TransformersReader:
         ids = torch.from_numpy(rows).to(self.device)
         inputs, targets = ids[:, :-1], ids[:, 1:]
         length, first = inputs.size(1), min(len(prompt) for prompt in prompts) - 1
-        cache, found = None, []
-        for start in range(0, length, self.chunk):
+        step, found = self.step(length), []
+        cache = None if self.forgetting is None else self.forgetting()
+        for start in range(0, length, step):
             self.check()
-            stop = min(start + self.chunk, length)
+            stop = min(start + step, length)
             kept = max(1, stop - max(start, first))
             out = self.model(
-                input_ids=inputs[:, start:stop], past_key_values=cache, use_cache=length > self.chunk,
+                input_ids=inputs[:, start:stop], past_key_values=cache, use_cache=length > step,
                 logits_to_keep=kept,
             )  # fmt: skip
             cache = out.get("past_key_values")
@@ -233,7 +261,10 @@ class TransformersReader:
             mask[row, ids.size(1) - len(prompt) :] = 1
         end = self.model.generation_config.eos_token_id
         ends = {end} if isinstance(end, int) else set(end or ())
-        options = {"prefill_chunk_size": self.chunk} if ids.size(1) > self.chunk else {}
+        step = self.step(ids.size(1))
+        options: dict[str, Any] = {"prefill_chunk_size": step} if ids.size(1) > step else {}
+        if self.forgetting is not None:
+            options["past_key_values"] = self.forgetting()
         made = self.model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=max(budgets), do_sample=False, num_beams=1,
             pad_token_id=next(iter(ends), 0), **options,
