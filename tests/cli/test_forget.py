@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from gape.analysis.passages import Reader
 from gape.cli import forget_bench
@@ -133,6 +135,15 @@ def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {r["how"] for r in found if 0 < r.get("held", 0) <= 1} == {"forgetting"}
     assert gape_exits("report", home.parent, "--out", "report") == 0
     assert "Needle accuracy beside dense attention" in Path("report/tables.md").read_text()
+
+
+def test_what_is_held_counts_by_samples() -> None:
+    """A last batch that is smaller has no more to say than its samples."""
+    caches = iter([SimpleNamespace(kept=[[4, 8], [2, 2]]), SimpleNamespace(kept=[[8, 8], [8, 8]])])
+    reader = forget_bench._Forgetful(MagicMock(), lambda: next(caches), 3)
+    for batch in (2, 1):
+        reader(torch.zeros(batch, 8))
+    assert reader.held == [0.5, 0.5, 1.0]
 
 
 def test_all_runs_are_checked_before_one_is_measured(

@@ -116,6 +116,24 @@ def test_samples_that_one_launch_has_no_room_for(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(found[0][name], found[1][name]) for name in NAMES)
 
 
+@torch.no_grad()
+def test_compiles_in_one_graph_for_all_lengths() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    scheme, counter = layer("rope"), CompileCounter()
+    width = prologue.whole_rows(scheme.head_dim, 4, scheme.head_dim)
+
+    def attended(q: Tensor, k: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        return prologue.bounded_attention(q, k, k, turns, scheme.reading(q.device), scale=SCALE, eps=0.1)
+
+    compiled = torch.compile(attended, backend=counter, fullgraph=True)
+    for n in (20, 33, 47):
+        given = (*(prologue.spread(x, width) for x in projected(scheme, n, torch.float16)), angles(scheme, n))
+        torch.testing.assert_close(compiled(*given), attended(*given))
+    assert counter.frame_count <= 2
+
+
 def test_refuses_what_does_not_fit() -> None:
     scheme = layer("rope")
     q, k = projected(scheme, 8, torch.float16)

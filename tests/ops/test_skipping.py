@@ -195,6 +195,19 @@ def test_a_landmark_keeps_its_tile_alive() -> None:
     assert round(float(spared - forgetful) * all_tiles) == tiles - 2
 
 
+def test_where_the_first_tile_lies_that_may_matter() -> None:
+    """Backward looks no further back: without landmarks at nothing that is judged, with one as far as that lies."""
+    n, eps = 330, 1e-3
+    x, layout = heads(0, floor=60.0, n_q=n, n_k=n), (None, None, None, None, None, True)
+    tiles = -(-n // tiles_for(x["q"], x["v"], "attend", skip=True)["BLOCK_N"])
+    for landmark, expected in ((None, [max(row - 1, 0) for row in range(tiles)]), (5, [0] * tiles)):
+        if landmark is not None:
+            x["landmark"][:, :, landmark] = 1.0
+        told = (x["q"], x["k"], x["v"], x["gate"] / T, 1 - x["landmark"])
+        earliest = torch.ops.gape.attend(*told, *layout, D**-0.5, eps)[4]
+        assert earliest.flatten().tolist() == expected
+
+
 @pytest.mark.parametrize("name", ["k", "landmark"])
 def test_what_is_not_a_number_is_not_skipped(name: str) -> None:
     """A broken key must show, however far it is and however many are left away between."""

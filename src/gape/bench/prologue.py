@@ -165,12 +165,14 @@ class Candidate:
         prepare: from q and k to what attention takes.
         gated: with gates.
         attends: whether attention follows.
+        learns: whether there is a way back through it.
         needs: a reason why it cannot run for tensors like the one given, or None.
     """
 
     prepare: Prepare
     gated: bool
     attends: bool
+    learns: bool = True
     needs: Callable[[Tensor], str | None] = lambda x: None
 
     def forward(self, layer: Layer) -> Callable[[Arguments], tuple[Tensor, ...]]:
@@ -226,7 +228,7 @@ def _ways() -> dict[str, Candidate]:
         "steps": (by_steps, lambda x: None),
     }
     # RoPE first, and what follows it beside it.
-    return {"copy": Copy(prepare=lambda q, k, *others: (q, k), gated=False, attends=False)} | {
+    return {"copy": Copy(prepare=by_steps, gated=False, attends=False, learns=False)} | {
         f"{way}-{kind}{tail}": Candidate(prepare=prepare, gated=kind == "gape", attends=bool(tail), needs=needs)
         for tail in ("", "+attention")
         for kind in ("rope", "gape")
@@ -281,7 +283,7 @@ def measure(settings: Settings, stamp: rows.Row, say: Callable[[str], None]) -> 
             way = CANDIDATES[impl]
             given = layer(shape, settings.torch_dtype, settings.device, gated=way.gated)
             with on_its_own(impl, length, say):
-                for direction in ("forward", "both")[: 1 + (settings.backward and impl != "copy")]:
+                for direction in ("forward", "both")[: 1 + (settings.backward and way.learns)]:
                     figures = _one(settings, way, given, impl, direction, copied, times)
                     yield stamp | figures | {"impl": impl, "direction": direction, "dtype": settings.dtype}
 

@@ -253,7 +253,8 @@ class _Forgetful:
     """A model that reads through forgetting caches, in chunks: as much of a GPT as perplexity and needles need.
 
     Attributes:
-        held: of every call, the share of the keys that were held when the last chunk had come, over layers and heads.
+        held: of every sample, the share of the keys that were held when the last chunk had come, over layers that
+            forget and their heads.
     """
 
     def __init__(self, model: GPT | LanguageModel, make_cache: Callable[[], Any], chunk: int) -> None:
@@ -272,7 +273,7 @@ class _Forgetful:
             self._model(part, cache=cache, logits_to_keep=1)
         answer = self._model(last, cache=cache, logits_to_keep=logits_to_keep)
         kept = [keys for layer in cache.kept for keys in layer]
-        self.held.append(sum(kept) / len(kept) / ids.size(1))
+        self.held += [sum(kept) / len(kept) / ids.size(1)] * ids.size(0)
         return answer
 
 
