@@ -57,7 +57,7 @@ def series(results: Results) -> Data:
 
 def draw(data: Data) -> Figure:
     """Speed of prefill by length, bytes against speed of decoding, and what it costs by eps."""
-    figure, axes = new_figure(11, 3.4, 1, 3)
+    figure, axes = new_figure(11, 4.2, 1, 3)
     for panel, axis in zip((_draw_prefill, _draw_decode, _draw_cost), axes[0], strict=True):
         panel(axis, data)
     return figure
@@ -235,7 +235,7 @@ def _draw_decode(axis: Axes, data: Data) -> None:
     _plot(axis, groups)
     axis.set_title("Decoding")
     axis.set_xlabel("Bytes, of the full cache")
-    axis.set_ylabel("Tokens per second, of the full cache")
+    axis.set_ylabel("Tokens per second, × full cache")
     axis.axhline(1, color=FAINT, linewidth=0.8)
     _finish(axis, [])
 
@@ -272,4 +272,5 @@ def _finish(axis: Axes, lengths: Sequence[int]) -> None:
     if lengths:
         length_axis(axis, sorted(set(lengths)))
     if axis.get_lines()[:-1]:
-        axis.legend(fontsize=6)
+        # Below: lines cross every corner.
+        axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2))
