@@ -297,6 +297,7 @@ def test_a_replay_that_breaks_off_does_not_count(played: list[Played]) -> None:
     assert [graph.replays for graph in played] == [5, 3]
 
 
+@pytest.mark.slow
 def test_a_measurement_waits_until_keys_have_moved(played: list[Played], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of 64 tokens is when a small cache looks through its keys."""
     monkeypatch.setattr(forgetting, "why_not", lambda model, cache: None)
