@@ -140,7 +140,7 @@ def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_is_held_counts_by_samples() -> None:
     """A last batch that is smaller has no more to say than its samples."""
     caches = iter([SimpleNamespace(kept=[[4, 8], [2, 2]]), SimpleNamespace(kept=[[8, 8], [8, 8]])])
-    reader = forget_bench._Forgetful(MagicMock(), lambda: next(caches), 3)
+    reader = forget_bench.Forgetful(MagicMock(), lambda: next(caches), 3)
     for batch in (2, 1):
         reader(torch.zeros(batch, 8))
     assert reader.held == [0.5, 0.5, 1.0]

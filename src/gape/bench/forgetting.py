@@ -32,7 +32,7 @@ from gape.models.skipping import skipping
 from gape.ops import gated_attention
 from gape.ops.checks import refuse
 from gape.ops.problem import Problem
-from gape.ops.prologue import PIECE
+from gape.ops.prologue import whole_rows
 
 if TYPE_CHECKING:
     from gape.hf import LanguageModel
@@ -129,7 +129,7 @@ def attention_ms(problems: Sequence[Problem], impl: str, eps: float, clock: Cloc
 
 
 def _gated(problem: Problem, impl: str, eps: float) -> Callable[[], Tensor]:
-    q, k = (_as_written(x) for x in (problem.q, problem.k)) if impl == "triton" else (problem.q, problem.k)
+    q, k = _as_written(problem) if impl == "triton" else (problem.q, problem.k)
 
     def run() -> Tensor:
         return gated_attention(
@@ -140,9 +140,11 @@ def _gated(problem: Problem, impl: str, eps: float) -> Callable[[], Tensor]:
     return run
 
 
-def _as_written(x: Tensor) -> Tensor:
-    """Rows as wide as the pass that makes them ready in the model writes them for the kernel."""
-    return F.pad(x, (0, -x.size(-1) % PIECE))
+def _as_written(problem: Problem) -> tuple[Tensor, Tensor]:
+    """q and k in rows as wide as the pass that makes them ready in the model writes them for the kernel, if it can."""
+    content = problem.q.size(-1)
+    width = whole_rows(content, problem.q.size(1), problem.v.size(-1)) or content
+    return F.pad(problem.q, (0, width - content)), F.pad(problem.k, (0, width - content))
 
 
 def _plain(problem: Problem) -> Callable[[], Tensor]:

@@ -22,7 +22,7 @@ from gape.analysis.runs import Trained
 from gape.bench import forgetting
 from gape.bench.rows import stamp
 from gape.cli.experiment import Record, Say, answers
-from gape.models.cache import BOUNDS
+from gape.models.cache import BOUNDS, piece
 from gape.models.gpt import GPT
 from gape.models.skipping import IMPLS, skipping
 from gape.ops import dispatch
@@ -242,14 +242,13 @@ class Bench:
         for eps in asked.eps if self.able(asked.impl) else ():
             told = {"how": "skipping", "impl": asked.impl, "eps": eps, "chunk": asked.chunk}
             yield Way(told=told, reader=model, context=partial(skipping, model, eps, impl=asked.impl))
-        # A text that comes in one piece is read before anything could be dropped.
-        chunk = asked.chunk if length > asked.chunk else max(1, length // 8)
+        chunk = piece(length, asked.chunk)
         for told, make in self.caches(length):
             if told["how"] == "forgetting":
-                yield Way(told=told | {"chunk": chunk}, reader=_Forgetful(model, make, chunk))
+                yield Way(told=told | {"chunk": chunk}, reader=Forgetful(model, make, chunk))
 
 
-class _Forgetful:
+class Forgetful:
     """A model that reads through forgetting caches, in chunks: as much of a GPT as perplexity and needles need.
 
     Attributes:
@@ -267,6 +266,7 @@ class _Forgetful:
         return self._make_cache()
 
     def __call__(self, ids: Tensor, *, logits_to_keep: int = 0) -> Any:
+        """What the model says of ids (B, N), read piece by piece."""
         cache = self._make_cache()
         *before, last = torch.split(ids, self._chunk, dim=1)
         for part in before:

@@ -15,7 +15,7 @@ import numpy as np
 from gape.bench import forgetting
 from gape.cli.console import Board, Voice
 from gape.cli.experiment import Record
-from gape.cli.forget_bench import Bench, Way, setting
+from gape.cli.forget_bench import Bench, Forgetful, Way, setting
 from gape.models.gpt import GPT
 from gape.ops.checks import refuse
 from gape.ops.problem import Problem
@@ -190,7 +190,7 @@ def _answered(bench: Bench, config: niah.NIAHConfig, way: Way) -> Record:
         )  # fmt: skip
     if len(right) < bench.asked.samples:
         bench.stop.check()
-    held = getattr(way.reader, "held", None)
+    held = way.reader.held if isinstance(way.reader, Forgetful) else []
     share = {"held": sum(held) / len(held)} if held else {}
     return {"accuracy": float(right.double().mean()), "hits": pack_hits(right.tolist())} | share
 

@@ -304,6 +304,14 @@ class ForgettingCache(Forgets, ModelCache):
         super().truncate(length)
 
 
+def piece(length: int, chunk: int) -> int:
+    """Tokens of a text that go through a forgetting cache at once, where `chunk` may go through the model.
+
+    Nothing is dropped before all of a piece has been read, so a text of one chunk comes in eighths.
+    """
+    return chunk if length > chunk else max(1, length // 8)
+
+
 def checked_eps(eps: float) -> float:
     """The attention that a query may miss, if it can be that.
 

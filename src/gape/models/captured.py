@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 #: one takes about as long as three tokens without.
 LEAST = 8
 
-_HALVES = (torch.bfloat16, torch.float16)
-
 
 def why_not(model: GPT, cache: ModelCache) -> str | None:
     """Why the next tokens cannot come from a recorded graph; None where they can.
@@ -40,7 +38,7 @@ def why_not(model: GPT, cache: ModelCache) -> str | None:
     if not weight.is_cuda:
         return f"the model is on {weight.device.type}, and only CUDA records graphs"
     low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
-    if low not in _HALVES:
+    if low not in dispatch.HALVES:
         return f"the model works in {low}, and the decode kernel is for half precision"
     parts = (*(block.attention for block in model.blocks()), *cache.layers)
     unfit = _unfit(model) or next((part.unrecordable for part in parts if part.unrecordable), None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gape.ops.checks import refuse
-from gape.ops.prologue import HAS_TRITON
+from gape.ops.dispatch import HAS_TRITON
 
 #: A target that counts for nothing.
 IGNORED = -100

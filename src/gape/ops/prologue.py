@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -17,18 +16,13 @@ from torch import Tensor
 
 from gape.ops import columns, sdpa
 from gape.ops.checks import refuse, weight
-from gape.ops.dispatch import MOST_PROGRAMS, TRITON_WIDTH
+from gape.ops.dispatch import HALVES, HAS_TRITON, MOST_PROGRAMS, TRITON_WIDTH
 from gape.ops.rounding import UNIT
 from gape.ops.visibility import Visibility
-
-HALVES = (torch.bfloat16, torch.float16)
 
 #: Numbers of a row that a kernel loads at once: what Triton knows to be a multiple of it, it loads without looking at
 #: each.
 PIECE = 16
-
-#: Looked up once: a compiler cannot trace the search.
-HAS_TRITON = find_spec("triton") is not None
 
 
 @dataclass(frozen=True, kw_only=True)

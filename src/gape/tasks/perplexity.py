@@ -219,8 +219,9 @@ def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:
 
 @torch.no_grad()
 def window_losses(
-    model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, check: Callable[[], None] = lambda: None
-) -> Tensor:
+    model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, check: Callable[[], None] = lambda: None,
+    new_cache: Callable[[int], Any] | None = None,
+) -> Tensor:  # fmt: skip
     """The loss of the last tokens of some windows.
 
     A window longer than a chunk is read chunk by chunk with a cache, so memory is that of a chunk beside L keys and
@@ -232,13 +233,14 @@ def window_losses(
         scored: from 1 to L, how many of the last tokens count.
         chunk: tokens that go through the model at once.
         check: called before every chunk; may raise to stop.
+        new_cache: makes an empty cache with room for so many tokens; the model's own by default.
 
     Returns:
         (B, scored) in float32 (float64 beside float64).
     """
     inputs, targets = ids[:, :-1], ids[:, 1:]
     length = inputs.size(1)
-    cache = model.new_cache(length) if length > chunk else None
+    cache = (new_cache or model.new_cache)(length) if length > chunk else None
     losses = []
     for start in range(0, length, chunk):
         check()

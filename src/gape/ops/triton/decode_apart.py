@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gape.ops.checks import refuse
-from gape.ops.dispatch import MOST_PROGRAMS
+from gape.ops.dispatch import HALVES, MOST_PROGRAMS
 from gape.ops.triton.decode import ALONE
 from gape.ops.triton.decode_kernels import last_to_finish, merge_row
 from gape.ops.triton.decode_lone import PIECE, TILES_UNDER_WAY, as_pairs, attend_to_share
@@ -39,8 +39,6 @@ COLUMNS = tl.constexpr(6)
 
 #: Elements in half precision of one piece.
 PIECE_ELEMENTS = tl.constexpr(PIECE)
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 # Layers have their counters side by side: those of some begin with 16 bytes, those of others do not.
@@ -90,7 +88,7 @@ def partial_apart(
 def lie_apart(keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
     """Whether :class:`Apart` takes buffers like these: half precision, rows of neighbours, all of one width."""
     first = keys[0]
-    if first.dtype not in _HALVES or first.size(2) not in LONE_DIMS or first.size(0) > MOST_PROGRAMS:
+    if first.dtype not in HALVES or first.size(2) not in LONE_DIMS or first.size(0) > MOST_PROGRAMS:
         return False
     return all(
         x.dtype == first.dtype and x.size(2) == x.stride(1) == first.size(2) and in_pieces(x) for x in (*keys, *values)

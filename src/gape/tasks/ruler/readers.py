@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from gape.models.cache import piece
 from gape.tasks.perplexity import window_losses
 
 if TYPE_CHECKING:
@@ -85,11 +85,8 @@ class _Reading:
     forgetting: Callable[[], Any] | None = None
 
     def step(self, length: int) -> int:
-        """Tokens of so many that go through the model at once.
-
-        Nothing is dropped before all of a piece is read, so a cache that forgets takes eighths of a short text.
-        """
-        return self.chunk if self.forgetting is None or length > self.chunk else max(1, length // 8)
+        """Tokens of so many that go through the model at once."""
+        return self.chunk if self.forgetting is None else piece(length, self.chunk)
 
 
 class GPTReader(_Reading):
@@ -127,12 +124,10 @@ class GPTReader(_Reading):
         """See :class:`Reader`."""
         ids = padded([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
         first = min(len(prompt) for prompt in prompts) - 1
-        new_cache = self._new_cache
-        read = SimpleNamespace(hidden=self.model.hidden, token_losses=self.model.token_losses, new_cache=new_cache)
         with self.precision():
             found = window_losses(
-                cast("GPT", read), torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first,
-                chunk=self.step(ids.shape[1] - 1), check=self.check,
+                self.model, torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first,
+                chunk=self.step(ids.shape[1] - 1), check=self.check, new_cache=self._new_cache,
             )  # fmt: skip
         return _cut(found, prompts, answers, first)
 
