@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 import gape.hf
-from gape.hf import forgetting
+from gape.hf import attending, forgetting
 from gape.hf.forgetting import ForgettingCache
 from gape.hf.version import OLD
 from gape.models.config import GPTConfig
@@ -88,13 +88,13 @@ def test_an_empty_one_for_another_text_and_keys_that_go_at_once() -> None:
 @pytest.mark.parametrize("name", ["gape", "llama"])
 @torch.no_grad()
 def test_positions_are_looked_at_once_for_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, look = [], forgetting._counted_from
+    looked, look = [], attending._counted_from
 
     def heard(positions: torch.Tensor) -> int | None:
         looked.append(look(positions))
         return looked[-1]
 
-    monkeypatch.setattr(forgetting, "_counted_from", heard)
+    monkeypatch.setattr(attending, "_counted_from", heard)
     model, ids = made(name), tokens(2, 10)
     cache = ForgettingCache(model, eps=1e-3)
     for part in ids.split([7, 1, 2], dim=1):

@@ -336,3 +336,9 @@ def test_half_precision_keeps_gates_exact_and_decodes_as_it_reads(dtype):
         exact = opened(tiny("llama"), context_length=8).to(torch.float32)(ids, use_cache=False).logits
     off = (whole.float() - exact).abs().max()
     assert (found.float() - exact).abs().max() < 2 * off + 1e-3
+
+
+def test_gates_are_in_the_mode_of_their_layer():
+    for training in (False, True):
+        model = gape.hf.inject(tiny("llama").train(training), context_length=16)
+        assert {module.training for module in model.modules()} == {training}

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gape.analysis.tap import attended
 from gape.bench.timing import measured
 from gape.models.cache import ForgettingCache
-from gape.models.captured import Captured, why_not
+from gape.models.captured import Captured, Recorder, why_not
 from gape.models.gpt import GPT
 from gape.models.skipping import skipping
 from gape.ops import gated_attention
@@ -48,6 +48,7 @@ class Subject:
         model: in eval mode.
         impl: the implementation that its attention runs dense.
         attended: ids (B, N) → what each layer with gates attends with.
+        full_cache: tokens to make room for → an empty cache that keeps everything.
         forgetting_cache: called as :class:`gape.models.cache.ForgettingCache` is, without the model.
         check: refuses, with a ValueError, a model that cannot be measured on texts of so many tokens.
     """
@@ -55,6 +56,7 @@ class Subject:
     model: GPT | LanguageModel
     impl: str
     attended: Callable[[Tensor], list[Problem]]
+    full_cache: Callable[[int], Any]
     forgetting_cache: Callable[..., Any]
     check: Callable[[int], None]
 
@@ -73,7 +75,7 @@ def subject(model: GPT) -> Subject:
 
     return Subject(
         model=model, impl=model.config.impl, attended=problems, check=check,
-        forgetting_cache=partial(ForgettingCache, model),
+        full_cache=model.new_cache, forgetting_cache=partial(ForgettingCache, model),
     )  # fmt: skip
 
 
@@ -186,10 +188,10 @@ def decode(
         `first_ms` of the first token; `ms` of the later ones, a median, and `mean_ms`, their mean; `tokens_per_second`
         of the batch by the median; `bytes` that the cache holds after them; `texts` of the batch that differ. Where a
         graph can be recorded it takes the second half of the tokens, and these alone count as later ones: `record_ms`,
-        in which it is recorded, and `launched_ms` of the first half, which are launched kernel by kernel. Of a
-        forgetting cache also `forget_ms`, in which it looks through its keys after the prompt and drops some; `every`,
-        the tokens from there to the next look; `looked`, the later tokens in which it looked; `lasting_ms`, the median
-        and its share of a look and of a recording: what a token takes in the long run.
+        in which it is recorded, and `launched_ms` of the first half, which are launched kernel by kernel; `unrecorded`
+        says why none can. Of a forgetting cache also `forget_ms`, in which it looks through its keys after the prompt
+        and drops some; `every`, the tokens from there to the next look; `looked`, the later tokens in which it looked;
+        `lasting_ms`, the median and its share of a look and of a recording: what a token takes in the long run.
     """
     total, prompt = ids.size(1), ids.size(1) - tokens
     for start in range(0, prompt, chunk):
@@ -206,11 +208,11 @@ def decode(
 
     launch = partial(model, cache=cache, logits_to_keep=1)
     take(launch, prompt + tokens // 2)
-    if isinstance(model, GPT) and not cache.spare:
+    if _why_not(model, cache) is None and not cache.spare:
         # The next token moves keys, and no graph could be replayed behind it.
         take(launch, min(prompt + tokens // 2 + 1, total - 1))
     step, recorded = _recorded(model, cache, ids[:, :1], times)
-    later = len(times) if recorded else 1
+    later = 1 if step is None else len(times)
     take(step or launch, total)
     ms = median(times[later:])
     if forgotten:
@@ -223,13 +225,29 @@ def decode(
     }  # fmt: skip
 
 
+def _why_not(model: GPT | LanguageModel, cache: Any) -> str | None:
+    """Why no graph of the model's next token can be recorded; None where one can."""
+    if isinstance(model, GPT):
+        return why_not(model, cache)
+    from gape.hf import captured  # noqa: PLC0415
+
+    return captured.why_not(model, cache)
+
+
 def _recorded(
     model: GPT | LanguageModel, cache: Any, ids: Tensor, launched: list[float]
-) -> tuple[Captured | None, Record]:
-    """A graph of the next token (B, 1), and what it takes to record one; nothing where none can be."""
-    if not isinstance(model, GPT) or why_not(model, cache) is not None or not cache.spare:
-        return None, {}
-    step = Captured(model, cache)
+) -> tuple[Recorder | None, Record]:
+    """A graph of the next token (B, 1), and what it takes to record one; why there is none where none can be."""
+    reason = _why_not(model, cache) or (None if cache.spare else "the next token moves keys")
+    if reason is not None:
+        return None, {"unrecorded": reason}
+    step: Recorder
+    if isinstance(model, GPT):
+        step = Captured(model, cache)
+    else:
+        from gape import hf  # noqa: PLC0415
+
+        step = hf.Captured(model, cache)
     # The first one compiles.
     step.record(ids)
     return step, {"record_ms": _ms(partial(step.record, ids), ids.device), "launched_ms": median(launched)}

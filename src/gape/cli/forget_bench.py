@@ -224,7 +224,7 @@ class Bench:
 
     def caches(self, capacity: int) -> Iterator[tuple[Record, Callable[[], Any]]]:
         """The full cache, then forgetting ones, those that the model's floors allow."""
-        yield {"how": "dense", "eps": 0.0, "bounds": None}, partial(self.model.new_cache, capacity)
+        yield {"how": "dense", "eps": 0.0, "bounds": None}, partial(self.subject.full_cache, capacity)
         for bounds in self.asked.bounds:
             try:
                 # Heads without a floor keep all their keys.

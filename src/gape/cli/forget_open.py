@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -98,15 +98,23 @@ def _of_transformers(directory: Path, device: torch.device, say: Say) -> Opened:
 def _injected(model: LanguageModel) -> Subject:
     """A model that gates were put into, as it is measured."""
     from gape.cli.finetune import refuse_length  # noqa: PLC0415
-    from gape.hf import ForgettingCache, attend, listening  # noqa: PLC0415
+    from gape.hf import ForgettingCache, KeepingCache, attend, listening  # noqa: PLC0415
 
     def check(longest: int) -> None:
         listening.gated_layers(model.model)
         refuse_length(model.model, longest)
 
+    def full_cache(capacity: int) -> Any:
+        try:
+            return KeepingCache(model.model, capacity)
+        except ValueError:
+            # A layer without gates, or attention that has no use for keys with a bias: that of transformers takes any.
+            return model.new_cache(capacity)
+
     return Subject(
         model=model, impl=attend.KNOWN[attend.our_name(model.config._attn_implementation)], check=check,
-        attended=partial(listening.attended, model), forgetting_cache=partial(ForgettingCache, model.model),
+        attended=partial(listening.attended, model), full_cache=full_cache,
+        forgetting_cache=partial(ForgettingCache, model.model, carried=True),
     )  # fmt: skip
 
 

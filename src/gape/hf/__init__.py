@@ -17,10 +17,12 @@ except ImportError as error:
 from gape.hf.auto import register
 
 if TYPE_CHECKING:
+    from gape.hf.captured import Captured
     from gape.hf.forgetting import ForgettingCache
     from gape.hf.gguf import read_gguf
     from gape.hf.gpt import GapeConfig, GapeForCausalLM
     from gape.hf.gpt2 import extend_positions
+    from gape.hf.keeping import KeepingCache
     from gape.hf.language import LanguageModel
     from gape.hf.learn import lora_config, parameters
     from gape.hf.llama2c import read_llama2c
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
     from gape.hf.saving import gate_checksum
 
 _HOMES = {
+    "Captured": "captured",
     "ForgettingCache": "forgetting",
     "GapeConfig": "gpt",
     "GapeForCausalLM": "gpt",
+    "KeepingCache": "keeping",
     "LanguageModel": "language",
     "Plan": "planning",
     "extend_positions": "gpt2",
@@ -46,9 +50,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "Captured",
     "ForgettingCache",
     "GapeConfig",
     "GapeForCausalLM",
+    "KeepingCache",
     "LanguageModel",
     "Plan",
     "extend_positions",

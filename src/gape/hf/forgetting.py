@@ -14,25 +14,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from gape.gates import GAPEGates
+from gape.hf.attending import AttendingCache, AttendingLayer, in_working_precision
 from gape.hf.families import rotated_part
 from gape.hf.forgetting_limits import of_module
-from gape.hf.masks import looked_at
 from gape.models.cache import BOUNDS, Forgets, checked_eps
 from gape.models.forgetting import ForgettingLayer
 from gape.models.forgetting_limits import least_rates
 from gape.models.skipping import Skips
+from gape.ops.carried import COLUMNS
 from gape.ops.checks import flag, refuse
+from gape.ops.prologue import PIECE
 
+#: Coordinates that a key takes to carry the bias.
+ROOM = COLUMNS["split"]
 #: What decoder layers call the norm that their attention reads from.
 NORMS = ("input_layernorm", "ln_1", "attention_norm")
 
 
 @dataclass(kw_only=True, eq=False)
 class Seat:
-    """An injected layer as a forgetting cache sees it: :class:`gape.models.forgetting_limits.Attends`."""
+    """An injected layer as its cache sees it: :class:`gape.models.forgetting_limits.Attends`.
+
+    A cached key is head_dim wide: content_dim of the model's head, then what is reserved for the bias.
+    """
 
     n_heads: int
     n_kv_heads: int
@@ -43,8 +50,7 @@ class Seat:
     layer: Skips
     position: str
     content_dim: int
-    # Keys of a loaded model have no coordinates to spare for the bias.
-    reserve: int = 0
+    reserve: int
 
     @property
     def impl(self) -> str:
@@ -56,96 +62,23 @@ class Seat:
         return self.layer.how(queries)
 
 
-class ForgettingCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """The cache of one layer with gates. Attention goes through :meth:`attend`; keys and values are never handed out.
+class ForgettingCacheLayer(AttendingLayer):
+    """The cache of one layer with gates, in a :class:`gape.models.forgetting.ForgettingLayer`."""
 
-    Attributes:
-        held: what is remembered.
-    """
-
-    is_croppable = True
-
-    def __init__(self, seat: Any, held: ForgettingLayer) -> None:
-        super().__init__()
-        self.seat, self.held = seat, held
+    held: ForgettingLayer
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, landmark: Tensor, positions: Tensor, real: Tensor | None
     ) -> Tensor:
-        """Add tokens and attend to everything kept.
-
-        Args:
-            q, k, v: (B, Hq, n, D), (B, Hk, n, D) and (B, Hk, n, Dv), rotated.
-            gate, landmark: (B, Hq, n) and (B, Hk, n).
-            positions: integer (n,) or (B, n).
-            real: bool (B, n), False for pads; None where there are none.
-
-        Returns:
-            (B, Hq, n, Dv).
-        """
-        # Pads stand before everything; a document of their own hides them.
-        where = positions if real is None else torch.where(real, positions, 0).expand(k.size(0), -1)
-        documents = None if real is None else real.to(torch.uint8)
-        told = None if real is None and self._counted(positions) else where
+        """Add tokens and attend to everything kept, as :meth:`gape.hf.attending.AttendingLayer.attend` says."""
+        if self.seat.reserve:
+            q, k, v = in_working_precision(q, k, v)
+        where, told, documents = self._where(positions, real, k.size(0))
         seen = {"q_positions": told, "q_documents": documents, "attn_mask": None}
         return self.held.attend(self.seat, q, k, v, gate, landmark, where, seen)
 
-    def _counted(self, positions: Tensor) -> bool:
-        """Whether positions go on from what came before: then nothing but their number has to be known."""
-        if torch.compiler.is_compiling():
-            # A compiled graph may not look.
-            return False
-        return self.held.length == looked_at(positions, "_gape_counted_from", lambda: _counted_from(positions))
 
-    def lazy_initialization(self, *args: Any) -> None:
-        """Nothing: room is made as tokens come."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: layers that use this cache attend through it.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("past_key_values: a ForgettingCache serves the model it was made for, and no other")
-
-    def get_seq_length(self) -> int:
-        """Tokens that have come, kept or not."""
-        return self.held.length
-
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Keys that a mask speaks of, and the first of them: all that have come, dropped or not."""
-        new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.held.length + new, 0
-
-    def get_max_length(self) -> int:
-        """−1: there is no limit."""
-        return -1
-
-    #: The name of it in transformers 4.
-    get_max_cache_shape = get_max_length
-
-    def crop(self, max_length: int) -> None:
-        """Forget all but the first tokens, or so many of the last ones where it is negative.
-
-        Raises:
-            ValueError: keys were dropped that a token there could see.
-        """
-        self.held.truncate(max_length if max_length >= 0 else self.held.length + max_length)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.held.truncate(0)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refused: beams would share keys that each of them judges.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("num_beams: got beams, expected 1, since a ForgettingCache cannot be reordered")
-
-
-class ForgettingCache(Forgets, Cache):  # type: ignore[misc]
+class ForgettingCache(Forgets, AttendingCache):
     """The caches of a model with gates that drop keys for good once no future query can give them weight.
 
     Give it to `generate` or to the model as `past_key_values`; a new one for every text. Batches, left padding and
@@ -156,18 +89,23 @@ class ForgettingCache(Forgets, Cache):  # type: ignore[misc]
             a floor.
         eps, bounds, partial: as in :class:`gape.models.cache.ForgettingCache`. With `partial`, heads without a floor
             and layers without gates keep all their keys.
+        carried: whether keys carry the bias, in coordinates of their own behind those of the head: attention of few
+            tokens on a GPU then reads keys and nothing else, and single ones can be recorded
+            (:class:`gape.hf.Captured`). A GPT of ours has room for them within the head, or not; it is not asked.
 
     Raises:
         ValueError: an argument is out of range, a head has no floor or an amplitude of 0, or a layer caps its logits or
             has a window; names layer and head.
     """
 
-    def __init__(self, model: nn.Module, *, eps: float, bounds: str = "weights", partial: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, eps: float, bounds: str = "weights", partial: bool = False, carried: bool = False
+    ) -> None:
         checked_eps(eps)
         if bounds not in BOUNDS:
             raise refuse("bounds", bounds, f"one of {BOUNDS}")
         flag("partial", partial)
-        places = _places(model, limited=bounds == "weights")
+        places = places_of(model, limited=bounds == "weights", carried=flag("carried", carried))
         if bounds != "gates":
             _refuse_without_floors([seat for seat, _ in places], partial)
         layers = []
@@ -206,17 +144,6 @@ class ForgettingCache(Forgets, Cache):  # type: ignore[misc]
         return sum(held.nbytes for held in self.forgetting) + bytes_of(plain)
 
 
-def _counted_from(positions: Tensor) -> int | None:
-    """The first of positions (n,) or (B, n) that are the same for all samples and rise by one; None for others."""
-    if not positions.numel():
-        return None
-    first = positions.flatten()[0]
-    counted = first + torch.arange(positions.size(-1), device=positions.device)
-    # Asked together, for the device has to be waited for.
-    begin, so = torch.stack([first, (positions == counted).all()]).tolist()
-    return int(begin) if so else None
-
-
 def bytes_of(layers: Iterable[Any]) -> int:
     """Bytes of the keys and values that layers of a cache of `transformers` hold."""
     held: list[Tensor] = [x for layer in layers if layer.keys is not None for x in (layer.keys, layer.values)]
@@ -250,8 +177,17 @@ def _refuse_without_floors(seats: list[Any], partial: bool) -> None:
         )
 
 
-def _places(model: Any, *, limited: bool) -> list[tuple[Any, Any]]:
-    """For each layer of a model what attends there, None without gates, and its limits, or what they follow from."""
+def places_of(model: Any, *, limited: bool, carried: bool) -> list[tuple[Any, Any]]:
+    """For each layer of a model what attends there, None without gates, and its limits, or what they follow from.
+
+    Args:
+        model: one with gates.
+        limited: whether limits are worked out.
+        carried: whether cached keys have room for the bias.
+
+    Raises:
+        ValueError: no layer has gates, or one that has caps its logits or has a window.
+    """
     from gape.hf.gpt import GapeForCausalLM  # noqa: PLC0415
     from gape.hf.wrap import Injected  # noqa: PLC0415
 
@@ -262,13 +198,13 @@ def _places(model: Any, *, limited: bool) -> list[tuple[Any, Any]]:
         for module in parent.children():
             if isinstance(module, Injected) and module.gape is not None:
                 place: Any = module
-                found[place.layer_idx] = _injected(model, parent, place, limited=limited)
+                found[place.layer_idx] = _injected(model, parent, place, limited=limited, carried=carried)
     if not found:
         raise refuse("model", type(model).__name__, "one with gates: of gape.hf.inject, or a gape.hf.GapeForCausalLM")
     return [found.get(number, (None, None)) for number in range(model.config.num_hidden_layers)]
 
 
-def _injected(model: Any, parent: Any, module: Any, *, limited: bool) -> tuple[Seat, Any]:
+def _injected(model: Any, parent: Any, module: Any, *, limited: bool, carried: bool) -> tuple[Seat, Any]:
     wiring, number = module.gape_wiring, module.layer_idx
     layout = wiring.family.layout
     if module.gape_cap is not None:
@@ -276,10 +212,12 @@ def _injected(model: Any, parent: Any, module: Any, *, limited: bool) -> tuple[S
     if has_window(module):
         raise ValueError(f"model: layer {number} has a sliding window, expected none that has one")
     n_heads, n_kv_heads, width = layout.sizes(module)
+    # Keys of a loaded model have no coordinates to spare for the bias; kernels read whole pieces of memory.
+    room = ROOM + -(width + ROOM) % PIECE if carried else 0
     seat = Seat(
-        n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=width, content_dim=width, scale=layout.scale(module),
+        n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=width + room, content_dim=width, scale=layout.scale(module),
         context_length=wiring.context_length, gates=module.gape, layer=module,
-        position=f"{wiring.family.model_type}+gape",
+        position=f"{wiring.family.model_type}+gape", reserve=room,
     )  # fmt: skip
     norm = next((getattr(parent, name) for name in NORMS if hasattr(parent, name)), None)
     if limited:

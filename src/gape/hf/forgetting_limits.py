@@ -35,9 +35,9 @@ def of_module(module: Any, seat: Attends, norm: nn.Module | None, stretch: float
     """
     if hasattr(module, "q_norm"):
         # Normed behind the projection, so nothing before it matters.
-        query, key = (_gain(getattr(module, name), seat.head_dim).abs().max() for name in ("q_norm", "k_norm"))
-        reach = seat.scale * stretch * query * seat.head_dim**0.5 * torch.ones(seat.n_heads, dtype=torch.float64)
-        product = reach * stretch * key * seat.head_dim**0.5
+        query, key = (_gain(getattr(module, name), seat.content_dim).abs().max() for name in ("q_norm", "k_norm"))
+        reach = seat.scale * stretch * query * seat.content_dim**0.5 * torch.ones(seat.n_heads, dtype=torch.float64)
+        product = reach * stretch * key * seat.content_dim**0.5
         return Limits(rate=least_rates(seat), reach=reach, own=product, jitter=product)
     if norm is None:
         raise refuse("norm", None, "one before the projections; bounds='queries' needs none")

@@ -12,8 +12,9 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gape.hf.attend import Sides, attend, made_mask, our_name, try_causality
+from gape.hf.attending import AttendingCache
 from gape.hf.card import write_card
-from gape.hf.forgetting import ForgettingCache, pads
+from gape.hf.forgetting import pads
 from gape.hf.saving import gate_checksum, refuse_missing
 from gape.hf.wrap import remember
 from gape.models.attention import GAPEAttention
@@ -216,7 +217,7 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """Positions of these tokens, the mask that layers are handed, and what caches of transformers 4 are told."""
         positions = self._positions(x, real, position_ids, cache)
         told = {"cache_position": torch.arange(x.size(1), device=x.device) + _length(cache)}
-        if isinstance(cache, ForgettingCache):
+        if isinstance(cache, AttendingCache):
             return positions, pads(real, x), told
         return positions, made_mask(self.config, x, real, positions, cache), told
 
@@ -252,7 +253,7 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         k, side = scheme.keys(k, positions, x, None)
         gates, sides = attention.gates, None
         landmark = side if gates is not None else None
-        if isinstance(cache, ForgettingCache) and gate is not None and landmark is not None:
+        if isinstance(cache, AttendingCache) and gate is not None and landmark is not None:
             y = cache.layers[layer].attend(q, k, v, gate, landmark, positions, mask)
             return attention.out(y.transpose(1, 2).flatten(2)), None
         k, v, landmark, k_positions = remember(cache, layer, k, v, landmark, positions, told, attention.head_dim)

@@ -75,13 +75,13 @@ class LanguageModel(nn.Module):
         """
         x = self.hidden(ids, positions, documents, cache)
         if targets is None:
-            return Output(self._logits(x[:, -(logits_to_keep or 0) :]), None)
+            return Output(self.logits(x[:, -(logits_to_keep or 0) :]), None)
         if targets.size(1) != x.size(1):
             x = x[:, x.size(1) - targets.size(1) :]
         counted = (targets != IGNORED).sum().clamp(min=1)
         weight = self._plain_head()
         total = (
-            summed_cross_entropy(self._logits(x), targets)
+            summed_cross_entropy(self.logits(x), targets)
             if weight is None
             else sliced_cross_entropy(x, weight, targets)
         )
@@ -114,7 +114,7 @@ class LanguageModel(nn.Module):
         if weight is not None:
             return token_cross_entropy(x, weight, targets)
         with torch.no_grad():
-            logits = self._logits(x).float().flatten(0, 1)
+            logits = self.logits(x).float().flatten(0, 1)
             losses = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
         return losses.view(targets.shape)
 
@@ -131,7 +131,8 @@ class LanguageModel(nn.Module):
             if isinstance(gates, GAPEGates):
                 yield module.layer_idx, gates
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
+        """The output layer alone: x (B, N, E) → (B, N, V)."""
         if self._gpt is not None:
             return self._gpt.logits(x)
         logits: Tensor = self.model.get_output_embeddings()(x)

@@ -268,7 +268,7 @@ def _gates(module: Any, family: Family, settings: Settings) -> RetrofitGates | N
 def _wrap(module: Any, wiring: Wiring, settings: Settings) -> None:
     gates = _gates(module, wiring.family, settings)
     if gates is not None:
-        gates.to(next(module.parameters()).device)
+        gates.to(next(module.parameters()).device).train(module.training)
     module.__class__ = injected(module.__class__)
     module.gape_wiring = wiring
     setattr(module, MODULE, gates)

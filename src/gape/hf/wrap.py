@@ -17,9 +17,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape.hf.attend import KNOWN, Sides, attend, our_name, try_causality
+from gape.hf.attending import AttendingCache
 from gape.hf.families import Family, family_named
-from gape.hf.forgetting import ForgettingCache
-from gape.hf.masks import real_tokens
 from gape.hf.packing import pack, unpack
 from gape.hf.saving import rebuilt
 from gape.hf.version import OLD
@@ -121,8 +120,8 @@ class Injected(Skips):
         positions = _positions(kwargs, q.size(0))
         gate, landmark = (None, None) if self.gape is None else self.gape(q, k)
         q, k = self._rotate(q, k, positions, position_embeddings)
-        if self.gape is not None and isinstance(past_key_values, ForgettingCache):
-            real = real_tokens(attention_mask, q.size(2), q.size(0))
+        if self.gape is not None and isinstance(past_key_values, AttendingCache):
+            real = past_key_values.real(attention_mask, q.size(2), q.size(0))
             out = past_key_values.layers[module.layer_idx].attend(q, k, v, gate, landmark, positions, real)
             return layout.merge(module, out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
         k, v, landmark, k_positions = remember(past_key_values, module.layer_idx, k, v, landmark, positions, kwargs)

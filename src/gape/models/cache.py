@@ -173,6 +173,13 @@ class ModelCache:
     def __init__(self, n_layer: int, capacity: int = 0) -> None:
         self.layers: Sequence[KVCache | ForgettingLayer] = [KVCache(capacity) for _ in range(n_layer)]
 
+    @classmethod
+    def of(cls, layers: Sequence[KVCache | ForgettingLayer]) -> ModelCache:
+        """The caches of layers that somebody else has, taken together."""
+        made = cls(0)
+        made.layers = layers
+        return made
+
     @property
     def length(self) -> int:
         """Tokens cached.

@@ -7,7 +7,7 @@ that token is taken step by step, and the next graph recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,31 +34,35 @@ def why_not(model: GPT, cache: ModelCache) -> str | None:
 
     Only what can change is looked at: the cache, modes, and what the layers have been told.
     """
-    weight = model.embedding.weight
+    told = (block.attention.unrecordable for block in model.blocks())
+    return (
+        wrong_place(model.embedding.weight) or _unfit(model) or next((reason for reason in told if reason), None)
+        or unwritable(cache)
+    )  # fmt: skip
+
+
+def wrong_place(weight: Tensor) -> str | None:
+    """Why a model with such a weight cannot be recorded where it is, in what it works in now; None where it can."""
     if not weight.is_cuda:
         return f"the model is on {weight.device.type}, and only CUDA records graphs"
     low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
-    if low not in dispatch.HALVES:
-        return f"the model works in {low}, and the decode kernel is for half precision"
-    parts = (*(block.attention for block in model.blocks()), *cache.layers)
-    unfit = _unfit(model) or next((part.unrecordable for part in parts if part.unrecordable), None)
+    return None if low in dispatch.HALVES else f"the model works in {low}, and the decode kernel is for half precision"
+
+
+def unwritable(cache: ModelCache) -> str | None:
+    """Why a graph could not add tokens to a cache; None where it could."""
+    unfit = next((layer.unrecordable for layer in cache.layers if layer.unrecordable), None)
     if unfit is None and cache.length and not all(_decodes(layer.held()) for layer in cache.layers):
         return "the decode kernel is not installed, or not for these sizes"
     return unfit
 
 
-class Captured:
-    """A model and its cache, for tokens one at a time. The answers are the model's, up to the order of sums.
-
-    Prompts go to the model, before or in between; so does everything that changes the cache in another way. Weights may
-    be written to and moved, but modules and parameters not be replaced by others.
+class Recorder:
+    """A model of any kind and its cache, for tokens one at a time; what is of a kind the subclass says.
 
     Args:
-        model: in eval mode, on a GPU, in half precision or under autocast.
-        cache: of the model; it may hold tokens.
-
-    Raises:
-        ValueError: the cache is not one of the model.
+        model: what is recorded.
+        cache: what its layers write to.
     """
 
     _graph: torch.cuda.CUDAGraph | None
@@ -69,10 +73,8 @@ class Captured:
     _mode: tuple[object, ...]
     _length: int
 
-    def __init__(self, model: GPT, cache: ModelCache) -> None:
-        if len(cache.layers) != model.config.n_layer:
-            raise refuse("cache", cache, f"a cache of {model.config.n_layer} layers")
-        self.model, self.cache = model, cache
+    def __init__(self, model: nn.Module, cache: ModelCache) -> None:
+        self._watched, self.cache = model, cache
         #: Graphs recorded so far.
         self.recordings = 0
         self._taken = 0
@@ -99,8 +101,8 @@ class Captured:
             return self._logits.clone()
         # What the cache is about to leave would be held, for all layers at once, until the next graph.
         self._drop()
-        logits: Tensor = self.model(ids, cache=self.cache, logits_to_keep=1).logits
-        if self._taken >= LEAST and self.cache.spare >= LEAST and why_not(self.model, self.cache) is None:
+        logits = self._launched(ids)
+        if self._taken >= LEAST and self.cache.spare >= LEAST and self._why_not() is None:
             self.record(ids)
         return logits
 
@@ -110,7 +112,7 @@ class Captured:
         Raises:
             ValueError: no graph can be recorded, or the cache has no room for a token; it has to hold some already.
         """
-        reason = why_not(self.model, self.cache)
+        reason = self._why_not()
         if reason is None and self.cache.spare < 1:
             reason = "it is empty, or about to move"
         if reason is not None:
@@ -123,8 +125,8 @@ class Captured:
             # Kept for its counters, tables and tickets, which the graph goes on reading.
             slots = self._slots = Slots(self._held, self.cache.length, ids.size(0), ids.device)
             graph, self._logits = _recorded(partial(self._step, slots), slots.reset, ids.device)
-        self._modules = list(self.model.modules())
-        self._weights = [(weight, weight.data_ptr()) for weight in self.model.parameters()]
+        self._modules = list(self._watched.modules())
+        self._weights = [(weight, weight.data_ptr()) for weight in self._watched.parameters()]
         self._graph, self._length, self._mode = graph, self.cache.length, _mode()
         self._taken = 0
         self.recordings += 1
@@ -140,7 +142,7 @@ class Captured:
         """What is recorded: the logits of one token."""
         where = slots.begin()
         made_in_capture(where)
-        logits: Tensor = self.model(self._ids, positions=where, cache=slots, logits_to_keep=1).logits
+        logits = self._replayed(self._ids, where, slots)
         slots.end()
         return logits
 
@@ -158,14 +160,62 @@ class Captured:
 
     def _changed(self) -> bool:
         """Whether the model or the cache would no longer do what was recorded. Asked for every token."""
-        told = [block.attention for block in self.model.blocks()]
         return (
             any(module.training for module in self._modules)
             or _hooked(self._modules)
-            or any(attention.stepwise or attention.keep_landmark for attention in told)
+            or self._told_otherwise()
             or any(layer.unrecordable for layer in self.cache.layers)
             or any(weight.data_ptr() != place for weight, place in self._weights)
         )
+
+    def _why_not(self) -> str | None:
+        """Why no graph can be recorded now; None where one can."""
+        raise NotImplementedError
+
+    def _launched(self, ids: Tensor) -> Tensor:
+        """The logits (B, 1, V) of a token by the model itself, which adds it to the cache."""
+        raise NotImplementedError
+
+    def _replayed(self, ids: Tensor, where: Tensor, slots: Slots) -> Tensor:
+        """The same at a position (1,) by launches that never change, adding it to slots."""
+        raise NotImplementedError
+
+    def _told_otherwise(self) -> bool:
+        """Whether layers have been told since to do something that a replay would not. Asked for every token."""
+        raise NotImplementedError
+
+
+class Captured(Recorder):
+    """A model and its cache, for tokens one at a time. The answers are the model's, up to the order of sums.
+
+    Prompts go to the model, before or in between; so does everything that changes the cache in another way. Weights may
+    be written to and moved, but modules and parameters not be replaced by others.
+
+    Args:
+        model: in eval mode, on a GPU, in half precision or under autocast.
+        cache: of the model; it may hold tokens.
+
+    Raises:
+        ValueError: the cache is not one of the model.
+    """
+
+    def __init__(self, model: GPT, cache: ModelCache) -> None:
+        if len(cache.layers) != model.config.n_layer:
+            raise refuse("cache", cache, f"a cache of {model.config.n_layer} layers")
+        self.model = model
+        super().__init__(model, cache)
+
+    def _why_not(self) -> str | None:
+        return why_not(self.model, self.cache)
+
+    def _launched(self, ids: Tensor) -> Tensor:
+        return self.model(ids, cache=self.cache, logits_to_keep=1).logits  # type: ignore[no-any-return]
+
+    def _replayed(self, ids: Tensor, where: Tensor, slots: Slots) -> Tensor:
+        return self.model(ids, positions=where, cache=slots, logits_to_keep=1).logits  # type: ignore[no-any-return]
+
+    def _told_otherwise(self) -> bool:
+        return any(block.attention.stepwise or block.attention.keep_landmark for block in self.model.blocks())
 
 
 def _recorded(
@@ -188,15 +238,18 @@ def _recorded(
 
 
 def _unfit(model: GPT) -> str | None:
-    """What about the modules of a model keeps it from being recorded; None where nothing does."""
-    modules = list(model.modules())
+    return unfit(list(model.modules()), _known)
+
+
+def unfit(modules: Sequence[nn.Module], known: Callable[[nn.Module], bool]) -> str | None:
+    """What about the modules of a model, of which some are known, keeps it from being recorded; None: nothing does."""
     if any(module.training for module in modules):
         return "the model is in training mode"
     if _hooked(modules):
         return "a module has hooks, which a replay would not call"
     if any(module._compiled_call_impl is not None for module in modules):
         return "a module is compiled"
-    foreign = next((type(module) for module in modules if not _known(module)), None)
+    foreign = next((type(module) for module in modules if not known(module)), None)
     return None if foreign is None else f"nobody knows whether a {foreign.__qualname__} can be recorded"
 
 

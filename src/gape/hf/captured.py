@@ -1,0 +1,170 @@
+"""Decoding of models of `transformers` by a recorded graph: :mod:`gape.models.captured` has how that is done.
+
+A forward pass of `transformers` is recorded as it is. What would make it wait for the host, or do something else for
+the next token, is told ahead: the position, which lies on the device and is counted up there, a mask that hides
+nothing, and a cache whose sizes never change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gape.hf.attending import AttendingCache, AttendingLayer, in_working_precision
+from gape.hf.forgetting import ForgettingCache
+from gape.hf.gpt import GapeForCausalLM
+from gape.hf.keeping import CARRYING, KeepingCache, carries
+from gape.hf.language import LanguageModel
+from gape.models.captured import Recorder, unfit, unwritable, wrong_place
+from gape.models.slots import Slots
+from gape.ops.carried import carried_queries, carry
+from gape.ops.checks import refuse
+
+#: Families whose forward pass is known to launch the same for every token. Mixtures of experts do not.
+FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
+
+#: What the names of rotations have in them that look at positions to choose their frequencies.
+LOOKING = ("dynamic", "longrope")
+
+
+class SlotLayer(AttendingLayer):
+    """A layer of which the held :class:`gape.models.slots.Slot` takes single tokens, each the newest."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, landmark: Tensor, positions: Tensor, real: Tensor | None
+    ) -> Tensor:
+        """Add a token and attend to everything held, as :meth:`gape.hf.attending.AttendingLayer.attend` says."""
+        seat = self.seat
+        q, k, v = in_working_precision(q, k, v)
+        told: dict[str, Any] = {"form": "split", "context_length": seat.context_length, "width": seat.head_dim}
+        keys = carry(k, landmark, positions, **told)
+        queries = carried_queries(q, gate, seat.gates.amplitude, positions, scale=seat.scale, **told)
+        out: Tensor = self.held.attend(queries, keys, v, scale=seat.scale)
+        return out
+
+
+class SlotCache(AttendingCache):
+    """A cache as a recorded forward pass finds it.
+
+    Args:
+        seats: the layers as their caches see them.
+        slots: what they hold.
+    """
+
+    def __init__(self, seats: list[Any], slots: Slots) -> None:
+        super().__init__(layers=[SlotLayer(*each) for each in zip(seats, slots.layers, strict=True)])
+
+    def real(self, mask: Tensor | None, n: int, batch: int) -> None:
+        """None: caches with pads are not recorded, and a mask may not be looked at."""
+        return
+
+
+def why_not(model: Any, cache: Any) -> str | None:
+    """Why the next tokens cannot come from a recorded graph; None where they can.
+
+    Args:
+        model: as :class:`Captured` takes it.
+        cache: of any kind.
+    """
+    model = _bare(model)
+    return (
+        _other_cache(cache) or wrong_place(model.get_input_embeddings().weight) or _other_family(model)
+        or unfit(list(model.modules()), lambda module: _known(model, module)) or _replaced(model)
+        or _uncarried(cache, model.get_input_embeddings().weight) or unwritable(cache.together)
+    )  # fmt: skip
+
+
+class Captured(Recorder):
+    """A model of `transformers` with gates and its cache, for tokens one at a time.
+
+    The answers are the model's, up to the order of sums. Prompts go to the model, before or in between; so does
+    everything that changes the cache in another way. Weights may be written to and moved, but modules and parameters
+    not be replaced by others. Where no graph can be recorded (:func:`why_not` says why) the model answers.
+
+    Args:
+        model: one that :func:`gape.hf.inject` has put gates into, a :class:`gape.hf.GapeForCausalLM`, or either in a
+            :class:`gape.hf.LanguageModel`. In eval mode, on a GPU, in half precision or under autocast.
+        cache: a :class:`gape.hf.KeepingCache` or a :class:`gape.hf.ForgettingCache` of the model; it may hold tokens.
+
+    Raises:
+        ValueError: the cache is of another kind or another model, or a layer has no gates.
+    """
+
+    def __init__(self, model: Any, cache: KeepingCache | ForgettingCache) -> None:
+        reason = _other_cache(cache)
+        if reason is not None:
+            raise ValueError(f"cache: {reason}")
+        self.model, self.past_key_values = _bare(model), cache
+        seats = [layer.seat for layer in cache.layers]
+        if not {seat.gates for seat in seats} <= set(self.model.modules()):
+            raise refuse("cache", cache, "one that was made for the model")
+        self._seats, self._reader = seats, LanguageModel(self.model)
+        super().__init__(self.model, cache.together)
+
+    def _why_not(self) -> str | None:
+        return why_not(self.model, self.past_key_values)
+
+    def _launched(self, ids: Tensor) -> Tensor:
+        return self._reader(ids, cache=self.past_key_values, logits_to_keep=1).logits  # type: ignore[no-any-return]
+
+    def _replayed(self, ids: Tensor, where: Tensor, slots: Slots) -> Tensor:
+        told: dict[str, Any] = {"position_ids": where[None], "past_key_values": SlotCache(self._seats, slots)}
+        if isinstance(self.model, GapeForCausalLM):
+            x = self.model.states(ids, use_cache=True, **told).last_hidden_state
+        else:
+            # With four dimensions it is taken as it is, and none is made.
+            seen = torch.ones(ids.size(0), 1, 1, 1, dtype=torch.bool, device=ids.device)
+            x = self.model.base_model(input_ids=ids, attention_mask=seen, use_cache=True, **told).last_hidden_state
+        return self._reader.logits(x)
+
+    def _told_otherwise(self) -> bool:
+        return _uncarried(self.past_key_values, self.model.get_input_embeddings().weight) is not None
+
+
+def _bare(model: Any) -> Any:
+    return model.model if isinstance(model, LanguageModel) else model
+
+
+def _other_cache(cache: Any) -> str | None:
+    if not isinstance(cache, KeepingCache | ForgettingCache):
+        return f"got a {type(cache).__name__}, expected a KeepingCache or a ForgettingCache"
+    bare = next((number for number, layer in enumerate(cache.layers) if not isinstance(layer, AttendingLayer)), None)
+    return None if bare is None else f"layer {bare} has no gates, and keeps its keys as transformers does"
+
+
+def _other_family(model: Any) -> str | None:
+    if isinstance(model, GapeForCausalLM):
+        return None
+    kind = str(model.config.model_type).removeprefix("gape_")
+    if kind not in FAMILIES:
+        return f"models of type {kind} are not recorded, only {', '.join(FAMILIES)}"
+    kinds = [str(getattr(module, "rope_type", None)) for module in model.modules()]
+    looking = next((rotation for rotation in kinds if any(word in rotation for word in LOOKING)), None)
+    return None if looking is None else f"rotations of type {looking} look at positions"
+
+
+def _known(model: Any, module: nn.Module) -> bool:
+    """Whether a module is of torch, of ours or of the model's family: others, such as adapters, may wait."""
+    kind = str(model.config.model_type).removeprefix("gape_")
+    homes = ("gape.", "torch.nn.", "transformers.activations", f"transformers.models.{kind}.")
+    return type(module).__module__.startswith(homes)
+
+
+def _replaced(model: Any) -> str | None:
+    """What was put into the modules of a model that nobody can look into; None where nothing was."""
+    if any("forward" in vars(module) for module in model.modules()):
+        return "the forward of a module was replaced"
+    kinds = {type(weight) for weight in model.parameters()} - {nn.Parameter}
+    if kinds:
+        return f"nobody knows whether a {kinds.pop().__qualname__} can be recorded"
+    # What lies elsewhere, such as frequencies, would be copied within the graph.
+    places = {str(x.device) for x in (*model.parameters(), *model.buffers())}
+    return None if len(places) == 1 else f"the model is on {' and '.join(sorted(places))}"
+
+
+def _uncarried(cache: Any, like: Tensor) -> str | None:
+    if all(carries(layer.seat, like) for layer in cache.layers):
+        return None
+    return f"keys do not carry the bias: they do with carried=True, under {CARRYING}"
