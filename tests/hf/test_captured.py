@@ -44,6 +44,7 @@ CACHES: dict[str, Callable[[Any], AttendingCache]] = {
     "keeping": lambda model: KeepingCache(model, 64),
     "forgetting": lambda model: ForgettingCache(model, eps=1e-2, carried=True),
 }
+MEASURING = {"measuring": lambda model: ForgettingCache(model, eps=1e-2, bounds="queries", carried=True)}
 
 
 @pytest.fixture
@@ -67,12 +68,16 @@ def one_by_one(step: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "keeping") for name in NAMES), *((name, "forgetting") for name in ("gape", "llama"))]
+    ("name", "kind"),
+    [
+        *((name, "keeping") for name in NAMES),
+        *((name, kind) for name in ("gape", "llama") for kind in ("forgetting", "measuring")),
+    ],
 )
 def test_replayed_tokens_equal_the_model(name: str, kind: str, played: list[Played]) -> None:
     """Two samples, two queries to a key; after the prompt a forgetting cache looks."""
     model, ids = made(name), tokens(2, 64)
-    plain, cache = (CACHES[kind](model) for _ in range(2))
+    plain, cache = ((CACHES | MEASURING)[kind](model) for _ in range(2))
     for each in (plain, cache):
         model(ids[:, :56], past_key_values=each)
     found = one_by_one(Captured(model, cache), ids[:, 56:58])
@@ -83,7 +88,7 @@ def test_replayed_tokens_equal_the_model(name: str, kind: str, played: list[Play
     rest = [model(ids[:, 58:], past_key_values=each).logits for each in (cache, plain)]
     torch.testing.assert_close(*rest, **NEAR)
     assert cache.get_seq_length() == 64
-    if kind == "forgetting":
+    if kind != "keeping":
         assert cache.kept == plain.kept
         assert len({kept for layer in cache.kept for kept in layer}) > 1
         assert any(len(layer.held().blocks) > 1 for layer in cache.together.layers)
@@ -252,8 +257,8 @@ def test_caches_and_families_that_cannot_be_recorded_are_said(monkeypatch: pytes
     model = made("llama")
     assert "got a DynamicCache" in str(captured.why_not(model, DynamicCache()))
     assert "carried=True" in str(captured.why_not(model, ForgettingCache(model, eps=1e-2)))
-    by_queries = ForgettingCache(model, eps=1e-2, bounds="queries", carried=True)
-    assert "every query" in str(captured.why_not(model, by_queries))
+    by_gates = ForgettingCache(model, eps=1e-2, bounds="gates", carried=True)
+    assert "every gate" in str(captured.why_not(model, by_gates))
     gpt2 = made("gpt2")
     assert "of type gpt2" in str(captured.why_not(gpt2, KeepingCache(gpt2)))
     half = gape.hf.inject(tiny("llama"), context_length=16, start="paper", gates=FLOORS, layers=[1])
@@ -357,9 +362,12 @@ def test_a_measurement_says_why_it_does_not() -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(
-    ("name", "changes"), [*((name, {}) for name in NAMES), ("llama", {"head_dim": 64})], ids=[*NAMES, "llama of 64"]
+    ("name", "changes", "kind"),
+    [
+        *(pytest.param(name, {}, kind, id=f"{name}, {kind}") for name in NAMES for kind in CACHES),
+        *(pytest.param("llama", {"head_dim": 64}, kind, id=f"llama of 64, {kind}") for kind in CACHES | MEASURING),
+    ],
 )
 def test_graphs_replay_the_tokens_that_are_launched(
     name: str, changes: dict[str, Any], kind: str, autocast: bool
@@ -367,7 +375,7 @@ def test_graphs_replay_the_tokens_that_are_launched(
     model = made(name, **changes).cuda()
     model = model if autocast else model.bfloat16()
     ids = tokens(2, 300).cuda()
-    plain, cache = CACHES[kind](model), CACHES[kind](model)
+    plain, cache = ((CACHES | MEASURING)[kind](model) for _ in range(2))
     step = Captured(model, cache)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         for each in (plain, cache):
@@ -381,6 +389,6 @@ def test_graphs_replay_the_tokens_that_are_launched(
     assert float(differences.mean()) < 0.02
     assert float(differences.max()) < 0.2
     assert cache.get_seq_length() == plain.get_seq_length() == 300
-    if kind == "forgetting":
+    if kind != "keeping":
         assert cache.looks == plain.looks
         assert max(max(kept) for kept in cache.kept) < 300

@@ -11,7 +11,7 @@ import torch
 
 import gape
 from gape.bench import forgetting
-from gape.models import attention, forgetting_shelf
+from gape.models import attention, forgetting_seen, forgetting_shelf, slots
 from gape.models import captured as module
 from gape.models.cache import ForgettingCache, ModelCache
 from gape.models.captured import LEAST, Captured, why_not
@@ -25,6 +25,7 @@ from tests.models.test_step import Launches
 CACHES: dict[str, Any] = {
     "full": lambda model: model.new_cache(128),
     "forgetting": lambda model: ForgettingCache(model, eps=1e-2),
+    "measuring": lambda model: ForgettingCache(model, eps=1e-2, bounds="queries"),
 }
 
 
@@ -73,6 +74,7 @@ SINGLE = {"rtol": 1e-4, "atol": 1e-5}
         pytest.param("full", "rope", {"kv_heads": 2}, HALF, id="full, one launch"),
         pytest.param("forgetting", "p-rope+gape", {"groups": 2}, SINGLE, id="forgetting, shelf by shelf"),
         pytest.param("full", "nope+gape", {"kv_heads": 2, "groups": 2}, SINGLE, id="full, grouped"),
+        pytest.param("measuring", "p-rope+gape", {"groups": 2}, SINGLE, id="measuring, shelf by shelf"),
     ],
 )
 def test_a_step_of_fixed_launches_equals_the_model(
@@ -96,7 +98,7 @@ def test_a_step_of_fixed_launches_equals_the_model(
     rest = ids[:, 51 + tokens :]
     torch.testing.assert_close(model(rest, cache=counted).logits, model(rest, cache=plain).logits, **near)
     assert counted.length == plain.length
-    if kind == "forgetting":
+    if kind != "full":
         assert counted.kept == plain.kept
         assert len({kept for layer in counted.kept for kept in layer}) > 1
         # Heads do not lie in their own order.
@@ -106,13 +108,14 @@ def test_a_step_of_fixed_launches_equals_the_model(
 @torch.no_grad()
 @pytest.mark.parametrize("kind", CACHES)
 def test_launches_of_a_recorded_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per layer: four products, two norms, two sums, a GELU, and a kernel that makes ready and one that attends."""
+    """Per layer: four products, two norms, two sums, a GELU, and a kernel that makes ready and one that attends; where
+    queries are measured, two that note q and k, and one for all that says where."""
     model, kernels = small().half(), []
     cache = CACHES[kind](model)
     for part in torch.randint(50, (1, 51)).split(50, dim=1):
         model(part, cache=cache)
     held = [layer.held() for layer in cache.layers]
-    assert [len(layer.blocks) > 2 for layer in held] == [kind == "forgetting"] * 2
+    assert [len(layer.blocks) > 2 for layer in held] == [kind != "full"] * 2
     slots = Slots(held, cache.length, 1, torch.device("cpu"))
 
     def launched(kernel: Any) -> Any:
@@ -127,7 +130,8 @@ def test_launches_of_a_recorded_step(kind: str, monkeypatch: pytest.MonkeyPatch)
         slots.end()
     assert kernels == [step.step, decode_apart.partial_apart] * 2
     # Beside the layers: embedding, last norm and output, the position and its angles, and the counters.
-    assert launches.counts.total() <= 9 * 2 + 11, launches.counts
+    noting = 2 * 2 + 1 if kind == "measuring" else 0
+    assert launches.counts.total() <= 9 * 2 + 11 + noting, launches.counts
 
 
 def test_what_cannot_be_recorded_is_said() -> None:
@@ -135,8 +139,8 @@ def test_what_cannot_be_recorded_is_said() -> None:
     assert "on cpu" in str(why_not(model, model.new_cache()))
     assert small("alibi").layers[0].attention.unrecordable == "alibi adds a bias of its own"
     assert small(kv_heads=4).layers[0].attention.unrecordable is None
-    by_queries = ForgettingCache(model, eps=1e-2, bounds="queries")
-    assert "every query" in str(by_queries.layers[0].unrecordable)
+    by_gates = ForgettingCache(model, eps=1e-2, bounds="gates")
+    assert "every gate" in str(by_gates.layers[0].unrecordable)
     model.layers[0].attention.stepwise = True
     assert "listened to" in str(model.layers[0].attention.unrecordable)
     model.layers[1].attention.reserve = 0
@@ -297,6 +301,33 @@ def test_a_replay_that_breaks_off_does_not_count(played: list[Played]) -> None:
     assert [graph.replays for graph in played] == [5, 3]
 
 
+@torch.no_grad()
+def test_replayed_queries_are_measured_as_launched_ones(played: list[Played], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the room for notes, taken back, with a prompt in between, and asking for what the prompt never did."""
+    for each in (forgetting_shelf, forgetting_seen, slots):
+        monkeypatch.setattr(each, "STRIDE", 4)
+    model, ids = small(kv_heads=2, groups=2, gate_floor=40.0), torch.randint(50, (2, 100))
+    for block in model.blocks():
+        block.attention.qkv.weight.mul_(16)
+    ids[:, :60] = 1
+    plain, cache = (ForgettingCache(model, eps=1e-2, bounds="queries") for _ in range(2))
+    step = Captured(model, cache)
+    for first, stop in ((60, 75), (74, 76), (80, 92)):
+        for each in (plain, cache):
+            if each.length > first:
+                each.truncate(first)
+            model(ids[:, each.length : first], cache=each)
+        for token in ids[:, first:stop].split(1, dim=1):
+            step(token)
+            model(token, cache=plain)
+    assert sum(graph.replays for graph in played) > 15
+    assert cache.beyond == plain.beyond > 3
+    assert cache.kept == plain.kept
+    for one, other in zip(cache.layers, plain.layers, strict=True):
+        for found, expected in zip(*(vars(layer._seen.limits()).values() for layer in (one, other)), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_measurement_waits_until_keys_have_moved(played: list[Played], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of 64 tokens is when a small cache looks through its keys."""
@@ -326,7 +357,7 @@ def test_graphs_are_not_recorded_for_tokens_taken_back(played: list[Played], mon
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(("position", "groups"), [("p-rope+gape", 1), ("p-rope+gape", 2), ("rope", 1)])
 def test_replayed_tokens_equal_the_model(position: str, groups: int, kind: str, autocast: bool) -> None:
-    if kind == "forgetting" and position == "rope":
+    if kind != "full" and position == "rope":
         pytest.skip("without gates nothing is forgotten")
     model = small(position, groups=groups).cuda()
     model = sharpened(model) if kind == "full" else model
@@ -349,6 +380,7 @@ def test_replayed_tokens_equal_the_model(position: str, groups: int, kind: str, 
     torch.testing.assert_close(torch.cat(found, 1).float(), torch.cat(expected, 1).float(), rtol=2e-2, atol=2e-2)
     if kind == "forgetting":
         assert cache.kept == plain.kept
+    if kind != "full":
         assert cache.looks == plain.looks
 
 

@@ -115,8 +115,8 @@ class ForgettingLayer:
     @property
     def unrecordable(self) -> str | None:
         """Why a token cannot be added by a recorded graph; None where it can."""
-        if self._fixed is None:
-            return f"bounds by {self.bounds} look at every query"
+        if self.bounds == "gates":
+            return "bounds by gates look at every gate"
         if self._explicit:
             return "tokens came with positions of their own"
         if self._rack is not None and (self._rack.form is None or "documents" in self._shelves[0].names()):
@@ -126,10 +126,13 @@ class ForgettingLayer:
     def held(self) -> Held:
         """Keys and values as a recorded graph writes and reads them."""
         assert self._rack is not None
-        return self._rack.held()
+        held = self._rack.held()
+        return held if self._fixed is not None else held._replace(notes=self._seen.room(held.blocks[0].k))
 
     def count(self) -> None:
         """Count a token that was written to what is held."""
+        if self._fixed is None:
+            self._seen.replayed(self.length, self._ledger)
         for shelf in self._shelves:
             shelf.width += 1
         self.length, self._since = self.length + 1, self._since + 1
@@ -164,8 +167,10 @@ class ForgettingLayer:
         """
         self.check_length(length)
         removed = self.length - length
-        if length == 0:
+        if removed:
+            # Before others come to stand where these stood.
             self._seen.measure(self._ledger)
+        if length == 0:
             self._reset()
         elif removed:
             for shelf in self._shelves:

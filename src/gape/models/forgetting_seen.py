@@ -1,6 +1,7 @@
 """What is seen of the queries of a layer, in the place of bounds.
 
-A token is only noted when it comes, since a measurement takes ten launches for one as for a thousand.
+A token is only noted when it comes, since a measurement takes ten launches for one as for a thousand. A recorded step
+notes it by itself, in room that is made ahead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 from gape.models.forgetting_ledger import Ledger
 from gape.models.forgetting_limits import Attends, Limits
 from gape.models.forgetting_shelf import STRIDE
+from gape.models.slots import Notes
 
 #: By how much measured numbers are widened, so that not every new record counts.
 _MARGIN = 0.125
@@ -30,10 +32,13 @@ class Seen:
     def __init__(self, attention: Attends, floors: Tensor | None) -> None:
         self._attention, self._floors = attention, floors
         self._notes: list[Note] = []
+        # What recorded steps have noted: where, the first position, and how many.
+        self._room: Notes | None = None
+        self._first = self._replayed = 0
         self._beyond: int | Tensor = 0
         self._total: Tensor | None = None
         self._count = 0
-        self._reach = self._own = torch.tensor(0.0)
+        self._reach = self._own = torch.tensor(-torch.inf)
 
     def beyond(self, ledger: Ledger | None) -> int:
         """Queries noted so far that may have missed more than eps: see :meth:`measure`."""
@@ -51,10 +56,32 @@ class Seen:
         if not q.size(2):
             return
         alike = self._notes and type(self._notes[0][3]) is type(positions)
-        if q.size(2) > 1 or not alike:
+        if q.size(2) > 1 or not alike or self._replayed:
             self.measure(ledger)
         self._notes.append((q.detach(), k.detach(), gate.detach(), positions))
         if q.size(2) > 1 or len(self._notes) >= STRIDE:
+            self.measure(ledger)
+
+    def room(self, k: Tensor) -> Notes:
+        """Where recorded steps note queries, for a batch whose keys are stored as k (B, …)."""
+        layer, kind = self._attention, (k.size(0), k.dtype, k.device)
+        if self._room is None or (self._room.k.size(0), self._room.k.dtype, self._room.k.device) != kind:
+            # Written to for as long as there is a graph, under inference_mode or not.
+            with torch.inference_mode(False):
+                self._room = Notes(
+                    *(
+                        k.new_zeros(k.size(0), heads, STRIDE, layer.content_dim)
+                        for heads in (layer.n_heads, layer.n_kv_heads)
+                    )
+                )
+        return self._room
+
+    def replayed(self, position: int, ledger: Ledger | None) -> None:
+        """Count a query at a position that a recorded step has noted; once the room is full all are measured."""
+        if not self._replayed:
+            self._first = position
+        self._replayed += 1
+        if self._replayed == STRIDE:
             self.measure(ledger)
 
     def measure(self, ledger: Ledger | None) -> None:
@@ -62,21 +89,37 @@ class Seen:
 
         It has to come before anything more is given up.
         """
-        if not self._notes:
-            return
-        asked = zip(*((q, k, gate) for q, k, gate, _ in self._notes), strict=True)
-        q, k, gate = (torch.cat(parts, dim=2) for parts in asked)
-        positions, self._notes = self._positions(), []
-        if not gate.numel():
-            return
+        if self._replayed:
+            assert self._room is not None
+            positions = torch.arange(self._first, self._first + self._replayed, device=self._room.q.device)
+            q, k = (x.index_select(2, positions % STRIDE) for x in self._room)
+            self._replayed = 0
+            self._measure(q, k, None, positions.expand(q.size(0), -1), ledger)
+        if self._notes:
+            asked = zip(*((q, k, gate) for q, k, gate, _ in self._notes), strict=True)
+            q, k, gate = (torch.cat(parts, dim=2) for parts in asked)
+            positions, self._notes = self._positions(), []
+            if gate.numel():
+                self._measure(q, k, gate, positions, ledger)
+
+    def _measure(self, q: Tensor, k: Tensor, gate: Tensor | None, positions: Tensor, ledger: Ledger | None) -> None:
+        """Measure queries; without their gates where floors are known."""
         scale, gates = self._attention.scale, self._attention.gates
         assert gates is not None
         wide = q.to(torch.promote_types(q.dtype, torch.float32))
         reach = (scale * wide.norm(dim=-1)).double()
         own = (scale * (wide * k.repeat_interleave(q.size(1) // k.size(1), dim=1)).sum(-1)).double()
-        self._see(reach, own, gates.amplitude.detach()[:, None] * gate / self._attention.context_length)
-        # Where rates are measured, too, nothing is promised.
-        if ledger is not None and self._floors is not None:
+        longest, lowest = reach.amax((0, 2)), (-own).amax((0, 2))
+        self._reach = torch.maximum(self._reach.to(longest), longest)
+        self._own = torch.maximum(self._own.to(lowest), lowest)
+        if self._floors is None:
+            # Where rates are measured, too, nothing is promised.
+            assert gate is not None
+            rate = gates.amplitude.detach()[:, None] * gate / self._attention.context_length
+            total = rate.double().sum((0, 2))
+            self._total = total if self._total is None else self._total + total
+            self._count += rate.size(0) * rate.size(2)
+        elif ledger is not None:
             self._beyond = self._beyond + ledger.uncertain(reach, own, positions)
 
     def _positions(self) -> Tensor:
@@ -92,18 +135,9 @@ class Seen:
 
     def limits(self) -> Limits:
         """What was measured, widened by an eighth."""
-        assert self._total is not None
-        rate = self._total / self._count if self._floors is None else self._floors.to(self._total.device)
+        rate = self._floors
+        if rate is None:
+            assert self._total is not None
+            rate = self._total / self._count
         reach, own = self._reach * (1 + _MARGIN), self._own + _MARGIN * self._own.abs()
-        return Limits(rate=rate, reach=reach, own=own, jitter=own.abs())
-
-    def _see(self, reach: Tensor, own: Tensor, rate: Tensor) -> None:
-        """Scale · ‖q‖, the logit of the own key and Γ·g/T, each (B, Hq, n)."""
-        total = rate.double().sum((0, 2))
-        longest, lowest = reach.amax((0, 2)), (-own).amax((0, 2))
-        if self._total is None:
-            self._total, self._reach, self._own = total, longest, lowest
-        else:
-            self._total = self._total + total
-            self._reach, self._own = torch.maximum(self._reach, longest), torch.maximum(self._own, lowest)
-        self._count += rate.size(0) * rate.size(2)
+        return Limits(rate=rate.to(reach.device), reach=reach, own=own, jitter=own.abs())

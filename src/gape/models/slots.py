@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gape.models.forgetting_shelf import Order, taken
+from gape.models.forgetting_shelf import STRIDE, Order, taken
 from gape.ops.dispatch import HAS_TRITON
 from gape.ops.plain import newest_attention
 
@@ -35,11 +35,30 @@ class Block(NamedTuple):
     width: int
 
 
+class Notes(NamedTuple):
+    """Where a step puts down queries and their own keys for a cache that measures them, each at its position modulo
+    STRIDE.
+
+    Attributes:
+        q, k: (B, Hq, STRIDE, d) and (B, Hk, STRIDE, d), the coordinates of content alone.
+    """
+
+    q: Tensor
+    k: Tensor
+
+    def write(self, q: Tensor, k: Tensor, column: Tensor) -> None:
+        """Put down q (B, Hq, 1, D) and k (B, Hk, 1, D) in a column, int64 (1,)."""
+        content = self.q.size(-1)
+        self.q.index_copy_(2, column, q[..., :content])
+        self.k.index_copy_(2, column, k[..., :content])
+
+
 class Held(NamedTuple):
-    """All that a layer holds, and the order in which its heads lie."""
+    """All that a layer holds, the order in which its heads lie, and where it wants queries noted, if it does."""
 
     blocks: list[Block]
     order: Order
+    notes: Notes | None = None
 
     @property
     def heads(self) -> list[list[int]]:
@@ -58,14 +77,17 @@ class Slot:
         columns: int64 (Hk,), the column of each key head that a token goes to.
         lengths: int64 (Hk, B), how many of its columns count once it is there.
         tickets: int32 zeros for kernels to finish by, one for each sample and key head.
+        noted: int64 (1,), the column of its notes that a query goes to.
     """
 
     #: The scheme's number per cached key; schemes that have one cannot be recorded.
     side: None = None
 
-    def __init__(self, held: Held, heads: list[list[int]], columns: Tensor, lengths: Tensor, tickets: Tensor) -> None:
+    def __init__(
+        self, held: Held, heads: list[list[int]], columns: Tensor, lengths: Tensor, tickets: Tensor, noted: Tensor
+    ) -> None:
         self._held, self._heads = held, heads
-        self._columns, self._lengths, self._tickets = columns, lengths, tickets
+        self._columns, self._lengths, self._tickets, self._noted = columns, lengths, tickets, noted
         self._apart = _apart(held, heads)
         self.length = 0
 
@@ -79,6 +101,8 @@ class Slot:
         Returns:
             (B, Hq, 1, Dv).
         """
+        if self._held.notes is not None:
+            self._held.notes.write(q, k, self._noted)
         if self._apart is not None and self._apart.takes(q, k, v):
             return self._apart.attend(q, k, v, self._columns, self._tickets, scale=scale)
         return self._attend_one_by_one(q, k, v, scale)
@@ -122,11 +146,16 @@ class Slots:
         counted = torch.split(self._counters[1 + len(flat) :].view(-1, batch), sizes)
         # Of this graph alone, whose launches come one after another: all layers may have the same.
         tickets = torch.zeros(batch * max(sizes), dtype=torch.int32, device=device)
-        self.layers = [Slot(*each, tickets) for each in zip(held, heads, columns, counted, strict=True)]
+        self._notes = any(layer.notes is not None for layer in held)
+        self._noted = torch.zeros(1, dtype=torch.int64, device=device)
+        self.layers = [Slot(*each, tickets, self._noted) for each in zip(held, heads, columns, counted, strict=True)]
 
     def begin(self) -> Tensor:
         """The position of the next token, (1,). It is never written to again."""
-        return self._counters[:1].clone()
+        position = self._counters[:1].clone()
+        if self._notes:
+            torch.remainder(position, STRIDE, out=self._noted)
+        return position
 
     def end(self) -> None:
         """A token has come."""
