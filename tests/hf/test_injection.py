@@ -35,6 +35,8 @@ def unchanged(model, before):
         ("llama", {"context_length": 16, "start": "cold"}, "start"),
         ("llama", {"context_length": 16, "gates": {"flor": 1}}, "flor"),
         ("llama", {"context_length": 16, "gates": {"gate_floor": -1.0}}, "gate_floor"),
+        ("llama", {"context_length": 16, "gates": {"gate_floor": [[1.0]]}}, "gate_floor: .*each of the 2 layers"),
+        ("llama", {"context_length": 16, "gates": {"gate_floor": [[1.0], [1.0, 2.0]]}}, "gate_floor"),
         ("gemma3", {"context_length": 16, "position": "rope+gape"}, "position"),
         ("llama", {"context_length": 16, "fraction": 0.5}, "fraction"),
         ("llama", {"context_length": 16, "position": "rope+gape", "fraction": 0.5}, "fraction"),

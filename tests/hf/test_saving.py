@@ -80,11 +80,18 @@ def test_a_config_without_t_or_with_unknown_settings_is_an_error(saved):
             AutoModelForCausalLM.from_pretrained(saved)
 
 
-def test_a_floor_given_as_a_tensor_is_saved(tmp_path):
-    floors = torch.tensor([1.0, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize(
+    ("floors", "expected"),
+    [
+        (torch.tensor([1.0, 2.0, 3.0, 4.0]), [[1.0, 2.0, 3.0, 4.0]] * 2),
+        ([[0.0, 0.0, 3.0, 4.0], [2.0]], [[0.0, 0.0, 3.0, 4.0], [2.0] * 4]),
+    ],
+    ids=["tensor", "by layer"],
+)
+def test_floors_are_saved(floors, expected, tmp_path):
     gape.hf.inject(tiny("llama"), context_length=16, gates={"gate_floor": floors}).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert list(loaded.model.layers[0].self_attn.gape.gate_floor) == floors.tolist()
+    assert [list(layer.self_attn.gape.gate_floor) for layer in loaded.model.layers] == expected
 
 
 def test_half_precision_on_disk_or_on_load_leaves_the_gates_alone(tmp_path):

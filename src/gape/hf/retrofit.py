@@ -23,6 +23,7 @@ from gape.hf.saving import MODULE, Saved
 from gape.hf.settings import LEARN, Settings
 from gape.hf.version import OLD
 from gape.hf.wrap import Injected, Wiring, injected
+from gape.models.options import of_layer
 from gape.ops.checks import refuse, whole
 
 log = logging.getLogger("gape.hf")
@@ -52,7 +53,8 @@ def inject(
         learn: "gates" freezes everything else, "gates+qk" all but gates and projections of q and k; "all" freezes
             nothing that was not frozen.
         start: "identity" begins with exactly the model's own logits (of its own positions), "paper" with Γ = 1.
-        gates: options of :class:`gape.GAPEGates`, such as {"gate_floor": 1.0}.
+        gates: options of :class:`gape.GAPEGates`, such as {"gate_floor": 1.0}; floors may be a list for each layer of
+            the model, as :func:`gape.models.options.of_layer` says.
         dry_run: print what would be done, and do nothing.
         **options: options of the scheme, such as fraction or theta; theta is the model's own by default.
 
@@ -108,11 +110,11 @@ def install(model: Any, settings: Settings) -> None:
     )  # fmt: skip
     if family.model_type == "gpt2":
         undo |= gpt2.take_positions(model, replaced=settings.position is not None)
-    chosen = settings.layers if settings.layers is not None else range(len(family.modules(model)))
-    modules = [module for number, module in enumerate(family.modules(model)) if number in chosen]
-    for module in modules:
-        _wrap(module, wiring, settings)
-    _warn_of_dropout(modules[0])
+    modules = family.modules(model)
+    chosen = settings.layers if settings.layers is not None else range(len(modules))
+    for number in chosen:
+        _wrap(modules[number], wiring, settings, of_layer(settings.gates, number, len(modules)))
+    _warn_of_dropout(modules[chosen[0]])
     model.config._attn_implementation = our_name(model.config._attn_implementation)
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), MODULE}
     object.__setattr__(model, "gape_undo", undo)
@@ -187,7 +189,8 @@ def _checked(
     _scheme(family, settings, model)
     # Without memory, and without drawing numbers: only to see whether the options are taken.
     with torch.device("meta"):
-        _gates(family.modules(model)[0], family, settings)
+        for number, module in enumerate(family.modules(model)):
+            _gates(module, family, settings, of_layer(settings.gates, number, count))
     return settings, family
 
 
@@ -254,19 +257,19 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
-def _gates(module: Any, family: Family, settings: Settings) -> RetrofitGates | None:
+def _gates(module: Any, family: Family, settings: Settings, options: Mapping[str, Any]) -> RetrofitGates | None:
     """New gates for an attention module, or None where only positions change."""
     if not settings.gated:
         return None
     n_heads, n_kv_heads, width = family.layout.sizes(module)
     return RetrofitGates(
         n_heads, width, n_kv_heads, context_length=settings.context_length, start=settings.start, settings=settings,
-        **settings.gates,
+        **options,
     )  # fmt: skip
 
 
-def _wrap(module: Any, wiring: Wiring, settings: Settings) -> None:
-    gates = _gates(module, wiring.family, settings)
+def _wrap(module: Any, wiring: Wiring, settings: Settings, options: Mapping[str, Any]) -> None:
+    gates = _gates(module, wiring.family, settings, options)
     if gates is not None:
         gates.to(next(module.parameters()).device).train(module.training)
     module.__class__ = injected(module.__class__)
