@@ -5,14 +5,17 @@
 #     bash examples/extend.sh MODEL CORPUS RUNS [SCHEME...]
 #
 # MODEL is a directory of a rotary model, CORPUS what `gape data prepare --tokenizer MODEL` wrote. A SCHEME is rope (the
-# model as it is), p-rope or yarn, with or without +gape, and _floorN after it for gates with a floor. For a try on a
-# CPU: LENGTH=64 STEPS=20 BATCH=2 NATIVE=128 FAR=512 CONTEXTS=64,512 LAST=32.
+# model as it is), p-rope or yarn, with or without +gape. After it, _floorN stands for gates with a floor N in all heads,
+# and _floorsNAME for the floors in floorsNAME.json, which `gape hf heads` wrote to the directory FLOORS (./floors). FACTOR
+# is that of YaRN in place of FAR / NATIVE. For a try on a CPU:
+# LENGTH=64 STEPS=20 BATCH=2 NATIVE=128 FAR=512 CONTEXTS=64,512 LAST=32.
 set -euo pipefail
 model=$1 corpus=$2 runs=$3
 shift 3
 [ $# -gt 0 ] || set -- rope+gape rope yarn p-rope+gape p-rope
 gape=${GAPE:-gape}
 length=${LENGTH:-1024} native=${NATIVE:-8192} far=${FAR:-65536}
+factor=${FACTOR:-$((far / native))}
 train="--length $length --steps ${STEPS:-600} --batch-size ${BATCH:-32} --learning-rate ${RATE:-3e-4} --gate-rate 10
     --warmup ${WARMUP:-30} --validate-every ${VALIDATE:-100} --checkpoint-every 0 --seed ${SEED:-0} ${TRAIN:-}"
 # Every context is scored on the same tokens: those that the longest can precede.
@@ -21,13 +24,16 @@ read="--contexts ${CONTEXTS:-1024,2048,4096,8192,16384,32768,65536} --last ${LAS
 
 # begin NAME POSITION: the model that a run starts from, as a directory.
 begin() {
-    local floor=${1#*_floor} place="$runs/begin/$1" told
+    local place="$runs/begin/$1" told
     [ "$1" = rope ] && { echo "$model"; return; }
     told="--position $2 --context-length $length"
     # Gates alone leave the model's own rotation in place; YaRN stretches the context the model was made for.
     [ "$2" = rope+gape ] && told="--context-length $length"
-    [ "${2%+gape}" = yarn ] && told="--position $2 --context-length $native --option factor=$((far / native))"
-    [ "$floor" != "$1" ] && told="$told --gate gate_floor=$floor"
+    [ "${2%+gape}" = yarn ] && told="--position $2 --context-length $native --option factor=$factor"
+    case ${1#*_} in
+        floors*) told="$told --floors ${FLOORS:-floors}/${1#*_}.json" ;;
+        floor* | *_floor*) told="$told --gate gate_floor=${1#*_floor}" ;;
+    esac
     [ -e "$place/config.json" ] || $gape hf inject "$model" $told --start paper --out "$place" >&2
     echo "$place"
 }

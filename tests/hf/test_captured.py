@@ -30,13 +30,16 @@ from tests.models.test_captured import Played
 #: Key heads that forget at very different distances.
 FLOORS = {"gate_floor": [96.0, 96.0, 3.0, 3.0], "init_landmark_bias": -9.0}
 PLAIN = {"mistral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False, "layer_types": None}}
-NAMES = ("gape", *captured.FAMILIES)
+NAMES = ("gape", "yarn", *captured.FAMILIES)
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def made(name: str, **changes: Any) -> Any:
     if name == "gape":
         return ours(options=FLOORS | {"gate_floor": [96.0, 96.0, 12.0, 12.0]}, **changes)
+    if name == "yarn":
+        stretched = {"position": "yarn+gape", "factor": 4.0}
+        return gape.hf.inject(tiny("llama", **changes), context_length=16, start="paper", gates=FLOORS, **stretched)
     return injected(name, FLOORS, **{**PLAIN.get(name, {}), **changes})
 
 

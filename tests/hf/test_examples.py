@@ -73,16 +73,23 @@ def test_the_script_that_extends_a_model(model: Path) -> None:
     held.write_text("a dog sat on a mat and a cat on a log. " * 60)
     prepare = ("data", "prepare", text, "--heldout", held, "--tokenizer", model / "model", "--out", model / "corpus")
     subprocess.run([*command.split(), *map(str, prepare)], check=True, capture_output=True, timeout=120)
-    arguments = [model / "model", model / "corpus", model / "runs", "rope", "yarn", "rope+gape_floor4"]
-    told = {**os.environ, **sizes, "GAPE": command}
+    (model / "floors").mkdir()
+    (model / "floors" / "floors1.json").write_text('{"gate_floor": [[0, 0, 4, 4], [4, 4, 4, 4]]}')
+    schemes = ("rope", "yarn", "rope+gape_floor4", "rope+gape_floors1")
+    arguments = [model / "model", model / "corpus", model / "runs", *schemes]
+    told = {**os.environ, **sizes, "GAPE": command, "FLOORS": str(model / "floors")}
     subprocess.run(["bash", EXAMPLES / "extend.sh", *arguments], check=True, capture_output=True, timeout=240, env=told)
     found = gather([model / "runs", model / "model"]).measured["perplexity"]
     named = {(row["run"], row["position"], row["variant"], row["base"]) for row in found}
     assert named == {
         ("rope", "rope", "", "model"), ("yarn", "yarn", "", "model"),
-        ("rope+gape_floor4", "rope+gape", "floor4", "model"), ("model", "rope", "not fine-tuned", "model"),
+        ("rope+gape_floor4", "rope+gape", "floor4", "model"),
+        ("rope+gape_floors1", "rope+gape", "floors1", "model"), ("model", "rope", "not fine-tuned", "model"),
     }  # fmt: skip
     assert {row["context"] for row in found} == {16, 256}
+    begun = (model / "runs" / "begin" / f"rope+gape_{name}" / "config.json" for name in ("floor4", "floors1"))
+    floors = [json.loads(path.read_text())["gape"]["gates"]["gate_floor"] for path in begun]
+    assert floors == [4, [[0, 0, 4, 4], [4, 4, 4, 4]]]
 
 
 def test_extend(model: Path) -> None:

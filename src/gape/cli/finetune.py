@@ -46,9 +46,14 @@ def load(name: str, attention: str | None = None) -> Any:
         ValueError: there is none.
     """
     told = {} if attention is None else {"attn_implementation": attention}
+    refuse_missing(name)
+    return _read(transformers.AutoModelForCausalLM, name, dtype=torch.float32, **told)
+
+
+def refuse_missing(name: str) -> None:
+    """Refuse a path where there is nothing, which the hub would be asked for."""
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise refuse("model", name, "a directory that is there, or a name on the Hugging Face hub")
-    return _read(transformers.AutoModelForCausalLM, name, dtype=torch.float32, **told)
 
 
 def config_of(directory: Path) -> Any:

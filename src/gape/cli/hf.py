@@ -52,18 +52,38 @@ def inject(
     ] = None,
     start: Start = "identity",
     gate: Gate = None,
+    floors: Annotated[Path | None, typer.Option(help="File of gape hf heads, in place of --gate gate_floor=….")] = None,
     option: Option = None,
     seed: Seed = 0,
     dry_run: Dry = False,
 ) -> None:
     """Put gates into a model and save it."""
-    from gape.cli import finetune  # noqa: PLC0415
+    from gape.cli import finetune, hf_heads  # noqa: PLC0415
 
     chosen = None if layers is None else numbers("layers", layers, int, "0,1,2")
+    gates = _values("gate", gate)
     finetune.retrofit(
         model, out, context_length=context_length, position=position, layers=chosen, start=start, seed=seed,
-        gates=_values("gate", gate), options=_values("option", option), dry_run=dry_run,
+        gates=gates if floors is None else hf_heads.with_floors(gates, floors, position),
+        options=_values("option", option), dry_run=dry_run,
     )  # fmt: skip
+
+
+@app.command()
+def heads(
+    model: Model,
+    data: Annotated[str, typer.Option(help="Folder or file of gape ruler generate; needles serve best.")],
+    free: Annotated[int, typer.Option(help="Key heads with floor 0: those that retrieve most.")],
+    floor: Annotated[float, typer.Option(help="Floor of all other heads.")],
+    out: Annotated[Path, typer.Option(help="JSON file of the floors, for gape hf inject --floors.")],
+    samples: Annotated[int, typer.Option(help="Samples at most, as many from each file of DATA.")] = 16,
+    device: Device = "auto",
+) -> None:
+    """Find the heads of a model without gates that retrieve, and write floors that leave them free."""
+    from gape.cli import hf_heads  # noqa: PLC0415
+
+    order = hf_heads.Order(model=model, data=data, free=free, floor=floor, samples=samples)
+    hf_heads.write(order, out, device)
 
 
 @app.command()
