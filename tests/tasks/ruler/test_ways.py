@@ -85,6 +85,14 @@ def test_ways_that_cannot_be(told: dict[str, Any], named: str) -> None:
         Way(**told)
 
 
+def test_heads_without_a_floor_keep_everything() -> None:
+    caches: list[Any] = []
+    forgetful(ours(GATES | {"gate_floor": [[0.0], [96.0]]}), caches).losses(PROMPTS, ANSWERS)
+    free, floored = caches[0].kept
+    assert set(free) == {caches[0].length}
+    assert max(floored) < 133
+
+
 def test_a_model_without_floors_does_not_forget() -> None:
     with pytest.raises(ValueError, match="gate_floor"):
         Way(forget_eps=1e-3).take(ours({}))

@@ -62,7 +62,8 @@ class Way:
 
     def _cache(self, reader: GPTReader | TransformersReader) -> Any:
         """An empty cache, from which others are made without working limits out again."""
-        told: dict[str, Any] = {"eps": self.forget_eps, "bounds": self.bounds}
+        # Heads without a floor keep all their keys.
+        told: dict[str, Any] = {"eps": self.forget_eps, "bounds": self.bounds, "partial": True}
         if isinstance(reader, GPTReader):
             return ForgettingCache(reader.model, **told)
         from gape.hf import ForgettingCache as OfTransformers  # noqa: PLC0415
