@@ -7,7 +7,8 @@
 # MODEL is a directory of a rotary model, CORPUS what `gape data prepare --tokenizer MODEL` wrote. A SCHEME is rope (the
 # model as it is), p-rope or yarn, with or without +gape. After it, _floorN stands for gates with a floor N in all heads,
 # and _floorsNAME for the floors in floorsNAME.json, which `gape hf heads` wrote to the directory FLOORS (./floors). FACTOR
-# is that of YaRN in place of FAR / NATIVE. For a try on a CPU:
+# is that of YaRN in place of FAR / NATIVE; GATES has more options of `gape hf inject` for schemes with gates, such as
+# GATES="--gate learn_landmark=false". For a try on a CPU:
 # LENGTH=64 STEPS=20 BATCH=2 NATIVE=128 FAR=512 CONTEXTS=64,512 LAST=32.
 set -euo pipefail
 model=$1 corpus=$2 runs=$3
@@ -34,6 +35,7 @@ begin() {
         floors*) told="$told --floors ${FLOORS:-floors}/${1#*_}.json" ;;
         floor* | *_floor*) told="$told --gate gate_floor=${1#*_floor}" ;;
     esac
+    [ "${2%+gape}" = "$2" ] || told="$told ${GATES:-}"
     [ -e "$place/config.json" ] || $gape hf inject "$model" $told --start paper --out "$place" >&2
     echo "$place"
 }
