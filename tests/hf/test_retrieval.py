@@ -97,6 +97,81 @@ def test_scores_that_cannot_be_are_refused() -> None:
         retrieval.scores(opened(tiny("llama", "eager")), ids, SOURCE, ANSWER)
 
 
+#: All key heads of a tiny Llama, and what a trial needs beside them.
+ALL = [(1, 1), (0, 0), (0, 1), (1, 0)]
+TRIAL: dict[str, Any] = {"floor": 32.0, "context_length": 16, "gates": {"learn_landmark": False}}
+
+
+def test_the_cheapest_head_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    prices = {(0, 0): 4.0, (0, 1): 0.25, (1, 0): 0.5, (1, 1): 0.5}
+    model, heard = tiny("llama"), list[Any]()
+
+    def loss(gated: Any, samples: Any) -> float:
+        floored = [
+            (layer, head)
+            for layer, block in enumerate(gated.model.layers)
+            for head in range(2)
+            # The query heads of a key head have one floor.
+            if list(block.self_attn.gape.gate_floor)[2 * head : 2 * head + 2] == [32.0, 32.0]
+        ]
+        return 1.0 + sum(prices[head] for head in floored)
+
+    monkeypatch.setattr(retrieval, "_loss", loss)
+    found = retrieval.pruned(model, [], ALL, 1, **TRIAL, told=lambda head, cost: heard.append((head, cost)))
+    # Of the two that cost the same, the last.
+    assert found.removed == [(0, 1), (1, 0), (1, 1)]
+    assert (found.heads, found.losses) == ([(0, 0)], [1.0, 1.25, 1.75, 2.25])
+    assert found.floors == [[0.0, 0.0, 32.0, 32.0], [32.0] * 4]
+    assert heard == list(zip([None, *found.removed], found.losses, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_pruning_measures_answers_and_leaves_the_model_alone(family: str) -> None:
+    model, samples = tiny(family), [(tokens(1, 20), ANSWER), (tokens(1, 17, seed=1), range(15, 17))]
+    before, kind, numbers = {k: v.clone() for k, v in model.state_dict().items()}, type(model), torch.get_rng_state()
+    found = retrieval.pruned(model, samples, ALL, 2, **TRIAL)
+    assert type(model) is kind
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.manual_seed(0)
+    gape.hf.inject(model, context_length=16, start="paper", gates={**TRIAL["gates"], "gate_floor": found.floors})
+    with torch.no_grad():
+        own = [
+            torch.nn.functional.cross_entropy(model(ids).logits[0, answer[0] - 1 : -1], ids[0, answer[0] :])
+            for ids, answer in samples
+        ]
+    assert found.losses[-1] == pytest.approx(float(sum(own)) / 2, abs=1e-5)
+    assert len(set(found.losses)) == 3
+
+
+def test_a_trial_that_fails_leaves_no_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> float:
+        raise RuntimeError("out of memory")
+
+    model = tiny("llama")
+    monkeypatch.setattr(retrieval, "_loss", fails)
+    with pytest.raises(RuntimeError):
+        retrieval.pruned(model, [], ALL, 2, **TRIAL)
+    assert retrieval.sizes(model) == (2, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"heads": [(0, 0), (0, 0)]}, "heads"),
+        ({"heads": [(0, 2)]}, "heads"),
+        ({"free": 5}, "free: got int 5, expected a whole number from 0 to 4"),
+        ({"gates": {"gate_floor": 4}}, "gates"),
+        ({"samples": []}, "samples"),
+    ],
+)
+def test_pruning_that_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
+    samples = [(tokens(1, 20), ANSWER)]
+    with pytest.raises(ValueError, match=f"^{said}"):
+        retrieval.pruned(tiny("llama"), **{"samples": samples, "heads": ALL, "free": 2, **TRIAL} | changed)
+
+
 def needles(path: Path, length: int, count: int, number: str = "4071") -> None:
     """Samples as `gape ruler generate` writes them; every second lacks its answer."""
     rows = [
@@ -151,6 +226,25 @@ def test_from_needles_to_a_model_with_these_floors(here: Path, capsys: pytest.Ca
     assert [list(layer.self_attn.gape.gate_floor) for layer in model.model.layers] == made["gate_floor"]
 
 
+PRUNE = ("--candidates", "3", "--context-length", "16", "--gate", "learn_landmark=false")
+
+
+def test_heads_are_pruned_where_that_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "2", *PRUNE) == 0
+    told = capsys.readouterr().err
+    assert [f"{left} free: {what}" in told for left, what in ((3, "loss"), (2, "a floor under"), (1, "a floor"))] == [
+        True, True, True,
+    ]  # fmt: skip
+    made = json.loads(Path("floors.json").read_text())
+    assert sum(row.count(0.0) for row in made["gate_floor"]) == 1 * 2
+    assert (made["candidates"], made["context_length"], made["gates"]) == (3, 16, {"learn_landmark": False})
+    assert len(made["loss"]) == 3
+    # The same order, and then one that prunes nothing.
+    assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "2", *PRUNE) == 0
+    assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "2") == 2
+    assert "out: got str 'floors.json'" in capsys.readouterr().err
+
+
 def test_the_tokens_of_the_answer_are_found(here: Path) -> None:
     from gape.cli import hf_heads
     from gape.cli.console import Voice
@@ -184,6 +278,13 @@ def test_a_file_of_floors_is_written_once(here: Path, capsys: pytest.CaptureFixt
         (("--data", "data/niah_single_1_512.jsonl", "--out", "data"), "out: got str 'data'"),
         (("--data", "lost.jsonl"), "data: none of its samples can be used"),
         (("--data", "long.jsonl"), "they are longer than the model can read"),
+        (("--free", "4", *PRUNE), "candidates: got int 3, expected a whole number from 4"),
+        ((*PRUNE, "--candidates", "5"), "candidates: got int 5"),
+        (("--candidates", "3"), "context_length: got"),
+        (("--context-length", "16"), "context_length: got int 16, expected none"),
+        (("--gate", "learn_landmark=false"), "gate: got"),
+        ((*PRUNE, "--gate", "gate_floor=4"), "gate: got str 'gate_floor'"),
+        ((*PRUNE, "--gate", "no_such=4"), "no_such"),
     ],
 )
 def test_heads_that_cannot_be_found_are_refused(

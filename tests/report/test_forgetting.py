@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,3 +51,11 @@ def test_needles_stand_beside_the_tiles_looked_at_for_them() -> None:
     (table,) = forgetting.tables(rows)
     (cells,) = table.rows
     assert dict(zip(table.header, cells, strict=True))["tiles"] == "0.250"
+
+
+def test_panels_without_measurements_are_left_out() -> None:
+    pytest.importorskip("matplotlib")
+    rows = [row(**PERPLEXITY), row(**PERPLEXITY | OTHER)]
+    results = SimpleNamespace(measured={"forgetting": rows})
+    figure = forgetting.draw(forgetting.series(results))
+    assert [axis.get_title() for axis in figure.axes] == ["Cost"]

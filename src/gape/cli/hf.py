@@ -77,12 +77,21 @@ def heads(
     floor: Annotated[float, typer.Option(help="Floor of all other heads.")],
     out: Annotated[Path, typer.Option(help="JSON file of the floors, for gape hf inject --floors.")],
     samples: Annotated[int, typer.Option(help="Samples at most, as many from each file of DATA.")] = 16,
+    candidates: Annotated[
+        int | None,
+        typer.Option(help="Begin with so many free, and put floors where it costs the answers least; takes T."),
+    ] = None,
+    context_length: Length = None,
+    gate: Gate = None,
     device: Device = "auto",
 ) -> None:
     """Find the heads of a model without gates that retrieve, and write floors that leave them free."""
     from gape.cli import hf_heads  # noqa: PLC0415
 
-    order = hf_heads.Order(model=model, data=data, free=free, floor=floor, samples=samples)
+    order = hf_heads.Order(
+        model=model, data=data, free=free, floor=floor, samples=samples, candidates=candidates,
+        context_length=context_length, gates=_values("gate", gate),
+    )  # fmt: skip
     hf_heads.write(order, out, device)
 
 

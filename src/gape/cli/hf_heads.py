@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import gape.hf
 from gape.cli import experiment
 from gape.cli.console import Voice
 from gape.cli.finetune import base_of, config_of, refuse_missing
@@ -25,6 +26,8 @@ from gape.train import StopFlag, files
 
 #: The key of the floors in a file, as gates know them.
 FLOORS = "gate_floor"
+#: What a file says of its order; the last three only where heads were pruned.
+_ORDERED = ("free", "floor", "model", "data", "candidates", "context_length", "gates")
 #: Heads that are printed.
 _SHOWN = 10
 _ABSENT, _LONG = "their answer does not stand in the text", "they are longer than the model can read"
@@ -39,16 +42,35 @@ class Order:
     free: int
     floor: float
     samples: int
+    candidates: int | None = None
+    context_length: int | None = None
+    gates: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         whole("free", self.free, 0)
         positive_number("floor", self.floor)
         whole("samples", self.samples)
+        if self.candidates is None:
+            if self.context_length is not None:
+                raise refuse("context_length", self.context_length, "none without --candidates")
+            if self.gates:
+                raise refuse("gate", dict(self.gates), "none without --candidates")
+            return
+        if whole("candidates", self.candidates, 0) < self.free:
+            raise refuse("candidates", self.candidates, f"a whole number from {self.free}, as many as --free at least")
+        if self.context_length is None:
+            raise refuse("context_length", None, "--context-length T beside --candidates, as gape hf inject takes it")
+        if FLOORS in self.gates:
+            raise refuse("gate", FLOORS, "other options: --floor gives the floors")
 
     def settings(self) -> dict[str, Any]:
         """What a file of floors says of its order; names, wherever they are."""
         data = Path(self.data).resolve().name if Path(self.data).exists() else self.data
-        return {"free": self.free, "floor": float(self.floor), "model": base_of(self.model), "data": data}
+        made = {"free": self.free, "floor": float(self.floor), "model": base_of(self.model), "data": data}
+        if self.candidates is None:
+            return made
+        gates = dict(self.gates)
+        return {**made, "candidates": self.candidates, "context_length": self.context_length, "gates": gates}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +84,7 @@ class Located:
 
 
 def write(order: Order, out: Path, device: str) -> None:
-    """Score the heads of a model, print the best and write floors.
+    """Score the heads of a model, prune them where that is asked for, print the best and write floors.
 
     Raises:
         ValueError: no such model or data, a model with gates, too few heads, no sample that shows where its answer
@@ -76,10 +98,7 @@ def write(order: Order, out: Path, device: str) -> None:
         raise refuse("model", order.model, "one without gates; gape hf remove takes them out")
     found, _ = sources.read([order.data])
     reader = opening.open_transformers(order.model, device=where)
-    layers, n_heads, n_kv_heads = retrieval.sizes(reader.model)
-    groups = n_heads // n_kv_heads
-    # Only to see whether the numbers are taken.
-    retrieval.floors(torch.zeros(layers, n_kv_heads), order.free, order.floor, groups)
+    groups = _checked(reader.model, order)
     located = locate(reader, found, order.samples, voice)
     score = _scores(reader, located, voice)
     made = {
@@ -87,8 +106,26 @@ def write(order: Order, out: Path, device: str) -> None:
         "score": [[round(value, 6) for value in row] for row in score.tolist()],
         **order.settings(), "samples": len(located),
     }  # fmt: skip
+    if order.candidates is not None:
+        best = _pruned(reader, located, retrieval.best(score, order.candidates), order, voice)
+        made |= {FLOORS: best.floors, "loss": [round(loss, 6) for loss in best.losses]}
     _save(out, files.to_json(made, indent=None))
     _show(score, order.free)
+
+
+def _checked(model: Any, order: Order) -> int:
+    """Query heads of a key head, after a look whether a model takes what is asked for."""
+    layers, n_heads, n_kv_heads = retrieval.sizes(model)
+    groups = n_heads // n_kv_heads
+    rows = retrieval.floors(torch.zeros(layers, n_kv_heads), order.free, order.floor, groups)
+    if order.candidates is not None:
+        most = layers * n_kv_heads
+        if order.candidates > most:
+            expected = f"a whole number from {order.free}, as many as --free, to {most}, the key heads of the model"
+            raise refuse("candidates", order.candidates, expected)
+        gates = {**order.gates, FLOORS: rows}
+        gape.hf.plan(model, context_length=order.context_length, start="paper", gates=gates)
+    return groups
 
 
 def locate(reader: TransformersReader, samples: Sequence[Sample], most: int, voice: Voice) -> list[Located]:
@@ -158,6 +195,7 @@ def _places(text: str, answer: str) -> list[tuple[int, int]]:
 
 def _scores(reader: TransformersReader, located: Sequence[Located], voice: Voice) -> Tensor:
     """The mean over samples, (L, Hk)."""
+    own = reader.model.config._attn_implementation
     # The model's own would not tell its weights.
     reader.model.set_attn_implementation("eager")
     found = []
@@ -167,14 +205,35 @@ def _scores(reader: TransformersReader, located: Sequence[Located], voice: Voice
             ids = one.ids[None].to(reader.device)
             found.append(retrieval.scores(reader.model, ids, one.source, one.answer))
             voice.say(f"{number} of {len(located)}: {one.sample.source} {one.sample.number}, {len(one.ids):,} tokens")
+    reader.model.set_attn_implementation(own)
     return torch.stack(found).mean(0)
 
 
+def _pruned(
+    reader: TransformersReader, located: Sequence[Located], heads: Sequence[retrieval.Head], order: Order, voice: Voice
+) -> retrieval.Pruned:
+    """The heads left of some, with a line for each that goes."""
+    samples = [(one.ids[None].to(reader.device), one.answer) for one in located]
+    left = len(heads) + 1
+
+    def told(head: retrieval.Head | None, loss: float) -> None:
+        nonlocal left
+        left -= 1
+        what = "" if head is None else f"a floor under layer {head[0]}, key head {head[1]}, "
+        voice.say(f"{left} free: {what}loss {loss:.4f}")
+
+    with StopFlag() as stop:
+        return retrieval.pruned(
+            reader.model, samples, heads, order.free, floor=order.floor, gates=order.gates,
+            # There is one beside candidates.
+            context_length=order.context_length or 0, check=stop.check, told=told,
+        )  # fmt: skip
+
+
 def _show(score: Tensor, free: int) -> None:
-    heads = score.size(1)
     print("layer  key head   score")
-    for place in score.flatten().argsort(descending=True, stable=True)[:_SHOWN].tolist():
-        print(f"{place // heads:5}  {place % heads:8}  {float(score.flatten()[place]):6.4f}")
+    for layer, head in retrieval.best(score, _SHOWN):
+        print(f"{layer:5}  {head:8}  {float(score[layer, head]):6.4f}")
     count = score.numel()
     print(f"{free} of {count} key heads are free and keep {100 * free / count:.1f} % of the keys of all heads")
 
@@ -187,7 +246,7 @@ def _refuse_other(out: Path, order: Order) -> None:
         there = files.from_json(out.read_bytes())
     except (OSError, ValueError):
         there = {}
-    if any(there.get(key) != value for key, value in order.settings().items()):
+    if {key: there[key] for key in _ORDERED if key in there} != order.settings():
         raise refuse("out", str(out), "a name that is free, or the file that the same command has written")
 
 

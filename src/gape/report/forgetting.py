@@ -56,9 +56,11 @@ def series(results: Results) -> Data:
 
 
 def draw(data: Data) -> Figure:
-    """Speed of prefill by length, bytes against speed of decoding, and what it costs by eps."""
-    figure, axes = new_figure(11, 4.2, 1, 3)
-    for panel, axis in zip((_draw_prefill, _draw_decode, _draw_cost), axes[0], strict=True):
+    """Speed of prefill by length, bytes against speed of decoding, and what it costs by eps: what there is of them."""
+    panels = {"prefill": _draw_prefill, "decode": _draw_decode, "cost": _draw_cost}
+    shown = [panel for part, panel in panels.items() if data[part]]
+    figure, axes = new_figure(11 * len(shown) / 3, 4.2, 1, len(shown))
+    for panel, axis in zip(shown, axes[0], strict=True):
         panel(axis, data)
     return figure
 

@@ -35,7 +35,9 @@ def draw_perplexity(data: Data) -> Figure:
         _tilted(ax)
         ax.set_title(panel["title"], fontsize=9)
     axes[0, 0].set_yscale("log")
-    _plain(axes[0, 0].yaxis, (1, 2, 3, 5, 7))
+    low, high = axes[0, 0].get_ylim()
+    # Over several powers of ten that many numbers would lie on one another.
+    _plain(axes[0, 0].yaxis, (1, 2, 3, 5, 7) if high < 100 * low else (1, 3))
     axes[0, 0].set_ylabel("Perplexity")
     _legend_below(figure, axes)
     return figure
