@@ -19,13 +19,12 @@ import gape.hf
 from gape.bench import forgetting
 from gape.hf import Captured, ForgettingCache, KeepingCache, LanguageModel, captured, keeping
 from gape.hf.attending import AttendingCache
-from gape.models import captured as recorder
 from gape.models import forgetting_rack
 from gape.models.skipping import skipping
 from gape.models.slots import Slot, Slots
 from tests.hf.test_forgetting import injected, ours
 from tests.hf.tiny import tiny, tokens
-from tests.models.test_captured import Played
+from tests.models.played import Played, playing
 
 #: Key heads that forget at very different distances.
 FLOORS = {"gate_floor": [96.0, 96.0, 3.0, 3.0], "init_landmark_bias": -9.0}
@@ -52,17 +51,7 @@ MEASURING = {"measuring": lambda model: ForgettingCache(model, eps=1e-2, bounds=
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
-    """Every graph recorded, without a GPU and after the first token."""
-    graphs: list[Played] = []
-
-    def recorded(*told: Any) -> tuple[Played, Tensor]:
-        graphs.append(Played(*told))
-        return graphs[-1], graphs[-1].answer
-
-    monkeypatch.setattr(recorder, "_recorded", recorded)
-    monkeypatch.setattr(recorder, "LEAST", 1)
-    monkeypatch.setattr(captured, "why_not", lambda model, cache: None)
-    return graphs
+    return playing(monkeypatch, captured)
 
 
 def one_by_one(step: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 import gape
 from gape.bench import forgetting
-from gape.models import attention, forgetting_seen, forgetting_shelf, slots
+from gape.models import attention, forgetting_shelf
 from gape.models import captured as module
 from gape.models.cache import ForgettingCache, ModelCache
 from gape.models.captured import LEAST, Captured, why_not
@@ -20,6 +20,7 @@ from gape.ops import dispatch
 
 pytest.importorskip("triton")
 from gape.ops.triton import decode_apart, step
+from tests.models.played import Played, playing
 from tests.models.test_step import Launches
 
 CACHES: dict[str, Any] = {
@@ -201,34 +202,9 @@ def test_without_a_gpu_the_model_answers() -> None:
         captured.record(ids[:, :1])
 
 
-class Played:
-    """Stands in for a graph: a replay takes the step that was recorded."""
-
-    def __init__(self, step: Callable[[], torch.Tensor], reset: Callable[[], None], device: torch.device) -> None:
-        self.step, self.replays, self.broken = step, 0, False
-        self.answer = step()
-        reset()
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.answer.copy_(self.step())
-        if self.broken:
-            raise KeyboardInterrupt
-
-
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
-    """Every graph recorded, without a GPU and after the first token."""
-    made: list[Played] = []
-
-    def recorded(*told: Any) -> tuple[Played, torch.Tensor]:
-        made.append(Played(*told))
-        return made[-1], made[-1].answer
-
-    monkeypatch.setattr(module, "_recorded", recorded)
-    monkeypatch.setattr(module, "why_not", lambda model, cache: None)
-    monkeypatch.setattr(module, "LEAST", 1)
-    return made
+    return playing(monkeypatch, module)
 
 
 def told_positions(model: gape.GPT, cache: ModelCache) -> None:
@@ -299,33 +275,6 @@ def test_a_replay_that_breaks_off_does_not_count(played: list[Played]) -> None:
     found += [captured(ids[:, at : at + 1]) for at in range(5, 9)]
     torch.testing.assert_close(torch.cat(found, 1), torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
     assert [graph.replays for graph in played] == [5, 3]
-
-
-@torch.no_grad()
-def test_replayed_queries_are_measured_as_launched_ones(played: list[Played], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the room for notes, taken back, with a prompt in between, and asking for what the prompt never did."""
-    for each in (forgetting_shelf, forgetting_seen, slots):
-        monkeypatch.setattr(each, "STRIDE", 4)
-    model, ids = small(kv_heads=2, groups=2, gate_floor=40.0), torch.randint(50, (2, 100))
-    for block in model.blocks():
-        block.attention.qkv.weight.mul_(16)
-    ids[:, :60] = 1
-    plain, cache = (ForgettingCache(model, eps=1e-2, bounds="queries") for _ in range(2))
-    step = Captured(model, cache)
-    for first, stop in ((60, 75), (74, 76), (80, 92)):
-        for each in (plain, cache):
-            if each.length > first:
-                each.truncate(first)
-            model(ids[:, each.length : first], cache=each)
-        for token in ids[:, first:stop].split(1, dim=1):
-            step(token)
-            model(token, cache=plain)
-    assert sum(graph.replays for graph in played) > 15
-    assert cache.beyond == plain.beyond > 3
-    assert cache.kept == plain.kept
-    for one, other in zip(cache.layers, plain.layers, strict=True):
-        for found, expected in zip(*(vars(layer._seen.limits()).values() for layer in (one, other)), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

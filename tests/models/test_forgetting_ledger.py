@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from gape.models.forgetting_ledger import Ledger, Verdict
 from gape.models.forgetting_limits import Limits
 from gape.models.forgetting_seen import Seen
+from gape.models.forgetting_shelf import STRIDE
 from tests.models.tiny import model
 
 EPS, AT = 1e-2, 200
@@ -65,18 +67,45 @@ def test_queries_measured_one_by_one_are_measured_as_together() -> None:
     q, k = (3 * torch.randn(2, heads, 70, 6, generator=random, dtype=torch.float64) for heads in (4, 2))
     gate = torch.rand(2, 4, 70, generator=random, dtype=torch.float64)
     floors, where = torch.ones(4, dtype=torch.float64), torch.arange(AT, AT + 70).expand(2, -1)
-    singly, explicit, at_once = (Seen(attention, floors) for _ in range(3))
+    singly, explicit, replayed, at_once = (Seen(attention, floors) for _ in range(4))
     for step in range(70):
-        asked = (x[:, :, step : step + 1] for x in (q, k, gate))
+        asked = [x[:, :, step : step + 1] for x in (q, k, gate)]
         noted = [*asked, AT + step]
+        if step < 3 or 15 < step < 35:
+            # Launched before and in between.
+            replayed.note(*noted, ledger)
+        else:
+            replayed.room(k).write(*asked[:2], torch.tensor([(AT + step) % STRIDE]))
+            replayed.replayed(AT + step, ledger)
         singly.note(*noted, ledger)
         explicit.note(*noted[:3], where[:, step : step + 1], ledger)
     at_once.note(q, k, gate, AT, ledger)
-    counts = [seen.beyond(ledger) for seen in (singly, explicit, at_once)]
-    assert counts[0] == counts[1] == counts[2]
+    counts = [seen.beyond(ledger) for seen in (singly, explicit, replayed, at_once)]
+    assert len(set(counts)) == 1
     assert 0 < counts[0] < 2 * 4 * 70
-    for one, other in zip(vars(singly.limits()).values(), vars(at_once.limits()).values(), strict=True):
-        torch.testing.assert_close(one, other)
+    for seen in (singly, replayed):
+        for one, other in zip(vars(seen.limits()).values(), vars(at_once.limits()).values(), strict=True):
+            torch.testing.assert_close(one, other)
     later = Seen(attention, floors)
     later.note(q, k, gate, AT + 50, ledger)
     assert later.beyond(ledger) < counts[0]
+
+
+def test_a_measurement_that_breaks_off_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = next(model(n_kv_head=2, options={"gate_floor": 4.0}).blocks()).attention
+    ledger, _, _ = judged()
+    random = torch.Generator().manual_seed(2)
+    q, k = (3 * torch.randn(2, heads, STRIDE, 6, generator=random, dtype=torch.float64) for heads in (4, 2))
+    plain, seen = (Seen(attention, torch.ones(4, dtype=torch.float64)) for _ in range(2))
+    plain.note(q, k, q[..., 0], 192, ledger)
+    for kept, asked in zip(seen.room(k), (q, k), strict=True):
+        kept.copy_(asked)
+    for position in range(192, 191 + STRIDE):
+        seen.replayed(position, ledger)
+    last = 191 + STRIDE
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "uncertain", lambda *told: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            seen.replayed(last, ledger)
+    seen.replayed(last, ledger)
+    assert seen.beyond(ledger) == plain.beyond(ledger) > 0

@@ -17,7 +17,7 @@ from gape.models.forgetting_seen import Seen
 from gape.models.forgetting_shelf import PART, Shelf, grouped, slack
 from gape.models.slots import Held
 from gape.ops.carried import Rows, carried_form, carry
-from gape.ops.checks import described, refuse
+from gape.ops.checks import refuse
 from gape.ops.columns import SHORT_BITS
 from gape.ops.rounding import significand_bits
 
@@ -84,7 +84,7 @@ class ForgettingLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held, room to grow included."""
+        """Bytes that are held, room to grow included; queries noted until they are measured are not in it."""
         return sum(shelf.nbytes for shelf in self._shelves)
 
     @property
@@ -124,7 +124,7 @@ class ForgettingLayer:
         return None
 
     def held(self) -> Held:
-        """Keys and values as a recorded graph writes and reads them."""
+        """Keys and values as a recorded graph writes and reads them, and where it notes queries to be measured."""
         assert self._rack is not None
         held = self._rack.held()
         return held if self._fixed is not None else held._replace(notes=self._seen.room(held.blocks[0].k))
@@ -263,7 +263,8 @@ class ForgettingLayer:
         documents = seen["q_documents"]
         if documents is not None:
             parts["documents"] = documents[:, None].expand(-1, parts["k"].size(1), -1)
-        self._check(parts)
+        if self._rack is not None:
+            self._rack.check(parts, self.length)
         if self._fixed is None:
             assert asked is not None
             self._seen.note(*asked, self.length if positions is None else positions, self._ledger)
@@ -331,18 +332,6 @@ class ForgettingLayer:
         if positions is not None and added:
             self._last = positions[:, -1]
         return rack
-
-    def _check(self, parts: dict[str, Tensor]) -> None:
-        """Refuse tokens that do not go with those cached."""
-        if self._rack is None:
-            return
-        shelf = self._rack.shelves[0]
-        for name in sorted(shelf.names() ^ {*parts, "positions"}):
-            came = "given" if name in parts else "left out"
-            raise ValueError(f"{name}: {came}, expected as for the {self.length} tokens already cached")
-        for name, part in parts.items():
-            if not shelf.fits(name, part):
-                raise refuse(name, part, f"to go on from {described(shelf.view(name))}")
 
     def _forget(self, first: Tensor, added: int) -> None:
         """Drop what no query at positions `first` (B,) or behind can miss, where that is worth moving the rest."""

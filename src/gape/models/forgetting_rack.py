@@ -14,6 +14,7 @@ from gape.models.slots import Block, Held
 from gape.ops import attention as plain_attention
 from gape.ops import gated_attention
 from gape.ops.carried import carried_queries
+from gape.ops.checks import described, refuse
 from gape.ops.problem import bias_dtype
 from gape.ops.rounding import UNIT
 
@@ -51,6 +52,20 @@ class Rack:
         return Held(
             [Block(each.start, each.buffer("k"), each.buffer("v"), each.width) for each in self.shelves], self._order
         )
+
+    def check(self, parts: dict[str, Tensor], length: int) -> None:
+        """Refuse columns (B, Hk, n, …) that do not go with those of the `length` tokens that have come.
+
+        Raises:
+            ValueError: something is given or left out as it was not for these, or has another size or dtype.
+        """
+        shelf = self.shelves[0]
+        for name in sorted(shelf.names() ^ {*parts, "positions"}):
+            came = "given" if name in parts else "left out"
+            raise ValueError(f"{name}: {came}, expected as for the {length} tokens already cached")
+        for name, part in parts.items():
+            if not shelf.fits(name, part):
+                raise refuse(name, part, f"to go on from {described(shelf.view(name))}")
 
     def write(self, parts: dict[str, Tensor]) -> None:
         """Put columns (B, Hk, n, …) on the shelves; they count once widths say so."""

@@ -80,7 +80,8 @@ class Seen:
         """Count a query at a position that a recorded step has noted; once the room is full all are measured."""
         if not self._replayed:
             self._first = position
-        self._replayed += 1
+        # By its position, which comes again where a count has broken off.
+        self._replayed = position - self._first + 1
         if self._replayed == STRIDE:
             self.measure(ledger)
 
@@ -93,8 +94,9 @@ class Seen:
             assert self._room is not None
             positions = torch.arange(self._first, self._first + self._replayed, device=self._room.q.device)
             q, k = (x.index_select(2, positions % STRIDE) for x in self._room)
-            self._replayed = 0
             self._measure(q, k, None, positions.expand(q.size(0), -1), ledger)
+            # Not before: what breaks off above is measured another time.
+            self._replayed = 0
         if self._notes:
             asked = zip(*((q, k, gate) for q, k, gate, _ in self._notes), strict=True)
             q, k, gate = (torch.cat(parts, dim=2) for parts in asked)

@@ -146,14 +146,14 @@ class Slots:
         counted = torch.split(self._counters[1 + len(flat) :].view(-1, batch), sizes)
         # Of this graph alone, whose launches come one after another: all layers may have the same.
         tickets = torch.zeros(batch * max(sizes), dtype=torch.int32, device=device)
-        self._notes = any(layer.notes is not None for layer in held)
+        self._noting = any(layer.notes is not None for layer in held)
         self._noted = torch.zeros(1, dtype=torch.int64, device=device)
         self.layers = [Slot(*each, tickets, self._noted) for each in zip(held, heads, columns, counted, strict=True)]
 
     def begin(self) -> Tensor:
         """The position of the next token, (1,). It is never written to again."""
         position = self._counters[:1].clone()
-        if self._notes:
+        if self._noting:
             torch.remainder(position, STRIDE, out=self._noted)
         return position
 
