@@ -50,6 +50,14 @@ def test_floors_on_top_of_yarn() -> None:
     assert [round(16 * needles(run, 16384)["match"]) for run in FLOORED.values()] == [3, 3]
     assert [round(16 * needles(run, 32768)["match"]) for run in FLOORED.values()] == [1, 1]
     assert "3 of 16 at 16,384, 1 of 16 at 32,768" in text
+    near, far = (rows("perplexity", run="yarn+gape_floors18", context=context)[0] for context in (1024, 65536))
+    assert f"with 18 it rises by {100 * (far['perplexity'] / near['perplexity'] - 1):.0f}%" in text
+    nats = []
+    for context in (65536, 16384, 1024, 4096):
+        floored, plain = (rows("perplexity", run=run, context=context)[0] for run in ("yarn+gape_floors12", "yarn"))
+        nats.append(f"{abs(floored['nll'] - plain['nll']):.2f}")
+    assert "{} nats per token below YaRN at 65,536, {} at 16,384, and {} above it".format(*nats[:3]) in text
+    assert nats[2] == nats[3]
 
 
 def test_what_the_readme_picks() -> None:
