@@ -36,14 +36,17 @@ begin() {
         floor* | *_floor*) told="$told --gate gate_floor=${1#*_floor}" ;;
     esac
     [ "${2%+gape}" = "$2" ] || told="$told ${GATES:-}"
-    [ -e "$place/config.json" ] || $gape hf inject "$model" $told --start paper --out "$place" >&2
+    [ -e "$place/config.json" ] || $gape hf inject "$model" $told --start paper --out "$place" >&2 || return
     echo "$place"
 }
 
 for name in "$@"; do
     position=${name%%_*} variant=${name#"${name%%_*}"}
-    [ -e "$runs/$name/run.json" ] ||
-        $gape hf finetune "$(begin "$name" "$position")" "$corpus" --out "$runs/$name" --variant "${variant#_}" $train
+    if [ ! -e "$runs/$name/run.json" ]; then
+        # On a line of its own: there a failure ends the script.
+        start=$(begin "$name" "$position")
+        $gape hf finetune "$start" "$corpus" --out "$runs/$name" --variant "${variant#_}" $train
+    fi
     $gape hf perplexity "$runs/$name" --data "$corpus" $read
 done
 [ -n "${NOBASE:-}" ] || $gape hf perplexity "$model" --data "$corpus" $read

@@ -90,6 +90,11 @@ def test_the_script_that_extends_a_model(model: Path) -> None:
     begun = (model / "runs" / "begin" / f"rope+gape_{name}" / "config.json" for name in ("floor4", "floors1"))
     floors = [json.loads(path.read_text())["gape"]["gates"]["gate_floor"] for path in begun]
     assert floors == [4, [[0, 0, 4, 4], [4, 4, 4, 4]]]
+    failed = ["bash", EXAMPLES / "extend.sh", *arguments[:3], "rope+gape_floors2"]
+    ended = subprocess.run(failed, check=False, capture_output=True, text=True, timeout=60, env=told)
+    assert ended.returncode
+    assert "floors2.json cannot be read" in ended.stderr
+    assert not (model / "runs" / "rope+gape_floors2").exists()
 
 
 def test_extend(model: Path) -> None:

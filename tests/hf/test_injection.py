@@ -41,6 +41,7 @@ def unchanged(model, before):
         ("llama", {"context_length": 16, "fraction": 0.5}, "fraction"),
         ("llama", {"context_length": 16, "position": "rope+gape", "fraction": 0.5}, "fraction"),
         ("llama", {"context_length": 16, "position": "rope", "layers": [0]}, "layers"),
+        ("llama", {"context_length": 16, "position": "rope", "gates": {"gate_floor": 1.0}}, "gates: .*rope has no"),
         ("gpt2", {"context_length": 129}, "rope"),
     ],
 )

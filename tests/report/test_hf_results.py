@@ -9,6 +9,7 @@ from tests.report.test_language_results import ROOT, page, signed, table
 
 HF = ROOT / "results" / "hf"
 FLOORED = {"12 key heads free": "yarn+gape_floors12", "18 key heads free": "yarn+gape_floors18"}
+LEARNED = "smollm2-landmarks"
 FORGETTING = {"forget_eps": 0.01, "bounds": "queries"}
 
 
@@ -55,9 +56,9 @@ def test_floors_on_top_of_yarn() -> None:
     nats = []
     for context in (65536, 16384, 1024, 4096):
         floored, plain = (rows("perplexity", run=run, context=context)[0] for run in ("yarn+gape_floors12", "yarn"))
-        nats.append(f"{abs(floored['nll'] - plain['nll']):.2f}")
-    assert "{} nats per token below YaRN at 65,536, {} at 16,384, and {} above it".format(*nats[:3]) in text
-    assert nats[2] == nats[3]
+        nats.append(f"{floored['nll'] - plain['nll']:+.2f}")
+    assert nats == ["-0.49", "-0.13", "+0.06", "+0.06"]
+    assert "0.49 nats per token below YaRN at 65,536, 0.13 at 16,384, and 0.06 above it at 1,024 and 4,096" in text
 
 
 def test_what_the_readme_picks() -> None:
@@ -73,7 +74,10 @@ def test_landmarks_that_learn() -> None:
     text = page("docs/hf.md").split("**Landmarks that learn open**")[1].split("\n\n")[0]
     for run in ("rope+gape_floor32", "yarn+gape_floors12"):
         for context in (1024, 65536):
-            assert perplexity(run, context, "smollm2-landmarks") in text
+            assert perplexity(run, context, LEARNED) in text
+    for run in FLOORED.values():
+        closed, learned = (rows("perplexity", name, run=run, context=1024)[0] for name in ("smollm2", LEARNED))
+        assert f"the learned ones are {closed['nll'] - learned['nll']:.2f} nats lower" in text
 
 
 def changed(run: str, length: int, how: str) -> str:

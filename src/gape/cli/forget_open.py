@@ -99,17 +99,15 @@ def _injected(model: LanguageModel) -> Subject:
     """A model that gates were put into, as it is measured."""
     from gape.cli.finetune import refuse_length  # noqa: PLC0415
     from gape.hf import ForgettingCache, KeepingCache, attend, listening  # noqa: PLC0415
+    from gape.hf.keeping import can_keep  # noqa: PLC0415
 
     def check(longest: int) -> None:
         listening.gated_layers(model.model)
         refuse_length(model.model, longest)
 
     def full_cache(capacity: int) -> Any:
-        try:
-            return KeepingCache(model.model, capacity)
-        except ValueError:
-            # A layer without gates, or attention that has no use for keys with a bias: that of transformers takes any.
-            return model.new_cache(capacity)
+        # That of transformers takes layers without gates, and attention that has no use for keys with a bias.
+        return KeepingCache(model.model, capacity) if can_keep(model.model) else model.new_cache(capacity)
 
     return Subject(
         model=model, impl=attend.KNOWN[attend.our_name(model.config._attn_implementation)], check=check,

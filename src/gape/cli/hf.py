@@ -64,7 +64,7 @@ def inject(
     gates = _values("gate", gate)
     finetune.retrofit(
         model, out, context_length=context_length, position=position, layers=chosen, start=start, seed=seed,
-        gates=gates if floors is None else hf_heads.with_floors(gates, floors, position),
+        gates=gates if floors is None else hf_heads.with_floors(gates, floors),
         options=_values("option", option), dry_run=dry_run,
     )  # fmt: skip
 

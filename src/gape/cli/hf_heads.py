@@ -18,7 +18,6 @@ from gape.cli.console import Voice
 from gape.cli.finetune import base_of, config_of, refuse_missing
 from gape.hf import retrieval
 from gape.ops.checks import finite, positive_number, refuse, whole
-from gape.positions import is_gated
 from gape.tasks.ruler import opening, prompts, sources
 from gape.tasks.ruler.readers import TransformersReader
 from gape.tasks.ruler.sources import Sample
@@ -213,6 +212,7 @@ def _pruned(
     reader: TransformersReader, located: Sequence[Located], heads: Sequence[retrieval.Head], order: Order, voice: Voice
 ) -> retrieval.Pruned:
     """The heads left of some, with a line for each that goes."""
+    assert order.context_length is not None
     samples = [(one.ids[None].to(reader.device), one.answer) for one in located]
     left = len(heads) + 1
 
@@ -225,8 +225,7 @@ def _pruned(
     with StopFlag() as stop:
         return retrieval.pruned(
             reader.model, samples, heads, order.free, floor=order.floor, gates=order.gates,
-            # There is one beside candidates.
-            context_length=order.context_length or 0, check=stop.check, told=told,
+            context_length=order.context_length, check=stop.check, told=told,
         )  # fmt: skip
 
 
@@ -259,16 +258,14 @@ def _save(out: Path, data: bytes) -> None:
     files.replace(out, data)
 
 
-def with_floors(gates: Mapping[str, Any], path: Path, position: str | None) -> dict[str, Any]:
+def with_floors(gates: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Options of gates with the floors of a file of `gape hf heads`.
 
     Raises:
-        ValueError: floors are given already, the scheme has no gates, or there is no such file.
+        ValueError: floors are given already, or there is no such file.
     """
     if FLOORS in gates:
         raise refuse("floors", str(path), f"none beside --gate {FLOORS}=…")
-    if position is not None and not is_gated(position):
-        raise refuse("floors", str(path), f"none, since {position} has no gates")
     try:
         rows = files.from_json(path.read_bytes()).get(FLOORS)
     except (OSError, ValueError) as error:

@@ -31,7 +31,9 @@ class KeepingCacheLayer(AttendingLayer):
             ValueError: the implementation of attention is one that wants landmarks beside the keys.
         """
         seat = self.seat
-        _refuse_beside(seat, k)
+        refused = _refused([seat], k)
+        if refused is not None:
+            raise refused
         q, k, v = in_working_precision(q, k, v)
         where, told, documents = self._where(positions, real, k.size(0))
         form: dict[str, Any] = {"form": "split", "context_length": seat.context_length}
@@ -66,11 +68,9 @@ class KeepingCache(AttendingCache):
     def __init__(self, model: nn.Module, capacity: int = 0) -> None:
         whole("capacity", capacity, 0)
         seats = [seat for seat, _ in places_of(model, limited=False, carried=True)]
-        if None in seats or any(seat.gates is None for seat in seats):
-            bare = next(number for number, seat in enumerate(seats) if seat is None or seat.gates is None)
-            raise ValueError(f"model: layer {bare} has no gates, expected some in every layer")
-        for seat in seats:
-            _refuse_beside(seat, next(model.parameters()))
+        refused = _refused(seats, next(model.parameters()))
+        if refused is not None:
+            raise refused
         super().__init__(layers=[KeepingCacheLayer(seat, KVCache(capacity)) for seat in seats])
 
     @property
@@ -79,12 +79,27 @@ class KeepingCache(AttendingCache):
         return self.together.nbytes
 
 
+def can_keep(model: nn.Module) -> bool:
+    """Whether a model can have a :class:`KeepingCache`: all layers have gates, and its attention a use for such keys.
+
+    Raises:
+        ValueError: no layer has gates, or one that has caps its logits or has a window.
+    """
+    seats = [seat for seat, _ in places_of(model, limited=False, carried=True)]
+    return _refused(seats, next(model.parameters())) is None
+
+
 def carries(seat: Any, like: Tensor) -> bool:
     """Whether cached keys like `like` carry the bias in six coordinates, as their layer is told now."""
     return carried_form(seat.impl, seat.reserve, like) == "split"
 
 
-def _refuse_beside(seat: Any, like: Tensor) -> None:
-    """Refuse an implementation that wants landmarks beside the keys."""
-    if not carries(seat, like):
-        raise refuse("attn_implementation", seat.impl, f"{CARRYING}, under which keys carry the bias")
+def _refused(seats: list[Any], like: Tensor) -> ValueError | None:
+    """Why layers cannot keep keys like `like` that carry the bias; None where they can."""
+    bare = next((number for number, seat in enumerate(seats) if seat is None or seat.gates is None), None)
+    if bare is not None:
+        return ValueError(f"model: layer {bare} has no gates, expected some in every layer")
+    beside = next((seat.impl for seat in seats if not carries(seat, like)), None)
+    if beside is None:
+        return None
+    return refuse("attn_implementation", beside, f"{CARRYING}, under which keys carry the bias")

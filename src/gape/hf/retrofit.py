@@ -181,6 +181,8 @@ def _checked(
         context_length=context_length,  # type: ignore[arg-type]
         position=position, layers=numbers, start=start, gates=_plain(gates or {}), options=_plain(options),
     )  # fmt: skip
+    if settings.gates and not settings.gated:
+        raise refuse("gates", dict(settings.gates), f"none, since {position} has no gates")
     name = our_name(model.config._attn_implementation)
     if name == "sdpa" and OLD:
         # In transformers 4, sdpa leaves the cap away; a model that began so goes on so.
