@@ -78,6 +78,17 @@ def test_other_models_and_models_with_gates_are_refused():
         gape.hf.remove(tiny("llama"))
 
 
+def test_forwards_that_were_put_in_are_refused_by_who_did():
+    model = tiny("llama")
+    attention = model.model.layers[1].self_attn
+    attention.forward = attention.forward
+    with pytest.raises(ValueError, match=r"attention of layer 1, expected that of its class"):
+        gape.hf.inject(model, context_length=16)
+    attention._hf_hook = None
+    with pytest.raises(ValueError, match="accelerate"):
+        gape.hf.inject(model, context_length=16)
+
+
 def test_quantised_projections_take_gates_but_do_not_learn():
     model = tiny("llama")
     projection = model.model.layers[0].self_attn.q_proj

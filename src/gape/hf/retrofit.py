@@ -203,9 +203,14 @@ def _refuse_model(model: Any, family: Family, settings: Settings, learn: str) ->
         raise ValueError("model: got one that attends in both directions, expected a causal one")
     if getattr(config, "add_cross_attention", False):
         raise ValueError("model: got one with cross-attention, expected self-attention alone")
-    for module in family.modules(model):
-        if "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
+    for number, module in enumerate(family.modules(model)):
+        if hasattr(module, "_hf_hook"):
             raise ValueError("model: its layers are spread by accelerate; inject first, then dispatch")
+        if "forward" in vars(module):
+            raise ValueError(
+                f"model: got a forward of its own in the attention of layer {number}, expected that of its class; "
+                "a patch puts one there, and transformers 4 leaves one behind after output_attentions: load it anew"
+            )
         quantised = [n for n, p in qk_modules(module, family) if not p.is_floating_point() or hasattr(p, "quant_state")]
         if learn != "gates" and quantised:
             raise refuse("learn", learn, f"'gates', since {quantised[0]} of q and k is quantised and cannot learn")
