@@ -179,8 +179,9 @@ def test_a_cache_with_more_than_keys_and_values_cannot_be_recorded(kind: str, to
 
 @torch.no_grad()
 def test_the_shelf_with_least_room_says_how_many_tokens_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer that looks first knows nothing of others, which hold more, and makes room for a short time."""
     monkeypatch.setattr(forgetting_shelf, "STRIDE", 1)
-    model = small(gate_floor=[1.0, 1.0, 1.0, 4000.0])
+    model = small(gate_floor=[[4000.0], [1.0]])
     cache = ForgettingCache(model, eps=1e-2)
     for ids in torch.randint(50, (1, 201)).split([200, 1], dim=1):
         model(ids, cache=cache)
@@ -281,6 +282,7 @@ def test_a_replay_that_breaks_off_does_not_count(played: list[Played]) -> None:
 def test_a_measurement_waits_until_keys_have_moved(played: list[Played], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of 64 tokens is when a small cache looks through its keys."""
     monkeypatch.setattr(forgetting, "why_not", lambda model, cache: None)
+    monkeypatch.setattr(forgetting, "_LAUNCHED", 32)
     model = small()
     row = forgetting.decode(model, ForgettingCache(model, eps=1e-2), torch.randint(50, (1, 100)), tokens=64, chunk=36)
     assert {"record_ms", "launched_ms"} <= row.keys()

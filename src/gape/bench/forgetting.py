@@ -121,6 +121,9 @@ def _flex_visits(problem: Problem, eps: float) -> list[float]:
     return [flex.visited(problem, eps)]
 
 
+#: Tokens that are launched before a graph is recorded, at most.
+_LAUNCHED = 16
+
 _VISITS: dict[str, Callable[[Problem, float], list[float]]] = {"triton": _triton_visits, "flex": _flex_visits}
 
 
@@ -187,11 +190,12 @@ def decode(
     Returns:
         `first_ms` of the first token; `ms` of the later ones, a median, and `mean_ms`, their mean; `tokens_per_second`
         of the batch by the median; `bytes` that the cache holds after them; `texts` of the batch that differ. Where a
-        graph can be recorded it takes the second half of the tokens, and these alone count as later ones: `record_ms`,
-        in which it is recorded, and `launched_ms` of the first half, which are launched kernel by kernel; `unrecorded`
-        says why none can. Of a forgetting cache also `forget_ms`, in which it looks through its keys after the prompt
-        and drops some; `every`, the tokens from there to the next look; `looked`, the later tokens in which it looked;
-        `lasting_ms`, the median and its share of a look and of a recording: what a token takes in the long run.
+        graph can be recorded it takes the second half of the tokens, or all but 16 where these are more, and these
+        alone count as later ones: `record_ms`, in which it is recorded, and `launched_ms` of those before, which are
+        launched kernel by kernel; `unrecorded` says why none can. Of a forgetting cache also `forget_ms`, in which it
+        looks through its keys after the prompt and drops some; `every`, the tokens from there to the next look;
+        `looked`, the later tokens in which it looked; `lasting_ms`, the median and its share of a look, of the token
+        launched behind it and of a recording: what a token takes in the long run.
     """
     total, prompt = ids.size(1), ids.size(1) - tokens
     for start in range(0, prompt, chunk):
@@ -207,17 +211,18 @@ def decode(
             looks.append(cache.looks if forgotten else 0)
 
     launch = partial(model, cache=cache, logits_to_keep=1)
-    take(launch, prompt + tokens // 2)
+    few = min(tokens // 2, _LAUNCHED)
+    take(launch, prompt + few)
     if _why_not(model, cache) is None and not cache.spare:
         # The next token moves keys, and no graph could be replayed behind it.
-        take(launch, min(prompt + tokens // 2 + 1, total - 1))
+        take(launch, min(prompt + few + 1, total - 1))
     step, recorded = _recorded(model, cache, ids[:, :1], times)
     later = 1 if step is None else len(times)
     take(step or launch, total)
     ms = median(times[later:])
     if forgotten:
         forgotten["looked"] = sum(after > before for before, after in pairwise(looks[later - 1 :]))
-        each = forgotten["forget_ms"] + recorded.get("record_ms", 0.0)
+        each = forgotten["forget_ms"] + recorded.get("record_ms", 0.0) + recorded.get("launched_ms", ms) - ms
         forgotten["lasting_ms"] = ms + each / forgotten["every"]
     return {
         "first_ms": times[0], "ms": ms, "mean_ms": mean(times[later:]), "tokens_per_second": ids.size(0) * 1000 / ms,

@@ -23,6 +23,7 @@ from gape.hf.forgetting_limits import of_module
 from gape.models.cache import BOUNDS, Forgets, checked_eps
 from gape.models.forgetting import ForgettingLayer
 from gape.models.forgetting_limits import least_rates
+from gape.models.forgetting_pace import Pace
 from gape.models.skipping import Skips
 from gape.ops.carried import COLUMNS
 from gape.ops.checks import flag, refuse
@@ -108,13 +109,13 @@ class ForgettingCache(Forgets, AttendingCache):
         places = places_of(model, limited=bounds == "weights", carried=flag("carried", carried))
         if bounds != "gates":
             _refuse_without_floors([seat for seat, _ in places], partial)
-        layers = []
+        layers, pace = [], Pace()
         for number, (seat, limits) in enumerate(places):
             if seat is None and not partial:
                 raise ValueError(
                     f"model: layer {number} has no gates and forgets nothing; expected some, or partial=True"
                 )
-            held = None if seat is None else ForgettingLayer(seat, limits, eps=eps, bounds=bounds)
+            held = None if seat is None else ForgettingLayer(seat, limits, eps=eps, bounds=bounds, pace=pace)
             layers.append(DynamicLayer() if held is None else ForgettingCacheLayer(seat, held))
         super().__init__(layers=layers)
 
@@ -125,9 +126,9 @@ class ForgettingCache(Forgets, AttendingCache):
             ValueError: eps is out of range.
         """
         checked_eps(eps)
-        made = copy(self)
+        made, pace = copy(self), Pace()
         made.layers = [
-            ForgettingCacheLayer(layer.seat, layer.held.fresh(eps)) if isinstance(layer, ForgettingCacheLayer)
+            ForgettingCacheLayer(layer.seat, layer.held.fresh(eps, pace)) if isinstance(layer, ForgettingCacheLayer)
             else DynamicLayer() for layer in self.layers
         ]  # fmt: skip
         return made

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gape.models.forgetting import ForgettingLayer
 from gape.models.forgetting_limits import least_rates
+from gape.models.forgetting_pace import Pace
 from gape.models.forgetting_shelf import Order
 from gape.models.slots import Block, Held, Slot
 from gape.ops.checks import described, finite, flag, refuse
@@ -232,10 +233,13 @@ class Forgets:
         """Drop now what can go. Else a prompt is held in full until the next tokens come."""
         for layer in self.forgetting:
             layer.forget()
+        # The first of them did not know yet how long it is to the next look.
+        for layer in self.forgetting:
+            layer.make_room()
 
     @property
     def due(self) -> int:
-        """Tokens that may come before a layer looks through its keys again."""
+        """Tokens that may come before layers look through their keys again."""
         return min(layer.due for layer in self.forgetting)
 
     @property
@@ -281,8 +285,10 @@ class ForgettingCache(Forgets, ModelCache):
             raise refuse("bounds", bounds, f"one of {BOUNDS}")
         if bounds != "gates":
             _refuse_without_floors(model, partial=flag("partial", partial))
+        pace = Pace()
         self.layers: Sequence[ForgettingLayer] = [
-            ForgettingLayer(block.attention, block.attention_norm, eps=eps, bounds=bounds) for block in model.blocks()
+            ForgettingLayer(block.attention, block.attention_norm, eps=eps, bounds=bounds, pace=pace)
+            for block in model.blocks()
         ]
 
     def fresh(self, eps: float) -> ForgettingCache:
@@ -291,8 +297,8 @@ class ForgettingCache(Forgets, ModelCache):
         Raises:
             ValueError: eps is out of range.
         """
-        made = copy(self)
-        made.layers = [layer.fresh(checked_eps(eps)) for layer in self.layers]
+        made, pace = copy(self), Pace()
+        made.layers = [layer.fresh(checked_eps(eps), pace) for layer in self.layers]
         return made
 
     @property

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from gape.models import forgetting_limits as limits
 from gape.models.forgetting_ledger import Ledger, Verdict
-from gape.models.forgetting_rack import Rack
+from gape.models.forgetting_pace import Pace
+from gape.models.forgetting_rack import Rack, moved
 from gape.models.forgetting_seen import Seen
-from gape.models.forgetting_shelf import PART, Shelf, grouped, slack
+from gape.models.forgetting_shelf import Shelf, plans
 from gape.models.slots import Held
 from gape.ops.carried import Rows, carried_form, carry
 from gape.ops.checks import refuse
@@ -37,6 +38,7 @@ class ForgettingLayer:
             need either.
         eps: the attention that a query may miss, above 0 and below 1.
         bounds: what is known of future queries, as in :class:`gape.models.cache.ForgettingCache`.
+        pace: that of all layers of a cache; None makes one of its own.
 
     Attributes:
         length: tokens that have come, kept or not.
@@ -50,7 +52,13 @@ class ForgettingLayer:
     side: None = None
 
     def __init__(
-        self, attention: limits.Attends, norm: nn.Module | limits.Limits | None, *, eps: float, bounds: str = "weights"
+        self,
+        attention: limits.Attends,
+        norm: nn.Module | limits.Limits | None,
+        *,
+        eps: float,
+        bounds: str = "weights",
+        pace: Pace | None = None,
     ) -> None:
         floors = limits.least_rates(attention)
         self.eps, self.bounds = eps, bounds
@@ -60,6 +68,8 @@ class ForgettingLayer:
             norm = limits.of_weights(cast("GAPEAttention", attention), cast(nn.Module, norm))
         self._fixed = norm if isinstance(norm, limits.Limits) and bounds == "weights" else None
         self._seen = Seen(attention, floors if bounds == "queries" else None)
+        self._pace = Pace() if pace is None else pace
+        self._share = self._pace.joined()
         self._reset()
 
     def _reset(self) -> None:
@@ -70,13 +80,14 @@ class ForgettingLayer:
         self._last: Tensor | None = None
         # Tokens since keys were last looked at.
         self._since = 0
+        self._pace.reset(self._share)
         # Tokens that had come when keys were last dropped, and the first position for which they were judged.
         self._judged = 0
         self._judged_at: Tensor | None = None
 
-    def fresh(self, eps: float) -> ForgettingLayer:
+    def fresh(self, eps: float, pace: Pace | None = None) -> ForgettingLayer:
         """An empty one of the same layer and bounds, whose limits are not worked out again."""
-        return ForgettingLayer(self._attention, self._fixed, eps=eps, bounds=self.bounds)
+        return ForgettingLayer(self._attention, self._fixed, eps=eps, bounds=self.bounds, pace=pace)
 
     @property
     def _shelves(self) -> list[Shelf]:
@@ -104,8 +115,7 @@ class ForgettingLayer:
     @property
     def due(self) -> int:
         """Tokens that may come before keys are looked through again."""
-        held = sum(shelf.width * len(shelf.heads) for shelf in self._shelves)
-        return max(0, slack(held // self._attention.n_kv_heads) - self._since)
+        return self._pace.due(self._share, self._since)
 
     @property
     def spare(self) -> int:
@@ -309,17 +319,17 @@ class ForgettingLayer:
 
     def _append(self, parts: dict[str, Tensor], positions: Tensor | None, form: str | None) -> Rack:
         """Make room, by forgetting where that is due, and write."""
-        added, counted = parts["k"].size(2), None if self._explicit else self.length
+        added = parts["k"].size(2)
         if self._rack is None:
-            heads = list(range(parts["k"].size(1)))
-            shelf = Shelf(heads, parts, room=added + slack(added), counted=counted)
+            heads, counted = list(range(parts["k"].size(1))), None if self._explicit else self.length
+            shelf = Shelf(heads, parts, room=max(added, self._pace.interval), counted=counted)
             self._rack = Rack(self._attention, [shelf], form)
-        if added and not self.due:
+        full = any(shelf.width + added > shelf.room for shelf in self._shelves)
+        if added and (not self.due or (full and self._since)):
             self._forget(self._at(self.length) if positions is None else positions[:, 0], added)
         rack = self._rack
-        for index, shelf in enumerate(rack.shelves):
-            if shelf.width + added > shelf.room:
-                rack.shelves[index] = shelf.grown(added + slack(shelf.width + added), counted)
+        if full:
+            rack.shelves = [self._roomy(shelf, max(added, self._pace.interval)) for shelf in rack.shelves]
         if positions is not None and added:
             parts = parts | {"positions": positions[:, None].expand(-1, parts["k"].size(1), -1)}
             # Columns to come are no longer those that were numbered.
@@ -338,21 +348,34 @@ class ForgettingLayer:
         rack, ledger = self._rack, self._brought(first)
         assert rack is not None
         self._since, self.looks = 0, self.looks + 1
+        self._pace.look(self._share)
         verdicts = [self._judge(ledger, rack, shelf) for shelf in rack.shelves]
         spared = iter(torch.cat([verdict.spared.amin(0) for verdict in verdicts]).tolist())
         held = self.kept
         spares = {head: next(spared) for shelf in rack.shelves for head in shelf.heads}
         least = [held[head] - spares[head] for head in range(len(held))]
-        shelves = []
-        for heads in grouped(held, least):
-            width = max(least[head] for head in heads)
-            same = next((shelf for shelf in rack.shelves if shelf.heads == heads), None)
-            if same is not None and same.width - width < max(1, same.width // PART):
-                shelves.append(same)
+        planned = plans(rack.shelves, held, least)
+        self._share.columns, self._share.heads = sum(plan.columns for plan in planned), len(held)
+        room, shelves = max(added, self._pace.interval), []
+        for plan in planned:
+            if plan.stays is not None:
+                shelves.append(self._roomy(plan.stays, room))
                 continue
-            shelves.append(self._moved(ledger, list(zip(rack.shelves, verdicts, strict=True)), heads, width, added))
+            judged = zip(rack.shelves, verdicts, strict=True)
+            shelves.append(moved(ledger, judged, plan, room, None if self._explicit else self.length))
             self._judged, self._judged_at = self.length, first
         self._rack = Rack(self._attention, shelves, rack.form)
+
+    def make_room(self) -> None:
+        """Room for all tokens that may come before the next look, of which other layers have decided since."""
+        if self._rack is not None:
+            shelves = [self._roomy(shelf, self.due) for shelf in self._rack.shelves]
+            self._rack = Rack(self._attention, shelves, self._rack.form)
+
+    def _roomy(self, shelf: Shelf, room: int) -> Shelf:
+        """A shelf, or one with room for so many more columns where it has less."""
+        counted = None if self._explicit else self.length
+        return shelf if shelf.room - shelf.width >= room else shelf.grown(room, counted)
 
     def _brought(self, first: Tensor) -> Ledger:
         """The ledger as it is for queries from positions `first` (B,) on."""
@@ -372,20 +395,3 @@ class ForgettingLayer:
         norm = torch.linalg.vector_norm(content, dim=-1, dtype=torch.promote_types(k.dtype, torch.float32))
         heads = torch.tensor(shelf.heads, device=k.device)
         return ledger.judge(heads, norm, rack.exposure(shelf), shelf.view("positions"))
-
-    def _moved(
-        self, ledger: Ledger, judged: list[tuple[Shelf, Verdict]], heads: list[int], width: int, added: int
-    ) -> Shelf:
-        """A shelf of some heads that are to hold `width` columns each; what they lose is booked."""
-        sources, charges = [], []
-        for shelf, verdict in judged:
-            some = [head for head in shelf.heads if head in heads]
-            if some:
-                rows = torch.tensor([shelf.heads.index(head) for head in some], device=verdict.order.device)
-                own, count = verdict if some == shelf.heads else verdict.of(rows), shelf.width - width
-                sources.append((shelf, some, own.order[..., count:].sort(-1).values))
-                charges.append((own, count))
-        made = Shelf.gathered(heads, sources, added + slack(width), None if self._explicit else self.length)
-        for verdict, count in charges:
-            ledger.charge(verdict, count)
-        return made

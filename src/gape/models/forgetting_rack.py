@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gape.models.forgetting_ledger import Ledger, Verdict
 from gape.models.forgetting_limits import Attends
-from gape.models.forgetting_shelf import Order, Shelf, taken
+from gape.models.forgetting_shelf import Order, Plan, Shelf, taken
 from gape.models.slots import Block, Held
 from gape.ops import attention as plain_attention
 from gape.ops import gated_attention
@@ -150,3 +151,26 @@ class Rack:
             seen |= {"context_length": attention.context_length, "scale": attention.scale}
             out = gated_attention(q, k, v, strength, landmark, unit, impl=attention.impl, **seen)
         return out.reshape(batch, rows * self._groups, n, out.size(-1))
+
+
+def moved(ledger: Ledger, judged: Iterable[tuple[Shelf, Verdict]], plan: Plan, room: int, counted: int | None) -> Shelf:
+    """A shelf of heads as planned, and what they lose is booked.
+
+    Args:
+        ledger: of the layer.
+        judged: its shelves, and what the heads of each can spare.
+        plan: of the new one.
+        room, counted: as in :class:`gape.models.forgetting_shelf.Shelf`.
+    """
+    sources, charges = [], []
+    for shelf, verdict in judged:
+        some = [head for head in shelf.heads if head in plan.heads]
+        if some:
+            rows = torch.tensor([shelf.heads.index(head) for head in some], device=verdict.order.device)
+            own, count = verdict if some == shelf.heads else verdict.of(rows), shelf.width - plan.width
+            sources.append((shelf, some, own.order[..., count:].sort(-1).values))
+            charges.append((own, count))
+    made = Shelf.gathered(plan.heads, sources, room, counted)
+    for verdict, count in charges:
+        ledger.charge(verdict, count)
+    return made

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-#: Columns that a shelf has room for beyond what it holds: so many, or this part of it where that is more.
+#: Columns that may come before keys are looked at: so many, or this part of what is held where that is more.
 STRIDE, PART = 32, 16
 
 #: The part of what a layer holds that another shelf has to save.
@@ -17,7 +18,7 @@ SAVED = 8
 
 
 def slack(width: int) -> int:
-    """Columns that may come before anything is moved again."""
+    """Columns that may come before the keys of heads that hold `width` are looked at again."""
     return max(STRIDE, width // PART)
 
 
@@ -159,6 +160,36 @@ class Order:
 def taken(x: Tensor, heads: Tensor | None) -> Tensor:
     """Some heads of x (B, H, …); None takes all as they are."""
     return x if heads is None else x.index_select(1, heads)
+
+
+class Plan(NamedTuple):
+    """Key heads that are to lie together.
+
+    Attributes:
+        heads: ascending.
+        width: columns that each is to hold.
+        stays: the shelf on which they lie already, where that is not worth moving; it goes on as wide as it is.
+    """
+
+    heads: list[int]
+    width: int
+    stays: Shelf | None
+
+    @property
+    def columns(self) -> int:
+        """Columns of all heads together."""
+        return len(self.heads) * self.width
+
+
+def plans(shelves: Sequence[Shelf], held: list[int], least: list[int]) -> list[Plan]:
+    """How key heads are to lie of which head h holds held[h] columns and cannot do with fewer than least[h]."""
+    found = []
+    for heads in grouped(held, least):
+        width = max(least[head] for head in heads)
+        same = next((shelf for shelf in shelves if shelf.heads == heads), None)
+        stays = same if same is not None and same.width - width < max(1, same.width // PART) else None
+        found.append(Plan(heads, width if stays is None else stays.width, stays))
+    return found
 
 
 def grouped(held: list[int], least: list[int]) -> list[list[int]]:
