@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gape.report import catalogue, lm_series, lm_summary, lm_tables, write
+from gape.report.lm_figures import looks
 from gape.report.lm_results import collect, gather, store, without
 from gape.report.results import Results
 from gape.report.series import NoData
@@ -280,3 +281,8 @@ def test_a_variant_is_set_beside_the_plain_scheme() -> None:
     rows = stored(schemes=("p-rope+gape", "p-rope+gape_floor4")).measured["perplexity"]
     pairs = {(d.scheme, d.other) for d in lm_summary.perplexity_differences(rows)}
     assert pairs == {("p-RoPE+GAPE (floor4)", "p-RoPE+GAPE")}
+
+
+def test_variants_with_gates_and_without_are_told_apart() -> None:
+    drawn = looks([{"position": position} for position in ("yarn", "yarn", "yarn+gape", "yarn+gape", "yarn+gape")])
+    assert len({(look["color"], look["markerfacecolor"]) for look in drawn}) == 5

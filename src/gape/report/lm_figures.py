@@ -296,7 +296,9 @@ def looks(lines: list[Data]) -> list[dict[str, Any]]:
         look, number = line(entry["position"]), seen.get(entry["position"], 0)
         if number:
             colour = _VARIANT_COLOURS[(number - 1) % len(_VARIANT_COLOURS)]
-            look |= {"color": colour, "markerfacecolor": colour, "markeredgecolor": colour, "linestyle": "-."}
+            # Hollow markers stay so: they tell a scheme from the same with gates.
+            face = colour if look["markerfacecolor"] != "white" else "white"
+            look |= {"color": colour, "markerfacecolor": face, "markeredgecolor": colour, "linestyle": "-."}
         seen[entry["position"]] = number + 1
         looks.append(look)
     return looks
