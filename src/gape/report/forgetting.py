@@ -55,13 +55,21 @@ def series(results: Results) -> Data:
     return data
 
 
+#: Inches: of a figure without its legend, of a line of the legend, and from an axis to the legend below its name.
+_HEIGHT, _ENTRY, _BELOW = 3.0, 0.13, 0.5
+#: One after the other, when colours come again.
+_MARKERS = "os^D"
+
+
 def draw(data: Data) -> Figure:
     """Speed of prefill by length, bytes against speed of decoding, and what it costs by eps: what there is of them."""
     panels = {"prefill": _draw_prefill, "decode": _draw_decode, "cost": _draw_cost}
     shown = [panel for part, panel in panels.items() if data[part]]
-    figure, axes = new_figure(11 * len(shown) / 3, 4.2, 1, len(shown))
+    figure, axes = new_figure(11 * len(shown) / 3, _HEIGHT, 1, len(shown))
     for panel, axis in zip(shown, axes[0], strict=True):
         panel(axis, data)
+    entries = [len(axis.get_legend_handles_labels()[1]) for axis in axes[0]]
+    figure.set_figheight(_HEIGHT + _ENTRY * max(entries, default=0))
     return figure
 
 
@@ -266,13 +274,16 @@ def _draw_cost(axis: Axes, data: Data) -> None:
 def _plot(axis: Axes, lines: Mapping[str, list[tuple[float, float]]]) -> None:
     """A line for each label through its points, in order; those of a whole model are broken."""
     for number, (label, points) in enumerate(lines.items()):
-        style = "s--" if "whole model" in label else "o-"
+        style = _MARKERS[number // len(CYCLE) % len(_MARKERS)] + ("--" if "whole model" in label else "-")
         axis.plot(*zip(*sorted(points), strict=True), style, color=CYCLE[number % len(CYCLE)], label=label)
 
 
 def _finish(axis: Axes, lengths: Sequence[int]) -> None:
+    from matplotlib.transforms import ScaledTranslation  # noqa: PLC0415
+
     if lengths:
         length_axis(axis, sorted(set(lengths)))
     if axis.get_lines()[:-1]:
         # Below: lines cross every corner.
-        axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        below = axis.transAxes + ScaledTranslation(0, -_BELOW, axis.figure.dpi_scale_trans)
+        axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below)
