@@ -110,6 +110,17 @@ def test_another_chunk_is_another_measurement(work: Path) -> None:
     assert [row["chunk"] for row in rows("gated") if row["how"] == "forgetting"] == [24, 48]
 
 
+def test_weights_may_be_in_half_precision(work: Path) -> None:
+    for precision in ("float32", "bfloat16-weights"):
+        assert measured("gated", "--measure", "decode,perplexity", "--bounds", "queries", "--precision", precision) == 0
+    full, half = (
+        [row for row in rows("gated") if row["precision"] == name] for name in ("float32", "bfloat16-weights")
+    )
+    one, other = ({row["kind"]: row for row in found if row["how"] == "dense"} for found in (full, half))
+    assert one["decode"]["bytes"] == 2 * other["decode"]["bytes"]
+    assert one["perplexity"]["nll"] != other["perplexity"]["nll"] == pytest.approx(one["perplexity"]["nll"], rel=1e-2)
+
+
 def test_a_gpt_of_ours_saved_for_transformers_is_measured(work: Path) -> None:
     gape.hf.GapeForCausalLM.from_gpt(text.gpt(options=GATES).float()).save_pretrained("ours")
     assert measured("ours", "--measure", "tiles,decode", "--bounds", "queries") == 0

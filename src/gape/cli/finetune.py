@@ -35,19 +35,20 @@ CARD, MODEL, CORPUS, RUN, PART = "card.json", "model", "corpus", "run.json", ".p
 VALIDATION_WINDOWS = 64
 
 
-def load(name: str, attention: str | None = None) -> Any:
-    """A causal language model, in float32; code that comes with it is never run.
+def load(name: str, attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """A causal language model; code that comes with it is never run.
 
     Args:
         name: a directory, or a name on the hub.
         attention: an `attn_implementation` in place of the model's own.
+        dtype: of its weights.
 
     Raises:
         ValueError: there is none.
     """
     told = {} if attention is None else {"attn_implementation": attention}
     refuse_missing(name)
-    return _read(transformers.AutoModelForCausalLM, name, dtype=torch.float32, **told)
+    return _read(transformers.AutoModelForCausalLM, name, dtype=dtype, **told)
 
 
 def refuse_missing(name: str) -> None:

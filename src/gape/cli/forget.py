@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gape.cli.lists import numbers
-from gape.cli.options import FLOATS, INTS, NAMES, Chunk, Device, Precision
+from gape.cli.options import FLOATS, INTS, NAMES, Chunk, Device
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gape.analysis.passages import Reader
     from gape.cli.experiment import Say
     from gape.cli.forget_bench import Asked, Bench
+    from gape.cli.forget_open import Precision
     from gape.train import StopFlag
 
 app = typer.Typer(help="Forgetting, measured on trained models.", no_args_is_help=True, rich_markup_mode=None)
@@ -61,7 +62,14 @@ def measure(
     seconds: Annotated[float, typer.Option(help="prefill: seconds for each time, about.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Which text.")] = 0,
     device: Device = "auto",
-    precision: Precision = "auto",
+    precision: Annotated[
+        str,
+        typer.Option(
+            "--precision",
+            "--dtype",
+            help="float32, bfloat16 (autocast), bfloat16-weights (as models are served), or auto: bfloat16 on a GPU.",
+        ),
+    ] = "auto",
 ) -> None:
     """Measure models dense, skipping and forgetting: forgetting.jsonl in each. What is there is not measured again."""
     from gape.cli.forget_bench import Asked  # noqa: PLC0415
@@ -87,19 +95,19 @@ def _measured(
     import torch  # noqa: PLC0415
 
     from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.cli.experiment import asked_precision, pick_device  # noqa: PLC0415
-    from gape.cli.forget_open import corpus  # noqa: PLC0415
+    from gape.cli.experiment import pick_device  # noqa: PLC0415
+    from gape.cli.forget_open import Precision, corpus  # noqa: PLC0415
     from gape.cli.forget_run import MEASURES, check  # noqa: PLC0415
     from gape.train import StopFlag, guards  # noqa: PLC0415
 
     voice, where, rows = Voice(), pick_device(device), []
-    low, reader = asked_precision(precision, where), corpus(runs, data)
+    how, reader = Precision.asked(precision, where), corpus(runs, data)
     with StopFlag() as stop:
         for directory in runs:
-            check(_bench(directory, reader, asked, torch.device("cpu"), low, stop, lambda _: None), measures)
+            check(_bench(directory, reader, asked, torch.device("cpu"), how, stop, lambda _: None), measures)
         for directory in runs:
             with guards.alone(directory, "measured"):
-                bench = _bench(directory, reader, asked, where, low, stop, voice.say)
+                bench = _bench(directory, reader, asked, where, how, stop, voice.say)
                 for name in check(bench, measures):
                     MEASURES[name](bench)
                 # Directories of one name are different runs.
@@ -108,13 +116,21 @@ def _measured(
 
 
 def _bench(
-    directory: Path, reader: Reader | None, asked: Asked, device: torch.device, low: bool, stop: StopFlag, say: Say
+    directory: Path,
+    reader: Reader | None,
+    asked: Asked,
+    device: torch.device,
+    precision: Precision,
+    stop: StopFlag,
+    say: Say,
 ) -> Bench:
     from gape.cli.forget_bench import Bench  # noqa: PLC0415
     from gape.cli.forget_open import opened  # noqa: PLC0415
 
-    trained, subject, run = opened(directory, device, say)
-    made = Bench(trained=trained, subject=subject, run=run, asked=asked, reader=reader, low=low, stop=stop, say=say)
+    trained, subject, run = opened(directory, device, precision.weights, say)
+    made = Bench(
+        trained=trained, subject=subject, run=run, asked=asked, reader=reader, precision=precision, stop=stop, say=say
+    )  # fmt: skip
     if made.kind != "lm":
         return replace(made, reader=None)
     assert reader is not None

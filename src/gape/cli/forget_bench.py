@@ -22,6 +22,7 @@ from gape.analysis.runs import Trained
 from gape.bench import forgetting
 from gape.bench.rows import stamp
 from gape.cli.experiment import Record, Say, answers
+from gape.cli.forget_open import Precision
 from gape.models.cache import BOUNDS, piece
 from gape.models.gpt import GPT
 from gape.models.skipping import IMPLS, skipping
@@ -119,7 +120,7 @@ class Bench:
         run: its settings; None for a model of transformers.
         asked: what is to be measured.
         reader: a corpus, for a language model.
-        low: whether it runs in bfloat16.
+        precision: in which it runs.
         stop: polled.
         say: told how it goes.
     """
@@ -129,7 +130,7 @@ class Bench:
     run: Run | None
     asked: Asked
     reader: Reader | None
-    low: bool
+    precision: Precision
     stop: StopFlag
     say: Say
     _refused: dict[str, str | None] = field(default_factory=dict)
@@ -159,7 +160,7 @@ class Bench:
     @cached_property
     def shared(self) -> Record:
         """What all rows have in common."""
-        how: Record = {"precision": "bfloat16" if self.low else "float32", "device": self.device.type}
+        how: Record = {"precision": self.precision.name, "device": self.device.type}
         if self.reader is not None and self.reader.corpus is not None:
             how["corpus"] = self.reader.corpus.fingerprint()
         if isinstance(self.run, NeedleRun):
@@ -187,9 +188,8 @@ class Bench:
 
     def layers(self, length: int) -> list[Problem]:
         """What each layer attends with on a text of `length`."""
-        dtype = torch.bfloat16 if self.low else torch.float32
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.low):
-            return forgetting.layers(self.subject, self.text(length, 1), dtype)
+        with self._autocast():
+            return forgetting.layers(self.subject, self.text(length, 1), self.precision.products)
 
     def able(self, impl: str) -> bool:
         """Whether an implementation can run here; why not is said once."""
@@ -215,12 +215,15 @@ class Bench:
         if not self.missing(about):
             return
         self.stop.check()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.low):
+        with self._autocast():
             found = make()
         made = stamp(self.device, "")
         made_by = {"machine": made["device"], **{name: made[name] for name in ("torch", "triton", "commit")}}
         log.append(self.trained.directory / ROWS, self.shared | about | found | made_by)
         self.say(f"{self.trained.identity['run']}: {setting(about)}: {told(found)}")
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision.autocast)
 
     def caches(self, capacity: int) -> Iterator[tuple[Record, Callable[[], Any]]]:
         """The full cache, then forgetting ones, those that the model's floors allow."""

@@ -12,8 +12,9 @@ import torch
 from gape.analysis.passages import Reader
 from gape.analysis.runs import Trained, open_run
 from gape.bench.forgetting import Subject, subject
-from gape.cli.experiment import SETTINGS, Say
+from gape.cli.experiment import SETTINGS, Say, asked_precision
 from gape.models.gpt import GPT
+from gape.ops.checks import refuse
 from gape.recipes import Run
 from gape.train.log import read_object
 
@@ -22,6 +23,43 @@ if TYPE_CHECKING:
 
 #: The kind that `gape hf finetune` writes, and what the config of a saved model of transformers always has.
 HF, MODEL_TYPE = "hf", "model_type"
+
+
+#: What --precision may be: `bfloat16` is autocast, and the last rounds weights, too.
+PRECISIONS = ("auto", "float32", "bfloat16", "bfloat16-weights")
+
+
+class Precision(NamedTuple):
+    """In which precision a model runs.
+
+    Attributes:
+        name: in rows.
+        autocast: whether bfloat16 is autocast.
+        weights: dtype of the weights; gates of injected models stay in float32.
+    """
+
+    name: str
+    autocast: bool
+    weights: torch.dtype
+
+    @property
+    def products(self) -> torch.dtype:
+        """The dtype in which attention multiplies."""
+        return torch.bfloat16 if self.autocast else self.weights
+
+    @staticmethod
+    def asked(name: str, device: torch.device) -> Precision:
+        """What a name means on a device.
+
+        Raises:
+            ValueError: no such precision.
+        """
+        if name not in PRECISIONS:
+            raise refuse("precision", name, f"one of {', '.join(PRECISIONS)}")
+        if name == PRECISIONS[-1]:
+            return Precision(name, autocast=False, weights=torch.bfloat16)
+        low = asked_precision(name, device)
+        return Precision("bfloat16" if low else "float32", autocast=low, weights=torch.float32)
 
 
 class Opened(NamedTuple):
@@ -63,29 +101,29 @@ def corpus(runs: list[Path], data: Path | None) -> Reader | None:
     return Reader(data)
 
 
-def opened(directory: Path, device: torch.device, say: Say) -> Opened:
-    """Load what lies in a directory, in eval mode.
+def opened(directory: Path, device: torch.device, weights: torch.dtype, say: Say) -> Opened:
+    """Load what lies in a directory, in eval mode, with its weights in some dtype.
 
     Raises:
         ValueError: it cannot be read.
         CheckpointError: a run without a valid checkpoint.
     """
-    return _OPENERS[kind_of(directory)](directory, device, say)
+    return _OPENERS[kind_of(directory)](directory, device, weights, say)
 
 
-def _ours(directory: Path, device: torch.device, say: Say) -> Opened:
+def _ours(directory: Path, device: torch.device, weights: torch.dtype, say: Say) -> Opened:
     trained = open_run(directory, device, say)
+    trained.model.to(weights)
     return Opened(trained, subject(trained.model), Run.from_dict(read_object(directory / SETTINGS)))
 
 
-def _of_transformers(directory: Path, device: torch.device, say: Say) -> Opened:
+def _of_transformers(directory: Path, device: torch.device, weights: torch.dtype, say: Say) -> Opened:
     from gape.cli import hf_perplexity  # noqa: PLC0415
     from gape.cli.finetune import load  # noqa: PLC0415
     from gape.hf import GapeForCausalLM, LanguageModel  # noqa: PLC0415
 
-    weights = hf_perplexity.digest(directory)
-    model = load(str(hf_perplexity.model_home(directory))).to(device).eval()
-    identity = hf_perplexity.identity(directory, model.config) | {"weights": weights}
+    model = load(str(hf_perplexity.model_home(directory)), dtype=weights).to(device).eval()
+    identity = hf_perplexity.identity(directory, model.config) | {"weights": hf_perplexity.digest(directory)}
     # A GPT of ours needs nothing of transformers to be measured.
     found = subject(model.gpt) if isinstance(model, GapeForCausalLM) else _injected(LanguageModel(model))
     trained = Trained(
@@ -116,7 +154,7 @@ def _injected(model: LanguageModel) -> Subject:
     )  # fmt: skip
 
 
-_OPENERS: dict[str, Callable[[Path, torch.device, Say], Opened]] = {
+_OPENERS: dict[str, Callable[[Path, torch.device, torch.dtype, Say], Opened]] = {
     "lm": _ours,
     "niah": _ours,
     HF: _of_transformers,
