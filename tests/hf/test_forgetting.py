@@ -87,6 +87,21 @@ def test_an_empty_one_for_another_text_and_keys_that_go_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["gape", "llama"])
 @torch.no_grad()
+def test_all_layers_look_at_the_same_token(name: str) -> None:
+    """Though one of them holds a few keys and the other nearly all."""
+    apart = FLOOR | {"gate_floor": [[4000.0], [0.2]]}
+    model = ours(options=apart) if name == "gape" else injected(name, apart)
+    cache, ids = ForgettingCache(model, eps=1e-3), tokens(1, 1000)
+    for each in (cache, cache.fresh(eps=1e-3)):
+        for part in ids.split([900, *[1] * 100], dim=1):
+            model(part, past_key_values=each)
+            first, second = each.forgetting
+            assert (first.looks, first.due) == (second.looks, second.due)
+        assert max(first.kept) * 8 < min(second.kept)
+
+
+@pytest.mark.parametrize("name", ["gape", "llama"])
+@torch.no_grad()
 def test_positions_are_looked_at_once_for_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked, look = [], attending._counted_from
 

@@ -247,3 +247,7 @@ def test_needles_that_a_cache_loses() -> None:
         lost_and_won.append((sum(one > other for one, other in pairs), sum(one < other for one, other in pairs)))
         assert needles(run, 1024)["match"] == needles(run, 1024, **way)["match"] == 1
     assert lost_and_won == [(5, 0), (0, 0), (0, 1), (1, 2), (0, 1)]
+    text = part(*SECTION)
+    assert "With 18 free heads by scores forgetting loses no needle of 128 at 4,096 tokens and wins none" in text
+    assert "With 12 five are lost and none is won" in text
+    assert "none is lost and one is won, with eps 1e-3 too; with 15 one is lost and two are won" in text

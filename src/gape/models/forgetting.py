@@ -120,7 +120,7 @@ class ForgettingLayer:
     @property
     def spare(self) -> int:
         """Tokens that may come, one by one, before anything moves or keys are looked through."""
-        return min([self.due, *(shelf.room - shelf.width for shelf in self._shelves)]) if self._shelves else 0
+        return self.due if self._shelves else 0
 
     @property
     def unrecordable(self) -> str | None:
@@ -322,14 +322,12 @@ class ForgettingLayer:
         added = parts["k"].size(2)
         if self._rack is None:
             heads, counted = list(range(parts["k"].size(1))), None if self._explicit else self.length
-            shelf = Shelf(heads, parts, room=max(added, self._pace.interval), counted=counted)
-            self._rack = Rack(self._attention, [shelf], form)
-        full = any(shelf.width + added > shelf.room for shelf in self._shelves)
-        if added and (not self.due or (full and self._since)):
+            self._put([Shelf(heads, parts, room=self._pace.room(added), counted=counted)], form)
+        if added and not self.due:
             self._forget(self._at(self.length) if positions is None else positions[:, 0], added)
-        rack = self._rack
-        if full:
-            rack.shelves = [self._roomy(shelf, max(added, self._pace.interval)) for shelf in rack.shelves]
+        if any(shelf.width + added > shelf.room for shelf in self._shelves):
+            self.make_room(added)
+        rack = cast(Rack, self._rack)
         if positions is not None and added:
             parts = parts | {"positions": positions[:, None].expand(-1, parts["k"].size(1), -1)}
             # Columns to come are no longer those that were numbered.
@@ -356,7 +354,7 @@ class ForgettingLayer:
         least = [held[head] - spares[head] for head in range(len(held))]
         planned = plans(rack.shelves, held, least)
         self._share.columns, self._share.heads = sum(plan.columns for plan in planned), len(held)
-        room, shelves = max(added, self._pace.interval), []
+        room, shelves = self._pace.room(added), []
         for plan in planned:
             if plan.stays is not None:
                 shelves.append(self._roomy(plan.stays, room))
@@ -364,13 +362,17 @@ class ForgettingLayer:
             judged = zip(rack.shelves, verdicts, strict=True)
             shelves.append(moved(ledger, judged, plan, room, None if self._explicit else self.length))
             self._judged, self._judged_at = self.length, first
-        self._rack = Rack(self._attention, shelves, rack.form)
+        self._put(shelves, rack.form)
 
-    def make_room(self) -> None:
-        """Room for all tokens that may come before the next look, of which other layers have decided since."""
+    def make_room(self, added: int = 0) -> None:
+        """Room for all tokens from a look to the next, `added` at a time, of which other layers have decided since."""
         if self._rack is not None:
-            shelves = [self._roomy(shelf, self.due) for shelf in self._rack.shelves]
-            self._rack = Rack(self._attention, shelves, self._rack.form)
+            self._put([self._roomy(shelf, self._pace.room(added)) for shelf in self._shelves], self._rack.form)
+
+    def _put(self, shelves: list[Shelf], form: str | None) -> None:
+        """Hold these shelves from now on, and say how much room they have."""
+        self._rack = Rack(self._attention, shelves, form)
+        self._pace.settle(self._share, self._since + min(shelf.room - shelf.width for shelf in shelves))
 
     def _roomy(self, shelf: Shelf, room: int) -> Shelf:
         """A shelf, or one with room for so many more columns where it has less."""

@@ -6,6 +6,7 @@ suits each of them would end one graph after the other.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from gape.models.forgetting_shelf import slack
@@ -19,11 +20,13 @@ class Share:
         turn: the last look that it has taken part in.
         columns: that its key heads held together after it.
         heads: its key heads; 0 before its first look.
+        room: tokens behind its last look that it can take without moving keys; no limit while it holds none.
     """
 
     turn: int = 0
     columns: int = 0
     heads: int = 0
+    room: int = sys.maxsize
 
 
 class Pace:
@@ -32,6 +35,8 @@ class Pace:
     def __init__(self) -> None:
         self._turn = 0
         self._shares: list[Share] = []
+        # Tokens from a look to the next, which is asked for with every token.
+        self._until = self.interval
 
     def joined(self) -> Share:
         """The share of one more layer, which has not looked yet."""
@@ -48,9 +53,22 @@ class Pace:
         heads = sum(share.heads for share in self._shares)
         return slack(sum(share.columns for share in self._shares) // max(1, heads))
 
+    def room(self, added: int) -> int:
+        """Columns for the tokens from a look to the next, where these come `added` at a time; 0: one by one."""
+        return -(-self.interval // added) * added if added else self.interval
+
     def due(self, share: Share, since: int) -> int:
-        """Tokens that may come before a layer looks again for which `since` have come."""
-        return 0 if share.turn < self._turn else max(0, self.interval - since)
+        """Tokens that may come, one by one, before a layer looks again for which `since` have come.
+
+        It goes by the least room of any layer: if the one without room were the first to look, those before it would
+        look a token later, now and ever after.
+        """
+        return 0 if share.turn < self._turn else max(0, self._until - since)
+
+    def settle(self, share: Share, room: int) -> None:
+        """A layer has room for so many tokens behind its last look."""
+        share.room = room
+        self._until = min(self.interval, *(each.room for each in self._shares))
 
     def look(self, share: Share) -> None:
         """A layer looks: with the others, or before all others."""
@@ -60,3 +78,4 @@ class Pace:
     def reset(self, share: Share) -> None:
         """A layer is empty again, and has never looked."""
         share.turn, share.columns, share.heads = self._turn, 0, 0
+        self.settle(share, sys.maxsize)
