@@ -100,6 +100,28 @@ def test_all_layers_look_at_the_same_token(name: str) -> None:
         assert max(first.kept) * 8 < min(second.kept)
 
 
+@pytest.mark.parametrize("kind", [gape.hf.KeepingCache, ForgettingCache])
+@torch.no_grad()
+def test_tokens_are_taken_back(kind: Any) -> None:
+    model, ids = injected("llama"), tokens(1, 30)
+    cache = kind(model, **({"eps": 1e-3} if kind is ForgettingCache else {}))
+    model(ids[:, :24], past_key_values=cache)
+    for told, left in ((-4, 20), (18, 18), (40, 18), (0, 0 if OLD else 18)):
+        cache.crop(told)
+        assert {layer.get_seq_length() for layer in cache.layers} == {left}
+
+
+@torch.no_grad()
+def test_no_layer_is_cropped_where_another_refuses() -> None:
+    model = injected("llama", FLOOR | {"gate_floor": [[0.001], [4000.0]]})
+    cache = ForgettingCache(model, eps=1e-3)
+    model(tokens(1, 90), past_key_values=cache)
+    cache.forget()
+    with pytest.raises(ValueError, match="keys were dropped"):
+        cache.crop(-80)
+    assert {layer.get_seq_length() for layer in cache.layers} == {90}
+
+
 @pytest.mark.parametrize("name", ["gape", "llama"])
 @torch.no_grad()
 def test_positions_are_looked_at_once_for_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from gape.hf.masks import looked_at, real_tokens
+from gape.hf.version import OLD
 from gape.models.cache import ModelCache
 from gape.models.loss import working_dtype
 
@@ -103,13 +104,22 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
     #: The name of it in transformers 4.
     get_max_cache_shape = get_max_length
 
-    def crop(self, max_length: int) -> None:
-        """Forget all but the first tokens, or so many of the last ones where it is negative.
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the last tokens, told as a number below 0; one above 0 is how many of the first stay.
+
+        0 removes nothing, but in transformers 4, where it is how many stay.
 
         Raises:
             ValueError: keys were dropped that a token there could see.
         """
-        self.held.truncate(max_length if max_length >= 0 else self.held.length + max_length)
+        self.held.truncate(self.cropped(tokens_to_remove))
+
+    def cropped(self, tokens_to_remove: int) -> int:
+        """Tokens that are left by :meth:`crop`."""
+        length = int(self.held.length)
+        if tokens_to_remove < 0:
+            return length + tokens_to_remove
+        return length if tokens_to_remove == 0 and not OLD else min(length, tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -131,6 +141,18 @@ class AttendingCache(Cache):  # type: ignore[misc]
     def real(self, mask: Tensor | None, n: int, batch: int) -> Tensor | None:
         """Which of the last n tokens are no pads, by the mask of `transformers`: :func:`gape.hf.masks.real_tokens`."""
         return real_tokens(mask, n, batch)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget some of the last tokens, as :meth:`AttendingLayer.crop` says.
+
+        Raises:
+            ValueError: keys were dropped that a token there could see.
+        """
+        first = next(layer for layer in self.layers if isinstance(layer, AttendingLayer))
+        removed = first.cropped(tokens_to_remove) - int(first.held.length)
+        if removed:
+            # Layers of transformers understand a number below 0 in every version.
+            super().crop(removed)
 
     @property
     def together(self) -> ModelCache:

@@ -133,6 +133,17 @@ class ForgettingCache(Forgets, AttendingCache):
         ]  # fmt: skip
         return made
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget some of the last tokens, as :meth:`gape.hf.attending.AttendingLayer.crop` says: all layers, or none.
+
+        Raises:
+            ValueError: keys were dropped that a token there could see.
+        """
+        for layer in self.layers:
+            if isinstance(layer, ForgettingCacheLayer):
+                layer.held.check_length(layer.cropped(tokens_to_remove))
+        super().crop(tokens_to_remove)
+
     @property
     def forgetting(self) -> list[ForgettingLayer]:
         """The layers that forget."""
