@@ -30,6 +30,9 @@ from tests.models.played import Played, playing
 FLOORS = {"gate_floor": [96.0, 96.0, 3.0, 3.0], "init_landmark_bias": -9.0}
 PLAIN = {"mistral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False, "layer_types": None}}
 NAMES = ("gape", "yarn", *captured.FAMILIES)
+#: Others take seconds each, and are like one of these.
+QUICK = ("gape", "yarn", "llama", "qwen3")
+SLOW = (pytest.mark.slow, pytest.mark.families)
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -62,7 +65,7 @@ def one_by_one(step: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, "keeping") for name in NAMES),
+        *(pytest.param(name, "keeping", marks=() if name in QUICK else SLOW) for name in NAMES),
         *((name, kind) for name in ("gape", "llama") for kind in ("forgetting", "measuring")),
     ],
 )

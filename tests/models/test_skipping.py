@@ -48,7 +48,7 @@ def test_a_model_skips_and_says_the_same(tiles: list[float]) -> None:
     assert (read(gpt, ids) == dense).all()
 
 
-@pytest.mark.parametrize("kind", ["ordinary", "beside", "forgetting"])
+@pytest.mark.parametrize("kind", ["ordinary", pytest.param("beside", marks=pytest.mark.slow), "forgetting"])
 def test_chunks_with_a_cache_skip_too(tiles: list[float], kind: str) -> None:
     gpt, ids = model(reserve=0) if kind == "beside" else model(), tokens()
     cache = ForgettingCache(gpt, eps=1e-6, bounds="queries") if kind == "forgetting" else gpt.new_cache()

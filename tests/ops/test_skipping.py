@@ -126,14 +126,20 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+#: They take longest in the interpreter, and others judge more than 32 tiles, too.
+LONG = ("all tiles kept",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CASES])
 def test_forward_and_backward_drop_what_the_rule_drops(name: str) -> None:
     options, eps, (least, most), dtype = CASES[name]
     x = {n: t.to(dtype) if n in "qkv" else t for n, t in heads(0, **options).items()}
     assert least < compared(x, eps) <= most
 
 
-@pytest.mark.parametrize("n_q", [33, 34], ids=["first query ends a tile", "one before its end"])
+@pytest.mark.parametrize(
+    "n_q", [33, pytest.param(34, marks=pytest.mark.slow)], ids=["first query ends a tile", "one before its end"]
+)
 def test_every_threshold_and_the_nearest_tiles(n_q: int) -> None:
     assert 0.3 < compared(graded_heads(n_q, n_k=320, eps=0.3), 0.3) < 0.9
 

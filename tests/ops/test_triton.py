@@ -163,7 +163,7 @@ def test_refuses_sizes_that_no_launch_takes(sizes: dict[str, int], reason: str) 
         gape.gated_attention(**case.tensors, **case.options, impl="triton")
 
 
-@pytest.mark.parametrize("eps", [0.0, 0.01], ids=["all", "skipping"])
+@pytest.mark.parametrize("eps", [pytest.param(0.0, marks=pytest.mark.slow), 0.01], ids=["all", "skipping"])
 def test_samples_that_one_launch_has_no_room_for(eps: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch takes 65,535 programs along its second axis; the bits are those of one that takes all."""
     case = moved(random_case(batch=5, heads=2, kv_heads=1, n_q=33, n_k=40), torch.float32)

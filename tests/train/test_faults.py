@@ -29,7 +29,9 @@ def wait_for(process, word):
     pytest.fail(f"the process ended before it was {word}: {process.communicate()[1]}")
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_in_training_finishes_the_step_and_saves(tmp_path, sent, code):
     process = child(tmp_path, "training")
     wait_for(process, "training")
