@@ -112,6 +112,17 @@ def test_tokens_are_taken_back(kind: Any) -> None:
 
 
 @torch.no_grad()
+def test_a_call_that_broke_off_is_taken_back() -> None:
+    """Some layers have its tokens, others do not; so it is with layers of transformers among them."""
+    model = gape.hf.inject(tiny("llama"), context_length=16, layers=[1], start="paper", gates=FLOOR)
+    cache = ForgettingCache(model, eps=1e-3, partial=True)
+    model(tokens(1, 24), past_key_values=cache)
+    cache.layers[1].held.truncate(22)
+    cache.crop(20)
+    assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
+
+
+@torch.no_grad()
 def test_no_layer_is_cropped_where_another_refuses() -> None:
     model = injected("llama", FLOOR | {"gate_floor": [[0.001], [4000.0]]})
     cache = ForgettingCache(model, eps=1e-3)

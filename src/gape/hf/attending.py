@@ -116,10 +116,7 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def cropped(self, tokens_to_remove: int) -> int:
         """Tokens that are left by :meth:`crop`."""
-        length = int(self.held.length)
-        if tokens_to_remove < 0:
-            return length + tokens_to_remove
-        return length if tokens_to_remove == 0 and not OLD else min(length, tokens_to_remove)
+        return _left(int(self.held.length), tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -148,11 +145,15 @@ class AttendingCache(Cache):  # type: ignore[misc]
         Raises:
             ValueError: keys were dropped that a token there could see.
         """
-        first = next(layer for layer in self.layers if isinstance(layer, AttendingLayer))
-        removed = first.cropped(tokens_to_remove) - int(first.held.length)
-        if removed:
-            # Layers of transformers understand a number below 0 in every version.
-            super().crop(removed)
+        for layer in self.layers:
+            if isinstance(layer, AttendingLayer):
+                layer.crop(tokens_to_remove)
+                continue
+            length = int(layer.get_seq_length())
+            removed = _left(length, tokens_to_remove) - length
+            if removed:
+                # Layers of transformers understand a number below 0 in every version.
+                layer.crop(removed)
 
     @property
     def together(self) -> ModelCache:
@@ -163,6 +164,13 @@ class AttendingCache(Cache):  # type: ignore[misc]
     def spare(self) -> int:
         """Tokens that may come, one by one, before anything moves or keys are looked through."""
         return self.together.spare
+
+
+def _left(length: int, tokens_to_remove: int) -> int:
+    """Of so many tokens those that :meth:`AttendingLayer.crop` leaves."""
+    if tokens_to_remove < 0:
+        return length + tokens_to_remove
+    return length if tokens_to_remove == 0 and not OLD else min(length, tokens_to_remove)
 
 
 def in_working_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
