@@ -208,7 +208,9 @@ def changes() -> dict[tuple[Any, ...], list[float]]:
     for key in (key for key in stored if key[2] != "dense"):
         row, dense = stored[key], stored[*key[:2], "dense", 0.0]
         ends = difference(row, dense)
-        found[key] = [row["perplexity"] / dense["perplexity"] - 1, expm1(ends.low or 0), expm1(ends.high or 0)]
+        assert ends.low is not None
+        assert ends.high is not None
+        found[key] = [row["perplexity"] / dense["perplexity"] - 1, expm1(ends.low), expm1(ends.high)]
     return found
 
 

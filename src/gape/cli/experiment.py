@@ -197,14 +197,14 @@ def named_device(name: str) -> torch.device:
         raise refuse("device", name, "auto, cpu, or a device that is here") from error
 
 
-def asked_precision(precision: str, device: torch.device) -> bool:
+def asked_precision(precision: str, device: torch.device, *others: str) -> bool:
     """Whether the --precision that was asked for means bfloat16 autocast on a device.
 
     Raises:
-        ValueError: no such precision.
+        ValueError: no such precision; names those there are, and `others` that a command knows itself.
     """
     if precision not in ("auto", "float32", "bfloat16"):
-        raise refuse("precision", precision, "auto, float32 or bfloat16")
+        raise refuse("precision", precision, ", ".join(["auto", "float32", *others]) + " or bfloat16")
     return low_precision(precision, device)
 
 

@@ -14,7 +14,6 @@ from gape.analysis.runs import Trained, open_run
 from gape.bench.forgetting import Subject, subject
 from gape.cli.experiment import SETTINGS, Say, asked_precision
 from gape.models.gpt import GPT
-from gape.ops.checks import refuse
 from gape.recipes import Run
 from gape.train.log import read_object
 
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 HF, MODEL_TYPE = "hf", "model_type"
 
 
-#: What --precision may be: `bfloat16` is autocast, and the last rounds weights, too.
-PRECISIONS = ("auto", "float32", "bfloat16", "bfloat16-weights")
+#: The --precision in which weights are rounded, too.
+SERVED = "bfloat16-weights"
 
 
 class Precision(NamedTuple):
@@ -54,11 +53,9 @@ class Precision(NamedTuple):
         Raises:
             ValueError: no such precision.
         """
-        if name not in PRECISIONS:
-            raise refuse("precision", name, f"one of {', '.join(PRECISIONS)}")
-        if name == PRECISIONS[-1]:
+        if name == SERVED:
             return Precision(name, autocast=False, weights=torch.bfloat16)
-        low = asked_precision(name, device)
+        low = asked_precision(name, device, SERVED)
         return Precision("bfloat16" if low else "float32", autocast=low, weights=torch.float32)
 
 

@@ -192,7 +192,7 @@ class ModelCache:
         if len(lengths) != 1:
             raise ValueError(
                 f"cache: layers hold from {lengths[0]} to {lengths[-1]} tokens, expected as many in each; "
-                f"a call broke off, truncate({lengths[0]}) makes the cache whole again"
+                f"a call broke off, truncate({lengths[0]}) makes the cache whole again (crop in caches of transformers)"
             )
         return lengths[0]
 
