@@ -157,7 +157,7 @@ def test_layers_share_their_angles() -> None:
 
 
 FREE = {
-    "view", "slice", "expand", "t", "transpose", "unsqueeze", "detach", "alias", "_unsafe_view", "split",
+    "view", "slice", "select", "expand", "t", "transpose", "unsqueeze", "detach", "alias", "_unsafe_view", "split",
     "split_with_sizes", "as_strided", "empty", "new_empty",
 }  # fmt: skip
 

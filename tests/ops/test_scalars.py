@@ -47,7 +47,7 @@ for kernel in (bounds.of_queries, bounds.of_keys):
 rows = {"K_ROW": 8, "V_ROW": 8, "HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
 for gated in (False, True):
     compiled(decode_lone.partial_lone, rows | {"GATED": gated} | BLOCKS)
-ways = dict.fromkeys(("ROTATED", "GATE_LEARNED", "LANDMARK_LEARNED", "GATE_WANTED"), True)
+ways = dict.fromkeys(("ROTATED", "GATE_LEARNED", "LANDMARK_LEARNED", "STRONG", "GATE_WANTED"), True)
 compiled(step.step, ways | {"UNIT": 256.0, "BITS": 11, "LIMIT": 32752.0, "T": 16, "W": 32})
 """
 

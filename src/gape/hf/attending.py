@@ -61,6 +61,21 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         raise NotImplementedError
 
+    def attend_projected(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, embeddings: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor | None:
+        """The same with q and k as projected, where what comes between is done in one launch.
+
+        Args:
+            q, k, v: (B, Hq, n, D), (B, Hk, n, D) and (B, Hk, n, Dv), not rotated.
+            positions: integer (n,) or (B, n).
+            embeddings: cosines and sines of the model's own rotation, if it handed any.
+
+        Returns:
+            (B, Hq, n, Dv); None, and nothing done, where gates and rotation have to come first.
+        """
+        return None
+
     def _where(self, positions: Tensor, real: Tensor | None, batch: int) -> Where:
         """Where tokens of a batch stand that come next."""
         if real is None:

@@ -17,10 +17,13 @@ from gape.hf.forgetting import ForgettingCache
 from gape.hf.gpt import GapeForCausalLM
 from gape.hf.keeping import CARRYING, KeepingCache, carries
 from gape.hf.language import LanguageModel
+from gape.hf.rows import rows_of
+from gape.hf.wrap import first_row
 from gape.models.captured import Recorder, unfit, unwritable, wrong_place
 from gape.models.slots import Slots
 from gape.ops.carried import carried_queries, carry
 from gape.ops.checks import refuse
+from gape.positions.rotary import made_in_capture
 
 #: Families whose forward pass is known to launch the same for every token. Mixtures of experts do not.
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
@@ -42,6 +45,17 @@ class SlotLayer(AttendingLayer):
         keys = carry(k, landmark, positions, **told)
         queries = carried_queries(q, gate, seat.gates.amplitude, positions, scale=seat.scale, **told)
         out: Tensor = self.held.attend(queries, keys, v, scale=seat.scale)
+        return out
+
+    def attend_projected(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, embeddings: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor | None:
+        """Add a token as projected, as :meth:`gape.hf.attending.AttendingLayer.attend_projected` says."""
+        rows = rows_of(self.seat, q, k, positions, embeddings)
+        if rows is None:
+            return None
+        (v,) = in_working_precision(v)
+        out: Tensor = self.held.attend(rows.queries, rows.keys, v, scale=self.seat.scale)
         return out
 
 
@@ -110,10 +124,13 @@ class Captured(Recorder):
         return self._reader(ids, cache=self.past_key_values, logits_to_keep=1).logits  # type: ignore[no-any-return]
 
     def _replayed(self, ids: Tensor, where: Tensor, slots: Slots) -> Tensor:
-        told: dict[str, Any] = {"position_ids": where[None], "past_key_values": SlotCache(self._seats, slots)}
+        told: dict[str, Any] = {"position_ids": where, "past_key_values": SlotCache(self._seats, slots)}
         if isinstance(self.model, GapeForCausalLM):
             x = self.model.states(ids, use_cache=True, **told).last_hidden_state
         else:
+            told["position_ids"] = where[None]
+            # What layers make of it, and share angles by.
+            made_in_capture(first_row(told["position_ids"]))
             # With four dimensions it is taken as it is, and none is made.
             seen = torch.ones(ids.size(0), 1, 1, 1, dtype=torch.bool, device=ids.device)
             x = self.model.base_model(input_ids=ids, attention_mask=seen, use_cache=True, **told).last_hidden_state

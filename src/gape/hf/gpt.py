@@ -249,6 +249,10 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         scheme, name = attention.scheme, self.config._attn_implementation
         q, k, v = _projected(attention, x)
         try_causality(name, q)
+        if isinstance(cache, AttendingCache) and attention.gates is not None:
+            y = cache.layers[layer].attend_projected(q, k, v, positions)
+            if y is not None:
+                return attention.out(y.transpose(1, 2).flatten(2)), None
         q, gate = scheme.queries(q, positions, x)
         k, side = scheme.keys(k, positions, x, None)
         gates, sides = attention.gates, None

@@ -86,6 +86,11 @@ class Injected(Skips):
         return getattr(self, "attn_logit_softcapping", None) if self.gape_wiring.softcap else None
 
     @property
+    def unturned(self) -> bool:
+        """Whether q and k are left as they are: SmolLM3 has layers without positions, with nothing to replace."""
+        return not getattr(self, "use_rope", True)
+
+    @property
     def never_skips(self) -> str | None:
         """Why no kernel can leave anything away in this layer; None where one can."""
         module: Any = self
@@ -118,9 +123,14 @@ class Injected(Skips):
         q, k, v = layout.project(module, hidden_states)
         try_causality(name, q)
         positions = _positions(kwargs, q.size(0))
+        attends = self.gape is not None and isinstance(past_key_values, AttendingCache)
+        if attends:
+            out = past_key_values.layers[module.layer_idx].attend_projected(q, k, v, positions, position_embeddings)
+            if out is not None:
+                return layout.merge(module, out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
         gate, landmark = (None, None) if self.gape is None else self.gape(q, k)
         q, k = self._rotate(q, k, positions, position_embeddings)
-        if self.gape is not None and isinstance(past_key_values, AttendingCache):
+        if attends:
             real = past_key_values.real(attention_mask, q.size(2), q.size(0))
             out = past_key_values.layers[module.layer_idx].attend(q, k, v, gate, landmark, positions, real)
             return layout.merge(module, out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
@@ -139,8 +149,7 @@ class Injected(Skips):
         self, q: Tensor, k: Tensor, positions: Tensor, embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         scheme, rotation = self.gape_wiring.scheme, self.gape_wiring.rotation
-        # SmolLM3 has layers without positions; there is nothing to replace in them.
-        if not getattr(self, "use_rope", True):
+        if self.unturned:
             return q, k
         if scheme is not None:
             return scheme.queries(q, positions)[0], scheme.keys(k, positions)[0]
@@ -165,11 +174,11 @@ def _positions(kwargs: dict[str, Any], batch: int) -> Tensor:
             return given  # type: ignore[no-any-return]
         if given.dim() != 2 or given.size(0) not in (1, batch):
             raise refuse("position_ids", given, f"an integer tensor (1 or {batch}, tokens)")
-        return given if given.size(0) == batch and batch > 1 else _first_row(given)
+        return given if given.size(0) == batch and batch > 1 else first_row(given)
     raise ValueError("position_ids: got nothing, expected the positions of the tokens")
 
 
-def _first_row(positions: Tensor) -> Tensor:
+def first_row(positions: Tensor) -> Tensor:
     """positions[0], the same tensor each time, so that what is known of it is found again."""
     if torch.compiler.is_compiling():
         return positions[0]

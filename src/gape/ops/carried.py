@@ -40,11 +40,13 @@ class Step:
 
     Attributes:
         positions: integer (N,) or (B, N).
-        angles: cosines and sines of the tokens, each (N, C/2) or (B, N, C/2) in float32, or None to turn nothing.
+        angles: cosines and sines of the tokens, each (N, C/2) or (B, N, C/2), laid out alike, in float32 or half
+            precision, or None to turn nothing. They may be wider: what follows is not read.
         gate, landmark: how they are read, before softplus and sigmoid; in float32 or half precision.
         raw_amplitude: (Hq,), Γ before its softplus.
         floor: least gate, (Hq,) in float32.
         context_length: T.
+        strength: (Hq,), by whose size Γ is multiplied; None leaves it.
     """
 
     positions: Tensor
@@ -54,6 +56,7 @@ class Step:
     raw_amplitude: Tensor
     floor: Tensor
     context_length: float
+    strength: Tensor | None = None
 
 
 class Rows(NamedTuple):
@@ -69,18 +72,28 @@ class Rows(NamedTuple):
     gate: Tensor | None
 
 
-def steps(q: Tensor, k: Tensor) -> bool:
+def steps(q: Tensor, k: Tensor, dtype: torch.dtype | None = None) -> bool:
     """Whether :func:`carried_rows` can run for q and k (B, H, N, C): few tokens in half precision on a GPU.
 
-    Not for compilers, nor for tensors that hold nothing.
+    With `dtype`, that of the rows, q and k may be in float32. Not for compilers, nor for tensors that hold nothing.
     """
     if torch.compiler.is_compiling() or type(q) is not Tensor or type(k) is not Tensor:
         return False
     few = 0 < q.size(2) <= k.size(2) <= DECODE_QUERIES and q.size(0) > 0
-    return few and q.is_cuda and not learning(q, k) and prologue.ready(q.device, q.dtype)
+    narrow = torch.float64 not in (q.dtype, k.dtype) and prologue.ready(q.device, dtype or q.dtype)
+    return few and q.is_cuda and not learning(q, k) and narrow
 
 
-def carried_rows(q: Tensor, k: Tensor, step: Step, *, width: int, scale: float, gate: bool = False) -> Rows:
+def carried_rows(
+    q: Tensor,
+    k: Tensor,
+    step: Step,
+    *,
+    width: int,
+    scale: float,
+    gate: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Rows:
     """Queries and keys with their share of the bias from q and k as projected, in one launch.
 
     Args:
@@ -89,10 +102,12 @@ def carried_rows(q: Tensor, k: Tensor, step: Step, *, width: int, scale: float, 
         width: of the rows, at least C + 6; zeros fill it.
         scale: the softmax scale.
         gate: whether to return the gates, too.
+        dtype: of the rows; that of q when None.
     """
     from gape.ops.triton.step import stepped  # noqa: PLC0415
 
-    return Rows(*stepped(q, k, step, width=_wide_enough(q.size(-1), "split", width), scale=scale, gate=gate))
+    width = _wide_enough(q.size(-1), "split", width)
+    return Rows(*stepped(q, k, step, width=width, scale=scale, gate=gate, dtype=dtype or q.dtype))
 
 
 def carried_form(impl: str, room: int, like: Tensor) -> str | None:

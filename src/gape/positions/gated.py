@@ -104,22 +104,10 @@ class Gated(Scheme):
 
         None where the base does more than turn, gates learn, or their readings are more than weights and biases.
         """
-        gates, angles = self.gates, self.base.angles(positions)
-        gate = _reading(gates.gate_projection, gates.init_gate_bias)
-        landmark = _reading(gates.landmark_projection, gates.init_landmark_bias)
-        unturned = angles is None and not isinstance(self.base, NoPE)
-        learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in gates.parameters())
-        if gate is None or landmark is None or unturned or learns or gates.raw_amplitude.dtype == torch.float64:
+        angles = self.base.angles(positions)
+        if angles is None and not isinstance(self.base, NoPE):
             return None
-        return Step(
-            positions=positions,
-            angles=angles,
-            gate=gate,
-            landmark=landmark,
-            raw_amplitude=gates.raw_amplitude,
-            floor=gates.floors(positions.device),
-            context_length=self.context_length,
-        )
+        return step_under(self.gates, positions, angles, context_length=self.context_length)
 
     def reading(self, device: torch.device) -> GateReading | None:
         """What a fused pass needs to read the gates on `device`; None where one is fixed, or more than weights."""
@@ -137,6 +125,35 @@ class Gated(Scheme):
             floor=gates.floors(device),
             context_length=self.context_length,
         )
+
+
+def step_under(
+    gates: GAPEGates,
+    positions: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    *,
+    context_length: float,
+    strength: Tensor | None = None,
+) -> Step | None:
+    """What one launch has to do to q and k of a few tokens that `angles` turn, under gates with Γ times a strength.
+
+    None where the gates learn, or their readings are more than weights and biases.
+    """
+    gate = _reading(gates.gate_projection, gates.init_gate_bias)
+    landmark = _reading(gates.landmark_projection, gates.init_landmark_bias)
+    learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in gates.parameters())
+    if gate is None or landmark is None or learns or gates.raw_amplitude.dtype == torch.float64:
+        return None
+    return Step(
+        positions=positions,
+        angles=angles,
+        gate=gate,
+        landmark=landmark,
+        raw_amplitude=gates.raw_amplitude,
+        floor=gates.floors(positions.device),
+        context_length=context_length,
+        strength=strength,
+    )
 
 
 def _reading(projection: HeadProjection | None, fixed: float) -> Reading | None:

@@ -38,8 +38,8 @@ def turned(
         first = columns < low
         pair = tl.where(first, columns, columns - low)
         other = tl.load(x_ptr + tl.where(first, columns + low, columns - low), mask=there, other=0.0).to(tl.float32)
-        cos = tl.load(cos_ptr + tokens * angles_n + pair, mask=there, other=0.0)
-        sin = tl.load(sin_ptr + tokens * angles_n + pair, mask=there, other=0.0)
+        cos = tl.load(cos_ptr + tokens * angles_n + pair, mask=there, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + tokens * angles_n + pair, mask=there, other=0.0).to(tl.float32)
         x = x * cos + tl.where(first, -other, other) * sin
     return x
 
@@ -68,9 +68,10 @@ def laid(x, columns, split, alone, split_at, alone_at, BITS: tl.constexpr):
 
 @triton.jit
 def step_queries(
-    x_ptr, positions_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, amplitude_ptr, floor_ptr, out_ptr, gate_ptr,
+    x_ptr, positions_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, amplitude_ptr, strength_ptr, floor_ptr,
+    out_ptr, gate_ptr,
     batch, head, x_n, positions_n, angles_n, n_heads, n, skipped, content, width, fixed, context_length, factor,
-    ROTATED: tl.constexpr, LEARNED: tl.constexpr, WANTED: tl.constexpr,
+    ROTATED: tl.constexpr, LEARNED: tl.constexpr, STRONG: tl.constexpr, WANTED: tl.constexpr,
     UNIT: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """A head of q, which has no rows for the first `skipped` tokens."""
@@ -81,6 +82,8 @@ def step_queries(
     z = gate_reading(x, weight_ptr + head * content, bias_ptr + head, fixed, columns, content, LEARNED)
     gate = softplus(z) + tl.load(floor_ptr + head)
     amplitude = softplus(tl.load(amplitude_ptr + head).to(tl.float32))
+    if STRONG:
+        amplitude *= tl.abs(tl.load(strength_ptr + head).to(tl.float32))
     position = tl.load(positions_ptr + tokens * positions_n, mask=there, other=0).to(tl.float32)
     c, product = query_numbers(gate, amplitude, position, context_length, factor, UNIT, BITS, LIMIT)
     x = turned(x, source, inside, columns, cos_ptr, sin_ptr, angles_n, tokens, content, ROTATED)
@@ -119,10 +122,11 @@ def step_keys(
 )
 def step(
     q_ptr, k_ptr, positions_ptr, cos_ptr, sin_ptr, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr,
-    amplitude_ptr, floor_ptr, q_out_ptr, k_out_ptr, gate_ptr,
+    amplitude_ptr, strength_ptr, floor_ptr, q_out_ptr, k_out_ptr, gate_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, positions_b, positions_n, angles_b, angles_n,
     n_q_heads, n_k_heads, n_q, n_k, content, width, fixed_gate, fixed_landmark, context_length, factor,
-    ROTATED: tl.constexpr, GATE_LEARNED: tl.constexpr, LANDMARK_LEARNED: tl.constexpr, GATE_WANTED: tl.constexpr,
+    ROTATED: tl.constexpr, GATE_LEARNED: tl.constexpr, LANDMARK_LEARNED: tl.constexpr, STRONG: tl.constexpr,
+    GATE_WANTED: tl.constexpr,
     UNIT: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Rows (B, H, N, width) of q and k, contiguous: content, six coordinates, zeros; gates (B, Hq, N) where wanted.
@@ -138,9 +142,9 @@ def step(
     if head < n_q_heads:
         step_queries(
             q_ptr + batch * q_b + head * q_h, positions_ptr, cos_ptr, sin_ptr, q_weight_ptr, q_bias_ptr,
-            amplitude_ptr, floor_ptr, q_out_ptr, gate_ptr, batch, head, q_n, positions_n, angles_n,
+            amplitude_ptr, strength_ptr, floor_ptr, q_out_ptr, gate_ptr, batch, head, q_n, positions_n, angles_n,
             n_q_heads, n_q, n_k - n_q, content, width, single(fixed_gate), single(context_length), single(factor),
-            ROTATED, GATE_LEARNED, GATE_WANTED, UNIT, BITS, LIMIT, T, W,
+            ROTATED, GATE_LEARNED, STRONG, GATE_WANTED, UNIT, BITS, LIMIT, T, W,
         )  # fmt: skip
     else:
         head -= n_q_heads
@@ -152,21 +156,22 @@ def step(
 
 
 def stepped(
-    q: Tensor, k: Tensor, told: Step, *, width: int, scale: float, gate: bool
+    q: Tensor, k: Tensor, told: Step, *, width: int, scale: float, gate: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows (B, Hq, Nq, width) and (B, Hk, Nk, width), and gates (B, Hq, Nq) in float32 where they are wanted.
 
     Args:
-        q, k: (B, Hq, Nq, C) and (B, Hk, Nk, C) in half precision, 1 ≤ Nq ≤ Nk ≤ 16, as projected.
+        q, k: (B, Hq, Nq, C) and (B, Hk, Nk, C) in float32 or half precision, 1 ≤ Nq ≤ Nk ≤ 16, as projected.
         told: what is to be done to them.
         width: of the rows, at least C + 6.
         scale: the softmax scale.
         gate: whether gates are wanted.
+        dtype: of the rows, in half precision.
     """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     (batch, n_q_heads, n_q, content), (_, n_k_heads, n_k, _) = q.shape, k.shape
-    queries = torch.empty(batch, n_q_heads, n_q, width, dtype=q.dtype, device=q.device)
-    keys = torch.empty(batch, n_k_heads, n_k, width, dtype=k.dtype, device=k.device)
+    queries = torch.empty(batch, n_q_heads, n_q, width, dtype=dtype, device=q.device)
+    keys = torch.empty(batch, n_k_heads, n_k, width, dtype=dtype, device=k.device)
     gates = torch.empty(batch, n_q_heads, n_q, dtype=torch.float32, device=q.device) if gate else None
     # What is never read stands in for what is not there.
     cos, sin = (q, q) if told.angles is None else told.angles
@@ -175,16 +180,17 @@ def stepped(
     landmark_weight, landmark_bias, fixed_landmark = _reading(told.landmark, k)
     flags: dict[str, Any] = {
         "ROTATED": told.angles is not None, "GATE_LEARNED": gate_weight is not q,
-        "LANDMARK_LEARNED": landmark_weight is not k, "GATE_WANTED": gate,
+        "LANDMARK_LEARNED": landmark_weight is not k, "STRONG": told.strength is not None, "GATE_WANTED": gate,
     }  # fmt: skip
     direct(step)[(batch * (n_q_heads + n_k_heads),)](
         q, k, positions, cos, sin, gate_weight, gate_bias, landmark_weight, landmark_bias,
-        told.raw_amplitude, told.floor, queries, keys, queries if gates is None else gates,
+        told.raw_amplitude, q if told.strength is None else told.strength, told.floor,
+        queries, keys, queries if gates is None else gates,
         *q.stride()[:3], *k.stride()[:3], 0 if positions.dim() == 1 else positions.stride(0), positions.stride(-1),
         0 if cos.dim() == 2 else cos.stride(0), cos.stride(-2),
         n_q_heads, n_k_heads, n_q, n_k, content, width, fixed_gate, fixed_landmark,
         float(told.context_length), UNIT / scale,
-        UNIT=UNIT, BITS=significand_bits(q), LIMIT=torch.finfo(q.dtype).max / 2, T=TOKENS,
+        UNIT=UNIT, BITS=significand_bits(queries), LIMIT=torch.finfo(dtype).max / 2, T=TOKENS,
         W=power_of_two(width), num_warps=WARPS,
         # A product and a difference in one instruction would give other numbers than torch's.
         enable_fp_fusion=False, **flags,
