@@ -18,6 +18,8 @@ from gape.ops.plain import newest_attention
 
 if TYPE_CHECKING:
     from gape.ops.triton.decode_apart import Apart
+    from gape.ops.triton.decode_grouped import Grouped
+    from gape.ops.triton.deposit import Deposit
 
 
 class Block(NamedTuple):
@@ -88,11 +90,12 @@ class Slot:
     ) -> None:
         self._held, self._heads = held, heads
         self._columns, self._lengths, self._tickets, self._noted = columns, lengths, tickets, noted
-        self._apart = _apart(held, heads)
+        self._apart, self._grouped, self._deposit = _launches(held, heads)
         self.length = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-        """Add a token and attend to everything held: one launch where each key head has a query in half precision.
+        """Add a token and attend to everything held: one launch where each key head has a query in half precision, two
+        where several queries share it.
 
         Args:
             q, k, v: (B, Hq, 1, D), (B, Hk, 1, D) and (B, Hk, 1, Dv), ready for the dot product.
@@ -101,22 +104,37 @@ class Slot:
         Returns:
             (B, Hq, 1, Dv).
         """
+        if self._apart is not None and self._apart.takes(q, k, v):
+            self._note(q, k)
+            return self._apart.attend(q, k, v, self._columns, self._tickets, scale=scale)
+        if self._deposit is not None and not torch.compiler.is_compiling():
+            self._deposit.write(q, k, v, self._columns, self._noted)
+        else:
+            self._note(q, k)
+            self._write_one_by_one(k, v)
+        if self._grouped is not None and self._grouped.takes(q):
+            return self._grouped.attend(q, self._columns, self._tickets, scale=scale)
+        return self._attend_one_by_one(q, scale)
+
+    def _note(self, q: Tensor, k: Tensor) -> None:
         if self._held.notes is not None:
             self._held.notes.write(q, k, self._noted)
-        if self._apart is not None and self._apart.takes(q, k, v):
-            return self._apart.attend(q, k, v, self._columns, self._tickets, scale=scale)
-        return self._attend_one_by_one(q, k, v, scale)
 
-    def _attend_one_by_one(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """A block after the other."""
-        order, groups = self._held.order, q.size(1) // k.size(1)
-        q, k, v = taken(q, order.queries), taken(k, order.keys), taken(v, order.keys)
-        outs = []
+    def _write_one_by_one(self, k: Tensor, v: Tensor) -> None:
+        """A block after the other, where no kernel writes to all."""
+        order = self._held.order
+        k, v = taken(k, order.keys), taken(v, order.keys)
         for block, (first, *_) in zip(self._held.blocks, self._heads, strict=True):
             heads, column = block.k.size(1), self._columns[first : first + 1]
             block.k.index_copy_(2, column, k.narrow(1, block.start, heads))
             block.v.index_copy_(2, column, v.narrow(1, block.start, heads))
-            own = q.narrow(1, block.start * groups, heads * groups)
+
+    def _attend_one_by_one(self, q: Tensor, scale: float) -> Tensor:
+        """A block after the other, to what is written."""
+        order, groups = self._held.order, q.size(1) // self._columns.numel()
+        q, outs = taken(q, order.queries), []
+        for block, (first, *_) in zip(self._held.blocks, self._heads, strict=True):
+            own = q.narrow(1, block.start * groups, block.k.size(1) * groups)
             lengths, tickets = self._lengths[first], self._tickets
             outs.append(newest_attention(own, block.k, block.v, lengths, scale=scale, tickets=tickets))
         return taken(outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), order.back)
@@ -172,11 +190,15 @@ def _widths(held: Held, heads: list[list[int]]) -> list[int]:
     return [of[head] for head in sorted(of)]
 
 
-def _apart(held: Held, heads: list[list[int]]) -> Apart | None:
-    """The buffers of every key head, in the order of the heads; None where these need launches of their own."""
+def _launches(held: Held, heads: list[list[int]]) -> tuple[Apart | None, Grouped | None, Deposit | None]:
+    """What attends to all key heads in one launch, for one query each and for several, and what writes to all before
+    the latter; None for what cannot run.
+    """
     if not HAS_TRITON:
-        return None
+        return None, None, None
     from gape.ops.triton.decode_apart import Apart, lie_apart  # noqa: PLC0415
+    from gape.ops.triton.decode_grouped import Grouped, lie_grouped  # noqa: PLC0415
+    from gape.ops.triton.deposit import Deposit, deposits  # noqa: PLC0415
 
     rows = [
         (head, block.k[:, row], block.v[:, row])
@@ -184,4 +206,8 @@ def _apart(held: Held, heads: list[list[int]]) -> Apart | None:
         for row, head in enumerate(some)
     ]
     _, keys, values = zip(*sorted(rows, key=lambda each: each[0]), strict=True)
-    return Apart(keys, values) if lie_apart(keys, values) else None
+    return (
+        Apart(keys, values) if lie_apart(keys, values) else None,
+        Grouped(keys, values) if lie_grouped(keys, values) else None,
+        Deposit(keys, values, held.notes) if deposits(keys[0].device) else None,
+    )

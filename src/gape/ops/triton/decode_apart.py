@@ -112,8 +112,8 @@ class Apart:
             programs = LONE_PROGRAMS * multiprocessors(device) // self._k.size(0)
         shares = shares_of(rooms, self._k.size(2), programs)
         columns = (
-            [_pieces_between(self._k, k) for k in keys],
-            [_pieces_between(self._v, v) for v in values],
+            [pieces_between(self._k, k) for k in keys],
+            [pieces_between(self._v, v) for v in values],
             [k.stride(0) // PIECE for k in keys],
             [v.stride(0) // PIECE for v in values],
             rooms,
@@ -176,6 +176,6 @@ def shares_of(rooms: Sequence[int], width: int, programs: int) -> list[int]:
     return [max(1, min(programs * each // max(1, sum(steps)), each // LONE_STEPS, most)) for each in steps]
 
 
-def _pieces_between(one: Tensor, other: Tensor) -> int:
+def pieces_between(one: Tensor, other: Tensor) -> int:
     """From the beginning of one buffer to that of another, in pieces of 16 bytes."""
     return (other.data_ptr() - one.data_ptr()) // (PIECE * one.element_size())

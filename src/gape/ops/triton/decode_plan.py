@@ -174,10 +174,8 @@ def _stacked(call: Call, splits: int | None) -> Plan:
     q, k, v = call.q, call.k, call.v
     d, d_v = q.size(3), v.size(3)
     width, value_width = (max(16, power_of_two(x)) for x in (d, d_v))
-    widest = max(width, value_width)
-    kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
     rows = q.size(1) // k.size(1) * q.size(2)
-    tile = TILES["float32" if q.dtype == torch.float32 else kind]
+    tile = tile_for(q.dtype, max(width, value_width))
     # Where pairs lie in a mask, each takes registers of its own.
     keys = tile.keys if call.mask is None else max(16, tile.keys // 2)
     block_m = min(tile.rows, max(16, power_of_two(rows)))
@@ -222,6 +220,12 @@ def _arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
     # A pointer that is never followed stands in for what is not there.
     present = [call.q if x is None else x for x in optional]
     return [*tensors, *present, *strides, call.q.size(1) // call.k.size(1), call.q.size(2)], flags
+
+
+def tile_for(dtype: torch.dtype, widest: int) -> Tile:
+    """How a program works that stacks rows whose keys and values are up to so wide."""
+    kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
+    return TILES["float32" if dtype == torch.float32 else kind]
 
 
 def power_of_two(n: int) -> int:
