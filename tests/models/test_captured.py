@@ -73,9 +73,9 @@ SINGLE = {"rtol": 1e-4, "atol": 1e-5}
     [
         pytest.param("forgetting", "p-rope+gape", {}, HALF, id="forgetting, one launch"),
         pytest.param("full", "rope", {"kv_heads": 2}, HALF, id="full, one launch"),
-        pytest.param("forgetting", "p-rope+gape", {"groups": 2}, SINGLE, id="forgetting, shelf by shelf"),
+        pytest.param("forgetting", "p-rope+gape", {"groups": 2}, SINGLE, id="forgetting, grouped"),
         pytest.param("full", "nope+gape", {"kv_heads": 2, "groups": 2}, SINGLE, id="full, grouped"),
-        pytest.param("measuring", "p-rope+gape", {"groups": 2}, SINGLE, id="measuring, shelf by shelf"),
+        pytest.param("measuring", "p-rope+gape", {"groups": 2}, SINGLE, id="measuring, grouped"),
     ],
 )
 def test_a_step_of_fixed_launches_equals_the_model(
@@ -104,6 +104,12 @@ def test_a_step_of_fixed_launches_equals_the_model(
         assert len({kept for layer in counted.kept for kept in layer}) > 1
         # Heads do not lie in their own order.
         assert model.config.n_kv_head == 2 or all(x.held().order.back is not None for x in counted.layers)
+
+
+def test_shelf_by_shelf_a_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left without kernels for all shelves at once."""
+    monkeypatch.setattr("gape.models.slots.HAS_TRITON", False)
+    test_a_step_of_fixed_launches_equals_the_model("measuring", "p-rope+gape", {"groups": 2}, SINGLE)
 
 
 @torch.no_grad()

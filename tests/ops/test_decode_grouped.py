@@ -144,6 +144,29 @@ def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not grouped.takes(row)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("groups", [3, 8])
+def test_a_graph_of_long_caches(groups: int) -> None:
+    """Replays attend to one key more each, and the programs of one graph share its tickets."""
+    given = layer([[2], [0, 3], [1]], [131_072, 3_000, 20_000], [130_000, 2_800, 17_011], batch=2, groups=groups)
+    for k, v in zip(given.keys, given.values, strict=True):
+        k.nan_to_num_(nan=0.5), v.nan_to_num_(nan=-0.5)
+    grouped, tickets = Grouped(given.keys, given.values), torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    columns = given.columns.clone()
+    grouped.attend(given.q, columns, tickets, scale=0.125)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = grouped.attend(given.q, columns, tickets, scale=0.125)
+        columns += 1
+    for _ in range(20):
+        graph.replay()
+        assert distance(out, given.exact(0.125)) < BOUNDS[HALF]
+        given.columns.add_(1)
+        given.q.copy_(torch.randn_like(given.q))
+    assert not tickets.any()
+
+
 # In a process of its own: here kernels are interpreted.
 SCRIPT = """
 from triton.backends.compiler import GPUTarget

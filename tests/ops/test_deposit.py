@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from gape.ops.triton.deposit import Deposit
+from gape.ops.triton.deposit import Deposit, write_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 K_WIDTH, V_WIDTH, CONTENT, NOTES = 80, 64, 64, 32
@@ -157,3 +157,52 @@ def told(given: Layer, **other: Tensor) -> None:
 def test_refuses(said: str) -> None:
     with pytest.raises(ValueError, match=rf"^{said}"):
         REFUSED[said](layer(**SIZES["one block"]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_replays_write_what_torch_writes() -> None:
+    """Token after token, where the counters say, until the first buffer is full and beyond."""
+    sizes: dict[str, Any] = {"heads": [[2], [0, 3], [1]], "rooms": [3000, 40, 260], "columns": [2_000, 30, 250]}
+    given, expected = (layer(**sizes, batch=3, groups=3, dtype=torch.bfloat16) for _ in range(2))
+    deposit = given.deposit()
+
+    def step() -> None:
+        deposit.write(*given.token, given.columns, given.noted)
+        given.columns.add_(1)
+        given.noted.add_(1)
+
+    # Compiles what a capture could not.
+    step()
+    by_torch(expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(14):
+        expected.columns.add_(1)
+        expected.noted.add_(1)
+        for ours, theirs in zip(given.token, expected.token, strict=True):
+            theirs.copy_(ours.copy_(torch.randn_like(ours)))
+        graph.replay()
+        by_torch(expected)
+        for ours, theirs in zip(given.written(), expected.written(), strict=True):
+            assert torch.equal(bits(ours), bits(theirs))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_layers_and_recordings_share_a_kernel() -> None:
+    """Where counters and buffers begin, and how many columns there are, makes no other kernel."""
+    counters = torch.zeros(64, dtype=torch.int64, device=DEVICE)
+    given = layer(**SIZES["one block"], dtype=torch.bfloat16)
+    given.deposit().write(*given.token, given.columns, given.noted)
+    known = compiled()
+    for at, room in enumerate((17, 64, 333)):
+        given = layer([[2], [0, 1]], [room, 48], [3, 5], batch=at + 1, groups=3, dtype=torch.bfloat16)
+        given.deposit().write(*given.token, counters[at + 1 : at + 4], counters[at + 7 : at + 8])
+    assert compiled() == known
+
+
+def compiled() -> int:
+    """Kernels that have been compiled for the device so far."""
+    return len(write_token.device_caches[torch.cuda.current_device()][0])
