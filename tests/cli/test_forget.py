@@ -72,7 +72,7 @@ def test_a_language_model_is_measured_reported_and_drawn(
     weights = decoded["forgetting", "weights"]
     assert weights["every"] >= 32
     assert weights["looked"] == 0
-    assert weights["lasting_ms"] == weights["ms"] + weights["forget_ms"] / weights["every"]
+    assert weights["lasting_ms"] == weights["mean_ms"] + weights["forget_ms"] / weights["every"]
     dense, *others = [r for r in found if r["kind"] == "perplexity"]
     assert [r["how"] for r in others] == ["skipping", "forgetting", "forgetting"]
     assert all(r["plan"] == dense["plan"] and abs(r["nll"] - dense["nll"]) < 1e-2 for r in others)

@@ -285,6 +285,14 @@ def test_a_replay_that_breaks_off_does_not_count(played: list[Played]) -> None:
     assert [graph.replays for graph in played] == [5, 3]
 
 
+def test_a_measurement_with_looks_is_a_mean() -> None:
+    model = small()
+    row = forgetting.decode(model, ForgettingCache(model, eps=1e-2), torch.randint(50, (1, 100)), tokens=64, chunk=36)
+    assert row["every"] < 63
+    assert row["looked"] == 1
+    assert row["lasting_ms"] == row["mean_ms"]
+
+
 @pytest.mark.slow
 def test_a_measurement_waits_until_keys_have_moved(played: list[Played], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of 64 tokens is when a small cache looks through its keys."""
@@ -292,8 +300,8 @@ def test_a_measurement_waits_until_keys_have_moved(played: list[Played], monkeyp
     monkeypatch.setattr(forgetting, "_LAUNCHED", 32)
     model = small()
     row = forgetting.decode(model, ForgettingCache(model, eps=1e-2), torch.randint(50, (1, 100)), tokens=64, chunk=36)
-    extra = row["forget_ms"] + row["record_ms"] + row["launched_ms"] - row["ms"]
-    assert row["lasting_ms"] == pytest.approx(row["ms"] + extra / row["every"])
+    look = row["forget_ms"] + row["record_ms"] + row["launched_ms"] - row["ms"]
+    assert row["lasting_ms"] == pytest.approx(row["mean_ms"] + look / row["every"])
     assert [graph.replays for graph in played] == [0, 31]
 
 

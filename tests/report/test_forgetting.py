@@ -33,7 +33,8 @@ OTHER = {"how": "forgetting", "eps": 1e-3, "bounds": "weights"}
         (DECODE, {"tokens_per_second": 10.0}, 8, "2.00×"),
         (DECODE, {"machine": "that"}, 8, "–"),
         (DECODE, {}, 9, "–"),
-        (DECODE, {"lasting_ms": 8.0}, 9, "125.0"),
+        (DECODE, {"mean_ms": 8.0, "looked": 0}, 9, "–"),
+        (DECODE, {"mean_ms": 8.0, "looked": 1}, 9, "125.0"),
     ],
 )
 def test_other_windows_weights_and_machines_are_not_compared(
@@ -59,3 +60,14 @@ def test_panels_without_measurements_are_left_out() -> None:
     results = SimpleNamespace(measured={"forgetting": rows})
     figure = forgetting.draw(forgetting.series(results))
     assert [axis.get_title() for axis in figure.axes] == ["Cost"]
+
+
+def test_a_control_is_told_but_not_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    rows = [row(**PERPLEXITY), row(**PERPLEXITY | OTHER), row(**PERPLEXITY | OTHER | {"eps": 1e-30})]
+    (axis,) = forgetting.draw(forgetting.series(SimpleNamespace(measured={"forgetting": rows}))).axes
+    drawn = [list(line.get_xdata()) for line in axis.get_lines()]
+    assert [1e-3] in drawn
+    assert not any(1e-30 in points for points in drawn)
+    (table,) = forgetting.tables(rows)
+    assert [cells[3] for cells in table.rows] == ["–", "1e-30", "0.001"]

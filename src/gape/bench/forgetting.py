@@ -194,8 +194,8 @@ def decode(
         alone count as later ones: `record_ms`, in which it is recorded, and `launched_ms` of those before, which are
         launched kernel by kernel; `unrecorded` says why none can. Of a forgetting cache also `forget_ms`, in which it
         looks through its keys after the prompt and drops some; `every`, the tokens from there to the next look;
-        `looked`, the later tokens in which it looked; `lasting_ms`, the median and its share of a look, of the token
-        launched behind it and of a recording: what a token takes in the long run.
+        `looked`, the later tokens in which it looked; `lasting_ms`, what a token takes in the long run: the mean where
+        it looked, else the mean and its share of a look, of the token launched behind it and of a recording.
     """
     total, prompt = ids.size(1), ids.size(1) - tokens
     for start in range(0, prompt, chunk):
@@ -219,13 +219,14 @@ def decode(
     step, recorded = _recorded(model, cache, ids[:, :1], times)
     later = 1 if step is None else len(times)
     take(step or launch, total)
-    ms = median(times[later:])
+    # A mean, for what comes every few tokens, such as measuring queries, does not move a median.
+    ms, average = median(times[later:]), mean(times[later:])
     if forgotten:
         forgotten["looked"] = sum(after > before for before, after in pairwise(looks[later - 1 :]))
-        each = forgotten["forget_ms"] + recorded.get("record_ms", 0.0) + recorded.get("launched_ms", ms) - ms
-        forgotten["lasting_ms"] = ms + each / forgotten["every"]
+        look = forgotten["forget_ms"] + recorded.get("record_ms", 0.0) + recorded.get("launched_ms", ms) - ms
+        forgotten["lasting_ms"] = average + (0.0 if forgotten["looked"] else look / forgotten["every"])
     return {
-        "first_ms": times[0], "ms": ms, "mean_ms": mean(times[later:]), "tokens_per_second": ids.size(0) * 1000 / ms,
+        "first_ms": times[0], "ms": ms, "mean_ms": average, "tokens_per_second": ids.size(0) * 1000 / ms,
         "bytes": cache.nbytes, "texts": len(torch.unique(ids.cpu(), dim=0)), **recorded, **forgotten,
     }  # fmt: skip
 
