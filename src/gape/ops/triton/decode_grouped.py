@@ -162,13 +162,14 @@ class Grouped:
         tiles = [-(-k.size(1) // self._tile.keys) for k in keys]
         most = MERGING * self._parts
         shares = [max(1, min(programs * each // max(1, sum(tiles)), each // LEAST_TILES, most)) for each in tiles]
-        table = [
-            (
+        table = []
+        for head, (k, v, splits) in enumerate(zip(keys, values, shares, strict=True)):
+            # Once for each head: a recording makes such a table for every layer.
+            where = (
                 pieces_between(self._k, k), pieces_between(self._v, v), k.stride(0) // PIECE, v.stride(0) // PIECE,
-                k.size(1), head, split, splits,
-            )
-            for head, (k, v, splits) in enumerate(zip(keys, values, shares, strict=True)) for split in range(splits)
-        ]  # fmt: skip
+                k.size(1), head,
+            )  # fmt: skip
+            table += [(*where, split, splits) for split in range(splits)]
         self._programs = torch.tensor(table, dtype=torch.int64, device=self._k.device)
 
     def takes(self, q: Tensor) -> bool:
