@@ -5,8 +5,18 @@ import os
 # Some virtual CPUs advertise bfloat16 instructions and then die on them.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
+import pytest
 import torch
 
 # Without a GPU Triton kernels run in its interpreter, which must be asked for before triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Commands that documents name run whole files: what needs a CUDA device is left out without one."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
