@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from gape.models.cache import ForgettingCache, ModelCache
 from gape.models.captured import LEAST, Captured, why_not
 from gape.models.slots import Slots
 from gape.ops import dispatch
+from gape.ops.plain import newest_attention
 
 pytest.importorskip("triton")
 from gape.ops.triton import decode_apart, step
@@ -106,10 +108,18 @@ def test_a_step_of_fixed_launches_equals_the_model(
         assert model.config.n_kv_head == 2 or all(x.held().order.back is not None for x in counted.layers)
 
 
-def test_shelf_by_shelf_a_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left without kernels for all shelves at once."""
-    monkeypatch.setattr("gape.models.slots.HAS_TRITON", False)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("gape.models.slots.HAS_TRITON", False), ("gape.ops.triton.decode_grouped.ROWS", 1)],
+    ids=["no kernels", "more queries than a tile has rows"],
+)
+def test_shelf_by_shelf_a_step_is_the_same(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left without kernels for all shelves at once, or with the one that writes alone."""
+    monkeypatch.setattr(name, value)
+    by_shelf = MagicMock(wraps=newest_attention)
+    monkeypatch.setattr("gape.models.slots.newest_attention", by_shelf)
     test_a_step_of_fixed_launches_equals_the_model("measuring", "p-rope+gape", {"groups": 2}, SINGLE)
+    assert by_shelf.called
 
 
 @torch.no_grad()
