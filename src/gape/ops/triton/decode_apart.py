@@ -28,6 +28,7 @@ from gape.ops.triton.decode_plan import (
     LONE_PROGRAMS,
     LONE_STEPS,
     LONE_TILE,
+    dealt,
     in_pieces,
     multiprocessors,
 )
@@ -172,10 +173,9 @@ def shares_of(rooms: Sequence[int], width: int, programs: int) -> list[int]:
     None has shorter shares than are worth a program, nor more than its last one merges alone.
     """
     steps = [-(-room // (TILES_UNDER_WAY * (LONE_TILE // width))) for room in rooms]
-    most = ALONE * (LONE_PARTS // width)
-    return [max(1, min(programs * each // max(1, sum(steps)), each // LONE_STEPS, most)) for each in steps]
+    return dealt(steps, programs, least=LONE_STEPS, most=ALONE * (LONE_PARTS // width))
 
 
 def pieces_between(one: Tensor, other: Tensor) -> int:
-    """From the beginning of one buffer to that of another, in pieces of 16 bytes."""
+    """From the beginning of one buffer to that of another, in pieces of PIECE numbers: 16 bytes in half precision."""
     return (other.data_ptr() - one.data_ptr()) // (PIECE * one.element_size())

@@ -22,6 +22,7 @@ from gape.ops.triton.decode_lone import PIECE, share_of
 from gape.ops.triton.decode_plan import (
     LEAST_TILES,
     LONE_PARTS,
+    dealt,
     in_pieces,
     multiprocessors,
     power_of_two,
@@ -160,8 +161,7 @@ class Grouped:
         if programs is None:
             programs = self._tile.programs * multiprocessors(self._k.device) // self._k.size(0)
         tiles = [-(-k.size(1) // self._tile.keys) for k in keys]
-        most = MERGING * self._parts
-        shares = [max(1, min(programs * each // max(1, sum(tiles)), each // LEAST_TILES, most)) for each in tiles]
+        shares = dealt(tiles, programs, least=LEAST_TILES, most=MERGING * self._parts)
         table = []
         for head, (k, v, splits) in enumerate(zip(keys, values, shares, strict=True)):
             # Once for each head: a recording makes such a table for every layer.

@@ -6,6 +6,7 @@ keys and values can be read in pieces of 16 bytes. Everything else goes through 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -226,6 +227,15 @@ def tile_for(dtype: torch.dtype, widest: int) -> Tile:
     """How a program works that stacks rows whose keys and values are up to so wide."""
     kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
     return TILES["float32" if dtype == torch.float32 else kind]
+
+
+def dealt(steps: Sequence[int], programs: int, *, least: int, most: int) -> list[int]:
+    """How many programs each head has, of about so many in all, by the steps through its keys.
+
+    None has fewer than `least` steps where there is another, and no head more than `most` programs.
+    """
+    total = max(1, sum(steps))
+    return [max(1, min(programs * each // total, each // least, most)) for each in steps]
 
 
 def power_of_two(n: int) -> int:
