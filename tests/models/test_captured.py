@@ -122,6 +122,17 @@ def test_shelf_by_shelf_a_step_is_the_same(name: str, value: object, monkeypatch
     assert by_shelf.called
 
 
+@pytest.mark.parametrize(("kind", "by_block"), [("full", True), ("measuring", False)])
+def test_one_block_goes_where_it_fills_a_device(kind: str, by_block: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch attends to a full cache either way; to several shelves only where all go together."""
+    monkeypatch.setattr("gape.ops.triton.decode_grouped.multiprocessors", lambda device: 10**6)
+    monkeypatch.setattr("gape.ops.triton.decode_grouped.MERGING", 0)
+    alone = MagicMock(wraps=newest_attention)
+    monkeypatch.setattr("gape.models.slots.newest_attention", alone)
+    test_a_step_of_fixed_launches_equals_the_model(kind, "p-rope+gape", {"groups": 2}, SINGLE)
+    assert alone.called == by_block
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", CACHES)
 def test_launches_of_a_recorded_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

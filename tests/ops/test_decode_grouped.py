@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.ops.test_decode import BOUNDS, DEVICE, distance
 
 pytest.importorskip("triton")
+from gape.ops.triton import decode_grouped
 from gape.ops.triton.decode_grouped import ROWS, Grouped, lie_grouped
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -142,6 +143,18 @@ def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
         grouped.attend(row, torch.zeros(2).long(), torch.zeros(1, dtype=torch.int32), scale=1.0)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not grouped.takes(row)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "room", "width", "fills"),
+    [(1, 3, 65_536, 64, True), (1, 1, 65_536, 128, False), (4, 1, 65_536, 128, True), (1, 1, 2_048, 128, True)],
+)
+def test_long_heads_that_are_few_leave_a_device_idle(
+    batch: int, heads: int, room: int, width: int, fills: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_grouped, "multiprocessors", lambda device: 132)
+    one = torch.zeros(batch, room, width, dtype=HALF, device=DEVICE)
+    assert Grouped([one] * heads, [one] * heads).fills == fills
 
 
 @pytest.mark.gpu

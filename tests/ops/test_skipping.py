@@ -127,7 +127,7 @@ CASES = {
 
 
 #: They take longest in the interpreter, and others judge more than 32 tiles, too.
-LONG = ("all tiles kept",)
+LONG = ("all tiles kept", "last queries, grouped")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CASES])

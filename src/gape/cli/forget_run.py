@@ -136,7 +136,8 @@ def _decoded(bench: Bench, new_cache: Callable[[], Any], about: Record) -> Recor
 
 
 def _speed(row: Record) -> str:
-    looks = f", {row['lasting_ms']:.2f} with looks" if "lasting_ms" in row else ""
+    about = "" if row.get("looked") else "about "
+    looks = f", {about}{row['lasting_ms']:.2f} with looks" if "lasting_ms" in row else ""
     return f"{row['tokens_per_second']:.1f} tokens/s ({row['ms']:.2f} ms{looks}), {row['bytes'] / 2**20:.2f} MiB"
 
 

@@ -206,8 +206,12 @@ def _launches(held: Held, heads: list[list[int]]) -> tuple[Apart | None, Grouped
         for row, head in enumerate(some)
     ]
     _, keys, values = zip(*sorted(rows, key=lambda each: each[0]), strict=True)
+    grouped = Grouped(keys, values) if lie_grouped(keys, values) else None
+    if grouped is not None and len(held.blocks) == 1 and not grouped.fills:
+        # One block takes one launch either way, and the other splits keys among as many programs as there are.
+        grouped = None
     return (
         Apart(keys, values) if lie_apart(keys, values) else None,
-        Grouped(keys, values) if lie_grouped(keys, values) else None,
+        grouped,
         Deposit(keys, values, held.notes) if deposits(keys[0].device) else None,
     )

@@ -161,7 +161,10 @@ class Grouped:
         if programs is None:
             programs = self._tile.programs * multiprocessors(self._k.device) // self._k.size(0)
         tiles = [-(-k.size(1) // self._tile.keys) for k in keys]
-        shares = dealt(tiles, programs, least=LEAST_TILES, most=MERGING * self._parts)
+        most = MERGING * self._parts
+        shares = dealt(tiles, programs, least=LEAST_TILES, most=most)
+        #: Whether no multiprocessor is left idle because a head has all the programs that its last one can merge.
+        self.fills = max(shares) < most or sum(shares) * self._k.size(0) >= multiprocessors(self._k.device)
         table = []
         for head, (k, v, splits) in enumerate(zip(keys, values, shares, strict=True)):
             # Once for each head: a recording makes such a table for every layer.
