@@ -61,9 +61,9 @@ def held(run: str, eps: float = 0.01, name: str = TIMED, batch: int = 8) -> str:
     return share(".3f", "bytes", name, own, own | {"how": "dense", "eps": 0.0})
 
 
-def faster(run: str, field: str, batch: int) -> str:
+def faster(run: str, field: str, batch: int, eps: float = 0.01) -> str:
     """The full cache's time of a token over that of the forgetting one."""
-    own = {"kind": "decode", "run": run, "length": 131072, "batch": batch, "how": "forgetting", "eps": 0.01}
+    own = {"kind": "decode", "run": run, "length": 131072, "batch": batch, "how": "forgetting", "eps": eps}
     return share(".2f", field, TIMED, own | {"how": "dense", "eps": 0.0}, own)
 
 
@@ -77,7 +77,7 @@ def test_what_a_model_of_transformers_gains() -> None:
         "cache at 131,072, share of the full one's bytes (batch 8)": [held(run) for run in RUNS],
         counted: [faster(run, "mean_ms", 24) for run in RUNS],
         "batch 8": [faster(run, "mean_ms", 8) for run in RUNS],
-        "batch 1": [faster(run, "mean_ms", 1) for run in RUNS],
+        "batch 1, without a look": [faster(run, "mean_ms", 1) for run in RUNS],
         "median tokens alone: batch 24": [faster(run, "ms", 24) for run in RUNS],
         "median tokens, batch 8": [faster(run, "ms", 8) for run in RUNS],
         "median tokens, batch 1": [faster(run, "ms", 1) for run in RUNS],
@@ -91,12 +91,18 @@ def test_what_the_readme_picks() -> None:
     for run in (FOURTEEN, "yarn_factor16"):
         assert "{}, {} and {}".format(*(perplexity(run, n, TIMED) for n in CONTEXTS if n != 4096)) in text
     far = [one("perplexity", run=run, context=65536)["nll"] for run in ("yarn", SCORED["12"])]
-    assert f"with a better factor {far[0] - far[1]:.2f} nats per token more" in text
+    assert f"in another training it was {far[0] - far[1]:.2f} nats per token above 12 free heads" in text
     assert f"attention in prefill is {speed(FOURTEEN, 'attention', 131072)} times as fast as dense cuDNN" in text
-    assert f"holds {held(FOURTEEN)} of the bytes" in text
-    assert f"decodes {faster(FOURTEEN, 'mean_ms', 8)} times as fast at batch 8" in text
+    assert f"holds {held(FOURTEEN)} of its full one's bytes" in text
+    counted = [faster(FOURTEEN, "mean_ms", 8, eps) for eps in (1e-2, 1e-3)]
+    assert "decodes {} times as fast at batch 8, all tokens counted ({} with eps 1e-3)".format(*counted) in text
     found = changes(TIMED)
-    assert max(abs(found[FOURTEEN, 131072, how, 0.01][0]) for how in ("skipping", "forgetting")) < 3e-4
+    near, far = (
+        max((found[FOURTEEN, n, how, 0.01][0] for how in ("skipping", "forgetting")), key=abs) for n in LENGTHS
+    )
+    control = found[FOURTEEN, 65536, "skipping", 1e-30][0]
+    assert signed(f"changes by {far:+.3%} there and by {near:+.3%} at 65,536 tokens") in text
+    assert signed(f"leaving away nothing that counts, changes it by {control:+.3%}") in text
     forgetting, dense = (needles(FOURTEEN, 4096, TIMED, **way)["match"] for way in (FORGETTING, {}))
     assert f"{forgetting:.3f} are found in place of {dense:.3f}" in text
 
@@ -111,7 +117,7 @@ def test_what_free_heads_take() -> None:
     least, most = (round(int(end), -2) for end in (kept[~chosen].min(), kept[~chosen].max()))
     assert f"the others look at {closed:.2f} and keep {least:,} to {most:,} keys of 133,136" in part(*SECTION)
     other = tried(TWELVE, "tiles", "skipping", 0.01, "smollm2", length=131072)["mean"]
-    assert f"chosen in another way look at {other:.3f} of the tiles" in part(*SECTION)
+    assert f"look at {other:.3f} of the tiles" in part(*SECTION)
 
 
 def test_times_of_decoding() -> None:
@@ -119,7 +125,10 @@ def test_times_of_decoding() -> None:
     own = {batch: tried(FOURTEEN, "decode", "forgetting", batch=batch) for batch in (1, 8, 24)}
     full = {batch: tried(FOURTEEN, "decode", "dense", 0.0, batch=batch) for batch in (1, 8, 24)}
     assert [(row["tokens"], row["looked"]) for row in own.values()] == [(1040, 0), (2064, 1), (2064, 1)]
-    assert f"({own[8]['forget_ms']:.0f} ms, and {own[8]['record_ms']:.0f} ms for the graph" in text
+    assert (
+        f"behind the prompt a look took {own[8]['forget_ms']:.0f} ms, and recording {own[8]['record_ms']:.0f} ms"
+        in text
+    )
     assert f"as one in about {round(own[8]['every'], -2):,} does" in text
     assert f"the mean token takes {own[1]['mean_ms'] - own[1]['ms']:.2f} ms more than the median one" in text
     assert (
@@ -128,6 +137,30 @@ def test_times_of_decoding() -> None:
     assert f"At batch 24 it takes {full[24]['ms']:.1f} and {own[24]['ms']:.1f} ms" in text
     other = tried(SCORED["12"], "decode", "dense", 0.0, batch=8)
     assert f"took {full[8]['ms']:.1f} ms at batch 8 in one run and {other['ms']:.1f} ms in the other" in text
+    finer = [faster(run, "mean_ms", 8, 1e-3) for run in RUNS]
+    assert "is {} times as fast with 14 heads and {} times with 12".format(*finer) in text
+
+
+def test_a_look_that_was_not_among_the_tokens() -> None:
+    own, full = (tried(FOURTEEN, "decode", *way, batch=1) for way in (("forgetting",), ("dense", 0.0)))
+    look = own["forget_ms"] + own["launched_ms"] - own["ms"] + own["record_ms"]
+    with_look = full["mean_ms"] / (own["mean_ms"] + look / own["every"])
+    assert f"{with_look:.2f} is left of the {faster(FOURTEEN, 'mean_ms', 1)}" in part(*SECTION)
+
+
+def test_what_a_cache_without_the_bias_would_hold() -> None:
+    own, full = (tried(FOURTEEN, "decode", *way, batch=8) for way in (("forgetting",), ("dense", 0.0)))
+    heads = free_heads(FOURTEEN, TIMED).size
+    each = full["batch"] * heads * (full["length"] + full["tokens"]) * 2
+    assert full["bytes"] == each * (80 + 64)
+    assert f"the 14 hold {own['bytes'] / (each * (64 + 64)):.3f}" in part(*SECTION)
+
+
+def test_weights_were_rounded_to_decode() -> None:
+    rounded = {row["kind"] for row in rows("forgetting", TIMED) if row["precision"] == "bfloat16-weights"}
+    autocast = {row["kind"] for row in rows("forgetting", TIMED) if row["precision"] == "bfloat16"}
+    assert (rounded, autocast) == ({"decode"}, {"tiles", "prefill", "perplexity"})
+    assert "decoding with weights rounded to bfloat16, everything else under bfloat16 autocast" in part(*SECTION)
 
 
 def changes(name: str) -> dict[tuple[Any, ...], list[float]]:
@@ -179,10 +212,14 @@ def test_which_changes_are_separable() -> None:
     assert f"Of all {len(found)} changes, other eps among them, four are separable" in text
     assert len(apart) == 4
     assert all(key[1:3] == (65536, "skipping") and change[2] < 0 for key, change in apart.items())
-    assert signed(f"by {found[FOURTEEN, 65536, 'skipping', 1e-30][0]:+.3%} there") in text
+    assert sum(key[0] == FOURTEEN for key in apart) == 3
+    assert signed(f"the kernel changes perplexity by {found[FOURTEEN, 65536, 'skipping', 1e-30][0]:+.3%} there") in text
+    assert signed(f"moves it by {found[FOURTEEN, 65536, 'forgetting', 1e-30][0]:+.3%}") in text
+    assert signed(f"is of the 12 ({found[SCORED['12'], 65536, 'skipping', 1e-3][0]:+.3%}, ") in text
+    assert (SCORED["12"], 65536, "skipping", 1e-30) not in found
 
 
-def test_a_control_that_leaves_nothing_away() -> None:
+def test_a_control_that_leaves_nothing_to_be_seen_away() -> None:
     text, stored = part(*SECTION), read(TIMED)
     ways = [(length, how) for length in LENGTHS for how in ("skipping", "forgetting")]
     beside = [added(stored[FOURTEEN, *way, eps], stored[FOURTEEN, *way, 1e-30]) for way in ways for eps in (1e-2, 1e-3)]

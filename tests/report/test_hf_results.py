@@ -132,6 +132,7 @@ def test_the_same_on_other_books() -> None:
     )
     ends = difference(*pairs[1])
     assert ends.low < 0 < ends.high
+    assert "in {windows} other windows, in {documents} of the same held-out books".format(**pairs[0][0]) in text
     found = [f"{needles(SCORED['12'], 4096, name)['match']:.3f}" for name in (TIMED, "smollm2")]
     assert "find {} of the needles after this training and {} after the other".format(*found) in text
 
@@ -140,7 +141,10 @@ def test_heads_by_scores_of_longer_texts() -> None:
     chosen = free(read_object(HF / TIMED / "floors" / "floors14.json")["gate_floor"])
     assert (chosen == free_heads(FOURTEEN, TIMED)).all()
     assert chosen.sum() == 14
-    assert (free_heads(SCORED["12"], TIMED) == free_heads(SCORED["12"])).all()
+    twelve = free_heads(SCORED["12"])
+    assert (free_heads(SCORED["12"], TIMED) == twelve).all()
+    # "those 12 and two more"
+    assert chosen[twelve].all()
 
 
 def test_landmarks_that_learn() -> None:
