@@ -160,7 +160,7 @@ def test_weights_were_rounded_to_decode() -> None:
     rounded = {row["kind"] for row in rows("forgetting", TIMED) if row["precision"] == "bfloat16-weights"}
     autocast = {row["kind"] for row in rows("forgetting", TIMED) if row["precision"] == "bfloat16"}
     assert (rounded, autocast) == ({"decode"}, {"tiles", "prefill", "perplexity"})
-    assert "decoding with weights rounded to bfloat16, everything else under bfloat16 autocast" in part(*SECTION)
+    assert "with weights rounded to bfloat16, prefill and perplexity under bfloat16 autocast" in part(*SECTION)
 
 
 def changes(name: str) -> dict[tuple[Any, ...], list[float]]:

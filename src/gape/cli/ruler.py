@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gape.cli.lists import numbers
-from gape.cli.options import INTS, NAMES, Chunk, Device, Precision
+from gape.cli.options import INTS, NAMES, Chunk, Device
 
 if TYPE_CHECKING:
     from gape.report.results import Results
@@ -83,7 +83,14 @@ def evaluate(
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch of short samples.")] = 65536,
     chunk: Chunk = 16384,
     device: Device = "auto",
-    precision: Precision = "auto",
+    precision: Annotated[
+        str,
+        typer.Option(
+            "--precision",
+            "--dtype",
+            help="float32, bfloat16 (autocast; models of transformers are read in it), or auto: bfloat16 on a GPU.",
+        ),
+    ] = "auto",
     skip_eps: Annotated[
         float, typer.Option(help="Leave away tiles of keys that hold at most so much of a query's attention.")
     ] = 0.0,
