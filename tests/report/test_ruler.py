@@ -114,6 +114,12 @@ def test_chance_is_called_so() -> None:
     assert "not separable" in {cells[-1] for cells in table.rows}
 
 
+def test_runs_of_one_seed_are_not_averaged() -> None:
+    made = rows({"rope": 10.0})
+    with pytest.raises(ValueError, match=r"rows: other and \S+ are both RoPE, seed 0; --name of gape ruler eval"):
+        ruler.methods(made + [one | {"run": "other"} for one in made])
+
+
 def test_seeds_are_averaged_sample_by_sample() -> None:
     made = rows({"rope": 10.0}) + rows({"rope": 12.0}, seed=1)
     (method,) = ruler.methods(made)

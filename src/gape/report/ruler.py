@@ -115,7 +115,8 @@ def methods(rows: Iterable[Record]) -> list[Method]:
     """Rows by model and scheme; the later of two rows of one run, task and length counts.
 
     Raises:
-        ValueError: rows of a model are of several precisions, or seeds of a scheme of different samples.
+        ValueError: rows of a model are of several precisions, or those of a scheme of one seed of several runs, or its
+            seeds of different samples.
     """
     rows = list(rows)
     for model in {row["model"] for row in rows}:
@@ -133,11 +134,22 @@ def methods(rows: Iterable[Record]) -> list[Method]:
                 by.setdefault((row["task"], row["length"]), []).append(row)
             found = Method(model, scheme, name(records[0]), by)
             for column in by:
-                if len(found.plan(column)) > 1:
-                    label = f"{found.label} on {_header(column)}"
-                    raise ValueError(f"rows: seeds of {label} were measured on different samples; table them apart")
+                _refuse_other_seeds(found, column)
             made.append(found)
     return made
+
+
+def _refuse_other_seeds(method: Method, column: Column) -> None:
+    """Refuse rows of one scheme and column whose mean would be of different models, or of different samples."""
+    known: dict[Any, str] = {}
+    for row in method.rows[column]:
+        other = known.setdefault(row["seed"], row["run"])
+        if other != row["run"]:
+            told = f"{row['run']} and {other} are both {method.label}, seed {row['seed']}"
+            raise ValueError(f"rows: {told}; --name of gape ruler eval names them apart, or table them apart")
+    if len(method.plan(column)) > 1:
+        label = f"{method.label} on {_header(column)}"
+        raise ValueError(f"rows: seeds of {label} were measured on different samples; table them apart")
 
 
 def columns(found: Sequence[Method]) -> list[Column]:
