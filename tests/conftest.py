@@ -1,4 +1,4 @@
-"""Settings that must stand before torch is imported."""
+"""Settings that must stand before torch is imported, and what is left out without a GPU."""
 
 import os
 

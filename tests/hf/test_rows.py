@@ -250,7 +250,6 @@ def test_layers_of_a_capture_share_their_angles(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.no_grad()
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["gape", "yarn", "llama", "qwen3", "smollm3"])

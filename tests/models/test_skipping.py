@@ -94,7 +94,6 @@ def test_what_cannot_be_is_refused(changed: dict[str, object], given: dict[str, 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_long_text_is_read_alike_on_a_gpu(tiles: list[float]) -> None:
     """As it is measured: bfloat16, whole and in chunks, with both kinds of cache."""
     device = torch.device("cuda")
@@ -110,7 +109,6 @@ def test_a_long_text_is_read_alike_on_a_gpu(tiles: list[float]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_skips_the_same_in_one_pass(tiles: list[float]) -> None:
     """q and k made ready in one launch against the scheme's steps, which alone are counted."""
     gpt = model(n_embd=256, n_head=4, n_kv_head=2, context_length=1024, options={"gate_floor": 64.0}).cuda()

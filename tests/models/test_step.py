@@ -205,7 +205,6 @@ def test_launches_of_a_token(cache: Callable[[gape.GPT], ModelCache], monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("cache", [CACHES["full"], CACHES["forgetting by queries"]], ids=["full", "forgetting"])
 @torch.no_grad()
 def test_a_gpu_decodes_the_same_in_one_step(cache: Callable[[gape.GPT], ModelCache]) -> None:

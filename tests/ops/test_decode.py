@@ -246,7 +246,6 @@ def test_refuses_what_it_cannot() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_long_cache_on_a_gpu(dtype: torch.dtype, kv_heads: int) -> None:
@@ -260,7 +259,6 @@ def test_long_cache_on_a_gpu(dtype: torch.dtype, kv_heads: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_and_compiled_on_a_gpu() -> None:
     """A captured graph holds no tickets that another stream could take."""
     case = random_case(batch=1, n_k=5000, **LONE)

@@ -218,7 +218,6 @@ def test_what_goes_another_way() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_of_long_caches() -> None:
     """Replays go on writing where the counters say, and the programs of one graph share its tickets."""
     given = layer([[4], [0, 2, 5, 7], [1, 3, 6]], [131_072, 3000, 20_000], [130_000, 2_800, 17_011], batch=2, dim=64)

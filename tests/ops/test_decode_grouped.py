@@ -158,7 +158,6 @@ def test_long_heads_that_are_few_leave_a_device_idle(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("groups", [3, 8])
 def test_a_graph_of_long_caches(groups: int) -> None:
     """Replays attend to one key more each, and the programs of one graph share its tickets."""

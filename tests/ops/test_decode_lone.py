@@ -197,7 +197,6 @@ def test_compiles_without_a_break() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("strength", [0.0, 10.0], ids=["nothing forgotten", "much forgotten"])
 def test_long_cache_on_a_gpu(strength: float) -> None:
     case = one_query(batch=3, heads=4, kv_heads=4, n_k=65_536, dim=64, value_dim=64, strength=strength)
@@ -216,7 +215,6 @@ def test_long_cache_on_a_gpu(strength: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_and_compiled_on_a_gpu() -> None:
     case = one_query(n_k=5000, dim=64, value_dim=64)
     given = lone(case, torch.bfloat16)

@@ -160,7 +160,6 @@ def test_refuses(said: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_replays_write_what_torch_writes() -> None:
     """Token after token, where the counters say, until the first buffer is full and beyond."""
     sizes: dict[str, Any] = {"heads": [[2], [0, 3], [1]], "rooms": [3000, 40, 260], "columns": [2_000, 30, 250]}
@@ -190,7 +189,6 @@ def test_replays_write_what_torch_writes() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_layers_and_recordings_share_a_kernel() -> None:
     """Where counters and buffers begin, and how many columns there are, makes no other kernel."""
     counters = torch.zeros(64, dtype=torch.int64, device=DEVICE)

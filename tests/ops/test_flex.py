@@ -16,7 +16,6 @@ from tests.ops.cases import Case, layouts, random_case
 LAYOUTS = layouts()
 #: One of each way to say who sees whom; the rest differ in sizes only.
 KINDS = ("plain", "last queries", "shuffled", "packed, restarting", "mask with empty rows", "not causal")
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def problem(case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Problem:
@@ -158,7 +157,7 @@ def test_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestOnGPU:
-    pytestmark = gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("form", ["run", "exact"])
     @pytest.mark.parametrize("name", ["plain", "packed, restarting", "mask with empty rows"])

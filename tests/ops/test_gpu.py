@@ -10,10 +10,7 @@ from gape.ops import attention
 from gape.ops.rounding import UNIT
 from tests.ops.cases import Case, layouts, random_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 LAYOUTS = layouts()
 
 

@@ -225,11 +225,8 @@ def test_the_exclusion_can_be_compiled() -> None:
     assert torch.equal(torch.compile(attend, backend="aot_eager", fullgraph=True)(q), attend(q))
 
 
-on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
 def gpu(name: str, *values: Any) -> Any:
-    return pytest.param(*values, marks=on_a_gpu, id=name)
+    return pytest.param(*values, marks=pytest.mark.gpu, id=name)
 
 
 def slope(i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,6 @@ def test_a_series_does_not_depend_on_how_it_is_cut() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_batches_of_a_cpu() -> None:
     config = NIAHConfig(length=512)
     on_gpu = niah.sample(config, 16, seed=2, device="cuda")

@@ -113,7 +113,6 @@ def test_chunks_are_the_whole(position: str, scored: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("position", ["p-rope", "p-rope+gape", "alibi", "fox"])
 def test_131k_tokens_fit_on_a_gpu_and_chunks_are_the_whole(position: str) -> None:
     """The paper's model in bfloat16: 1.5 GiB of keys and values, and a chunk beside them."""

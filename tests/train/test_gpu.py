@@ -9,7 +9,7 @@ from gape.train.update import Updater, Window
 from tests.train.test_update import Poisoned
 from tests.train.toy import Numbers, gpt, outcome, same, settings, trainer, weights
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 
 
