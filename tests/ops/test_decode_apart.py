@@ -16,6 +16,19 @@ from gape.ops.triton.decode_apart import Apart, lie_apart, shares_of
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 
+def of_heads(
+    blocks: list[tuple[torch.Tensor, torch.Tensor]], heads: list[list[int]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Buffers (B, room, width) of every head, in the order of the heads, of blocks that have some each."""
+    found = {
+        head: (k[:, row], v[:, row])
+        for (k, v), some in zip(blocks, heads, strict=True)
+        for row, head in enumerate(some)
+    }
+    keys, values = zip(*(found[head] for head in sorted(found)), strict=True)
+    return list(keys), list(values)
+
+
 class Layer(NamedTuple):
     """Buffers of blocks of heads, the heads of each block, and what a token brings."""
 
@@ -25,14 +38,7 @@ class Layer(NamedTuple):
     token: list[torch.Tensor]
 
     def of_heads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Buffers (B, room, D) of every head, in the order of the heads."""
-        found = {
-            head: (k[:, row], v[:, row])
-            for (k, v), heads in zip(self.blocks, self.heads, strict=True)
-            for row, head in enumerate(heads)
-        }
-        keys, values = zip(*(found[head] for head in sorted(found)), strict=True)
-        return list(keys), list(values)
+        return of_heads(self.blocks, self.heads)
 
     def one_by_one(self, scale: float) -> torch.Tensor:
         """What the blocks give one after another, written to as torch writes."""

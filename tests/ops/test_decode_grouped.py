@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.test_decode import BOUNDS, DEVICE, distance
+from tests.ops.test_decode_apart import of_heads
 
 pytest.importorskip("triton")
 from gape.ops.triton import decode_grouped
@@ -64,15 +65,14 @@ def layer(
     """Blocks of heads with rooms and lengths of their own; what lies behind a length is not a number."""
     torch.manual_seed(0)
     count = sum(map(len, heads))
-    columns, found = torch.zeros(count, dtype=torch.int64), {}
+    columns, blocks = torch.zeros(count, dtype=torch.int64), []
     for some, room, n in zip(heads, rooms, lengths, strict=True):
         k, v = (torch.randn(batch, len(some), room, width, device=DEVICE).to(dtype) for width in widths)
         k[:, :, n:], v[:, :, n:] = float("nan"), float("nan")
-        found |= {head: (k[:, row], v[:, row]) for row, head in enumerate(some)}
+        blocks.append((k, v))
         columns[some] = n - 1
-    keys, values = zip(*(found[head] for head in range(count)), strict=True)
     q = torch.randn(batch, 1, count * groups, widths[0], device=DEVICE).to(dtype).transpose(1, 2)
-    return Layer(list(keys), list(values), columns.to(DEVICE), q)
+    return Layer(*of_heads(blocks, heads), columns.to(DEVICE), q)
 
 
 LAYERS = {

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.test_decode import DEVICE
+from tests.ops.test_decode_apart import of_heads
+
 pytest.importorskip("triton")
 from gape.ops.triton.deposit import Deposit, write_token
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 K_WIDTH, V_WIDTH, CONTENT, NOTES = 80, 64, 64, 32
 
 
@@ -28,14 +30,7 @@ class Layer(NamedTuple):
     token: list[Tensor]
 
     def of_heads(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Buffers (B, room, width) of every head, in the order of the heads."""
-        found = {
-            head: (k[:, row], v[:, row])
-            for (k, v), heads in zip(self.blocks, self.heads, strict=True)
-            for row, head in enumerate(heads)
-        }
-        keys, values = zip(*(found[head] for head in sorted(found)), strict=True)
-        return list(keys), list(values)
+        return of_heads(self.blocks, self.heads)
 
     def deposit(self) -> Deposit:
         return Deposit(*self.of_heads(), self.notes)

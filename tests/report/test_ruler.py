@@ -116,7 +116,7 @@ def test_chance_is_called_so() -> None:
 
 def test_runs_of_one_seed_are_not_averaged() -> None:
     made = rows({"rope": 10.0})
-    with pytest.raises(ValueError, match=r"rows: other and \S+ are both RoPE, seed 0; --name of gape ruler eval"):
+    with pytest.raises(ValueError, match=r"other and \S+ are both seed 0; as RoPE they are one; --name of gape ruler"):
         ruler.methods(made + [one | {"run": "other"} for one in made])
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gape.cli.lists import numbers
-from gape.cli.options import FLOATS, INTS, NAMES, Chunk, Device
+from gape.cli.options import FLOATS, INTS, NAMES, Chunk, Device, precision_option
 
 if TYPE_CHECKING:
     import torch
@@ -63,12 +63,7 @@ def measure(
     seed: Annotated[int, typer.Option(help="Which text.")] = 0,
     device: Device = "auto",
     precision: Annotated[
-        str,
-        typer.Option(
-            "--precision",
-            "--dtype",
-            help="float32, bfloat16 (autocast), bfloat16-weights (as models are served), or auto: bfloat16 on a GPU.",
-        ),
+        str, precision_option("float32, bfloat16 (autocast), bfloat16-weights (as models are served)")
     ] = "auto",
 ) -> None:
     """Measure models dense, skipping and forgetting: forgetting.jsonl in each. What is there is not measured again."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 #: How lists show in help.
 INTS, FLOATS, NAMES = "<int,...>", "<float,...>", "<name,...>"
 
+
+def precision_option(known: str) -> Any:
+    """The option --precision, of which a command knows these beside auto."""
+    return typer.Option("--precision", "--dtype", help=f"{known}, or auto: bfloat16 on a GPU.")
+
+
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
-Precision = Annotated[
-    str,
-    typer.Option("--precision", "--dtype", help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU."),
-]
+Precision = Annotated[str, precision_option("float32, bfloat16 (autocast)")]
 Chunk = Annotated[int, typer.Option(help="Tokens that go through the model at once; longer texts take a cache.")]
 Split = Annotated[str, typer.Option(help="Documents of the corpus: heldout or train.")]
 Stratum = Annotated[str | None, typer.Option(help="Only documents of this stratum of the corpus.")]

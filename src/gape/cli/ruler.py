@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gape.cli.lists import numbers
-from gape.cli.options import INTS, NAMES, Chunk, Device
+from gape.cli.options import INTS, NAMES, Chunk, Device, precision_option
 
 if TYPE_CHECKING:
     from gape.report.results import Results
@@ -84,12 +84,7 @@ def evaluate(
     chunk: Chunk = 16384,
     device: Device = "auto",
     precision: Annotated[
-        str,
-        typer.Option(
-            "--precision",
-            "--dtype",
-            help="float32, bfloat16 (autocast; models of transformers are read in it), or auto: bfloat16 on a GPU.",
-        ),
+        str, precision_option("float32, bfloat16 (autocast; models of transformers are read in it)")
     ] = "auto",
     skip_eps: Annotated[
         float, typer.Option(help="Leave away tiles of keys that hold at most so much of a query's attention.")

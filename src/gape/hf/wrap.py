@@ -127,13 +127,13 @@ class Injected(Skips):
         if attends:
             out = past_key_values.layers[module.layer_idx].attend_projected(q, k, v, positions, position_embeddings)
             if out is not None:
-                return layout.merge(module, out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
+                return self._merged(out), None
         gate, landmark = (None, None) if self.gape is None else self.gape(q, k)
         q, k = self._rotate(q, k, positions, position_embeddings)
         if attends:
             real = past_key_values.real(attention_mask, q.size(2), q.size(0))
             out = past_key_values.layers[module.layer_idx].attend(q, k, v, gate, landmark, positions, real)
-            return layout.merge(module, out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
+            return self._merged(out), None
         k, v, landmark, k_positions = remember(past_key_values, module.layer_idx, k, v, landmark, positions, kwargs)
         sides = None
         if gate is not None and landmark is not None:
@@ -142,8 +142,12 @@ class Injected(Skips):
             q, k, v, sides, name=name, q_positions=positions, k_positions=k_positions, mask=attention_mask,
             scale=layout.scale(module), softcap=self.gape_cap, skips=self.skips,
         )  # fmt: skip
-        joined = out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
-        return layout.merge(module, joined), weights
+        return self._merged(out), weights
+
+    def _merged(self, out: Tensor) -> Tensor:
+        """(B, Hq, N, Dv) → (B, N, E)."""
+        merged: Tensor = self.gape_wiring.family.layout.merge(self, out.transpose(1, 2).flatten(2))
+        return merged
 
     def _rotate(
         self, q: Tensor, k: Tensor, positions: Tensor, embeddings: tuple[Tensor, Tensor] | None

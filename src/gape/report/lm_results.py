@@ -7,7 +7,7 @@ them of many runs, all as lines, and `runs.jsonl`, so that it can be read in pla
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,16 +209,20 @@ def _refuse_mixtures(results: Results) -> None:
                 refuse_differing(name, first, settings.get(name, {}), settings.get(first, {}))
                 if not any(question in asked for question in also):
                     refuse_differing(name, first, also[-1], asked[-1])
-            _refuse_same_seed(seeds)
+            refuse_same_seed(seeds)
 
 
-def _refuse_same_seed(seeds: dict[str, Any]) -> None:
-    """Refuse two runs of one seed, by the name of the run."""
+def refuse_same_seed(seeds: Mapping[str, Any], instead: str = "report them apart") -> None:
+    """Refuse two runs of one seed, by the name of the run, and say what to do instead.
+
+    Raises:
+        ValueError: names both.
+    """
     known: dict[Any, str] = {}
     for name, seed in seeds.items():
         other = known.setdefault(seed, name)
         if other != name:
-            raise ValueError(f"results: {name} and {other} are both seed {seed}; report them apart")
+            raise ValueError(f"results: {name} and {other} are both seed {seed}; {instead}")
 
 
 def _trained_as(run: Record) -> Record:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gape.report.lm_figures import looks
+from gape.report.lm_results import refuse_same_seed
 from gape.report.lm_summary import name, schemes
 from gape.report.results import Record, Results
 from gape.report.series import Data, NoData
@@ -141,12 +142,8 @@ def methods(rows: Iterable[Record]) -> list[Method]:
 
 def _refuse_other_seeds(method: Method, column: Column) -> None:
     """Refuse rows of one scheme and column whose mean would be of different models, or of different samples."""
-    known: dict[Any, str] = {}
-    for row in method.rows[column]:
-        other = known.setdefault(row["seed"], row["run"])
-        if other != row["run"]:
-            told = f"{row['run']} and {other} are both {method.label}, seed {row['seed']}"
-            raise ValueError(f"rows: {told}; --name of gape ruler eval names them apart, or table them apart")
+    seeds = {row["run"]: row["seed"] for row in method.rows[column]}
+    refuse_same_seed(seeds, f"as {method.label} they are one; --name of gape ruler eval tells them apart")
     if len(method.plan(column)) > 1:
         label = f"{method.label} on {_header(column)}"
         raise ValueError(f"rows: seeds of {label} were measured on different samples; table them apart")

@@ -17,7 +17,7 @@ from torch import Tensor
 from gape.ops.checks import refuse
 from gape.ops.dispatch import HALVES, MOST_PROGRAMS, TRITON_WIDTH
 from gape.ops.triton.decode_apart import pieces_between
-from gape.ops.triton.decode_kernels import last_to_finish, load_tile, merge_row
+from gape.ops.triton.decode_kernels import last_to_finish, load_tile, merge_row, store_part, weigh
 from gape.ops.triton.decode_lone import PIECE, share_of
 from gape.ops.triton.decode_plan import (
     LEAST_TILES,
@@ -98,26 +98,14 @@ def partial_grouped(
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             if CHECK:
                 s = tl.where(inside[None, :], s, float("-inf"))
-            higher = tl.maximum(top, tl.max(s, 1))
-            # Where every logit so far is −inf, 0 stands in for it so that no inf − inf arises.
-            level = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(s - level[:, None])
-            fade = tl.exp2(top - level)
-            total = total * fade + tl.sum(p, 1)
-            acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            top = higher
+            # Keys are made of anything, so that whole tiles may have no logit but −inf.
+            top, total, acc = weigh(s, v, top, total, acc, True)
             k_ptr += BLOCK_N * K_WIDTH
             v_ptr += BLOCK_N * V_WIDTH
 
     first = (batch * tl.num_programs(0) + place - split) * GROUPS
     places = first + rows * splits + split
-    empty = total == 0.0
-    safe = tl.where(empty, 1.0, total)
-    tl.store(lse_ptr + places, tl.where(empty, float("-inf"), top + tl.log2(safe)), mask=live)
-    where = part_ptr + places[:, None] * V_WIDTH + value_dims[None, :]
-    # Where nothing has weight, a value may not be a number.
-    out = tl.where(empty[:, None], 0.0, acc / safe[:, None])
-    tl.store(where, out, mask=live[:, None] & (value_dims < V_WIDTH)[None, :])
+    store_part(part_ptr, lse_ptr, places, top, total, acc, live, value_dims, V_WIDTH)
     row = batch * n_heads + head
     if last_to_finish(ticket_ptr + row, splits):
         for each in range(GROUPS):

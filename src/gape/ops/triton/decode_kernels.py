@@ -78,6 +78,33 @@ def last_to_finish(ticket_ptr, splits):
     return last
 
 
+@triton.jit
+def weigh(s, v, top, total, acc, GUARDED: tl.constexpr):
+    """The running maximum, sum and sum of values (M, V) with a tile more, of base-2 logits s (M, N) and values v.
+
+    GUARDED where a row may have seen nothing: it keeps −inf, and 0 stands in for that so that no inf − inf arises.
+    """
+    higher = tl.maximum(top, tl.max(s, 1))
+    level = tl.where(higher == float("-inf"), 0.0, higher) if GUARDED else higher
+    p = tl.exp2(s - level[:, None])
+    fade = tl.exp2(top - level)
+    total = total * fade + tl.sum(p, 1)
+    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
+def store_part(part_ptr, lse_ptr, places, top, total, acc, live, value_dims, d_v):
+    """Write a part's outputs (M, V) and base-2 log-sum-exps (M,) to their places; zeros and −inf for an empty one."""
+    empty = total == 0.0
+    safe = tl.where(empty, 1.0, total)
+    tl.store(lse_ptr + places, tl.where(empty, float("-inf"), top + tl.log2(safe)), mask=live)
+    where = part_ptr + places[:, None] * d_v + value_dims[None, :]
+    # Where nothing was seen, what stands at hidden keys may not be a number.
+    out = tl.where(empty[:, None], 0.0, acc / safe[:, None])
+    tl.store(where, out, mask=live[:, None] & (value_dims < d_v)[None, :])
+
+
 # The cache grows by a token each step: a kernel must not be compiled anew for every length.
 @triton.jit(do_not_specialize=("n_q", "n_k", "span"))
 def partial(
@@ -177,23 +204,11 @@ def partial(
                     where = (head * mask_h + m * mask_m)[:, None] + (offs.to(tl.int64) * mask_n)[None, :]
                     seen = seen & (tl.load(mask_ptr + where, mask=seen, other=0) != 0)
                 s = tl.where(seen, s, float("-inf"))
-            higher = tl.maximum(top, tl.max(s, 1))
-            # A row that has seen nothing yet keeps −inf; 0 stands in for it so that no inf − inf arises.
-            level = tl.where(higher == float("-inf"), 0.0, higher) if CHECK else higher
-            p = tl.exp2(s - level[:, None])
-            fade = tl.exp2(top - level)
-            total = total * fade + tl.sum(p, 1)
-            acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            top = higher
+            top, total, acc = weigh(s, v, top, total, acc, CHECK)
             k_ptr += BLOCK_N * k_n
             v_ptr += BLOCK_N * v_n
 
-    empty = total == 0.0
-    tl.store(lse_ptr + places, tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total))), mask=live)
-    # Where nothing was seen, what stands at hidden keys may not be a number.
-    out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
-    where = part_ptr + places[:, None] * d_v + value_dims[None, :]
-    tl.store(where, out, mask=live[:, None] & (value_dims < d_v)[None, :])
+    store_part(part_ptr, lse_ptr, places, top, total, acc, live, value_dims, d_v)
     # Two questions: with one, the second would be compiled where the first says no.
     if MERGE:  # noqa: SIM102
         if last_to_finish(ticket_ptr + tl.program_id(1) * tl.num_programs(2) + tl.program_id(2), splits):
