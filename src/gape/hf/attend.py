@@ -16,7 +16,7 @@ mask at all. The first use of a name on a device tries it on a few tokens and st
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -71,6 +71,16 @@ def our_name(name: str | None) -> str:
     return found
 
 
+def refuse_paged(kwargs: Mapping[str, Any]) -> None:
+    """Refuse the paged cache of `generate_batch`, which comes as `cache` under any name of an implementation.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if kwargs.get("cache") is not None:
+        raise refuse("cache", type(kwargs["cache"]).__name__, "None; generate runs with gates, generate_batch does not")
+
+
 def register() -> None:
     """Make the names known to `transformers`; doing it again changes nothing."""
     for name in IMPLS:
@@ -120,7 +130,7 @@ def attend(
     *,
     name: str,
     q_positions: Tensor,
-    k_positions: Tensor,
+    k_positions: Tensor | None,
     mask: Tensor | None,
     scale: float,
     softcap: float | None = None,
@@ -135,7 +145,7 @@ def attend(
         sides: the gates, or None without.
         name: the model's attention implementation.
         q_positions: integer (Nq,) or (B, Nq).
-        k_positions: integer (Nk,) or (B, Nk).
+        k_positions: integer (Nk,) or (B, Nk); None without gates, where the mask alone says who sees whom.
         mask: bool or additive (B or 1, heads or 1, Nq, at least Nk), or None where causality by index is all.
         scale: the softmax scale.
         softcap: content logits are cap · tanh(logit / cap); the bias is not capped.
@@ -167,7 +177,8 @@ def attend(
         )
     mask = None if mask is None else masks.visible(mask)
     # A chunk that follows what is cached: causality by index, under which alone a kernel may skip.
-    follows = skips is not None and mask is not None and masks.goes_on(q_positions, k_positions, mask)
+    looks = skips is not None and mask is not None
+    follows = looks and k_positions is not None and masks.goes_on(q_positions, k_positions, mask)
     seen = {} if follows else masks.seen(q_positions, k_positions, mask, q.size(2))
     if sides is None:
         return plain(q, k, v, scale=scale, **seen), None
@@ -177,11 +188,11 @@ def attend(
 
 
 def _without_room(
-    k: Tensor, v: Tensor, k_positions: Tensor, sides: Sides | None, n: int
-) -> tuple[Tensor, Tensor, Tensor, Sides | None]:
+    k: Tensor, v: Tensor, k_positions: Tensor | None, sides: Sides | None, n: int
+) -> tuple[Tensor, Tensor, Tensor | None, Sides | None]:
     """The first n keys of an empty static cache that was just filled: what lies behind them is room."""
     sides = None if sides is None else sides._replace(landmark=sides.landmark[..., :n])
-    return k[:, :, :n], v[:, :, :n], k_positions[..., :n], sides
+    return k[:, :, :n], v[:, :, :n], None if k_positions is None else k_positions[..., :n], sides
 
 
 _TRIED: set[tuple[str, str]] = set()

@@ -5,6 +5,7 @@ Shapes: B batch, Hq / Hk query / key heads, n new tokens, D and Dv widths of key
 
 from __future__ import annotations
 
+from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,13 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, seat: Any, held: Any) -> None:
         super().__init__()
         self.seat, self.held = seat, held
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttendingLayer:
+        """A copy of what is held; it serves the same layer of the same model."""
+        memo[id(self.seat)] = self.seat
+        made = copy(self)
+        made.held = deepcopy(self.held, memo)
+        return made
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, landmark: Tensor, positions: Tensor, real: Tensor | None
@@ -100,8 +108,7 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             ValueError: always.
         """
-        name = type(self).__name__.removesuffix("Layer")
-        raise ValueError(f"past_key_values: a {name} serves the model it was made for, and no other")
+        raise _other_model(type(self).__name__.removesuffix("Layer"))
 
     def get_seq_length(self) -> int:
         """Tokens that have come, kept or not."""
@@ -150,6 +157,18 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
 class AttendingCache(Cache):  # type: ignore[misc]
     """The caches of a model whose layers with gates attend through them."""
 
+    def layer(self, number: int, gates: Any, n: int) -> AttendingLayer:
+        """The cache of a layer with these gates, to which n tokens come.
+
+        Raises:
+            ValueError: it was made for another model, or an earlier call broke off.
+        """
+        layer = self.layers[number] if number < len(self.layers) else None
+        if not isinstance(layer, AttendingLayer) or layer.seat.gates is not gates:
+            raise _other_model(type(self).__name__)
+        refuse_uneven(self, number, n)
+        return layer
+
     def real(self, mask: Tensor | None, n: int, batch: int) -> Tensor | None:
         """Which of the last n tokens are no pads, by the mask of `transformers`: :func:`gape.hf.masks.real_tokens`."""
         return real_tokens(mask, n, batch)
@@ -179,6 +198,38 @@ class AttendingCache(Cache):  # type: ignore[misc]
     def spare(self) -> int:
         """Tokens that may come, one by one, before anything moves or keys are looked through."""
         return self.together.spare
+
+
+def refuse_uneven(cache: Any, number: int, n: int) -> None:
+    """Refuse a cache of `transformers` that an earlier call left when only some layers had its tokens.
+
+    Args:
+        cache: of any kind.
+        number: of the layer to which tokens come next; those before it have them.
+        n: how many.
+
+    Raises:
+        ValueError: layers hold different numbers of earlier tokens.
+    """
+    if torch.compiler.is_compiling():
+        return
+    # Such a call ends at some layer, so the first and the last differ.
+    lengths = {}
+    for each in {0, number, max(number, len(cache.layers) - 1)}:
+        length = cache.get_seq_length(each)
+        if isinstance(length, Tensor) and length.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        lengths[each] = int(length) - (n if each < number else 0)
+    least, most = min(lengths.values()), max(lengths.values())
+    if least != most:
+        raise ValueError(
+            f"past_key_values: layers hold from {least} to {most} tokens, expected as many in each; "
+            "a call broke off, begin again with a new cache"
+        )
+
+
+def _other_model(name: str) -> ValueError:
+    return ValueError(f"past_key_values: a {name} serves the model it was made for, and no other")
 
 
 def _left(length: int, tokens_to_remove: int) -> int:

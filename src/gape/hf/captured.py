@@ -70,6 +70,11 @@ class SlotCache(AttendingCache):
     def __init__(self, seats: list[Any], slots: Slots) -> None:
         super().__init__(layers=[SlotLayer(*each) for each in zip(seats, slots.layers, strict=True)])
 
+    def layer(self, number: int, gates: Any, n: int) -> AttendingLayer:
+        """The slot of a layer: the cache that it was made of is that of the model."""
+        layer: AttendingLayer = self.layers[number]
+        return layer
+
     def real(self, mask: Tensor | None, n: int, batch: int) -> None:
         """None: caches with pads are not recorded, and a mask may not be looked at."""
         return

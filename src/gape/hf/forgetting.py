@@ -20,6 +20,7 @@ from gape.gates import GAPEGates
 from gape.hf.attending import AttendingCache, AttendingLayer, in_working_precision
 from gape.hf.families import rotated_part
 from gape.hf.forgetting_limits import of_module
+from gape.hf.masks import refuse_pads_behind
 from gape.models.cache import BOUNDS, Forgets, checked_eps
 from gape.models.forgetting import ForgettingLayer
 from gape.models.forgetting_limits import least_rates
@@ -173,8 +174,7 @@ def pads(real: Tensor | None, embeddings: Tensor) -> Tensor | None:
     if real.dim() != 2:
         raise refuse("attention_mask", real, "(batch, tokens), 0 for pads, where the cache forgets")
     there = real != 0
-    if bool((there[:, :-1] & ~there[:, 1:]).any()):
-        raise ValueError("attention_mask: got pads behind a token, expected padding on the left")
+    refuse_pads_behind(there)
     return None if bool(there.all()) else there[:, -embeddings.size(1) :]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from gape.hf.attend import Sides, attend, made_mask, our_name, try_causality
+from gape.hf.attend import Sides, attend, made_mask, our_name, refuse_paged, try_causality
 from gape.hf.attending import AttendingCache
 from gape.hf.card import write_card
 from gape.hf.forgetting import pads
@@ -21,7 +21,7 @@ from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT, Block
 from gape.ops.checks import refuse
-from gape.positions import is_gated
+from gape.positions import Scheme, is_gated
 
 _FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
 
@@ -154,6 +154,7 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         Without position_ids a row counts from its first token that is no pad. Restarting position_ids (and neither mask
         nor cache) are packed documents, which do not see each other.
         """
+        refuse_paged(kwargs)
         told = self.states(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache,
             output_attentions=output_attentions, output_hidden_states=output_hidden_states,
@@ -249,18 +250,22 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         scheme, name = attention.scheme, self.config._attn_implementation
         q, k, v = _projected(attention, x)
         try_causality(name, q)
+        held = None
         if isinstance(cache, AttendingCache) and attention.gates is not None:
-            y = cache.layers[layer].attend_projected(q, k, v, positions)
+            held = cache.layer(layer, attention.gates, q.size(2))
+            y = held.attend_projected(q, k, v, positions)
             if y is not None:
                 return attention.out(y.transpose(1, 2).flatten(2)), None
         q, gate = scheme.queries(q, positions, x)
         k, side = scheme.keys(k, positions, x, None)
         gates, sides = attention.gates, None
         landmark = side if gates is not None else None
-        if isinstance(cache, AttendingCache) and gate is not None and landmark is not None:
-            y = cache.layers[layer].attend(q, k, v, gate, landmark, positions, mask)
+        if held is not None and gate is not None and landmark is not None:
+            y = held.attend(q, k, v, gate, landmark, positions, mask)
             return attention.out(y.transpose(1, 2).flatten(2)), None
-        k, v, landmark, k_positions = remember(cache, layer, k, v, landmark, positions, told, attention.head_dim)
+        k, v, landmark, k_positions = remember(
+            cache, layer, k, v, landmark, positions, told, attention.head_dim, placed=type(scheme).attend is not Scheme.attend
+        )
         if gates is not None and gate is not None and landmark is not None:
             sides = Sides(gate, landmark, gates.amplitude, attention.context_length)
 

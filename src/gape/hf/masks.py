@@ -38,9 +38,11 @@ def visible(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def seen(q_positions: Tensor, k_positions: Tensor, mask: Tensor | None, n_q: int) -> dict[str, Any]:
-    """Who sees whom, in the operator's words; the mask is bool."""
-    explicit = {"q_positions": q_positions, "k_positions": k_positions}
+def seen(q_positions: Tensor, k_positions: Tensor | None, mask: Tensor | None, n_q: int) -> dict[str, Any]:
+    """Who sees whom, in the operator's words; the mask is bool. Without positions of keys it says all."""
+    explicit: dict[str, Any] = {"q_positions": q_positions, "k_positions": k_positions}
+    if k_positions is None:
+        explicit = {"is_causal": False}
     if mask is not None:
         return {**explicit, "attn_mask": mask}
     if n_q == 1:
@@ -94,7 +96,18 @@ def _real_tokens(mask: Tensor) -> Tensor | None:
     real = visible(mask[:, -1])
     if _hides_more(mask, real):
         raise ValueError("attention_mask: hides more than pads and later tokens, which would void the proof")
+    refuse_pads_behind(real)
     return None if bool(real.all()) else real[:, -mask.size(-2) :]
+
+
+def refuse_pads_behind(real: Tensor) -> None:
+    """Refuse pads behind a token, by real tokens (B, N): attention through a cache knows pads on the left only.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if bool((real[:, :-1] & ~real[:, 1:]).any()):
+        raise ValueError("attention_mask: got pads behind a token, expected padding on the left")
 
 
 def _hides_more(mask: Tensor, real: Tensor) -> bool:

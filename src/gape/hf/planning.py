@@ -77,7 +77,7 @@ def planned(model: Any, family: Family, settings: Settings) -> Plan:
         added -= model.transformer.wpe.weight.numel()
     parameter = next(model.parameters())
     like = parameter if parameter.is_floating_point() else torch.empty(0, dtype=torch.bfloat16)
-    carried = changed * n_kv_heads * packing.columns(like.dtype) * like.element_size()
+    carried = gated * n_kv_heads * packing.columns(like.dtype) * like.element_size()
     name = our_name(model.config._attn_implementation)
     return Plan(
         model=type(model).__name__,

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gape.hf.attend import KNOWN, Sides, attend, our_name, try_causality
-from gape.hf.attending import AttendingCache
+from gape.hf.attend import KNOWN, Sides, attend, our_name, refuse_paged, try_causality
+from gape.hf.attending import AttendingCache, refuse_uneven
 from gape.hf.families import Family, family_named
 from gape.hf.packing import pack, unpack
 from gape.hf.saving import rebuilt
@@ -119,20 +119,22 @@ class Injected(Skips):
         wiring, layout = self.gape_wiring, self.gape_wiring.family.layout
         if kwargs.get("encoder_hidden_states") is not None or kwargs.get("head_mask") is not None:
             raise ValueError("encoder_hidden_states, head_mask: got a value, expected None in a layer with gates")
+        refuse_paged(kwargs)
         name = module.config._attn_implementation
         q, k, v = layout.project(module, hidden_states)
         try_causality(name, q)
         positions = _positions(kwargs, q.size(0))
-        attends = self.gape is not None and isinstance(past_key_values, AttendingCache)
-        if attends:
-            out = past_key_values.layers[module.layer_idx].attend_projected(q, k, v, positions, position_embeddings)
+        held = None
+        if self.gape is not None and isinstance(past_key_values, AttendingCache):
+            held = past_key_values.layer(module.layer_idx, self.gape, q.size(2))
+            out = held.attend_projected(q, k, v, positions, position_embeddings)
             if out is not None:
                 return self._merged(out), None
         gate, landmark = (None, None) if self.gape is None else self.gape(q, k)
         q, k = self._rotate(q, k, positions, position_embeddings)
-        if attends:
+        if held is not None:
             real = past_key_values.real(attention_mask, q.size(2), q.size(0))
-            out = past_key_values.layers[module.layer_idx].attend(q, k, v, gate, landmark, positions, real)
+            out = held.attend(q, k, v, gate, landmark, positions, real)
             return self._merged(out), None
         k, v, landmark, k_positions = remember(past_key_values, module.layer_idx, k, v, landmark, positions, kwargs)
         sides = None
@@ -203,7 +205,9 @@ def remember(
     positions: Tensor,
     told: dict[str, Any],
     at_least: int = 0,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    *,
+    placed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Put keys and values into a cache.
 
     Args:
@@ -214,19 +218,22 @@ def remember(
         positions: integer (N,) or (B, N).
         told: `cache_position` for caches of transformers 4.
         at_least: width of a cached key; it is wider where its landmark and position take more.
+        placed: whether keys carry their positions without gates too.
 
     Returns:
-        All that the cache holds: keys, values, landmarks and the keys' positions.
+        All that the cache holds: keys, values, landmarks and the keys' positions, None where keys do not carry them.
 
     Raises:
-        ValueError: a cache that is not known to leave keys as they are.
+        ValueError: a cache that is not known to leave keys as they are, or whose layers an earlier call left uneven.
     """
     if cache is None:
         return k, v, landmark, positions
     static = _layer_kind(cache, layer).startswith("Static")
+    refuse_uneven(cache, layer, k.size(2))
     learns = k.requires_grad or (landmark is not None and landmark.requires_grad)
     first = torch.is_grad_enabled() and learns and not int(cache.get_seq_length(layer))
-    packed = pack(k, landmark, positions)
+    plain = landmark is None and not placed
+    packed = k if plain else pack(k, landmark, positions)
     width, carried = k.size(-1), packed.size(-1)
     # Static layers of transformers 4 make room for values as wide as keys.
     most = max(carried, at_least, v.size(-1) if OLD and static else 0)
@@ -236,8 +243,11 @@ def remember(
     if first:
         # Nothing came before: gradients take the straight way.
         return k, v, landmark, positions
+    values = values[..., : v.size(-1)]
+    if plain:
+        return keys[..., :width], values, None, None
     k, found, k_positions = unpack(keys[..., :carried], width)
-    return k, values[..., : v.size(-1)], None if landmark is None else found, k_positions
+    return k, values, None if landmark is None else found, k_positions
 
 
 def _layer_kind(cache: Any, layer: int) -> str:
