@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gape
+from gape.models.generate import evaluating
 from tests.models.tiny import SCHEMES, VOCAB, model, tokens
 
 
@@ -109,6 +110,17 @@ def test_modes_come_back_after_an_interrupt() -> None:
     stop.remove()
     assert [module.training for module in gpt.modules()] == modes
     assert (gpt.generate(ids, 5, temperature=0) == greedy(gpt.eval(), ids, 5)).all()
+
+
+def test_a_model_is_in_eval_mode_until_the_last_of_overlapping_contexts_ends() -> None:
+    gpt = model().train()
+    first, second = evaluating(gpt), evaluating(gpt)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(module.training for module in gpt.modules())
+    second.__exit__(None, None, None)
+    assert all(module.training for module in gpt.modules())
 
 
 def test_nothing_to_add_is_the_prompt() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import gape
 from gape.models import gpt as module
 from gape.models import loss
+from gape.models.cache import ForgettingCache
 from tests.models.tiny import GATED, SCHEMES, VOCAB, config, model, tokens
 
 PAPER = {"vocab_size": 50257, "n_layer": 6, "n_head": 8, "n_embd": 512, "context_length": 1024}
@@ -297,6 +298,30 @@ def test_a_wrong_number_to_keep_leaves_the_cache_alone(keep: object) -> None:
     with pytest.raises(ValueError, match=r"^keep: "):
         gpt.hidden(tokens(2, 4), cache=cache, keep=keep)
     assert cache.length == 0
+
+
+@torch.no_grad()
+def test_tokens_of_another_model_are_refused_in_a_cache() -> None:
+    gpt, other = model(), model()
+    cache = gpt.new_cache()
+    gpt(tokens(1, 4), cache=cache)
+    with pytest.raises(ValueError, match=r"^cache: "):
+        other(tokens(1, 2), cache=cache)
+    cache.truncate(0)
+    other(tokens(1, 2), cache=cache)
+    assert cache.length == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("length", [1.5, True])
+def test_a_cache_is_cut_to_whole_numbers_of_tokens(length: object, forgets: bool) -> None:
+    gpt = model(options={"gate_floor": 1.0})
+    cache = ForgettingCache(gpt, eps=1e-3) if forgets else gpt.new_cache()
+    gpt(tokens(1, 4), cache=cache)
+    with pytest.raises(ValueError, match=r"^length: "):
+        cache.truncate(length)
+    assert cache.length == 4
 
 
 @pytest.mark.parametrize(

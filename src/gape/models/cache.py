@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from gape.models.forgetting_limits import least_rates
 from gape.models.forgetting_pace import Pace
 from gape.models.forgetting_shelf import Order
 from gape.models.slots import Block, Held, Slot
-from gape.ops.checks import described, finite, flag, refuse
+from gape.ops.checks import described, finite, flag, refuse, whole
 
 if TYPE_CHECKING:
     from gape.models.gpt import GPT
@@ -140,7 +141,7 @@ class KVCache:
         Raises:
             ValueError: length is negative or beyond what is cached.
         """
-        if not 0 <= length <= self.length:
+        if whole("length", length, 0) > self.length:
             raise refuse("length", length, f"a whole number from 0 to {self.length}, the tokens cached")
         if length == 0:
             # An empty cache goes with anything: other sizes, explicit positions or none.
@@ -164,12 +165,15 @@ LayerCache = KVCache | ForgettingLayer | Slot
 
 
 class ModelCache:
-    """The caches of a model's layers, first layer first.
+    """The caches of a model's layers, first layer first. Tokens in them are those of one model.
 
     Args:
         n_layer: number of layers.
         capacity: tokens to make room for at once, as in :class:`KVCache`.
     """
+
+    #: The model whose tokens are cached. Not held: a copy of the cache belongs to it as well.
+    _model: weakref.ref[GPT] | None = None
 
     def __init__(self, n_layer: int, capacity: int = 0) -> None:
         self.layers: Sequence[KVCache | ForgettingLayer] = [KVCache(capacity) for _ in range(n_layer)]
@@ -180,6 +184,16 @@ class ModelCache:
         made = cls(0)
         made.layers = layers
         return made
+
+    def enter(self, model: GPT) -> None:
+        """Refuse a model other than the one whose tokens are cached; an empty cache takes any.
+
+        Raises:
+            ValueError: the model is another one, or the layers hold different numbers of tokens.
+        """
+        if self.length and (self._model is None or self._model() is not model):
+            raise ValueError(f"cache: got {self.length} tokens of another model, expected an empty one or its own")
+        self._model = weakref.ref(model)
 
     @property
     def length(self) -> int:

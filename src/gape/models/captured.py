@@ -202,6 +202,7 @@ class Captured(Recorder):
     def __init__(self, model: GPT, cache: ModelCache) -> None:
         if len(cache.layers) != model.config.n_layer:
             raise refuse("cache", cache, f"a cache of {model.config.n_layer} layers")
+        cache.enter(model)
         self.model = model
         super().__init__(model, cache)
 

@@ -18,7 +18,7 @@ from gape.models.forgetting_seen import Seen
 from gape.models.forgetting_shelf import Shelf, plans
 from gape.models.slots import Held
 from gape.ops.carried import Rows, carried_form, carry
-from gape.ops.checks import refuse
+from gape.ops.checks import refuse, whole
 from gape.ops.columns import SHORT_BITS
 from gape.ops.rounding import significand_bits
 
@@ -164,7 +164,7 @@ class ForgettingLayer:
         Raises:
             ValueError: length is negative or beyond what has come, or keys were dropped that a token there could see.
         """
-        if not 0 <= length <= self.length:
+        if whole("length", length, 0) > self.length:
             raise refuse("length", length, f"a whole number from 0 to {self.length}, the tokens cached")
         if 0 < length < self._judged:
             raise refuse("length", length, f"0, or at least {self._judged}: keys were dropped for tokens from there on")

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
+from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,8 @@ def generate(
     cache: ModelCache | None = None,
 ) -> Tensor:
     """Continue prompts. The model is put into eval mode meanwhile, and back whatever happens.
+
+    Several threads may do so at once; training a model meanwhile would train it in eval mode.
 
     Args:
         model: the model.
@@ -107,16 +111,33 @@ def _step(model: GPT, cache: ModelCache, *, padded: bool) -> Callable[..., Tenso
     return lambda ids, *told: captured(ids) if cache.length else taken(ids, *told)
 
 
+#: Modules in eval mode by :func:`evaluating`: how many contexts there are, and the mode before the first.
+_EVALUATED: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()
+_LOCK = Lock()
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is in eval mode; each module is then put back into the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    """A context in which a model is in eval mode; the last to end puts each module back into the mode it was in.
+
+    Contexts may overlap, as those of several threads do.
+    """
+    with _LOCK:
+        modules = list(model.modules())
+        for module in modules:
+            count, training = _EVALUATED.get(module, (0, module.training))
+            _EVALUATED[module] = count + 1, training
+        model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        with _LOCK:
+            for module in modules:
+                count, training = _EVALUATED.pop(module)
+                if count > 1:
+                    _EVALUATED[module] = count - 1, training
+                else:
+                    module.training = training
 
 
 def _draw(

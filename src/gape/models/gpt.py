@@ -312,8 +312,9 @@ class GPT(nn.Module):
         if cache is not None:
             if len(cache.layers) != self.config.n_layer:
                 raise refuse("cache", cache, f"a cache of {self.config.n_layer} layers")
-            # Reading the length refuses a cache that a call left uneven.
-            _ = cache.length
+            if isinstance(cache, ModelCache):
+                # Not the slots of a recorded step, which are those of such a cache.
+                cache.enter(self)
 
 
 def _last(x: Tensor, rows: int) -> Tensor:
