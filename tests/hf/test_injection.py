@@ -159,6 +159,12 @@ def test_dropout_that_is_left_out_is_said(caplog):
     assert "dropout" in caplog.text
 
 
+@pytest.mark.parametrize(("start", "warnings"), [("identity", 1), ("paper", 0)])
+def test_a_floor_under_gates_that_cannot_act_is_said(start, warnings, caplog):
+    gape.hf.inject(tiny("llama"), context_length=16, start=start, gates={"gate_floor": 4.0})
+    assert len(caplog.records) == warnings
+
+
 @pytest.mark.parametrize("position", [None, "rope"])
 def test_additive_masks_hide_what_they_hide(position):
     model, ids = tiny("llama"), tokens(1, 12)

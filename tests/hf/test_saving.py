@@ -109,6 +109,18 @@ def test_half_precision_on_disk_or_on_load_leaves_the_gates_alone(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "cast")
 
 
+@pytest.mark.parametrize(("strength", "warnings"), [(0.0, 0), (2e-4, 1), (0.1, 0)])
+def test_gates_that_learned_too_little_to_act_are_said_once(strength, warnings, tmp_path, caplog):
+    model = gape.hf.inject(tiny("llama"), context_length=16, start="paper", gates={"gate_floor": 4.0})
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.gape.strength.fill_(strength)
+    model.save_pretrained(tmp_path)
+    if strength:
+        gape.hf.ForgettingCache(model, eps=1e-3)
+    assert sum(record.name == "gape.hf" for record in caplog.records) == warnings
+
+
 def test_transformers_alone_does_not_load_it_without_gates(saved):
     code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(saved)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -20,6 +20,7 @@ from gape.gates import GAPEGates
 from gape.hf.attending import AttendingCache, AttendingLayer, in_working_precision
 from gape.hf.families import rotated_part
 from gape.hf.forgetting_limits import of_module
+from gape.hf.gates import warn_of_idle
 from gape.hf.masks import refuse_pads_behind
 from gape.models.cache import BOUNDS, Forgets, checked_eps
 from gape.models.forgetting import ForgettingLayer
@@ -118,6 +119,7 @@ class ForgettingCache(Forgets, AttendingCache):
                 )
             held = None if seat is None else ForgettingLayer(seat, limits, eps=eps, bounds=bounds, pace=pace)
             layers.append(DynamicLayer() if held is None else ForgettingCacheLayer(seat, held))
+        warn_of_idle(model)
         super().__init__(layers=layers)
 
     def fresh(self, eps: float) -> ForgettingCache:

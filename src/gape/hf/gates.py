@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -11,6 +14,13 @@ from torch import Tensor, nn
 from gape.gates import GAPEGates
 from gape.hf.settings import MARKED, STARTS, Settings
 from gape.ops.checks import refuse
+
+log = logging.getLogger("gape.hf")
+#: Γ·(1 + floor) below which a key loses less than a hundredth of a nat over T tokens.
+IDLE = 0.01
+#: What lets gates act.
+REMEDY = "start='paper' lets gates act at once, and about ten times the learning rate of the rest lets them learn"
+_WARNED: WeakSet[nn.Module] = WeakSet()
 
 
 class RetrofitGates(GAPEGates):
@@ -78,6 +88,24 @@ class RetrofitGates(GAPEGates):
         refuse_other_length(state_dict.get(f"{prefix}context_length"), self.length, prefix)
         refuse_other_settings(state_dict.get(f"{prefix}settings"), self.told, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def warn_of_idle(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
+    """Warn once for a model whose gates have learned and yet change nothing. Those that never learned are at 0.
+
+    Args:
+        model: with gates or without.
+        state: its tensors where they are not in its modules.
+    """
+    most = 0.0
+    for name, gates in model.named_modules():
+        if isinstance(gates, RetrofitGates):
+            strength = gates.strength if state is None else state.get(f"{name}.strength", gates.strength)
+            floors = torch.tensor(gates.gate_floor)
+            most = max([most, *(strength.detach().cpu().float().abs() * (1 + floors)).tolist()])
+    if 0 < most < IDLE and model not in _WARNED:
+        _WARNED.add(model)
+        log.warning("gates cannot act: no strength is above %.1g, so nothing fades; %s", most, REMEDY)
 
 
 def refuse_other_length(stored: Tensor | None, own: int, where: str) -> None:

@@ -16,7 +16,7 @@ from gape.hf import gpt2
 from gape.hf.attend import our_name
 from gape.hf.auto import config_class, model_class
 from gape.hf.families import Family, family_of, rope_theta, rotated_part
-from gape.hf.gates import RetrofitGates
+from gape.hf.gates import REMEDY, RetrofitGates
 from gape.hf.learn import freeze, qk_modules
 from gape.hf.planning import Plan, planned
 from gape.hf.saving import MODULE, Saved
@@ -74,6 +74,8 @@ def inject(
     model.config.gape = settings.to_dict()
     model.__class__, model.config.__class__ = model_class(model.__class__), config_class(model.config.__class__)
     install(model, settings)
+    if start == "identity" and any(max(m.gate_floor) > 0 for m in model.modules() if isinstance(m, RetrofitGates)):
+        log.warning("gate_floor: Γ is 0 at an identity start, where nothing fades until gates learn; %s", REMEDY)
     freeze(model, learn)
     model.gape_undo["frozen"] = undo
     return model

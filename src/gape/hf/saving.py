@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gape.hf.card import write_card
-from gape.hf.gates import RetrofitGates, refuse_other_length, refuse_other_settings
+from gape.hf.gates import RetrofitGates, refuse_other_length, refuse_other_settings, warn_of_idle
 from gape.hf.settings import Settings
 
 #: The name under which an attention module keeps its gates; for PEFT's modules_to_save.
@@ -44,6 +44,7 @@ class Saved:
         model: Any = self
         state = kwargs.get("state_dict") or model.state_dict()
         self.config.gape["checksum"] = gate_checksum(state)
+        warn_of_idle(model, state)
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
             write_card(Path(save_directory), model)
