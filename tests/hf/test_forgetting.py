@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,6 +283,15 @@ def test_layers_without_gates_keep_everything_on_request() -> None:
 def test_what_cannot_be_promised_is_refused(model: Any, given: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         ForgettingCache(model(), **({"eps": 1e-3} | given))
+
+
+@pytest.mark.parametrize("name", ["forgetting", "hf"])
+def test_examples_in_the_docs_run(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, f"docs/{name}.md", "exec"), names)
+    assert names["cache"].get_seq_length() > 20
 
 
 def test_what_would_void_the_proof_is_refused() -> None:
