@@ -177,8 +177,7 @@ def attend(
         )
     mask = None if mask is None else masks.visible(mask)
     # A chunk that follows what is cached: causality by index, under which alone a kernel may skip.
-    looks = skips is not None and mask is not None
-    follows = looks and k_positions is not None and masks.goes_on(q_positions, k_positions, mask)
+    follows = skips is not None and mask is not None and masks.goes_on(q_positions, k_positions, mask)
     seen = {} if follows else masks.seen(q_positions, k_positions, mask, q.size(2))
     if sides is None:
         return plain(q, k, v, scale=scale, **seen), None

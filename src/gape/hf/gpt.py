@@ -263,9 +263,9 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if held is not None and gate is not None and landmark is not None:
             y = held.attend(q, k, v, gate, landmark, positions, mask)
             return attention.out(y.transpose(1, 2).flatten(2)), None
-        k, v, landmark, k_positions = remember(
-            cache, layer, k, v, landmark, positions, told, attention.head_dim, placed=type(scheme).attend is not Scheme.attend
-        )
+        # A bias of the scheme's own goes by positions too.
+        own, width = type(scheme).attend is not Scheme.attend, attention.head_dim
+        k, v, landmark, k_positions = remember(cache, layer, k, v, landmark, positions, told, width, placed=own)
         if gates is not None and gate is not None and landmark is not None:
             sides = Sides(gate, landmark, gates.amplitude, attention.context_length)
 

@@ -55,12 +55,12 @@ def seen(q_positions: Tensor, k_positions: Tensor | None, mask: Tensor | None, n
     return {"q_positions": q_positions, "k_positions": q_positions, "attn_mask": index}
 
 
-def goes_on(q_positions: Tensor, k_positions: Tensor, mask: Tensor) -> bool:
+def goes_on(q_positions: Tensor, k_positions: Tensor | None, mask: Tensor) -> bool:
     """Whether keys (.., Nk) count on without a gap, the queries are the last of them, and a bool mask says no more.
 
     A compiled graph may not look: there it is False.
     """
-    if torch.compiler.is_compiling() or not consecutive(k_positions):
+    if k_positions is None or torch.compiler.is_compiling() or not consecutive(k_positions):
         return False
     last = k_positions[..., -mask.size(-2) :]
     return torch.equal(q_positions.expand_as(last), last) and _lower_right(mask)

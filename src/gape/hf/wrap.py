@@ -132,7 +132,7 @@ class Injected(Skips):
                 return self._merged(out), None
         gate, landmark = (None, None) if self.gape is None else self.gape(q, k)
         q, k = self._rotate(q, k, positions, position_embeddings)
-        if held is not None:
+        if held is not None and gate is not None and landmark is not None:
             real = past_key_values.real(attention_mask, q.size(2), q.size(0))
             out = held.attend(q, k, v, gate, landmark, positions, real)
             return self._merged(out), None
