@@ -95,14 +95,15 @@ def warn_of_idle(model: nn.Module, state: Mapping[str, Tensor] | None = None) ->
 
     Args:
         model: with gates or without.
-        state: its tensors where they are not in its modules.
+        state: its tensors; None takes those of its modules, which may be parts of them where a model is spread.
     """
     most = 0.0
     for name, gates in model.named_modules():
         if isinstance(gates, RetrofitGates):
-            strength = gates.strength if state is None else state.get(f"{name}.strength", gates.strength)
-            floors = torch.tensor(gates.gate_floor)
-            most = max([most, *(strength.detach().cpu().float().abs() * (1 + floors)).tolist()])
+            strength = gates.strength if state is None else state.get(f"{name}.strength")
+            if strength is not None:
+                strengths = strength.detach().abs().tolist()
+                most = max(most, *(s * (1 + floor) for s, floor in zip(strengths, gates.gate_floor, strict=True)))
     if 0 < most < IDLE and model not in _WARNED:
         _WARNED.add(model)
         log.warning("gates cannot act: no strength is above %.1g, so nothing fades; %s", most, REMEDY)

@@ -191,7 +191,7 @@ class ModelCache:
         Raises:
             ValueError: the model is another one, or the layers hold different numbers of tokens.
         """
-        if self.length and (self._model is None or self._model() is not model):
+        if self.length and self._model is not None and self._model() is not model:
             raise ValueError(f"cache: got {self.length} tokens of another model, expected an empty one or its own")
         self._model = weakref.ref(model)
 
