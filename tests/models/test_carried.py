@@ -56,6 +56,35 @@ def test_rank2_in_bfloat16_does_not() -> None:
     assert error(carried(case.tensors, "rank2", 0, 1024), exact) > 10 * plain_error(case.tensors)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "form", "far"),
+    [
+        (torch.bfloat16, "split", 2**24),
+        (torch.float16, "split", 2**23),
+        (torch.float32, "rank2", 2**24),
+        (torch.float64, "split", 2**46),
+    ],
+)
+def test_positions_too_far_from_zero_are_refused(dtype: torch.dtype, form: str, far: int) -> None:
+    case = random_case(batch=1, n_q=1, n_k=4, value_dim=16, dtype=dtype)
+    assert carried(case.tensors, form, 0, 1024).isfinite().all()
+    for first in (far, -far):
+        with pytest.raises(ValueError, match=r"^positions: "):
+            carried(case.tensors, form, first, 1024)
+
+
+@torch.no_grad()
+def test_a_compiled_graph_gives_no_number_for_them() -> None:
+    """It cannot look at positions without breaking."""
+    k, landmark = torch.zeros(1, 1, 2, 8), torch.rand(1, 1, 2)
+
+    def keys(positions: torch.Tensor) -> torch.Tensor:
+        return carry(k, landmark, positions, form="split", context_length=1024)
+
+    rows = torch.compile(keys, backend="eager", fullgraph=True)(torch.tensor([7, 2**24]))
+    assert rows.isnan().any(-1).tolist() == [[[False, True]]]
+
+
 def decode_error(position: str, **options: object) -> float:
     """Of eight tokens behind 16,384 others in a bfloat16 layer, one by one, against the same weights in float64."""
     torch.manual_seed(0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import gape
 from tests.ops.cases import Case, layouts, random_case
@@ -31,7 +33,7 @@ def test_float64_equals_reference(name: str, impl: str) -> None:
 @pytest.mark.parametrize("impl", FUSED)
 def test_chunked_queries_equal_reference(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gape.ops.sdpa.MASK_ROWS", 17)
-    for name in ("packed", "shuffled", "mask with empty rows", "left padding"):
+    for name in ("packed", "shuffled", "mask with empty rows", "left padding", "mask per head"):
         expected, got = run(LAYOUTS[name], "reference"), run(LAYOUTS[name], impl)
         for key, value in expected.items():
             torch.testing.assert_close(got[key], value, atol=1e-9, rtol=1e-9)
@@ -113,3 +115,60 @@ def test_padding_side_does_not_matter() -> None:
 def _pad(x: torch.Tensor, pads: tuple[int, int]) -> torch.Tensor:
     before, after = (torch.randn(*x.shape[:2], n, *x.shape[3:], dtype=x.dtype) for n in pads)
     return torch.cat([before, x, after], dim=2)
+
+
+def broken_rows(out: torch.Tensor) -> list[bool]:
+    return out.isnan().any(-1)[0, 0].tolist()
+
+
+@pytest.mark.parametrize("impl", ["reference", *FUSED])
+@pytest.mark.parametrize("n", [1, 7, 15, 20])
+@pytest.mark.parametrize("name", ["q", "k", "gate", "landmark"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_is_not_a_number_shows_in_every_row_that_sees_it(dtype: torch.dtype, name: str, n: int, impl: str) -> None:
+    """Also where keys are few, of which torch's kernel for a CPU makes zeros, and in no earlier row."""
+    case, at = random_case(batch=1, n_q=n, n_k=n, dtype=dtype), n // 2
+    case.tensors[name][:, :, at] = torch.nan
+    own = name in ("q", "gate")
+    seeing = [row == at if own else row >= at for row in range(n)]
+    assert broken_rows(gape.gated_attention(**case.tensors, **case.options, impl=impl)) == seeing
+
+
+@pytest.mark.parametrize("impl", ["reference", *FUSED])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_broken_hidden_key_reaches_no_more_rows_than_in_plain_attention(value: float, impl: str) -> None:
+    """Hidden by a mask; a broken landmark is no worse than a broken key."""
+    mask = torch.ones(63, 63, dtype=torch.bool).tril()
+    mask[:, 5] = False
+    for name in ("k", "v", "landmark"):
+        case = random_case(batch=1, heads=2, dtype=torch.float32, attn_mask=mask)
+        case.tensors[name][:, :, 5] = value
+        out = broken_rows(gape.gated_attention(**case.tensors, **case.options, impl=impl))
+        k, v = (case.tensors[x].clone() for x in "kv")
+        if name == "landmark":
+            k[:, :, 5] = value
+        plain = broken_rows(torch.nn.functional.scaled_dot_product_attention(case.tensors["q"], k, v, attn_mask=mask))
+        assert all(worst for row, worst in zip(out, plain, strict=True) if row)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-(10**9), 10**9), min_size=1, max_size=12),
+    st.sampled_from([0, 2**40, -(2**40), 2**45]),
+    st.floats(0, 100),
+    st.sampled_from([(torch.float64, 1e-9), (torch.float32, 5e-5)]),
+)
+def test_any_positions_equal_reference(
+    positions: list[int], offset: int, strength: float, precision: tuple[torch.dtype, float]
+) -> None:
+    """Shuffled, repeated, negative, far from zero and far apart."""
+    dtype, tolerance = precision
+    where = torch.tensor(positions) + offset
+    case = random_case(
+        n_q=len(positions), n_k=len(positions), strength=strength, dtype=dtype, q_positions=where, k_positions=where
+    )
+    got = gape.gated_attention(**case.tensors, **case.options)
+    exact = gape.gated_attention(
+        **{name: x.double() for name, x in case.tensors.items()}, **case.options, impl="reference"
+    )
+    torch.testing.assert_close(got.double(), exact, atol=tolerance, rtol=tolerance)

@@ -17,10 +17,12 @@ from tests.ops.cases import random_case
 GPU = "NVIDIA H200"
 
 
-def problem(dtype: torch.dtype = torch.bfloat16, *, learns: bool = False, n_q: int = 8, n_k: int = 8) -> Problem:
+def problem(
+    dtype: torch.dtype = torch.bfloat16, *, learns: bool = False, n_q: int = 8, n_k: int = 8, **seen: object
+) -> Problem:
     case = random_case(n_q=n_q, n_k=n_k, batch=1, heads=1, kv_heads=1, dim=4, value_dim=4)
     tensors = {n: x.to(dtype) if n in "qkv" else x.requires_grad_(learns) for n, x in case.tensors.items()}
-    return _problem(*tensors.values(), 32, None, False)
+    return _problem(*tensors.values(), 32, None, False, **seen)
 
 
 def rule(**options: object) -> dispatch.Rule:
@@ -53,6 +55,18 @@ def test_few_queries_on_a_gpu_go_to_the_decode_kernel(monkeypatch: pytest.Monkey
     assert dispatch.portable(problem(torch.float32))[0] != "decode"
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     assert dispatch.portable(problem())[0] == "split"
+
+
+def test_explicit_positions_on_a_gpu_are_taken_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be far apart, and reading them would wait for the device."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
+    where = {"n_q": 17, "n_k": 17, "q_positions": torch.arange(17), "k_positions": torch.arange(17)}
+    given = [problem(torch.float32, **where), problem(**where), problem(torch.float16, learns=True, **where)]
+    assert [dispatch.portable(each)[0] for each in given] == ["triton"] * 3
+    assert dispatch.portable(problem(torch.float64, **where))[0] == "rank2"
+    monkeypatch.setattr(dispatch, "significand_bits", lambda x: 11)
+    assert dispatch.portable(given[0])[0] == "split"
 
 
 def test_a_measured_rule_speaks_for_its_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:

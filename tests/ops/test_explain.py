@@ -49,6 +49,19 @@ def test_strict_refuses_quadratic_ways(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "math backend" in caplog.text
 
 
+def test_queries_too_far_apart_are_explained_and_refused() -> None:
+    positions = torch.tensor([0, 1, 10**7, 10**7 + 1])
+    case = random_case(
+        n_q=4, n_k=4, strength=100.0, dtype=torch.float32, q_positions=positions, k_positions=positions
+    )  # fmt: skip
+    plan = gape.explain(**case.tensors, **case.options)
+    assert plan.backends == ("reference",)
+    assert plan.quadratic
+    assert "definition" in plan.reason
+    with pytest.raises(ValueError, match=r"^strict: .*reference"):
+        gape.gated_attention(**case.tensors, **case.options, strict=True)
+
+
 def test_explain_refuses_what_the_operator_refuses() -> None:
     case = random_case()
     with pytest.raises(ValueError, match=r"^dropout: "):

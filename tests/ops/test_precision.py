@@ -75,6 +75,30 @@ def test_float32_keeps_the_bias_at_large_positions(offset: int, impl: str) -> No
     assert output_error(case, impl) < 1e-6
 
 
+@pytest.mark.parametrize("spread", [10**7, 2**40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_queries_far_apart_keep_the_bias(dtype: torch.dtype, spread: int) -> None:
+    """Clusters of near keys, which decide, at any distance from an anchor; no worse than twice the definition."""
+    positions = (torch.linspace(0, 1, 8, dtype=torch.float64) * spread).long().repeat_interleave(8)
+    positions += torch.arange(8).repeat(8)
+    case = random_case(
+        n_q=64, n_k=64, strength=200.0, context_length=1024, dtype=dtype, q_positions=positions, k_positions=positions
+    )
+    assert output_error(case, "auto") <= 2 * output_error(case, "reference") + 1e-9
+
+
+def test_float32_chunks_have_their_own_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries in order, which a mask cuts into chunks: each is near its own anchor."""
+    monkeypatch.setattr("gape.ops.sdpa.MASK_ROWS", 64)
+    positions = torch.arange(1024)
+    case = random_case(
+        batch=1, n_q=1024, n_k=1024, strength=2000.0, context_length=256, dtype=torch.float32,
+        q_positions=positions, k_positions=positions,
+    )  # fmt: skip
+    assert gape.explain(**case.tensors, **case.options).backends == ("flash",)
+    assert output_error(case, "auto") < 3e-6
+
+
 @pytest.mark.parametrize("pad", [-(10**6), -(2**31), 2**31 - 1])
 def test_positions_of_pads_do_not_matter(pad: int) -> None:
     positions = torch.arange(100)

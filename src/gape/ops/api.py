@@ -96,7 +96,8 @@ class Plan:
     Attributes:
         impl: the implementation, and
         reason: why it is the one.
-        backends: the backends of `scaled_dot_product_attention`, one per distinct kind of call.
+        backends: the backends of `scaled_dot_product_attention`, one per distinct kind of call; "reference" for chunks
+            of queries whose positions are too far apart for coordinates.
         quadratic: whether any of them keeps an Nq × Nk matrix of logits.
         pairs: "full", "causal", "lower-right" or "dense" (a mask tensor, made for a chunk of queries at a time).
         chunks: number of attention calls.
@@ -155,9 +156,9 @@ def gated_attention(
         landmark: (B, Hk, Nk), 0 ≤ l_j ≤ 1.
         amplitude: (Hq,), Γ_h ≥ 0.
         context_length: T, a positive number: the training length, never that of the batch.
-        q_positions, k_positions: integer, (N,) or (B, N), in any order, repeated or negative. Default: keys
-            0 … Nk − 1, queries the last Nq of the keys' positions. Leave them out where the default is meant:
-            causality then needs no mask tensor.
+        q_positions, k_positions: integer, (N,) or (B, N), in any order, repeated or negative, between −2⁴⁶ and 2⁴⁶.
+            Default: keys 0 … Nk − 1, queries the last Nq of the keys' positions. Leave them out where the default is
+            meant: causality then needs no mask tensor.
         q_documents, k_documents: integer (B, N); only equal ids see each other. Given together.
         attn_mask: bool, broadcastable to (B, Hq, Nq, Nk); True may attend.
         is_causal: a key is seen only from its own position or a later one. Distance is signed, so with False
@@ -167,7 +168,7 @@ def gated_attention(
         impl: "auto", or one of :func:`available_implementations`.
         eps: weight that may be dropped, in all and for any query; 0 drops nothing. Kernels that skip tiles leave away
             what provably has no more (`docs/skipping.md`), others ignore it. Forward and backward agree.
-        check: also check the values of the gates (this waits for the device).
+        check: also check the values of the gates, and of positions on a GPU (this waits for the device).
         strict: refuse an implementation or backend that keeps an Nq × Nk matrix.
 
     Returns:
@@ -261,9 +262,11 @@ def explain(
             count += 1
             backends.append(call.backend())
         distinct = tuple(dict.fromkeys(backends))
+        if "reference" in distinct:
+            reason += ", and the definition for queries too far apart"
         return Plan(
-            impl=name, reason=reason, backends=distinct, quadratic="math" in distinct, pairs=problem.seen.kind,
-            chunks=count, width=call.q.size(-1), value_width=call.v.size(-1),
+            impl=name, reason=reason, backends=distinct, quadratic=not sdpa.QUADRATIC.isdisjoint(distinct),
+            pairs=problem.seen.kind, chunks=count, width=call.q.size(-1), value_width=call.v.size(-1),
         )  # fmt: skip
 
 
@@ -315,8 +318,11 @@ def _problem(
     checks.floats("gate", gate, (batch, n_heads, n_q), q.device, "(B, Hq, Nq)")
     checks.floats("landmark", landmark, (batch, n_kv_heads, n_k), q.device, "(B, Hk, Nk)")
     checks.floats("amplitude", amplitude, (n_heads,), q.device, "(Hq,)")
+    visibility = checks.visibility(q, k, **seen)
     if checks.flag("check", check):
         checks.gate_values(gate, landmark, amplitude)
+        checks.position_values("q_positions", visibility.q_positions)
+        checks.position_values("k_positions", visibility.k_positions)
     dtype = bias_dtype(q.dtype)
     return Problem(
         q=q,
@@ -327,7 +333,7 @@ def _problem(
         amplitude=amplitude.to(dtype),
         context_length=checks.positive_number("context_length", context_length),
         scale=width**-0.5 if scale is None else checks.positive_number("scale", scale),
-        seen=checks.visibility(q, k, **seen),
+        seen=visibility,
     )
 
 

@@ -8,8 +8,9 @@ choose anew for each call cannot be chosen here: positions are counted from 0, t
     split   query [−(c·i)₁, −(c·i)₂, −(c·i)₃, c, c, c] / scale  key [u, u, u, (u·j)₁, (u·j)₂, (u·j)₃]
 
 c·i and u·j are good to 24 bits, in half precision too, so a logit is off by about 2⁻²⁴·c·i. Beside the rounding of half
-precision that is nothing while c·i = Γ·g·i/T, what a query would lose at position 0, stays below 100,000, and positions
-below 2²⁴ (2²³ in float16). `docs/model.md` has the figures.
+precision that is nothing while c·i = Γ·g·i/T, what a query would lose at position 0, stays below 100,000. Positions
+from :func:`furthest` on are refused where they can be read without waiting for a device. Elsewhere, on a GPU and in a
+compiled graph, their rows are not a number, and neither is what attends to them. `docs/model.md` has the figures.
 """
 
 from __future__ import annotations
@@ -122,6 +123,14 @@ def carried_form(impl: str, room: int, like: Tensor) -> str | None:
     return "rank2" if room >= COLUMNS["rank2"] and significand_bits(like) > 11 else None
 
 
+def furthest(dtype: torch.dtype) -> int:
+    """What positions of rows in `dtype` stay below in size: 2²⁴, about 2²³ in float16, and any bound in float64."""
+    if dtype == torch.float64:
+        return checks.FURTHEST
+    # float32 tells neighbours apart up to the one, float16 holds a key's share up to the other.
+    return min(2**24, int(torch.finfo(dtype).max / 2 * UNIT))
+
+
 def carry(
     k: Tensor, landmark: Tensor, positions: Tensor, *, form: str, context_length: float, width: int | None = None
 ) -> Tensor:
@@ -130,7 +139,7 @@ def carry(
     Args:
         k: (B, Hk, N, D), already rotated.
         landmark: (B, Hk, N), in float32 or float64.
-        positions: integer (N,) or (B, N).
+        positions: integer (N,) or (B, N), below :func:`furthest` in size.
         form: "split" or "rank2".
         context_length: T.
         width: pad with zeros to this width; None leaves D + 6 or D + 2.
@@ -139,9 +148,10 @@ def carry(
         (B, Hk, N, width) in k's dtype.
 
     Raises:
-        ValueError: unknown form, or a width that is too small.
+        ValueError: unknown form, a width that is too small, or positions too far from 0.
     """
     width = _wide_enough(k.size(-1), _known(form), width)
+    positions = _near(positions, k, form, landmark)
     if form == "rank2":
         return _joined(k, rank2.key_columns(landmark, positions, context_length, k.dtype), width)
     if _in_one_launch(k, landmark):
@@ -202,9 +212,10 @@ def carried_queries(
     The arguments are those of :func:`carried_attention`; `width` is that of the keys, D + 6 or D + 2 when None.
 
     Raises:
-        ValueError: unknown form, or a width that is too small.
+        ValueError: unknown form, a width that is too small, or positions too far from 0.
     """
     width = _wide_enough(q.size(-1), _known(form), width)
+    positions = _near(positions, q, form, gate, amplitude)
     if form == "rank2":
         strength = amplitude[:, None] * gate / scale
         return _joined(q, rank2.query_columns(strength, positions, context_length, q.dtype), width)
@@ -241,6 +252,18 @@ def _wide_enough(content: int, form: str, width: int | None) -> int:
     if width is not None and width < least:
         raise checks.refuse("width", width, f"at least {content} + {COLUMNS[form]}, content and bias")
     return least if width is None else width
+
+
+def _near(positions: Tensor, rows: Tensor, form: str, *sides: Tensor) -> Tensor:
+    """Positions that `rows` can carry: others are refused where they can be read, and not a number elsewhere."""
+    if checks.readable(positions):
+        checks.position_values("positions", positions, furthest(rows.dtype))
+        return positions
+    if form == "split" and _in_one_launch(rows, *sides):
+        # The kernel looks itself.
+        return positions
+    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
+    return positions.to(dtype).masked_fill(positions.abs() >= furthest(rows.dtype), torch.nan)
 
 
 def _in_one_launch(x: Tensor, *sides: Tensor) -> bool:

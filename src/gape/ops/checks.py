@@ -14,6 +14,10 @@ from gape.ops.visibility import Visibility
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
+#: Positions lie between −FURTHEST and FURTHEST, both excluded. Every difference of two is then exact, in int64, in
+#: float64 and in the two float32 numbers that kernels take it apart into.
+FURTHEST = 2**46
+
 
 def described(x: Any) -> str:
     """What came, in few words."""
@@ -158,7 +162,23 @@ def positions(name: str, x: Any, batch: int, n: int, device: torch.device) -> Te
         raise refuse(name, x, f"shape ({n},) or ({batch}, {n})")
     if x.device != device:
         raise refuse(name, x, f"a tensor on {device}, where q is")
+    if readable(x):
+        position_values(name, x)
     return x.to(torch.int64)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether values of x can be read now: that waits for no device and breaks no compiled graph."""
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def position_values(name: str, x: Tensor | None, furthest: int = FURTHEST) -> None:
+    """Positions between −furthest and furthest, both excluded; reads the data, which waits for the device."""
+    if x is None or x.numel() == 0:
+        return
+    worst = max((int(end) for end in x.aminmax()), key=abs)
+    if abs(worst) >= furthest:
+        raise refuse(name, worst, f"positions between {-furthest:,} and {furthest:,}")
 
 
 def documents(name: str, x: Any, batch: int, n: int, device: torch.device) -> Tensor | None:

@@ -135,6 +135,8 @@ def portable(problem: Problem) -> tuple[str, str]:
     dtype = _name(problem.q.dtype)
     if decodes(problem.q, problem.k, problem.v, learns=needs_gradient(problem)):
         return "decode", f"reads keys as they lie, for up to {DECODE_QUERIES} queries at any length"
+    if _anywhere_on_gpu(problem) and cannot("triton", problem) is None:
+        return "triton", "takes distances pair by pair, however far apart explicit positions are"
     if problem.q.dtype in HALVES:
         if problem.gates_learn and problem.seen.n_q > columns.ANCHORED_ROWS:
             return "anchored", f"exact gate gradients beyond {columns.ANCHORED_ROWS:,} queries"
@@ -142,6 +144,12 @@ def portable(problem: Problem) -> tuple[str, str]:
     if significand_bits(problem.q) <= 11:
         return "split", "TF32 products would ruin the two-coordinate form"
     return "rank2", f"two coordinates are enough in {dtype}"
+
+
+def _anywhere_on_gpu(problem: Problem) -> bool:
+    """Whether positions may be far apart and cannot be read: explicit ones on a GPU. TF32 keeps less than they cost."""
+    exact = problem.q.dtype in HALVES or significand_bits(problem.q) > 11
+    return problem.q.is_cuda and not problem.seen.index_order and exact
 
 
 def decodes(q: Tensor, k: Tensor, v: Tensor, *, learns: bool) -> bool:
@@ -243,10 +251,14 @@ CANNOT: dict[str, Callable[[Problem], str | None]] = {
 }
 
 
+#: What speaks against coordinates where :func:`_anywhere_on_gpu` says yes.
+_FAR = "loses the bias where explicit positions are far apart, which is not read on a GPU"
+
+
 def _rank2_remark(problem: Problem) -> str:
     if problem.q.dtype in HALVES:
         return f"loses the bias to rounding in {_name(problem.q.dtype)}"
-    return "loses the bias where products are rounded to TF32"
+    return _FAR if _anywhere_on_gpu(problem) else "loses the bias where products are rounded to TF32"
 
 
 def _split_remark(problem: Problem) -> str:
@@ -254,7 +266,7 @@ def _split_remark(problem: Problem) -> str:
         return f"gradients of the gates get noisy beyond {columns.ANCHORED_ROWS:,} queries"
     if decodes(problem.q, problem.k, problem.v, learns=needs_gradient(problem)):
         return "copies all keys for a few queries"
-    return "takes more coordinates"
+    return _FAR if _anywhere_on_gpu(problem) else "takes more coordinates"
 
 
 def _anchored_remark(problem: Problem) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,23 @@ class Problem:
     context_length: float
     scale: float
     seen: Visibility
+
+    def rows(self, start: int, stop: int) -> Problem:
+        """The same for queries start … stop − 1 and the keys that any of them may see."""
+        seen = self.seen
+        if seen.index_order and not seen.is_causal:
+            # Of all keys, these queries are no longer the last.
+            seen = replace(seen, **dict(zip(("q_positions", "k_positions"), seen.positions(), strict=True)))
+        seen = seen.rows(start, stop)
+        return replace(
+            self,
+            q=self.q[:, :, start:stop],
+            k=self.k[:, :, : seen.n_k],
+            v=self.v[:, :, : seen.n_k],
+            gate=self.gate[:, :, start:stop],
+            landmark=self.landmark[:, :, : seen.n_k],
+            seen=seen,
+        )
 
     @property
     def rate(self) -> Tensor:

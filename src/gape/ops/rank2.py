@@ -1,7 +1,7 @@
 """The paper's form: two extra coordinates carry M = c_i · (j·u_j + i·l_j), equal to the bias after softmax.
 
 Its two terms are large and cancel, so what a dtype rounds grows with position. In float32 and float64 positions are
-counted from the middle of the queries, which softmax does not see, and little is lost. In bfloat16 and float16 the
+counted from the middle of a call's queries, which softmax does not see, and little is lost. In bfloat16 and float16 the
 form is kept as the paper has it, absolute positions included, to compare with; `split` is the one to use there.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gape.ops import sdpa
 from gape.ops.problem import Problem, beside_heads, bias_dtype
+from gape.ops.scattered import exact_call
 
 #: Width of the columns.
 COLUMNS = 2
@@ -33,14 +34,17 @@ def key_columns(landmark: Tensor, positions: Tensor, context_length: float, dtyp
 
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
     """The prepared attention calls, one per chunk of queries."""
-    seen, dtype, length = problem.seen, problem.q.dtype, problem.context_length
-    i, j = seen.positions()
-    if dtype in (torch.float32, torch.float64):
-        anchor = seen.anchor(0, seen.n_q)
-        i, j = i - anchor, j - anchor
+    seen, exact = problem.seen, problem.q.dtype in (torch.float32, torch.float64)
+    for start, stop in sdpa.chunks(seen.n_q, sdpa.MASK_ROWS if sdpa.draws_mask(seen, problem.q) else None):
+        part = problem.rows(start, stop)
+        yield (exact_call(part) if exact else None) or _call(part, part.seen.anchor(0, part.seen.n_q) if exact else 0)
+
+
+def _call(problem: Problem, anchor: int | Tensor) -> sdpa.Call:
+    """The prepared call for all queries at once, positions counted from `anchor`."""
+    dtype, length = problem.q.dtype, problem.context_length
+    i, j = problem.seen.positions()
     strength = problem.amplitude[:, None] * problem.gate / problem.scale
-    q = torch.cat([problem.q, query_columns(strength, i, length, dtype)], dim=-1)
-    k = torch.cat([problem.k, key_columns(problem.landmark, j, length, dtype)], dim=-1)
-    for start, stop in sdpa.chunks(seen.n_q, sdpa.MASK_ROWS if sdpa.draws_mask(seen, q) else None):
-        part = seen.rows(start, stop)
-        yield sdpa.prepare(q[:, :, start:stop], k[:, :, : part.n_k], problem.v[:, :, : part.n_k], part, problem.scale)
+    q = torch.cat([problem.q, query_columns(strength, i - anchor, length, dtype)], dim=-1)
+    k = torch.cat([problem.k, key_columns(problem.landmark, j - anchor, length, dtype)], dim=-1)
+    return sdpa.prepare(q, k, problem.v, problem.seen, problem.scale)

@@ -29,6 +29,13 @@ log = logging.getLogger("gape.ops")
 #: Queries handled at once where a mask tensor is needed, so that masks stay linear in the number of keys.
 MASK_ROWS = 1024
 
+#: Keys below which torch's kernel for a CPU may answer zeros where every logit of a row is not a number: those that a
+#: vector of its processor holds.
+VECTOR_KEYS = 16
+
+#: Backends that keep a matrix of logits: torch's, and calls by the definition.
+QUADRATIC = frozenset({"math", "reference"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -103,7 +110,14 @@ class Call:
         if out.requires_grad and out.is_cuda:
             out = SameLayout.apply(out)  # type: ignore[no-untyped-call]
         out = out[..., : self.value_width]
+        if self.mask is None and not out.is_cuda and self.k.size(2) < VECTOR_KEYS:
+            out = out + self._broken()
         return out if self.empty is None else out.masked_fill(self.empty, 0.0)
+
+    def _broken(self) -> Tensor:
+        """Zeros (B, Hq, Nq, 1), but not a number where a query or the first key, which all queries see, is not."""
+        first = (self.k[:, :, :1] * 0).sum(-1, keepdim=True)
+        return (self.q * 0).sum(-1, keepdim=True) + first.repeat_interleave(self.q.size(1) // self.k.size(1), dim=1)
 
     def _backends(self) -> AbstractContextManager[None]:
         return _without_cudnn() if self.unplanned else nullcontext()
@@ -203,7 +217,7 @@ def run_all(calls: Iterable[Call], *, strict: bool = False) -> Tensor:
     """Run calls over consecutive chunks of queries and join their answers.
 
     Raises:
-        ValueError: with `strict`, when torch would run its quadratic math backend.
+        ValueError: with `strict`, when a call would keep a matrix of logits.
     """
     outs = []
     for call in calls:
@@ -280,15 +294,16 @@ _warned: set[tuple[object, ...]] = set()
 
 
 def _refuse_or_warn(call: Call, strict: bool) -> None:
-    if call.backend() != "math" or call.q.numel() == 0 or call.k.numel() == 0:
+    backend = call.backend()
+    if backend not in QUADRATIC or call.q.numel() == 0 or call.k.numel() == 0:
         return
     what = (
         f"q {tuple(call.q.shape)}, k {tuple(call.k.shape)}, v {tuple(call.v.shape)}, {call.q.dtype}, "
         f"{call.q.device.type}, {call.kind} pairs"
     )
     if strict:
-        raise ValueError(f"strict: torch would run the quadratic math backend for {what}")
+        raise ValueError(f"strict: the quadratic {backend} backend would run for {what}")
     key = (call.q.dtype, call.q.device.type, call.q.size(-1), call.v.size(-1), call.kind, call.grouped)
-    if key not in _warned:
+    if backend == "math" and key not in _warned:
         _warned.add(key)
         log.warning("scaled_dot_product_attention runs the quadratic math backend for %s", what)

@@ -28,6 +28,7 @@ import torch
 
 from gape.ops import columns, sdpa
 from gape.ops.problem import Problem
+from gape.ops.scattered import exact_call
 
 
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
@@ -51,6 +52,10 @@ def _calls(problem: Problem, rows: int | None) -> Iterator[sdpa.Call]:
         k, v = k.to(problem.exposure.dtype), v.to(problem.exposure.dtype)
     for start, stop in spans:
         seen = problem.seen.rows(start, stop)
+        exact = exact_call(problem.rows(start, stop))
+        if exact is not None:
+            yield exact
+            continue
         q_columns, k_columns = columns.sides(problem, start, stop)
         yield sdpa.prepare(
             torch.cat([problem.q[:, :, start:stop], q_columns], dim=-1),

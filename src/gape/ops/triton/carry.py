@@ -14,11 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from gape.ops.rounding import UNIT, significand_bits
-from gape.ops.triton.prologue_kernels import rounded
+from gape.ops.triton.prologue_kernels import rounded, within
 from gape.ops.triton.registered import direct
 
 #: Tokens of a program and its warps.
 TOKENS, WARPS = 16, 2
+
+
+@triton.jit
+def near(position, UNIT: tl.constexpr, LIMIT: tl.constexpr):
+    """An integer position as float32, not a number from :func:`gape.ops.carried.furthest` on."""
+    position = position.to(tl.float32)
+    far = (tl.abs(position) >= 16777216.0) | (tl.abs(position) * (1 / UNIT) >= LIMIT)
+    return tl.where(far, float("nan"), position)
 
 
 @triton.jit
@@ -29,7 +37,8 @@ def query_numbers(
     c = tl.div_rn(amplitude * gate, context_length) * factor
     # A rate that float16 cannot hold saturates, consistently for every key of the query.
     steepest = tl.div_rn(1.0, tl.maximum(tl.abs(i) * (1 / (UNIT * UNIT)), 1.0)) * LIMIT
-    c = rounded(tl.minimum(c, steepest), BITS)
+    # Not a minimum, in which a gate that is not a number would be lost.
+    c = rounded(tl.where(c > steepest, steepest, c), BITS)
     return c, -(c * (i * (1 / (UNIT * UNIT))))
 
 
@@ -37,7 +46,7 @@ def query_numbers(
 def key_numbers(landmark, j, UNIT: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr):
     """The rounded exposure and its product with the position."""
     u = rounded(1.0 - landmark, BITS)
-    return u * UNIT, tl.minimum(tl.maximum(u * (j * (1 / UNIT)), -LIMIT), LIMIT)
+    return u * UNIT, within(u * (j * (1 / UNIT)), LIMIT)
 
 
 @triton.jit(do_not_specialize=("n",))
@@ -61,7 +70,8 @@ def join(
         other=0.0,
     ).to(tl.float32)
     side = tl.load(side_ptr + batch * side_b + head * side_h + tokens * side_n, mask=there, other=0.0)
-    position = tl.load(position_ptr + batch * position_b + tokens * position_n, mask=there, other=0).to(tl.float32)
+    position = tl.load(position_ptr + batch * position_b + tokens * position_n, mask=there, other=0)
+    position = near(position, UNIT, LIMIT)
     if QUERIES:
         amplitude = tl.load(amplitude_ptr + head * amplitude_h)
         single, product = query_numbers(side, amplitude, position, context_length, factor, UNIT, BITS, LIMIT)

@@ -34,7 +34,9 @@ def rounded(x, BITS: tl.constexpr):
     DROP: tl.constexpr = 24 - BITS
     raw = x.to(tl.int32, bitcast=True)
     odd = (raw >> DROP) & 1
-    return ((raw + ((1 << (DROP - 1)) - 1) + odd) & -(1 << DROP)).to(tl.float32, bitcast=True)
+    near = ((raw + ((1 << (DROP - 1)) - 1) + odd) & -(1 << DROP)).to(tl.float32, bitcast=True)
+    # What is not a number stays so: a GPU writes it with all bits set, which one more would turn into zero.
+    return tl.where(tl.abs(x) >= 0.0, near, x)
 
 
 @triton.jit
@@ -62,8 +64,8 @@ def steepest_rate(i, LIMIT: tl.constexpr):
 
 @triton.jit
 def within(x, LIMIT: tl.constexpr):
-    """x, held between -LIMIT and LIMIT."""
-    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
+    """x, held between -LIMIT and LIMIT; what is not a number stays so, which it would not in a minimum."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
 @triton.jit
@@ -144,7 +146,9 @@ def query_coordinates(
 ):
     """The six coordinates (T, 1) of queries with gate g; `factor` turns g into the scaled rate."""
     i = tl.where(in_first, position, position - apart)
-    c = rounded(tl.minimum(g * factor, steepest_rate(i, LIMIT)), BITS)
+    c, steepest = g * factor, steepest_rate(i, LIMIT)
+    # Not a minimum, in which a gate that is not a number would be lost.
+    c = rounded(tl.where(c > steepest, steepest, c), BITS)
     product = c * (i * PER_SQUARE)
     p0 = rounded(product, BITS)
     p1 = rounded(product - p0, BITS)

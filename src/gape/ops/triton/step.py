@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gape.ops.dispatch import DECODE_QUERIES
 from gape.ops.rounding import UNIT, significand_bits
-from gape.ops.triton.carry import key_numbers, query_numbers
+from gape.ops.triton.carry import key_numbers, near, query_numbers
 from gape.ops.triton.decode_plan import power_of_two
 from gape.ops.triton.prologue_kernels import rounded, sigmoid, softplus
 from gape.ops.triton.registered import direct
@@ -84,7 +84,7 @@ def step_queries(
     amplitude = softplus(tl.load(amplitude_ptr + head).to(tl.float32))
     if STRONG:
         amplitude *= tl.abs(tl.load(strength_ptr + head).to(tl.float32))
-    position = tl.load(positions_ptr + tokens * positions_n, mask=there, other=0).to(tl.float32)
+    position = near(tl.load(positions_ptr + tokens * positions_n, mask=there, other=0), UNIT, LIMIT)
     c, product = query_numbers(gate, amplitude, position, context_length, factor, UNIT, BITS, LIMIT)
     x = turned(x, source, inside, columns, cos_ptr, sin_ptr, angles_n, tokens, content, ROTATED)
     x = laid(x, columns, product, c, content, content + 3, BITS)
@@ -107,7 +107,7 @@ def step_keys(
     inside, source = there & (columns < content), x_ptr + rows * x_n
     x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
     z = gate_reading(x, weight_ptr + head * content, bias_ptr + head, fixed, columns, content, LEARNED)
-    position = tl.load(positions_ptr + rows * positions_n, mask=there, other=0).to(tl.float32)
+    position = near(tl.load(positions_ptr + rows * positions_n, mask=there, other=0), UNIT, LIMIT)
     u, product = key_numbers(sigmoid(z), position, UNIT, BITS, LIMIT)
     x = turned(x, source, inside, columns, cos_ptr, sin_ptr, angles_n, rows, content, ROTATED)
     x = laid(x, columns, product, u, content + 3, content, BITS)
