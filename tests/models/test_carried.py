@@ -62,7 +62,7 @@ def test_rank2_in_bfloat16_does_not() -> None:
         (torch.bfloat16, "split", 2**24),
         (torch.float16, "split", 2**23),
         (torch.float32, "rank2", 2**24),
-        (torch.float64, "split", 2**46),
+        (torch.float64, "split", 2**46 + 1),
     ],
 )
 def test_positions_too_far_from_zero_are_refused(dtype: torch.dtype, form: str, far: int) -> None:

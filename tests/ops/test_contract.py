@@ -40,7 +40,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("k_positions", X(3, 63, dtype=torch.int64), "k_positions"),
     ("k_positions", X(63, dtype=torch.bool), "k_positions"),
     ("q_positions", torch.full((63,), 2**62), "q_positions"),
-    ("k_positions", torch.full((2, 63), -(2**46)), "k_positions"),
+    ("k_positions", torch.full((2, 63), -(2**46) - 1), "k_positions"),
     ("q_documents", X(2, 63, dtype=torch.int64), "k_documents"),
     ("k_documents", X(2, 63, dtype=torch.int64), "q_documents"),
     ("attn_mask", X(63, 63), "attn_mask"),

@@ -9,7 +9,7 @@ choose anew for each call cannot be chosen here: positions are counted from 0, t
 
 c·i and u·j are good to 24 bits, in half precision too, so a logit is off by about 2⁻²⁴·c·i. Beside the rounding of half
 precision that is nothing while c·i = Γ·g·i/T, what a query would lose at position 0, stays below 100,000. Positions
-from :func:`furthest` on are refused where they can be read without waiting for a device. Elsewhere, on a GPU and in a
+beyond :func:`furthest` are refused where they can be read without waiting for a device. Elsewhere, on a GPU and in a
 compiled graph, their rows are not a number, and neither is what attends to them. `docs/model.md` has the figures.
 """
 
@@ -124,11 +124,11 @@ def carried_form(impl: str, room: int, like: Tensor) -> str | None:
 
 
 def furthest(dtype: torch.dtype) -> int:
-    """What positions of rows in `dtype` stay below in size: 2²⁴, about 2²³ in float16, and any bound in float64."""
+    """The position furthest from 0 that rows in `dtype` can carry: 2²⁴ − 1, 8,384,512 in float16, 2⁴⁶ in float64."""
     if dtype == torch.float64:
         return checks.FURTHEST
     # float32 tells neighbours apart up to the one, float16 holds a key's share up to the other.
-    return min(2**24, int(torch.finfo(dtype).max / 2 * UNIT))
+    return min(2**24 - 1, int(torch.finfo(dtype).max / 2 * UNIT))
 
 
 def carry(
@@ -139,7 +139,7 @@ def carry(
     Args:
         k: (B, Hk, N, D), already rotated.
         landmark: (B, Hk, N), in float32 or float64.
-        positions: integer (N,) or (B, N), below :func:`furthest` in size.
+        positions: integer (N,) or (B, N), no further from 0 than :func:`furthest`.
         form: "split" or "rank2".
         context_length: T.
         width: pad with zeros to this width; None leaves D + 6 or D + 2.
@@ -262,8 +262,8 @@ def _near(positions: Tensor, rows: Tensor, form: str, *sides: Tensor) -> Tensor:
     if form == "split" and _in_one_launch(rows, *sides):
         # The kernel looks itself.
         return positions
-    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
-    return positions.to(dtype).masked_fill(positions.abs() >= furthest(rows.dtype), torch.nan)
+    where = positions.to(torch.float32 if positions.device.type == "mps" else torch.float64)
+    return where.masked_fill(where.abs() > furthest(rows.dtype), torch.nan)
 
 
 def _in_one_launch(x: Tensor, *sides: Tensor) -> bool:

@@ -14,8 +14,8 @@ from gape.ops.visibility import Visibility
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-#: Positions lie between −FURTHEST and FURTHEST, both excluded. Every difference of two is then exact, in int64, in
-#: float64 and in the two float32 numbers that kernels take it apart into.
+#: Positions lie between −FURTHEST and FURTHEST. Every difference of two is then exact, in int64, in float64 and in the
+#: two float32 numbers that kernels take it apart into.
 FURTHEST = 2**46
 
 
@@ -173,11 +173,11 @@ def readable(x: Tensor) -> bool:
 
 
 def position_values(name: str, x: Tensor | None, furthest: int = FURTHEST) -> None:
-    """Positions between −furthest and furthest, both excluded; reads the data, which waits for the device."""
+    """Positions between −furthest and furthest; reads the data, which waits for the device."""
     if x is None or x.numel() == 0:
         return
     worst = max((int(end) for end in x.aminmax()), key=abs)
-    if abs(worst) >= furthest:
+    if abs(worst) > furthest:
         raise refuse(name, worst, f"positions between {-furthest:,} and {furthest:,}")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gape.ops import attention
-from gape.ops.checks import positive_number, refuse
+from gape.ops.checks import INTEGERS, positive_number, refuse
 from gape.ops.prologue import OnePass
 from gape.positions.checks import whole
 
@@ -164,7 +164,14 @@ def stream_of(device: torch.device) -> int:
 
 
 def distance(q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """i − j as (1 or B, 1, Nq, Nk) int64, from positions of shape (N,) or (B, N)."""
+    """i − j as (1 or B, 1, Nq, Nk) int64, from positions of shape (N,) or (B, N).
+
+    Raises:
+        ValueError: positions that are not integers.
+    """
+    for name, x in (("q_positions", q_positions), ("k_positions", k_positions)):
+        if x.dtype not in INTEGERS:
+            raise refuse(name, x, "an integer tensor")
     delta = q_positions.to(torch.int64).unsqueeze(-1) - k_positions.to(torch.int64).unsqueeze(-2)
     return delta.unsqueeze(0).unsqueeze(0) if delta.dim() == 2 else delta.unsqueeze(1)
 

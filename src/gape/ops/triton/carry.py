@@ -23,9 +23,9 @@ TOKENS, WARPS = 16, 2
 
 @triton.jit
 def near(position, UNIT: tl.constexpr, LIMIT: tl.constexpr):
-    """An integer position as float32, not a number from :func:`gape.ops.carried.furthest` on."""
+    """An integer position as float32, not a number beyond :func:`gape.ops.carried.furthest`."""
     position = position.to(tl.float32)
-    far = (tl.abs(position) >= 16777216.0) | (tl.abs(position) * (1 / UNIT) >= LIMIT)
+    far = (tl.abs(position) >= 16777216.0) | (tl.abs(position) * (1 / UNIT) > LIMIT)
     return tl.where(far, float("nan"), position)
 
 
