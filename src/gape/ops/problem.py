@@ -53,7 +53,8 @@ class Problem:
         seen = self.seen
         if seen.index_order and not seen.is_causal:
             # Of all keys, these queries are no longer the last.
-            seen = replace(seen, **dict(zip(("q_positions", "k_positions"), seen.positions(), strict=True)))
+            q_positions, k_positions = seen.positions()
+            seen = replace(seen, q_positions=q_positions, k_positions=k_positions)
         seen = seen.rows(start, stop)
         return replace(
             self,
