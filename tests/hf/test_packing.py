@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from gape.hf.packing import columns, pack, unpack
+from gape.hf.packing import columns, furthest, pack, unpack
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -25,3 +25,12 @@ def test_what_is_packed_comes_back(dtype):
     torch.testing.assert_close(found, landmark, atol=6e-8 if dtype == torch.float16 else 0, rtol=0)
     found.sum().backward()
     assert torch.equal(landmark.grad, torch.ones_like(landmark))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_positions_that_keys_cannot_carry_are_refused(dtype):
+    k = torch.zeros(1, 1, 1, 8, dtype=dtype)
+    last = torch.tensor([furthest(dtype)])
+    assert torch.equal(unpack(pack(k, None, last), 8)[2], last[None])
+    with pytest.raises(ValueError, match="positions"):
+        pack(k, None, last + 1)

@@ -2,7 +2,7 @@
 
 A cache of `transformers` knows keys and values. Whatever it does with a key (append it, drop it from a window, reorder
 it for beams, move it to another device) happens to its landmark and position too. Both come back exactly: the landmark
-in float32, the position below 2²⁴ (in bfloat16; further elsewhere).
+in float32, the position within :func:`furthest`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gape.ops import checks
 from gape.ops.problem import bias_dtype
 from gape.ops.rounding import pieces
 
@@ -28,17 +29,28 @@ def columns(dtype: torch.dtype) -> int:
     return parts + digits
 
 
+def furthest(dtype: torch.dtype) -> int:
+    """The position furthest from 0 that keys of a dtype can carry: 2²⁴ − 1 in bfloat16, 2²² − 1 in float16."""
+    _, _, base, digits = _FORMS[dtype]
+    return int(base**digits) - 1
+
+
 def pack(k: Tensor, landmark: Tensor | None, positions: Tensor) -> Tensor:
     """Keys with their landmarks and positions.
 
     Args:
         k: (B, Hk, N, D).
         landmark: (B, Hk, N) in float32 or float64; None stands for zeros.
-        positions: integer (N,) or (B, N).
+        positions: integer (N,) or (B, N), no further from 0 than :func:`furthest`.
 
     Returns:
         (B, Hk, N, D + columns) in k's dtype.
+
+    Raises:
+        ValueError: positions beyond that, where they can be read without waiting for a device.
     """
+    if checks.readable(positions):
+        checks.position_values("positions", positions, furthest(k.dtype))
     bits, parts, base, digits = _FORMS[k.dtype]
     if landmark is None:
         landmark = torch.zeros(k.shape[:-1], dtype=bias_dtype(k.dtype), device=k.device)
