@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 from typing import IO
 
@@ -73,6 +74,29 @@ def _parquet(path: Path) -> Path:
 def test_every_format_gives_the_same_shards(tmp_path: Path, lines: Path, convert) -> None:
     plain, other = make(tmp_path / "a", lines), make(tmp_path / "b", convert(lines))
     assert other.fingerprint() == plain.fingerprint()
+
+
+def test_a_zst_that_breaks_off_is_refused(tmp_path: Path, lines: Path) -> None:
+    cut = _zst(lines)
+    cut.write_bytes(cut.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"b\.jsonl\.zst cannot be read after line \d+"):
+        make(tmp_path / "c", cut, max_bad=0.5)
+
+
+@pytest.mark.parametrize("convert", [lambda path: path, _gz, _xz, _zst])
+def test_a_line_that_is_too_long_is_named(
+    tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch, convert
+) -> None:
+    monkeypatch.setattr("gape.data.readers.LINE", 1000, raising=False)
+    write_lines(lines, [*ROWS[:4], {"text": "x" * 2000}])
+    with pytest.raises(ValueError, match=r"b.*\.jsonl.*: line 5 has more than"):
+        make(tmp_path / "c", convert(lines))
+
+
+def test_more_processes_than_the_machine_carries_are_refused(tmp_path: Path, lines: Path) -> None:
+    with pytest.raises(ValueError, match="workers: got"):
+        make(tmp_path / "c", lines, workers=8 * (os.cpu_count() or 1) + 1)
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_dataset_is_streamed(tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from gape.data.parts import LISTED, Cursor, Entry, Parts, Tally, with_end
 from gape.data.pool import Encoded, Pool
 from gape.data.readers import EMPTY, Fields, Record
 from gape.data.tokenizer import Tokenizer, load_tokenizer
+from gape.ops.checks import refuse, whole
 from gape.train import StopFlag, files, guards
 
 SETTINGS = "prepare.json"
@@ -28,6 +29,8 @@ SETTINGS = "prepare.json"
 REQUEST = 2**18
 #: Requests under way for each process: one it works on, one that waits for it.
 AHEAD = 2
+#: Processes for each core at most.
+CROWD = 8
 #: Records before which a fraction of bad ones says nothing.
 ENOUGH = 1000
 
@@ -96,7 +99,8 @@ def prepare(
     Args:
         config: the settings.
         directory: where to; made when missing.
-        workers: processes that tokenise; None means one for each core, 0 tokenises in this process.
+        workers: processes that tokenise, up to 8 for each core; None means one for each core, 0 tokenises in this
+            process.
         stop: polled between documents.
         show: told now and then how far it is.
         say: told what is worth a line.
@@ -111,6 +115,9 @@ def prepare(
     """
     stop = stop or StopFlag()
     directory = Path(directory)
+    workers = _cores() if workers is None else whole("workers", workers, 0)
+    if workers > CROWD * _cores():
+        raise refuse("workers", workers, f"at most {CROWD * _cores()}, {CROWD} for each core")
     with stop:
         tokenizer = load_tokenizer(config.tokenizer)
         dtype = choose_dtype(config.dtype, tokenizer.vocab_size)
@@ -128,7 +135,7 @@ def prepare(
             if config.end_of_text and tokenizer.end_of_text is None:
                 say("the tokenizer has no end of text; documents are stored without one")
             try:
-                tally = _fill(job, parts, _cores() if workers is None else workers, stop, show, say)
+                tally = _fill(job, parts, workers, stop, show, say)
             except ValueError:
                 if not parts.shards:
                     # Nothing was made of these inputs, so nothing keeps others from the directory.

@@ -20,6 +20,10 @@ PROBED = 100
 #: Rows of a Parquet file in memory at once.
 ROWS = 64
 BUFFER = 2**20
+#: Bytes of a line at most, and of a text file: a book or a shelf of them, and what memory holds.
+LINE, TEXT = 2**28, 2**30
+#: Bytes of a .zst that are decompressed at once: no more than 128 MiB can come of them.
+PIECE = 2**12
 MARK = b"\xef\xbb\xbf"
 
 
@@ -70,8 +74,14 @@ class TextReader:
         """The one record."""
         if skip:
             return
+        data = bytearray()
         with _opened(source) as (stream, _):
-            data = b"".join(line for _, line in _lines(stream, source.name))
+            for _, line in _lines(stream, source.name):
+                data += line
+                if len(data) > TEXT:
+                    raise ValueError(
+                        f"inputs: {source.name} has more than {TEXT:,} bytes, expected a text of at most that"
+                    )
         try:
             text = data.removeprefix(MARK).decode()
         except UnicodeDecodeError as error:
@@ -233,18 +243,20 @@ def _lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
     """The lines with their numbers from 1.
 
     Raises:
-        ValueError: the file is broken or cut short; says after which line.
+        ValueError: the file is broken or cut short; says after which line. Or a line is too long.
     """
     number = 0
     while True:
         try:
-            line = stream.readline()
+            line = stream.readline(LINE + 1)
         # Every compression has errors of its own.
         except Exception as error:
             raise ValueError(f"inputs: {name} cannot be read after line {number}: {error}") from error
         if not line:
             return
         number += 1
+        if len(line) > LINE:
+            raise ValueError(f"inputs: {name}: line {number} has more than {LINE:,} bytes, expected at most that")
         yield number, line
 
 
@@ -257,18 +269,23 @@ class _opened:  # noqa: N801
 
     def __enter__(self) -> tuple[IO[bytes], IO[bytes]]:
         self._raw = self._open()
-        return (self._decompressed(self._raw) if self._decompressed else self._raw), self._raw
+        return (self._decompressed or _plain)(self._raw), self._raw
 
     def __exit__(self, *_: object) -> None:
         self._raw.close()
 
 
+def _plain(raw: IO[bytes]) -> IO[bytes]:
+    # Files of the hub have a readline that takes no limit.
+    return cast(IO[bytes], io.BufferedReader(cast(Any, raw), BUFFER))
+
+
 def _gzip(raw: IO[bytes]) -> IO[bytes]:
-    return cast(IO[bytes], io.BufferedReader(cast(Any, gzip.GzipFile(fileobj=raw)), BUFFER))
+    return _plain(cast(IO[bytes], gzip.GzipFile(fileobj=raw)))
 
 
 def _xz(raw: IO[bytes]) -> IO[bytes]:
-    return cast(IO[bytes], io.BufferedReader(cast(Any, lzma.LZMAFile(raw)), BUFFER))
+    return _plain(cast(IO[bytes], lzma.LZMAFile(raw)))
 
 
 def _zstd(raw: IO[bytes]) -> IO[bytes]:
@@ -277,8 +294,39 @@ def _zstd(raw: IO[bytes]) -> IO[bytes]:
     except ImportError as error:
         raise ImportError("files ending in .zst need zstandard: pip install 'gape[data]'") from error
     # Windows of up to 2 GiB, as `zstd --long=31` makes them.
-    reader = zstandard.ZstdDecompressor(max_window_size=2**31).stream_reader(raw, read_across_frames=True)
-    return cast(IO[bytes], io.BufferedReader(cast(Any, reader), BUFFER))
+    return _plain(cast(IO[bytes], _Frames(raw, zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj)))
+
+
+class _Frames(io.RawIOBase):
+    """The frames of a .zst one after the other; the library's own reader takes a file that breaks off for a whole one.
+
+    Args:
+        raw: the file.
+        begin: makes what decompresses a frame.
+    """
+
+    def __init__(self, raw: IO[bytes], begin: Callable[[], Any]) -> None:
+        self._raw, self._begin = raw, begin
+        self._frame: Any = None
+        self._left, self._out = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._out:
+            data = self._left or self._raw.read(PIECE)
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("the file ends inside a frame")
+                return 0
+            self._frame = self._frame or self._begin()
+            self._out, self._left = memoryview(self._frame.decompress(data)), b""
+            if self._frame.eof:
+                self._frame, self._left = None, self._frame.unused_data
+        taken = min(len(buffer), len(self._out))
+        buffer[:taken], self._out = self._out[:taken], self._out[taken:]
+        return taken
 
 
 def _parquet() -> Any:
