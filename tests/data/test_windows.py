@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import shutil
 import subprocess
 import sys
 import time
@@ -125,6 +126,14 @@ def test_the_fingerprint_holds_what_shapes_the_batches(corpus: Corpus) -> None:
 def test_what_cannot_be_served_is_refused(corpus: Corpus, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WindowSource(corpus, **settings)
+
+
+def test_windows_of_shards_that_changed_are_refused(tmp_path: Path, corpus: Corpus) -> None:
+    copy = shutil.copytree(corpus.directory, tmp_path / "c")
+    shard = copy / "tokens-00000.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(ValueError, match=r"tokens-00000\.bin"):
+        WindowSource(open_corpus(copy), length=LENGTH)
 
 
 def test_steps_begin_at_one(corpus: Corpus) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -12,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from gape.data.config import DTYPES
 from gape.data.index import INDEX, NAMES, RECORD, SPLITS, Names, Records
 
 CARD = "card.json"
@@ -79,7 +81,9 @@ class Corpus:
         self.end_of_text: int | None = self.tokenizer["end_of_text"] if card["end_of_text"] else None
         self.strata: tuple[str, ...] = tuple(card["strata"])
         self._dtype = np.dtype(card["dtype"]).newbyteorder("<")
+        self._compare([card["index"], card["names"]], file_sha256)
         self._records: Records = np.asarray(np.memmap(directory / INDEX, RECORD, mode="r"))
+        self._refuse_outside()
         self._names = Names(directory / NAMES)
         self._shards: dict[int, Tokens] = {}
 
@@ -143,10 +147,7 @@ class Corpus:
         Raises:
             ValueError: a file that is not what the card says; names each.
         """
-        listed = [(entry["file"], entry["sha256"]) for entry in _files(self.card)]
-        broken = [name for name, digest in listed if file_sha256(self.directory / name) != digest]
-        if broken:
-            raise ValueError(f"{self.directory}: changed since it was prepared: {', '.join(broken)}")
+        self._compare(_files(self.card), file_sha256)
 
     def rows(self, split: str, stratum: str | int | None = None) -> npt.NDArray[np.int64]:
         """Numbers of the documents of a split and stratum, int64."""
@@ -167,19 +168,47 @@ class Corpus:
         return self._records[index]
 
     def shard(self, number: int) -> Tokens:
-        """The tokens of a shard, mapped when first asked for."""
+        """The tokens of a shard, compared with its hash and mapped when first asked for.
+
+        Raises:
+            ValueError: it changed since it was prepared.
+        """
         if number not in self._shards:
-            path = self.directory / self.card["shards"][number]["file"]
+            entry = self.card["shards"][number]
+            self._compare([entry], _known_sha256)
+            path = self.directory / entry["file"]
             # A plain view of the map: slicing it costs a fifth of what slicing a memmap does.
             self._shards[number] = np.asarray(np.memmap(path, self._dtype, mode="r"))
         return self._shards[number]
+
+    def _compare(self, entries: list[dict[str, Any]], digest: Callable[[Path], str]) -> None:
+        """Refuse files whose hashes are not the card's; names each."""
+        broken = [entry["file"] for entry in entries if digest(self.directory / entry["file"]) != entry["sha256"]]
+        if broken:
+            raise ValueError(f"{self.directory}: changed since it was prepared: {', '.join(broken)}")
+
+    def _refuse_outside(self) -> None:
+        """Refuse an index that points anywhere but into the corpus."""
+        records = self._records
+        sizes = np.array([entry["bytes"] // self._dtype.itemsize for entry in self.card["shards"]], dtype=np.uint64)
+        room = sizes[np.minimum(records["shard"], len(sizes) - 1)]
+        inside = (records["shard"] < len(sizes)) & (records["split"] < len(SPLITS))
+        inside &= (records["stratum"] <= len(self.strata)) & (records["name"] < self.card["names"]["bytes"])
+        # Unsigned numbers: a sum of two could pass their end and look small.
+        inside &= (records["offset"] <= room) & (records["length"] <= room - np.minimum(records["offset"], room))
+        if not inside.all():
+            place = f"document {int(np.argmin(inside))}"
+            raise ValueError(
+                f"corpus: {self.directory / INDEX}: {place} is outside the shards; prepare the corpus again"
+            )
 
 
 def open_corpus(directory: str | Path) -> Corpus:
     """Open what `gape data prepare` wrote.
 
     Raises:
-        ValueError: no corpus is there, it was not prepared to its end, or files are missing or of another size.
+        ValueError: no corpus is there, it was not prepared to its end, its card says what no corpus has, files are
+            missing or of another size, or the index changed or points outside.
     """
     directory = Path(directory)
     path = directory / CARD
@@ -193,10 +222,13 @@ def open_corpus(directory: str | Path) -> Corpus:
         card = json.loads(path.read_bytes())
         made = card["format"]
         listed = [(entry["file"], entry["bytes"]) for entry in _files(card)]
-    except (ValueError, KeyError, TypeError) as error:
+        wrong = _wrong(card)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"corpus: {path} is no card of a corpus: {error!r}") from error
     if made != FORMAT:
         raise ValueError(f"corpus: {directory} is of format {made}, expected {FORMAT}; prepare it again")
+    if wrong:
+        raise ValueError(f"corpus: {path}: {wrong}; prepare the corpus again")
     for name, size in listed:
         file = directory / name
         if not file.is_file() or file.stat().st_size != size:
@@ -209,6 +241,38 @@ def file_sha256(path: Path) -> str:
     """SHA-256 of a file in hex."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _known_sha256(path: Path) -> str:
+    """SHA-256 of a file in hex, computed once as long as its size and times stay."""
+    facts = path.stat()
+    return _computed_once(path.resolve(), facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+
+
+@functools.cache
+def _computed_once(path: Path, *_: int) -> str:
+    return file_sha256(path)
+
+
+def _wrong(card: dict[str, Any]) -> str | None:
+    """What in a card no corpus can have, or None."""
+    names = [f"tokens-{number:05d}.bin" for number in range(len(card["shards"]))]
+    sizes = [entry["bytes"] for entry in _files(card)]
+    vocab_size, end = card["tokenizer"]["vocab_size"], card["tokenizer"]["end_of_text"]
+    expected = {
+        "shards: expected at least one": card["shards"],
+        f"dtype: got {card['dtype']!r}, expected {' or '.join(DTYPES)}": card["dtype"] in DTYPES,
+        "file: expected the names that gape data prepare gives": [e["file"] for e in _files(card)]
+        == [*names, INDEX, NAMES],
+        "bytes: expected whole numbers above 0": all(type(size) is int and size > 0 for size in sizes),
+        "index: expected whole records": card["index"]["bytes"] % RECORD.itemsize == 0,
+        "vocab_size: expected a whole number": type(vocab_size) is int,
+        "end_of_text: expected an id or null": end is None or (type(end) is int and 0 <= end < vocab_size),
+        "strata: expected a list of names": all(type(name) is str for name in card["strata"]),
+        "splits: expected counts of documents": all(type(card["splits"][s]["documents"]) is int for s in SPLITS),
+        "sha256: expected hashes": all(type(entry["sha256"]) is str for entry in _files(card)),
+    }
+    return next((what for what, fine in expected.items() if not fine), None)
 
 
 def _files(card: dict[str, Any]) -> list[dict[str, Any]]:

@@ -40,7 +40,8 @@ class WindowSource:
         documents: documents long enough to give one.
 
     Raises:
-        ValueError: no such split or stratum, or no document of at least `length` + 1 tokens.
+        ValueError: no such split or stratum, no document of at least `length` + 1 tokens, or a shard that changed since
+            it was prepared.
     """
 
     def __init__(
@@ -68,6 +69,9 @@ class WindowSource:
             raise refuse("length", length, f"below the longest of the {where}, which has {longest} tokens")
         self._shards = records["shard"][enough].astype(np.int64)
         self._offsets = records["offset"][enough].astype(np.int64)
+        # Every shard is compared with its hash now, not hours later.
+        for shard in np.unique(self._shards).tolist():
+            corpus.shard(shard)
         counts = (lengths[enough] - 1) // self.length
         # Places a document's first window may begin at.
         self._starts = lengths[enough] - counts * self.length
