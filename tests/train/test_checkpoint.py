@@ -55,13 +55,8 @@ def test_a_pickle_in_any_place_is_refused_unopened(run, tmp_path, name, resealed
     shutil.rmtree(run / "checkpoints/step-00000009")
     place = run / "checkpoints/step-00000012"
     (place / name).write_bytes(pickle.dumps(Evil()))
-    if resealed:
-        seal = json.loads((run / "checkpoints/step-00000012/manifest.json").read_bytes()) if name != FILES[3] else {}
-        for file, entry in seal.get("files", {}).items():
-            data = (place / file).read_bytes()
-            entry.update(size=len(data), sha256=files.sha256(data))
-        if seal:
-            (place / "manifest.json").write_bytes(files.to_json(seal))
+    if resealed and name != FILES[3]:
+        reseal(place)
     for use in (lambda: load_model(place), lambda: load_model(run), lambda: trainer(run).run()):
         with pytest.raises(CheckpointError, match=name):
             use()
@@ -74,6 +69,51 @@ def test_a_seal_names_no_file_outside(run):
     seal["files"]["../../log.jsonl"] = seal["files"].pop("state.json")
     (place / "manifest.json").write_bytes(files.to_json(seal))
     assert "manifest.json cannot be read" in verify(place)[0]
+
+
+def reseal(place):
+    """Make the seal fit the files."""
+    seal = json.loads((place / "manifest.json").read_bytes())
+    for file, entry in seal["files"].items():
+        data = (place / file).read_bytes()
+        entry.update(size=len(data), sha256=files.sha256(data))
+    (place / "manifest.json").write_bytes(files.to_json(seal))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokens", -1), ("tokens", "many"), ("perfect", 100), ("validated", 13), ("window", [[1.0]]), ("log_bytes", -1),
+        ("best", 5), ("train", []), ("model", {}), ("aliases", []), ("random", {"python": 1}), ("loss", "low"),
+    ],
+)  # fmt: skip
+def test_a_state_that_no_run_leaves_is_refused_under_any_seal(run, key, value):
+    place = run / "checkpoints/step-00000012"
+    shutil.rmtree(run / "checkpoints/step-00000009")
+    state = json.loads((place / "state.json").read_bytes())
+    (place / "state.json").write_bytes(files.to_json(state | {key: value}))
+    reseal(place)
+    for use in (lambda: load_model(run), lambda: trainer(run).run()):
+        with pytest.raises(CheckpointError, match=rf"state\.json .*{key}"):
+            use()
+
+
+def test_random_states_that_are_none_are_refused(run):
+    place = run / "checkpoints/step-00000012"
+    state = json.loads((place / "state.json").read_bytes())
+    state["random"]["python"][1] = [1, 2]
+    (place / "state.json").write_bytes(files.to_json(state))
+    reseal(place)
+    with pytest.raises(CheckpointError, match=r"step-00000012.*random"):
+        trainer(run).run()
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(run):
+    (run / "checkpoints/step-00000012").rename(run / "checkpoints/step-00000016")
+    assert "step-00000012" in verify(run / "checkpoints/step-00000016")[0]
+    trainer(run).run()
+    assert [path.name for path in checkpoint.found(run / "checkpoints")] == ["step-00000012", "step-00000009"]
+    assert (run / "checkpoints/step-00000016.aside").is_dir()
 
 
 class FullDisk:
@@ -167,6 +207,49 @@ def test_what_a_death_left_is_cleared_away(run):
     (run / ".tmp-config.json-123").write_text("{")
     trainer(run).run()
     assert not [*run.glob(".tmp*"), *run.glob("checkpoints/.tmp*")]
+
+
+def test_what_a_death_left_at_the_last_save_is_cleared_away(run):
+    """An old checkpoint that was to go, and one that had half gone."""
+    for name in ("step-00000006", ".tmp-discarded-step-00000003-9"):
+        shutil.copytree(run / "checkpoints/step-00000009", run / "checkpoints" / name)
+    seal = run / "checkpoints/step-00000006/manifest.json"
+    seal.write_bytes(seal.read_bytes().replace(b'"step": 9', b'"step": 6'))
+    trainer(run).run()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000009", "step-00000012"]
+
+
+@pytest.mark.parametrize("name", [".lock", "log.jsonl", "runtime.jsonl"])
+def test_a_link_in_a_run_is_not_followed(run, tmp_path, name):
+    (tmp_path / "victim").write_text("precious")
+    (run / name).unlink()
+    (run / name).symlink_to(tmp_path / "victim")
+    with pytest.raises(ValueError, match=name):
+        trainer(run, max_steps=13, decay_steps=12).run()
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_link_under_the_name_of_a_file_in_the_making_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / f".tmp-config.json-{os.getpid()}").symlink_to(tmp_path / "victim")
+    files.replace(tmp_path / "config.json", b"new")
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert (tmp_path / "config.json").read_bytes() == b"new"
+
+
+def test_a_directory_of_somebody_elses_files_is_left_alone(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / ".tmp-notes").write_text("precious")
+    with pytest.raises(ValueError, match="run_dir"):
+        trainer(tmp_path).run()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-notes", "config.json"]
+
+
+def test_a_directory_that_is_gone_is_told_as_such(run):
+    """Not as a path that was given wrongly, which FileNotFoundError stands for."""
+    lost = trainer(run, max_steps=16, decay_steps=12, check=lambda model, step: shutil.rmtree(run) or {})
+    with pytest.raises(OSError, match="gone"):
+        lost.run()
 
 
 def test_tied_tensors_are_stored_once_and_come_back_tied():

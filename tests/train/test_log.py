@@ -105,7 +105,7 @@ def test_a_full_disk_under_the_log_says_so(tmp_path):
 
 def test_rows_of_one_measurement_come_with_one_write(tmp_path, monkeypatch):
     """Killed between two writes, a measurement of several rows would look answered and be incomplete."""
-    written, opened = [], Path.open
+    written = []
 
     class Watched(io.BytesIO):
         def write(self, data):
@@ -117,9 +117,7 @@ def test_rows_of_one_measurement_come_with_one_write(tmp_path, monkeypatch):
 
     (tmp_path / "rows.jsonl").touch()
     monkeypatch.setattr(log.os, "fsync", lambda _: None)
-    monkeypatch.setattr(
-        Path, "open", lambda path, mode="r", **how: Watched() if mode == "ab" else opened(path, mode, **how)
-    )
+    monkeypatch.setattr(log.files, "add_to", lambda path: Watched())
     log.append(tmp_path / "rows.jsonl", {"row": 1}, {"row": 2})
     assert written == [b'{"row": 1}\n{"row": 2}\n']
 

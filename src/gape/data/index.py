@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gape.train import files
+
 INDEX, NAMES = "index.bin", "names.jsonl"
 SPLITS = ("train", "heldout")
 
@@ -52,7 +54,7 @@ class Summed:
 
     def __init__(self, path: Path) -> None:
         self._path, self._aside = path, path.with_name(f".tmp-{path.name}-{os.getpid()}")
-        self._file = self._aside.open("wb")
+        self._file = files.create(self._aside)
         self._hash = hashlib.sha256()
         self.size = 0
 

@@ -165,11 +165,7 @@ def claim(directory: Path, settings: dict[str, Any]) -> None:
             lines = [f"{name} was {before.get(name)} and is now {now.get(name)}" for name in changed]
             raise ValueError(f"out: {directory} holds another corpus: {'; '.join(lines)}"[:1000])
         return
-    # A death at the very start leaves the settings under a name for the time being, and nothing else.
-    strange = directory.exists() and (
-        not directory.is_dir() or any(not entry.name.startswith(f".tmp-{SETTINGS}") for entry in directory.iterdir())
-    )
-    if strange:
+    if files.foreign(directory, SETTINGS):
         raise ValueError(f"out: got {str(directory)!r}, expected a new or empty directory, or one of this corpus")
     directory.mkdir(parents=True, exist_ok=True)
     files.replace(path, files.to_json(settings))

@@ -7,6 +7,7 @@ seal, `manifest.json`: size and SHA-256 of the other three, written last. Nothin
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import shutil
@@ -64,8 +65,8 @@ def pack(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Ma
     return {MODEL: _packed(model), OPTIMIZER: _packed(optimizer), STATE: files.to_json(state)}
 
 
-def save(root: Path, step: int, packed: Mapping[str, bytes], *, keep_last: int, keep_step: int | None = None) -> Path:
-    """Write a checkpoint, verify it, and only then delete all but the `keep_last` newest and that of `keep_step`.
+def save(root: Path, step: int, packed: Mapping[str, bytes]) -> Path:
+    """Write a checkpoint and verify it; only then may older ones be deleted (:func:`prune`).
 
     Returns:
         The directory.
@@ -95,10 +96,15 @@ def save(root: Path, step: int, packed: Mapping[str, bytes], *, keep_last: int, 
         files.settle(root)
     if problems := verify(target):
         raise CheckpointError(f"{target} was written and cannot be read back; older checkpoints are kept", problems)
+    return target
+
+
+def prune(root: Path, *, keep_last: int, keep_step: int | None = None) -> None:
+    """Delete all checkpoints but the `keep_last` newest and that of `keep_step`, and what earlier deletions left."""
     for old in found(root)[keep_last:]:
         if keep_step is None or old.name != name(keep_step):
             files.discard(old)
-    return target
+    files.sweep(root)
 
 
 def verify(checkpoint: str | os.PathLike[str]) -> list[str]:
@@ -276,10 +282,8 @@ def _read(path: Path) -> tuple[Checkpoint | None, list[str]]:
             parsed[key] = _parsed(path / key, expected)
         except (*_BAD, SafetensorError) as error:
             problems.append(f"{key} {_reason(error)}")
-    if problems:
+    if problems := problems or _contradictions(path, step, parsed[STATE]):
         return None, problems
-    if parsed[STATE].get("step") != step:
-        return None, [f"{STATE} is of step {parsed[STATE].get('step')}, the seal of step {step}"]
     return Checkpoint(path, step, parsed[MODEL], parsed[OPTIMIZER], parsed[STATE]), []
 
 
@@ -290,6 +294,54 @@ def _parsed(path: Path, expected: Mapping[str, Any]) -> Any:
     if files.sha256(data) != expected.get("sha256"):
         raise ValueError("does not match its SHA-256")
     return files.from_json(data) if path.suffix == ".json" else parse_tensors(data)
+
+
+def _contradictions(path: Path, step: int, state: Mapping[str, Any]) -> list[str]:
+    """What the name and the state say that cannot be: another step, or a value that no run leaves there."""
+    if state.get("step") != step:
+        return [f"{STATE} is of step {state.get('step')}, the seal of step {step}"]
+    if _NAME.fullmatch(path.name) and path.name != name(step):
+        return [f"{SEAL} is of step {step}: the directory was {name(step)} and has another name"]
+    return [f"{STATE} has no {key}, or one that no run leaves there" for key in _FITS if not _fits(key, state)]
+
+
+def _fits(key: str, state: Mapping[str, Any]) -> bool:
+    # A state of before patience came to be has neither of these.
+    if key in ("best", "worse") and key not in state:
+        return True
+    try:
+        return _FITS[key](state[key], state)
+    except _BAD:
+        return False
+
+
+def _count(value: Any, most: int | None = None, least: int = 0) -> bool:
+    return type(value) is int and least <= value and (most is None or value <= most)
+
+
+def _finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+#: By key of a state, whether a value is one that a run can have, given the others.
+_FITS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    "step": lambda x, _: _count(x),
+    "tokens": lambda x, state: _count(x, least=state["step"]),
+    "loss": lambda x, _: x is None or _finite(x),
+    "validated": lambda x, state: _count(x, state["step"]),
+    "validation": lambda x, _: x is None or isinstance(x, dict),
+    "perfect": lambda x, state: _count(x, state["validated"]),
+    "worse": lambda x, state: _count(x, state["validated"]),
+    "best": lambda x, state: x is None or (len(x) == 2 and _count(x[0], state["validated"]) and _finite(x[1])),
+    "device": lambda x, _: isinstance(x, str),
+    "window": lambda x, state: len(x) <= state["step"] and all(len(row) == 2 and all(map(_finite, row)) for row in x),
+    "log_bytes": lambda x, _: _count(x),
+    "aliases": lambda x, _: all(isinstance(name, str) for name in x.values()),
+    "train": lambda x, _: isinstance(x, dict),
+    "model": lambda x, _: isinstance(x["class"], str) and isinstance(x["config"], dict),
+    "data": lambda x, _: True,
+    "random": lambda x, _: isinstance(x["python"], list) and isinstance(x["numpy"], list),
+}
 
 
 def _reason(error: Exception) -> str:

@@ -40,6 +40,16 @@ class DiskFullError(OSError):
         return str(self.strerror)
 
 
+class LostDirectoryError(OSError):
+    """The directory of the work was moved or deleted while it went on."""
+
+    def __init__(self, what: str, where: Path) -> None:
+        super().__init__(errno.ENOENT, f"no place for {what}: {where} was there and is gone; put it back or start anew")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class NonFiniteError(ArithmeticError):
     """A loss or gradient that is not finite. The weights are those of the step before.
 

@@ -10,20 +10,50 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from gape.train.errors import DiskFullError
+from gape.train.errors import DiskFullError, LostDirectoryError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write(path: Path, data: bytes) -> None:
     """Write a new file and wait until the disk has it. Every file of a run but the logs goes through here."""
-    with path.open("wb") as f:
+    with create(path) as f:
         f.write(data)
         f.flush()
         os.fsync(f.fileno())
+
+
+def create(path: Path) -> IO[bytes]:
+    """A new file in the place of whatever has its name; a link there goes, what it points at stays as it is."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
+def add_to(path: Path) -> FileIO:
+    """A file to add to, made when missing, without a buffer.
+
+    Raises:
+        ValueError: its name is a link: what that points at may be anybody's.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        return FileIO(os.open(path, flags, 0o666), "ab")
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path}: got a symbolic link, expected a file; remove it") from error
+
+
+def foreign(directory: Path, mark: str) -> bool:
+    """Whether what is in a directory's place is not ours: anything but a directory that is empty or holds `mark`."""
+    if (directory / mark).is_file() or not directory.exists():
+        return False
+    # A death at the very start leaves the mark under a name for the time being, and nothing else.
+    return not directory.is_dir() or any(not entry.name.startswith(f".tmp-{mark}") for entry in directory.iterdir())
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -77,12 +107,14 @@ def sweep(directory: Path) -> None:
 
 @contextlib.contextmanager
 def room(what: str, where: Path, needed: int) -> Iterator[None]:
-    """Turn the system's "disk full" into an error that says how much was needed."""
+    """Turn the system's "disk full" into an error that says how much was needed, and tell that `where` is gone."""
     try:
         yield
     except DiskFullError:
         raise
     except OSError as error:
+        if not where.is_dir():
+            raise LostDirectoryError(what, where) from error
         if error.errno not in FULL:
             raise
         raise DiskFullError(what, where, needed, free(where)) from error

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from gape.ops.checks import refuse
+from gape.train import files
 from gape.train.errors import BusyError
 
 # Sources of difference that torch's switch does not take away, recorded with the run.
@@ -22,7 +24,7 @@ NOT_COVERED = {
 def alone(run_dir: Path, done_to_it: str = "trained") -> Iterator[None]:
     """Hold a run's directory. The system lets go of it when the process dies, however it dies.
 
-    Not to be nested: what leaves first lets go for both.
+    What a death left in a run, called `.tmp-*`, goes. Not to be nested: what leaves first lets go for both.
 
     Args:
         run_dir: the directory.
@@ -32,11 +34,12 @@ def alone(run_dir: Path, done_to_it: str = "trained") -> Iterator[None]:
         BusyError: when another process trains or measures there; says which of the two, and the process.
     """
     if os.name == "nt":
+        _tidy(run_dir)
         yield
         return
     import fcntl  # noqa: PLC0415
 
-    with (run_dir / ".lock").open("ab", buffering=0) as handle:
+    with files.add_to(run_dir / ".lock") as handle:
         try:
             # Not flock: a forked worker that outlives its parent would go on holding that one.
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,7 +52,27 @@ def alone(run_dir: Path, done_to_it: str = "trained") -> Iterator[None]:
         with contextlib.suppress(OSError):
             handle.truncate(0)
             handle.write(f"{done_to_it} {os.getpid()}".encode())
+        _tidy(run_dir)
         yield
+
+
+def refuse_foreign(run_dir: Path) -> None:
+    """Refuse a directory that holds files of a run's names and is none: every run begins with a runtime.jsonl.
+
+    Raises:
+        ValueError: names the directory and the first of the files.
+    """
+    there = [path for name in ("config.json", "log.jsonl", "manifest.json") if (path := run_dir / name).exists()]
+    begun = (run_dir / "runtime.jsonl").exists() or (run_dir / "checkpoints").is_dir()
+    if not begun and any(path.stat().st_size for path in there):
+        raise refuse("run_dir", str(run_dir), f"a new directory or one of a run: {there[0].name} is of none")
+
+
+def _tidy(run_dir: Path) -> None:
+    """Remove what a death left in a run; in a directory of another kind nothing is known to be ours."""
+    if (run_dir / "checkpoints").is_dir():
+        for place in (run_dir, run_dir / "checkpoints"):
+            files.sweep(place)
 
 
 def _told(run_dir: Path) -> str:

@@ -57,7 +57,10 @@ def model_of(
         if stored["class"] != "GPT":
             raise CheckpointError(f"{chosen.path} holds a {stored['class']}; say how to make one with build=")
         build = _gpt
-    model = build(stored["config"])
+    try:
+        model = build(stored["config"])
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{chosen.path / checkpoint.STATE} describes no model: {error}") from error
     for name, tensor in model.state_dict(keep_vars=True).items():
         if (saved := chosen.model.get(chosen.state["aliases"].get(bare(name), bare(name)))) is not None:
             tensor.data = tensor.data.to(saved.dtype)

@@ -20,7 +20,7 @@ class JSONLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         # Unbuffered: a line that could not be written must not come back when the file is closed.
-        self._file = path.open("ab", buffering=0)
+        self._file = files.add_to(path)
 
     def write(self, **record: Any) -> None:
         """Add a line; it is with the system before this returns.
@@ -46,7 +46,7 @@ class JSONLines:
         """Wait until the disk has it; returns the length in bytes."""
         with files.room("the log", self.path.parent, 0):
             os.fsync(self._file.fileno())
-        return self.path.stat().st_size
+            return self.path.stat().st_size
 
     def cut(self, length: int) -> bool:
         """Drop everything after `length` bytes, a torn last line among it; False where there is less than that."""

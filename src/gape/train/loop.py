@@ -108,6 +108,7 @@ class Trainer:
         """
         if self.state.step:
             raise RuntimeError("a Trainer runs once; make another, with a new model, to go on from a checkpoint")
+        guards.refuse_foreign(self.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with guards.alone(self.run_dir), self.stop, guards.determinism(self.config.deterministic, self.device):
             self._log, self._runtime = (JSONLines(self.run_dir / f"{name}.jsonl") for name in ("log", "runtime"))
@@ -133,11 +134,10 @@ class Trainer:
     def _open(self, resume: str | PathLike[str]) -> None:
         for place in (self.checkpoints, self.run_dir / "figures"):
             place.mkdir(exist_ok=True)
-        for place in (self.run_dir, self.checkpoints):
-            files.sweep(place)
         chosen = resuming.choose(self.checkpoints, resume, self._warn)
-        kept = self.config.keep_last + (self.config.patience > 0)
-        checkpoint.preflight(self.checkpoints, self._checkpoint_bytes(), kept)
+        checkpoint.preflight(
+            self.checkpoints, self._checkpoint_bytes(), self.config.keep_last + bool(self.config.patience)
+        )
         record = manifest(self.device, seed=self.config.seed, data=self._identity.data, more=self._facts())
         if chosen is None:
             rng.seed_all(self.config.seed)
@@ -357,12 +357,17 @@ class Trainer:
             window=self.window.read(),
             log_bytes=self._log.settle(),
         )
-        best = self.state.best[0] if self.state.best is not None and self.config.patience else None
-        checkpoint.save(self.checkpoints, self.state.step, packed, keep_last=self.config.keep_last, keep_step=best)
+        checkpoint.save(self.checkpoints, self.state.step, packed)
+        self._prune()
         self._saved = self.state.step
         self._clock += time.perf_counter() - began
 
+    def _prune(self) -> None:
+        best = self.state.best[0] if self.state.best is not None and self.config.patience else None
+        checkpoint.prune(self.checkpoints, keep_last=self.config.keep_last, keep_step=best)
+
     def _finish(self) -> dict[str, Any]:
+        self._prune()  # A death may have come between the last save and its own.
         state = self.state
         summary = {
             "status": "stopped early" if self._early() else "finished",

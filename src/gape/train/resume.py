@@ -152,7 +152,10 @@ def restore(
         load_state_tensors(optimizer, moments)
     except ValueError as error:
         raise CheckpointError(f"{chosen.path.name} does not fit: {error}") from error
-    rng.restore(states, chosen.state["random"], device)
+    try:
+        rng.restore(states, chosen.state["random"], device)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"{chosen.path}: the random states in it are none: {error}") from error
     names = [field.name for field in dataclasses.fields(RunState)]
     state = RunState(**{name: chosen.state[name] for name in names if name in chosen.state})
     # JSON has lists.
