@@ -160,6 +160,28 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, message: str) -
         recipes.load(write(tmp_path, SMALL + text))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"kind = []\n{SMALL}",
+        f"deep = {'[' * 2000}{']' * 2000}\n{SMALL}",
+        f"{SMALL}[{'.'.join('a' * 2000)}]\nb = 1\n",
+        f"{SMALL}[sweep]\n" + "".join(f'"model.options.o{i}" = {list(range(100))}\n' for i in range(9)),
+    ],
+)
+def test_a_file_that_cannot_be_a_recipe_is_named(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where a sweep is multiplied out nevertheless, its first run ends it.
+    monkeypatch.setattr(recipes.NeedleRun, "build", lambda *_: pytest.fail("built"))
+    with pytest.raises(ValueError, match=r"small\.toml"):
+        recipes.load(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", ["..", ".", ".lock", "x" * 300])
+def test_a_run_has_a_name_for_a_directory(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="name: got"):
+        recipes.load(write(tmp_path, f'{SMALL}[[variants]]\nname = "{name}"\n'))
+
+
 def test_a_missing_setting_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.n_layer: got nothing, expected a whole number"):
         recipes.load(write(tmp_path, SMALL.replace("n_layer = 1\n", "")))

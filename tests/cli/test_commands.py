@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -202,6 +203,8 @@ def test_the_scheme_for_evaluation_reads_the_same_weights(toy: Path) -> None:
         (["niah", "train", "toy.toml", "--jobs", "0"], "jobs: got int 0"),
         (["demo", "--jobs", "0"], "jobs: got int 0"),
         (["niah", "eval", "nowhere"], "expected a directory with run.json"),
+        (["niah", "run", "nowhere"], "run: got 'nowhere'"),
+        (["lm", "run", "nowhere"], "run: got 'nowhere'"),
         (["report", "nowhere"], "expected a run, a sweep or a report"),
         (["reproduce", "acuracy"], "did you mean accuracy?"),
         (["reproduce", "accuracy"], "gape niah train niah/paper"),
@@ -222,6 +225,23 @@ def test_a_file_where_a_directory_should_be_is_told_in_one_line(toy: Path, capsy
     assert gape_exits("niah", "train", toy, "model.position=rope") == 0
     assert gape_exits("report", "runs/toy", "--out", "toy.toml") == 2
     assert "File exists: 'toy.toml'" in capsys.readouterr().err
+
+
+def test_a_directory_of_somebody_elses_files_is_left_alone(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/toy/rope+gape").mkdir(parents=True)
+    Path("runs/toy/rope+gape/thesis.tex").touch()
+    assert gape_exits("niah", "train", toy) == 2
+    assert "out: got" in capsys.readouterr().err
+    assert [str(path) for path in Path("runs").rglob("*") if path.is_file()] == ["runs/toy/rope+gape/thesis.tex"]
+
+
+def test_a_directory_that_is_lost_on_the_way_is_work_that_failed(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*arguments: object, **options: object) -> torch.Tensor:
+        shutil.rmtree("runs")
+        return torch.ones(4)
+
+    monkeypatch.setattr(needle.niah, "hits", lost)
+    assert gape_exits("niah", "train", toy, "model.position=rope") == 1
 
 
 def test_a_directory_that_is_in_use_is_told_in_one_line(

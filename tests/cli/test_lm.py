@@ -125,6 +125,15 @@ def test_stopped_in_measuring_it_goes_on(corpus: Path, monkeypatch: pytest.Monke
         assert (Path("whole/p-rope") / name).read_bytes() == (Path("parts/p-rope") / name).read_bytes()
 
 
+def test_scores_that_a_death_left_go_at_the_next_start(corpus: Path) -> None:
+    assert train(corpus, "--only", "p-rope") == 0
+    left = Path("runs/lm/toy/p-rope/.scores-last-k-16.jsonl")
+    left.touch()
+    assert train(corpus, "--only", "p-rope") == 0
+    assert not left.exists()
+    assert len(rows(left.parent)) == 2
+
+
 @pytest.mark.slow
 def test_runs_at_once_give_what_runs_in_turn_give(corpus: Path) -> None:
     assert train(corpus, "--out", "turn") == 0

@@ -94,6 +94,8 @@ def check(run: Run, directory: Path, resume: str = "auto") -> None:
     there = [*checkpoint.found(directory / "checkpoints"), directory / SUMMARY]
     if resume == "never" and there[0].exists():
         raise refuse("resume", resume, f"auto or another --out, since {there[0]} is there already")
+    if files.foreign(directory, SETTINGS):
+        raise refuse("out", str(directory), "a new or empty directory, or one of this run")
     before = read_object(directory / SETTINGS)
     if before:
         now = run.to_dict()
@@ -112,17 +114,30 @@ def claim(run: Run, directory: Path) -> None:
     files.replace(directory / SETTINGS, files.to_json(run.to_dict()))
 
 
+def described(directory: Path) -> Run:
+    """The run that a directory holds, trained or not.
+
+    Raises:
+        ValueError: there is none, or what is there describes none.
+    """
+    path = directory / SETTINGS
+    settings = read_object(path)
+    if not settings:
+        wanted = f"a directory with {SETTINGS}, as gape lm train and gape niah train make"
+        raise ValueError(f"run: got {str(directory)!r}, expected {wanted}")
+    try:
+        return Run.from_dict(settings)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def stored(directory: Path, kind: str) -> Run:
     """The run of a kind that a directory holds, to be measured.
 
     Raises:
         ValueError: there is none, one of another kind, or one without a checkpoint.
     """
-    settings = read_object(directory / SETTINGS)
-    if not settings:
-        wanted = f"a directory with {SETTINGS}, as gape {kind} train makes"
-        raise ValueError(f"run: got {str(directory)!r}, expected {wanted}")
-    run = Run.from_dict(settings)
+    run = described(directory)
     if run.kind != kind:
         raise ValueError(
             f"run: {str(directory)!r} was made by gape {run.kind} train, expected one of gape {kind} train"

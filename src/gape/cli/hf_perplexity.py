@@ -98,6 +98,8 @@ def _measured(directory: Path, asked: Asked, attention: str | None, stop: StopFl
                 reader = reader or _reader(directory, asked, attention)
                 rows = _score(directory, reader, plan, asked, wanted, stop)
                 voice.say(f"{directory} at {plan.protocol.context:,}: perplexity {rows[-1]['perplexity']:.2f}")
+            # Here also where a death came between the rows and this.
+            _store(directory, plan).unlink(missing_ok=True)
             cells.append(f"{rows[-1]['perplexity']:.2f}")
         return tuple(cells)
 
@@ -111,7 +113,7 @@ def _score(
     stop: StopFlag,
 ) -> list[Record]:
     """Score the windows of a plan and keep the rows."""
-    store = directory / f".scores-{plan.protocol.context}.jsonl"
+    store = _store(directory, plan)
     with torch.autocast(asked.device.type, torch.bfloat16, enabled=asked.low):
         scored = measured.score_all(
             reader, asked.corpus, plan, store=store, of=repr(sorted(about.items(), key=str)),  # type: ignore[arg-type]
@@ -124,8 +126,12 @@ def _score(
         record = manifest(asked.device, seed=asked.evaluation.seed, data={"corpus": about["corpus"]}, more=more)
         files.replace(directory / MANIFEST, files.to_json(record))
     log.append(directory / ROWS, *rows)
-    store.unlink()
     return rows
+
+
+def _store(directory: Path, plan: perplexity.Plan) -> Path:
+    """Where scores are until there are rows of them."""
+    return directory / f".scores-{plan.protocol.context}.jsonl"
 
 
 def identity(directory: Path, config: Any) -> Record:

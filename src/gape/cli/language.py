@@ -82,9 +82,12 @@ def train(
 
 
 def missing(run: LanguageRun, directory: Path) -> bool:
-    """Whether a context is not measured."""
+    """Whether a context is not measured, or the scores of one that is lie about still."""
     device = named_device(run.device)
     low = low_precision(run.train.precision, device)
+    contexts = run.evaluation.contexts
+    if any(_store(directory, run.evaluation.at(context)).exists() for context in contexts):
+        return True
     return bool(_unmeasured(run, directory, _asked(run, _corpus(run), model_step(run, directory), device, low)))
 
 
@@ -126,6 +129,8 @@ def measure_perplexity(
         chosen = checkpoint.resolve(directory, say)
         asked = _asked(run, corpus, chosen.step, device, low, split, stratum)
         left = _unmeasured(run, directory, asked)
+        for context in contexts.keys() - left:
+            _store(directory, contexts[context]).unlink(missing_ok=True)
         plans = [
             perplexity.plan(
                 corpus, contexts[context], split=split, stratum=stratum, max_windows=run.evaluation.max_windows,
@@ -153,7 +158,7 @@ def _measure_plan(
     say: Say,
 ) -> None:
     device, protocol = next(model.parameters()).device, plan.protocol
-    store = directory / f".scores-{protocol.name}-{protocol.context}.jsonl"
+    store = _store(directory, protocol)
     if plan.left_out:
         names = ", ".join(document.id for document in plan.left_out[:5]) + (", …" if len(plan.left_out) > 5 else "")
         short = f"{len(plan.left_out)} of {len(plan.left_out) + len(plan.documents)}"
@@ -177,6 +182,11 @@ def _measure_plan(
         f"{label}: perplexity {last['perplexity']:.2f}, loss {last['nll']:.4f} ({last['low']:.4f} … {last['high']:.4f} "
         f"over {last['resampled']}), {last['tokens']:,} tokens of {last['documents']} document{plural}"
     )
+
+
+def _store(directory: Path, protocol: perplexity.Protocol) -> Path:
+    """Where scores are until there are rows of them."""
+    return directory / f".scores-{protocol.name}-{protocol.context}.jsonl"
 
 
 class RoutingLog:

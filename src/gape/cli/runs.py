@@ -39,15 +39,11 @@ def run_one(
 ) -> None:
     """Bring one run to its end: what a sweep starts for each of several at once."""
     from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.cli.experiment import perform  # noqa: PLC0415
-    from gape.recipes import Run  # noqa: PLC0415
+    from gape.cli.experiment import described, perform  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
-    from gape.train.log import read_object  # noqa: PLC0415
 
-    voice = Voice()
-    stop = StopFlag()
+    run, voice, stop = described(directory), Voice(), StopFlag()
     _end_with_parent(stop)
-    run = Run.from_dict(read_object(directory / "run.json"))
     perform(run, directory, stop=stop, resume=resume, console=voice.console, say=voice.say)
 
 

@@ -19,7 +19,7 @@ from gape.cli.console import Board, Voice
 from gape.cli.experiment import check, claim, finished, perform, pick_device
 from gape.ops.checks import whole
 from gape.recipes import Run
-from gape.train import DiskFullError, Interrupted, StopFlag
+from gape.train import DiskFullError, Interrupted, StopFlag, files
 
 OUTPUT = "output.log"
 POLL_SECONDS = 0.2
@@ -129,7 +129,7 @@ def _start(run: Run, directory: Path, jobs: int, resume: str) -> _Child:
     environment = dict(os.environ)
     threads = max(1, (os.cpu_count() or 1) // jobs)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
-    output = (home / OUTPUT).open("ab")
+    output = files.add_to(home / OUTPUT)
     command = [sys.executable, "-m", "gape.cli", run.kind, "run", str(home), "--resume", resume]
     # Apart from the terminal: Ctrl-C reaches the parent alone, which passes one signal on; two would cut a child short.
     process = subprocess.Popen(

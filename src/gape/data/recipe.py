@@ -41,7 +41,7 @@ def load(name: str) -> dict[str, Any]:
         raise ValueError(f"recipe: got {name!r}, expected a TOML file or one of {', '.join(available())}")
     try:
         settings = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not a TOML file: {error}") from error
     settings.pop("description", None)
     return {key: _typed(key, value) for key, value in settings.items()}

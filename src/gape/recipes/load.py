@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tomllib
 from collections.abc import Iterable
 from copy import deepcopy
@@ -12,8 +13,11 @@ from pathlib import Path
 
 from gape.ops.checks import refuse
 from gape.recipes.run import DEFAULT_KIND, Run, kind_of
-from gape.recipes.tables import override, place, run_name, swept, typed, variants
+from gape.recipes.tables import Settings, override, place, run_name, swept, typed, variants
 from gape.suggest import suggestion
+
+#: Runs of a recipe at most: each is built and checked before the first is started.
+MOST_RUNS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +62,30 @@ def load(path: str | Path, overrides: Iterable[str] = (), kind: str | None = Non
         ValueError: a file that is missing or no TOML, an unknown key (with the nearest known one), a value of wrong
             type or out of range; names the key.
     """
-    file = find(path)
+    file, given = find(path), dict(override(text) for text in overrides)
     try:
         settings = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not a TOML file: {error}") from error
+    try:
+        return _expanded(file, settings, given, kind)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{error} (recipe {file})") from error
+
+
+def _expanded(file: Path, settings: Settings, given: Settings, kind: str | None) -> Recipe:
+    """The runs of a recipe's settings and of those given beside it."""
     made = kind_of(settings.pop("kind", DEFAULT_KIND))
     if kind not in (None, made.kind):
-        raise ValueError(f"recipe: {file} is for gape {made.kind} train, expected one for gape {kind} train")
-    given = dict(override(text) for text in overrides)
+        raise ValueError(f"recipe: is for gape {made.kind} train, expected one for gape {kind} train")
     description = typed("description", str, settings.pop("description", ""))
     sweep, fixed = swept(settings.pop("sweep", {})), variants(settings.pop("variants", []))
     for key in [key for key in given if key.removeprefix("sweep.") in sweep]:
         value = given.pop(key)
         sweep[key.removeprefix("sweep.")] = value if isinstance(value, list) else [value]
+    count = math.prod(map(len, sweep.values())) * len(fixed)
+    if count > MOST_RUNS:
+        raise ValueError(f"sweep: got {count:,} runs, expected at most {MOST_RUNS:,}")
     runs = []
     for variant, own in fixed:
         for values in itertools.product(*sweep.values()):

@@ -19,6 +19,8 @@ from gape.train.config import TrainConfig
 
 #: The kind of a recipe that does not say one.
 DEFAULT_KIND = "niah"
+#: Bytes of a run's name; file systems take 255 at most.
+LONGEST_NAME = 200
 _KINDS: dict[str, type[Run]] = {}
 
 
@@ -56,6 +58,15 @@ class Run:
         _KINDS[cls.kind] = cls
 
     def __post_init__(self) -> None:
+        # A run's directory lies under this name beside those of others, and hidden names are the trainer's.
+        if (
+            self.name[:1] in ("", ".")
+            or len(self.name.encode()) > LONGEST_NAME
+            or not set("/\\\0").isdisjoint(self.name)
+        ):
+            raise refuse(
+                "name", self.name, f"one for a directory: no slash, no dot first, at most {LONGEST_NAME} bytes"
+            )
         whole("batch_size", self.batch_size)
         buildable(self.model)
 
@@ -108,7 +119,8 @@ class Run:
         """
         rest = {key: value for key, value in settings.items() if key not in ("name", "variant", "kind")}
         kind = kind_of(settings.get("kind", DEFAULT_KIND))
-        return kind.build(str(settings["name"]), str(settings.get("variant", "")), rest)
+        name, variant = (typed(key, str, settings.get(key, "")) for key in ("name", "variant"))
+        return kind.build(name, variant, rest)
 
 
 def kind_of(name: Any) -> type[Run]:
@@ -117,8 +129,8 @@ def kind_of(name: Any) -> type[Run]:
     Raises:
         ValueError: there is none; says which there are.
     """
-    if name not in _KINDS:
-        raise refuse("kind", name, f"one of {', '.join(_KINDS)}{suggestion(name, _KINDS, before=', ')}")
+    if not isinstance(name, str) or name not in _KINDS:
+        raise refuse("kind", name, f"one of {', '.join(_KINDS)}{suggestion(str(name), _KINDS, before=', ')}")
     return _KINDS[name]
 
 

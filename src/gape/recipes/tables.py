@@ -91,6 +91,8 @@ def override(text: str) -> tuple[str, Any]:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value.strip()
+    except RecursionError as error:
+        raise ValueError(f"{key.strip()}: lists nested too deeply") from error
 
 
 def place(settings: Settings, key: str, value: Any) -> None:

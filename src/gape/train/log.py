@@ -20,7 +20,8 @@ class JSONLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         # Unbuffered: a line that could not be written must not come back when the file is closed.
-        self._file = files.add_to(path)
+        with files.room("the log", path.parent, 0):
+            self._file = files.add_to(path)
 
     def write(self, **record: Any) -> None:
         """Add a line; it is with the system before this returns.

@@ -135,9 +135,8 @@ class Trainer:
         for place in (self.checkpoints, self.run_dir / "figures"):
             place.mkdir(exist_ok=True)
         chosen = resuming.choose(self.checkpoints, resume, self._warn)
-        checkpoint.preflight(
-            self.checkpoints, self._checkpoint_bytes(), self.config.keep_last + bool(self.config.patience)
-        )
+        kept = self.config.keep_last + (self.config.patience > 0)
+        checkpoint.preflight(self.checkpoints, self._checkpoint_bytes(), kept)
         record = manifest(self.device, seed=self.config.seed, data=self._identity.data, more=self._facts())
         if chosen is None:
             rng.seed_all(self.config.seed)
@@ -189,15 +188,12 @@ class Trainer:
                 self._look()
             if self._validation_due():
                 self._validate()
-            done = self._done()
+            done = self.state.step >= self.config.max_steps or self._early()
             if done or self._is_best() or (every and self.state.step and self.state.step % every == 0):
                 self._save()
             if done:
                 return
             self._step()
-
-    def _done(self) -> bool:
-        return self.state.step >= self.config.max_steps or self._early()
 
     def _early(self) -> bool:
         """Whether validations say that it is enough."""
@@ -206,8 +202,7 @@ class Trainer:
 
     def _is_best(self) -> bool:
         """Whether these weights are to be kept because no others did better."""
-        best = self.state.best
-        return self.config.patience > 0 and best is not None and best[0] == self.state.step
+        return self._best_step() == self.state.step
 
     def _step(self) -> None:
         step, config = self.state.step + 1, self.config
@@ -362,9 +357,11 @@ class Trainer:
         self._saved = self.state.step
         self._clock += time.perf_counter() - began
 
+    def _best_step(self) -> int | None:
+        return self.state.best[0] if self.state.best is not None and self.config.patience else None
+
     def _prune(self) -> None:
-        best = self.state.best[0] if self.state.best is not None and self.config.patience else None
-        checkpoint.prune(self.checkpoints, keep_last=self.config.keep_last, keep_step=best)
+        checkpoint.prune(self.checkpoints, keep_last=self.config.keep_last, keep_step=self._best_step())
 
     def _finish(self) -> dict[str, Any]:
         self._prune()  # A death may have come between the last save and its own.
