@@ -182,6 +182,13 @@ def test_a_run_has_a_name_for_a_directory(tmp_path: Path, name: str) -> None:
         recipes.load(write(tmp_path, f'{SMALL}[[variants]]\nname = "{name}"\n'))
 
 
+def test_a_recipe_has_a_name_for_a_directory(tmp_path: Path) -> None:
+    """Its runs go to runs/NAME where nothing else is said."""
+    path = write(tmp_path, f"{SMALL}[sweep]\nseed = [0]\n").rename(tmp_path / "...toml")
+    with pytest.raises(ValueError, match="recipe: got"):
+        recipes.load(path)
+
+
 def test_a_missing_setting_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.n_layer: got nothing, expected a whole number"):
         recipes.load(write(tmp_path, SMALL.replace("n_layer = 1\n", "")))

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from gape.ops.checks import refuse
-from gape.recipes.run import DEFAULT_KIND, Run, kind_of
+from gape.recipes.run import DEFAULT_KIND, Run, directory_name, kind_of
 from gape.recipes.tables import Settings, override, place, run_name, swept, typed, variants
 from gape.suggest import suggestion
 
@@ -75,6 +75,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), kind: str | None = Non
 
 def _expanded(file: Path, settings: Settings, given: Settings, kind: str | None) -> Recipe:
     """The runs of a recipe's settings and of those given beside it."""
+    directory_name("recipe", file.stem)
     made = kind_of(settings.pop("kind", DEFAULT_KIND))
     if kind not in (None, made.kind):
         raise ValueError(f"recipe: is for gape {made.kind} train, expected one for gape {kind} train")

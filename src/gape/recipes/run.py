@@ -58,15 +58,7 @@ class Run:
         _KINDS[cls.kind] = cls
 
     def __post_init__(self) -> None:
-        # A run's directory lies under this name beside those of others, and hidden names are the trainer's.
-        if (
-            self.name[:1] in ("", ".")
-            or len(self.name.encode()) > LONGEST_NAME
-            or not set("/\\\0").isdisjoint(self.name)
-        ):
-            raise refuse(
-                "name", self.name, f"one for a directory: no slash, no dot first, at most {LONGEST_NAME} bytes"
-            )
+        directory_name("name", self.name)
         whole("batch_size", self.batch_size)
         buildable(self.model)
 
@@ -121,6 +113,12 @@ class Run:
         kind = kind_of(settings.get("kind", DEFAULT_KIND))
         name, variant = (typed(key, str, settings.get(key, "")) for key in ("name", "variant"))
         return kind.build(name, variant, rest)
+
+
+def directory_name(key: str, name: str) -> None:
+    """Refuse what is no name for a directory beside others; those that begin with a dot mean something already."""
+    if name[:1] in ("", ".") or len(name.encode()) > LONGEST_NAME or not set("/\\\0").isdisjoint(name):
+        raise refuse(key, name, f"one for a directory: no slash, no dot first, at most {LONGEST_NAME} bytes")
 
 
 def kind_of(name: Any) -> type[Run]:

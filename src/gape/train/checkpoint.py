@@ -323,6 +323,16 @@ def _finite(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def _validations(state: Mapping[str, Any]) -> int:
+    """How many there can have been."""
+    return int(state["validated"] // max(1, state["train"]["validate_every"]))
+
+
+def _is_perfect(metrics: Mapping[str, Any] | None) -> bool:
+    accuracy = (metrics or {}).get("accuracy")
+    return isinstance(accuracy, (int, float)) and accuracy >= 1.0
+
+
 #: By key of a state, whether a value is one that a run can have, given the others.
 _FITS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "step": lambda x, _: _count(x),
@@ -330,8 +340,8 @@ _FITS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "loss": lambda x, _: x is None or _finite(x),
     "validated": lambda x, state: _count(x, state["step"]),
     "validation": lambda x, _: x is None or isinstance(x, dict),
-    "perfect": lambda x, state: _count(x, state["validated"]),
-    "worse": lambda x, state: _count(x, state["validated"]),
+    "perfect": lambda x, state: _count(x, _validations(state)) and (x > 0) == _is_perfect(state["validation"]),
+    "worse": lambda x, state: _count(x, _validations(state)),
     "best": lambda x, state: x is None or (len(x) == 2 and _count(x[0], state["validated"]) and _finite(x[1])),
     "device": lambda x, _: isinstance(x, str),
     "window": lambda x, state: len(x) <= state["step"] and all(len(row) == 2 and all(map(_finite, row)) for row in x),

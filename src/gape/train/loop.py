@@ -102,9 +102,10 @@ class Trainer:
             Interrupted: after SIGINT or SIGTERM; everything is saved.
             NonFiniteError: for a loss or gradient that is not finite; the weights are those of the step before.
             DiskFullError: before the start or at a checkpoint; earlier checkpoints are whole.
+            LostDirectoryError: when the directory was moved or deleted meanwhile.
             CheckpointError: when there are checkpoints and none is valid.
             BusyError: when another process trains in the directory.
-            ValueError: when config, model or data are not those of the checkpoint; names the key.
+            ValueError: when config, model or data are not those of the checkpoint, or the directory is no run's.
         """
         if self.state.step:
             raise RuntimeError("a Trainer runs once; make another, with a new model, to go on from a checkpoint")
