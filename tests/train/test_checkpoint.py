@@ -84,7 +84,8 @@ def reseal(place):
     ("key", "value"),
     [
         ("tokens", -1), ("tokens", "many"), ("perfect", 1), ("worse", 4), ("validated", 13), ("window", [[1.0]]),
-        ("log_bytes", -1), ("best", 5), ("train", []), ("model", {}), ("aliases", []), ("random", {"python": 1}), ("loss", "low"),
+        ("log_bytes", -1), ("best", 5), ("train", []), ("model", {}), ("aliases", []), ("random", {"python": 1}),
+        ("loss", "low"),
     ],
 )  # fmt: skip
 def test_a_state_that_no_run_leaves_is_refused_under_any_seal(run, key, value):
