@@ -28,6 +28,7 @@ def unchanged(model, before):
     [
         ("llama", {}, "context_length"),
         ("llama", {"context_length": 0}, "context_length"),
+        ("llama", {"context_length": 10**20}, "context_length"),
         ("llama", {"context_length": 16, "position": "alibi+gape"}, "position"),
         ("llama", {"context_length": 16, "layers": [2]}, "layers"),
         ("llama", {"context_length": 16, "layers": []}, "layers"),
@@ -362,3 +363,21 @@ def test_gates_are_in_the_mode_of_their_layer():
     for training in (False, True):
         model = gape.hf.inject(tiny("llama").train(training), context_length=16)
         assert {module.training for module in model.modules()} == {training}
+
+
+@pytest.mark.parametrize(
+    ("family", "position", "options", "longer"),
+    [("llama", "yarn+gape", {"factor": 8}, 1024), ("llama", "pi", {}, 512), ("gpt2", "ntk+gape", {"factor": 2}, 256),
+     ("llama", "rope+gape", {}, 128), ("llama", None, {}, 128)],
+)  # fmt: skip
+def test_a_scheme_that_extends_says_so_in_max_position_embeddings(family, position, options, longer, tmp_path):
+    model = tiny(family)
+    before = model.config.to_dict()
+    gape.hf.inject(model, context_length=128, position=position, **options)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.max_position_embeddings == loaded.config.max_position_embeddings == longer
+    for again in (model, *(() if family == "gpt2" else (loaded,))):
+        assert gape.hf.remove(again).config.max_position_embeddings == 128
+    # What transformers writes down when it saves.
+    assert {**model.config.to_dict(), "architectures": None, "dtype": before["dtype"]} == before

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import gape.hf
 from tests.hf.tiny import opened, tiny, tokens
@@ -126,6 +126,11 @@ def test_transformers_alone_does_not_load_it_without_gates(saved):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "gape_llama" in done.stderr
+
+
+def test_the_familys_own_class_refuses_it_and_names_what_reads_it(saved):
+    with pytest.raises(ValueError, match=r"gape\.hf"):
+        LlamaForCausalLM.from_pretrained(saved)
 
 
 def test_the_card_says_what_it_is_and_spares_other_peoples(saved):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import warnings
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
 
 import gape.hf
 from gape.hf.gates import refuse_other_settings
@@ -63,15 +68,13 @@ def test_a_compiled_model_gives_the_same_logits_and_saves_bare_names(tmp_path):
         compiled = torch.compile(model, backend="eager")
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-4)
     compiled.save_pretrained(tmp_path)
-    from transformers import AutoModelForCausalLM
-
     with torch.no_grad():
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, model(ids).logits)
 
 
 def test_the_trainer_trains_and_saves(tmp_path):
     pytest.importorskip("accelerate")
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     model = gape.hf.inject(tiny("llama"), context_length=16, learn="gates")
     rows = [{"input_ids": row, "labels": row} for row in tokens(8, 16)]
@@ -113,11 +116,70 @@ def test_lora_keeps_and_trains_the_gates(family, tmp_path):
         peft.PeftModel.from_pretrained(other, tmp_path)
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["LoraConfig", "lora_config"])
+def test_an_adapter_names_the_gates_that_its_base_lacks(own, tmp_path):
+    peft = pytest.importorskip("peft")
+    tiny("llama").save_pretrained(tmp_path / "bare")
+    base = gape.hf.inject(AutoModelForCausalLM.from_pretrained(tmp_path / "bare"), context_length=16)
+    plain = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(base, gape.hf.lora_config(base, r=2) if own else plain).save_pretrained(tmp_path / "adapter")
+    with pytest.warns(UserWarning, match=r"gape\.hf\.inject"):
+        peft.PeftModel.from_pretrained(tiny("llama"), tmp_path / "adapter")
+    with pytest.warns(UserWarning, match=r"gape\.hf\.inject"):
+        peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "adapter"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        peft.PeftModel.from_pretrained(gape.hf.inject(tiny("llama"), context_length=16), tmp_path / "adapter")
+    for load in (peft.PeftModel.from_pretrained, lambda model, path: model.load_adapter(path)):
+        with pytest.raises(ValueError, match="context_length"):
+            load(gape.hf.inject(tiny("llama"), context_length=64), tmp_path / "adapter")
+
+
+def test_gates_of_an_adapter_that_names_no_base_are_compared_too(tmp_path):
+    peft = pytest.importorskip("peft")
+    base = gape.hf.inject(tiny("llama"), context_length=16)
+    peft.get_peft_model(base, gape.hf.lora_config(base, r=2)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "exclude_modules": None}))
+    with pytest.raises(ValueError, match="context_length"):
+        gape.hf.inject(tiny("llama"), context_length=64).load_adapter(tmp_path)
+
+
+def test_it_is_told_where_an_adapter_freezes_gates_that_do_nothing(caplog):
+    peft = pytest.importorskip("peft")
+    plain = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    peft.get_peft_model(opened(tiny("llama")), plain)
+    assert not caplog.records
+    peft.get_peft_model(gape.hf.inject(tiny("llama"), context_length=16), plain)
+    assert "lora_config" in caplog.text
+
+
+def test_the_trainer_resumes_where_a_part_learns(tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 16)]
+
+    def run(model, steps, **resume):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=4, report_to=[], save_steps=1,
+            use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        Trainer(model=model, args=arguments, train_dataset=rows).train(**resume)
+
+    run(gape.hf.inject(tiny("llama"), context_length=16, learn="gates+qk"), 1)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    run(loaded, 2, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert {name.split(".")[4] for name, p in loaded.named_parameters() if p.requires_grad} == {
+        "gape", "q_proj", "k_proj",
+    }  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_base_of_four_bits_leaves_the_gates_alone_and_they_learn(tmp_path):
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     tiny("llama", **sizes).save_pretrained(tmp_path / "bare")

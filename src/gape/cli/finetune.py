@@ -251,7 +251,8 @@ def described(config: Any, name: str) -> dict[str, Any]:
     # A GPT of ours says it as one of its sizes.
     position = told.get("position") or getattr(config, "position", None) or (f"{own}+gape" if told else own)
     kept = {key: told[key] for key in ("context_length", "start", "gates", "options", "layers") if told.get(key)}
-    base, native = getattr(config, "gape_from", base_of(name)), getattr(config, "max_position_embeddings", None)
+    base = getattr(config, "gape_from", base_of(name))
+    native = told.get("native") or getattr(config, "max_position_embeddings", None)
     return {"base": base, "position": position, "native": native, **kept}
 
 

@@ -18,6 +18,8 @@ from gape.hf import attend
 from gape.hf.families import ATTENTION
 
 PREFIX = "gape_"
+#: The attention that config.json of a model with gates asks for. No class but ours knows it: the family's own refuses.
+ATTENTION_ON_DISK = "gape.hf, imported, with AutoModelForCausalLM"
 
 
 class _Deferred(PretrainedConfig):  # type: ignore[misc]
@@ -48,14 +50,34 @@ def _reduce_config(config: Any, protocol: Any) -> Any:
     """For pickle and copies: the class is made anew from the family's."""
     from gape.hf.saving import rebuilt  # noqa: PLC0415
 
-    return rebuilt, (config_class, type(config).__mro__[1]), vars(config)
+    return rebuilt, (config_class, family_config(type(config))), vars(config)
+
+
+class _OnDisk:
+    """Mixed into a config class: what config.json holds beside the family's own values."""
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As in `transformers`, which writes this to config.json."""
+        values: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
+        return {**values, "attn_implementation": ATTENTION_ON_DISK}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in `transformers`."""
+        values = {key: value for key, value in config_dict.items() if value != ATTENTION_ON_DISK}
+        return super().from_dict(values, **kwargs)  # type: ignore[misc]
+
+
+def family_config(made: type[Any]) -> type[Any]:
+    """The family's own config class, of which :func:`config_class` made another."""
+    return made.__mro__[2]
 
 
 @functools.cache
 def config_class(base: type[Any]) -> type[Any]:
     """The config class of models of `base` with gates; loading through AutoModelForCausalLM knows it from then on."""
     own = {"model_type": PREFIX + base.model_type, "__module__": __name__, "__reduce_ex__": _reduce_config}
-    made = type(f"Gape{base.__name__}", (base,), own)
+    made = type(f"Gape{base.__name__}", (_OnDisk, base), own)
     model = model_class(MODEL_FOR_CAUSAL_LM_MAPPING[base])
     model.config_class = made
     AutoModelForCausalLM.register(made, model, exist_ok=True)

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from gape.gates import GAPEGates
+from gape.hf.adapters import MODULE, needed
 from gape.hf.families import Family, family_of
 from gape.hf.gpt import GapeForCausalLM
-from gape.hf.saving import MODULE
-from gape.hf.settings import LEARN
+from gape.hf.settings import LEARN, Settings
 from gape.ops.checks import refuse
 
 
@@ -68,7 +68,8 @@ def freeze(model: Any, learn: str) -> None:
 def lora_config(model: Any, **options: Any) -> Any:
     """A `peft.LoraConfig` for an injected model: adapters on its attention projections, gates saved with them.
 
-    The adapter is loaded on a base into which gates of the same `context_length` were put; another one is refused.
+    The adapter is loaded on a base into which gates of the same settings were put. A base with other gates is refused;
+    peft warns of one without.
 
     Args:
         model: with gates.
@@ -86,9 +87,10 @@ def lora_config(model: Any, **options: Any) -> Any:
     known = {name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn")}
     known["c_proj"] = "attn.c_proj"
     first = family.modules(model)[0]
-    chosen = {
+    chosen: dict[str, Any] = {
         "target_modules": [target for name, target in known.items() if hasattr(first, name)],
-        "modules_to_save": [MODULE],
         "task_type": "CAUSAL_LM",
     }
+    if has_gates(model):
+        chosen |= {"modules_to_save": [MODULE], "exclude_modules": needed(Settings.from_config(model.config))}
     return LoraConfig(**(chosen | options))

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from gape import positions as schemes
 from gape.hf import gpt2
 from gape.hf.attend import our_name
-from gape.hf.auto import config_class, model_class
+from gape.hf.auto import config_class, family_config, model_class
 from gape.hf.families import Family, family_of, rope_theta, rotated_part
 from gape.hf.gates import REMEDY, RetrofitGates
 from gape.hf.learn import freeze, qk_modules
 from gape.hf.planning import Plan, planned
 from gape.hf.saving import MODULE, Saved
-from gape.hf.settings import LEARN, Settings
+from gape.hf.settings import Settings
 from gape.hf.version import OLD
 from gape.hf.wrap import Injected, Wiring, injected
 from gape.models.options import of_layer
@@ -72,6 +72,8 @@ def inject(
     undo = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     _own_config(model)
     model.config.gape = settings.to_dict()
+    if settings.native is not None:
+        model.config.max_position_embeddings = int(settings.native * _factor(_scheme(family, settings, model), settings))
     model.__class__, model.config.__class__ = model_class(model.__class__), config_class(model.config.__class__)
     install(model, settings)
     if start == "identity" and any(max(m.gate_floor) > 0 for m in model.modules() if isinstance(m, RetrofitGates)):
@@ -144,10 +146,12 @@ def remove(model: Any) -> Any:
             _unwrap(module)
     for handle in undo["hooks"]:
         handle.remove()
-    base = model.gape_base
+    base, native = model.gape_base, Settings.from_config(model.config).native
     model.config._attn_implementation = undo["implementation"]
     del model.config.gape
-    model.config.__class__ = type(model.config).__mro__[1]
+    if native is not None:
+        model.config.max_position_embeddings = native
+    model.config.__class__ = family_config(type(model.config))
     model._keep_in_fp32_modules_strict = type(model._keep_in_fp32_modules_strict)(
         name for name in model._keep_in_fp32_modules_strict if name != MODULE
     )
@@ -173,8 +177,6 @@ def _checked(
     if isinstance(model, Saved) or any(isinstance(module, RetrofitGates) for module in _modules(model)):
         raise ValueError("model: got one with gates, expected one without; gape.hf.remove takes them out")
     family = family_of(model)
-    if learn not in LEARN:
-        raise refuse("learn", learn, f"one of {', '.join(LEARN)}")
     count = len(family.modules(model))
     if layers is not None and position is not None:
         raise refuse("layers", layers, "None, since another position takes every layer")
@@ -182,6 +184,7 @@ def _checked(
     settings = Settings(
         context_length=context_length,  # type: ignore[arg-type]
         position=position, layers=numbers, start=start, gates=_plain(gates or {}), options=_plain(options),
+        learn=learn,
     )  # fmt: skip
     if settings.gates and not settings.gated:
         raise refuse("gates", dict(settings.gates), f"none, since {position} has no gates")
@@ -190,7 +193,8 @@ def _checked(
         # In transformers 4, sdpa leaves the cap away; a model that began so goes on so.
         settings = replace(settings, softcap=False)
     _refuse_model(model, family, settings, learn)
-    _scheme(family, settings, model)
+    if _factor(_scheme(family, settings, model), settings) > 1:
+        settings = replace(settings, native=model.config.max_position_embeddings)
     # Without memory, and without drawing numbers: only to see whether the options are taken.
     with torch.device("meta"):
         for number, module in enumerate(family.modules(model)):
@@ -250,6 +254,11 @@ def _scheme(family: Family, settings: Settings, model: Any) -> schemes.Scheme | 
         settings.base, n_heads=n_heads, head_dim=width, n_kv_heads=n_kv_heads,
         context_length=settings.context_length, **options,
     )  # fmt: skip
+
+
+def _factor(scheme: schemes.Scheme | None, settings: Settings) -> float:
+    """By how much a scheme extends a model's context; 1 where it does not."""
+    return 1.0 if scheme is None else float({**scheme.options(), **settings.options}.get("factor", 1.0))
 
 
 def _own_config(model: Any) -> None:

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gape.hf.adapters import MODULE, check_adapters
 from gape.hf.card import write_card
 from gape.hf.gates import RetrofitGates, refuse_other_length, refuse_other_settings, warn_of_idle
 from gape.hf.settings import Settings
-
-#: The name under which an attention module keeps its gates; for PEFT's modules_to_save.
-MODULE = "gape"
 
 
 class Saved:
@@ -39,6 +37,22 @@ class Saved:
 
         return rebuilt, (model_class, self.gape_base), vars(self)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Peft hands a model the configs of its adapters, once their modules are in it.
+        if name == "peft_config":
+            check_adapters(self, value)
+        super().__setattr__(name, value)
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `transformers`; gates of an adapter that were trained under other settings are an error.
+
+        Raises:
+            ValueError: says which settings.
+        """
+        info = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+        check_settings(self, "adapter")
+        return info
+
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in `transformers`; also stores the gates' checksum and writes a model card."""
         model: Any = self
@@ -56,6 +70,8 @@ class Saved:
         Raises:
             ValueError: says which gates.
         """
+        from gape.hf.learn import freeze  # noqa: PLC0415
+
         told = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(  # type: ignore[misc]
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
@@ -63,6 +79,7 @@ class Saved:
         where = str(pretrained_model_name_or_path)
         refuse_missing(info, where)
         check_gates(model, where)
+        freeze(model, Settings.from_config(model.config).learn)
         return (model, info) if told else model
 
 
@@ -88,6 +105,18 @@ def check_gates(model: Any, where: str) -> None:
     Raises:
         ValueError: another T, or other values than were saved.
     """
+    check_settings(model, where)
+    stored = model.config.gape.get("checksum")
+    if stored is not None and stored != gate_checksum(model.state_dict()):
+        raise ValueError(f"{where}: the gates are not those that were saved: their checksum differs")
+
+
+def check_settings(model: Any, where: str) -> None:
+    """Compare what is kept beside a model's gates, and those of its adapters, with the model's settings.
+
+    Raises:
+        ValueError: another T, or other settings.
+    """
     for name, module in model.named_modules():
         if isinstance(module, RetrofitGates):
             refuse_other_length(module.context_length, module.length, f"{where}: {name}")
@@ -95,9 +124,6 @@ def check_gates(model: Any, where: str) -> None:
             # What is kept in float32 becomes float32, these too.
             module.context_length = module.context_length.to(torch.int64)
             module.settings = module.settings.to(torch.int64)
-    stored = model.config.gape.get("checksum")
-    if stored is not None and stored != gate_checksum(model.state_dict()):
-        raise ValueError(f"{where}: the gates are not those that were saved: their checksum differs")
 
 
 def gate_checksum(state: Mapping[str, Tensor]) -> str:

@@ -17,6 +17,8 @@ from gape.positions.base import keyword_defaults
 STARTS = ("identity", "paper")
 #: What may learn: the gates alone, the projections of q and k beside them, everything.
 LEARN = ("gates", "gates+qk", "all")
+#: The largest T: beside the gates it outlives a stay in float32.
+LONGEST = 2**24
 #: Settings without which gates mean something else; T is kept by itself.
 MARKED = ("position", "layers", "gates", "options", "softcap")
 
@@ -33,6 +35,8 @@ class Settings:
         gates: options of :class:`gape.GAPEGates`.
         options: options of the scheme.
         softcap: whether capped logits stay capped; False only where the model's implementation did not cap them.
+        learn: which parameters learn, "gates", "gates+qk" or "all".
+        native: the model's own `max_position_embeddings`, where the scheme makes it longer; None elsewhere.
 
     Raises:
         ValueError: a value out of range; names it.
@@ -45,13 +49,17 @@ class Settings:
     gates: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     softcap: bool = True
+    learn: str = "all"
+    native: int | None = None
 
     def __post_init__(self) -> None:
         if self.context_length is None:
             raise refuse("context_length", None, "T, the length the model is (or will be) trained at")
-        whole("context_length", self.context_length)
-        if self.start not in STARTS:
-            raise refuse("start", self.start, f"one of {', '.join(STARTS)}")
+        if whole("context_length", self.context_length) > LONGEST:
+            raise refuse("context_length", self.context_length, f"at most {LONGEST:,} tokens")
+        for name, words in (("start", STARTS), ("learn", LEARN)):
+            if getattr(self, name) not in words:
+                raise refuse(name, getattr(self, name), f"one of {', '.join(words)}")
         if self.position is not None and self.position not in _POSITIONS:
             raise refuse("position", self.position, f"None or one of {', '.join(_POSITIONS)}")
         known = set(keyword_defaults(GAPEGates))
