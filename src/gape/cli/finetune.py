@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 
 import gape.hf
 from gape.cli import experiment
@@ -22,6 +21,7 @@ from gape.hf.gguf_header import MAGIC
 from gape.hf.gpt2 import extend_positions
 from gape.hf.learn import freeze, has_gates
 from gape.hf.llama2c import read_llama2c
+from gape.hf.reading import read, read_model
 from gape.hf.settings import LEARN
 from gape.ops.checks import refuse, whole
 from gape.train import StopFlag, TrainConfig, Trainer, checkpoint, files
@@ -48,7 +48,7 @@ def load(name: str, attention: str | None = None, dtype: torch.dtype = torch.flo
     """
     told = {} if attention is None else {"attn_implementation": attention}
     refuse_missing(name)
-    return _read(transformers.AutoModelForCausalLM, name, dtype=dtype, **told)
+    return read_model(name, dtype=dtype, **told)
 
 
 def refuse_missing(name: str) -> None:
@@ -57,27 +57,11 @@ def refuse_missing(name: str) -> None:
         raise refuse("model", name, "a directory that is there, or a name on the Hugging Face hub")
 
 
-def config_of(directory: Path) -> Any:
-    """The config of a saved model.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return _read(transformers.AutoConfig, str(directory))
-
-
-def _read(kind: Any, name: str, **told: Any) -> Any:
-    try:
-        return kind.from_pretrained(name, **told)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"model: {name!r} cannot be read: {error}") from error
-
-
 def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
     """Save a model of another format as transformers knows it, with its tokenizer."""
     _free(out)
     with file.open("rb") as opened:
-        is_gguf = opened.read(len(MAGIC)) == MAGIC
+        is_gguf = opened.read(len(MAGIC)) == MAGIC or file.suffix.lower() == ".gguf"
     if is_gguf and tokenizer is not None:
         raise refuse("tokenizer", str(tokenizer), "nothing, since a GGUF file brings its own")
     model, own = read_gguf(file) if is_gguf else read_llama2c(file, tokenizer)
@@ -151,7 +135,7 @@ def save(model: Any, name: str, out: Path) -> None:
             return
         # A name on the hub: its files are wherever transformers keeps them.
         try:
-            transformers.AutoTokenizer.from_pretrained(name).save_pretrained(part)
+            read(transformers.AutoTokenizer, name).save_pretrained(part)
         except (OSError, ValueError) as error:
             print(f"gape: {out} has no tokenizer: that of {name} cannot be loaded: {error}", file=sys.stderr)
 

@@ -15,8 +15,9 @@ from torch import Tensor
 import gape.hf
 from gape.cli import experiment
 from gape.cli.console import Voice
-from gape.cli.finetune import base_of, config_of, refuse_missing
+from gape.cli.finetune import base_of, refuse_missing
 from gape.hf import retrieval
+from gape.hf.reading import read_config
 from gape.ops.checks import finite, positive_number, refuse, whole
 from gape.tasks.ruler import opening, prompts, sources
 from gape.tasks.ruler.readers import TransformersReader
@@ -93,7 +94,7 @@ def write(order: Order, out: Path, device: str) -> None:
     voice, where = Voice(), experiment.pick_device(device)
     _refuse_other(out, order)
     refuse_missing(order.model)
-    if str(config_of(Path(order.model)).model_type).startswith("gape_"):
+    if str(read_config(order.model).model_type).startswith("gape_"):
         raise refuse("model", order.model, "one without gates; gape hf remove takes them out")
     found, _ = sources.read([order.data])
     reader = opening.open_transformers(order.model, device=where)

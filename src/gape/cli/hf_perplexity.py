@@ -19,8 +19,9 @@ import gape.hf
 from gape.cli import experiment
 from gape.cli.console import Voice
 from gape.cli.experiment import Record
-from gape.cli.finetune import MODEL, RUN, base_of, config_of, described, load, refuse_length, refuse_vocabulary
+from gape.cli.finetune import MODEL, RUN, base_of, described, load, refuse_length, refuse_vocabulary
 from gape.data import Corpus, open_corpus
+from gape.hf.reading import read_config
 from gape.ops.checks import refuse
 from gape.recipes.lm import Evaluation
 from gape.report.hf import UNTRAINED
@@ -157,7 +158,7 @@ def _reader(directory: Path, asked: Asked, attention: str | None) -> gape.hf.Lan
 def _refuse(directory: Path, corpus: Corpus) -> None:
     """Refuse what is no model, one that does not know all ids of the corpus, and a run of another tokenizer."""
     weights_of(directory)
-    refuse_vocabulary(config_of(model_home(directory)), corpus)
+    refuse_vocabulary(read_config(str(model_home(directory))), corpus)
     known = tokenizer_of(directory)
     if known and known.get("sha256") != corpus.tokenizer.get("sha256"):
         wanted = f"a corpus of {known.get('name')}, the tokenizer that {directory} was trained with"

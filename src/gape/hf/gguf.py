@@ -55,7 +55,7 @@ def _read(file: Path, header: Header) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     header.refuse_rotation()
-    told = {"gguf_file": file.name}
+    told: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(file.parent, **told)
     if config.num_hidden_layers > len(header.tensors):
         raise ValueError(f"got {config.num_hidden_layers} layers in {len(header.tensors)} tensors")

@@ -94,19 +94,16 @@ def open_transformers(
     except ImportError as error:
         raise ImportError("models of transformers need it: pip install 'gape[hf]'") from error
     # Makes models with gates known to the Auto classes.
-    import_module("gape.hf")
+    reading = import_module("gape.hf.reading")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    # Whatever the library or the hub says.
-    except Exception as error:
+        tokenizer = reading.read(transformers.AutoTokenizer, name)
+    except ValueError as error:
         raise ValueError(f"tokenizer: that of {name!r} cannot be loaded, are all its files there? {error}") from error
     if not tokenizer("The quick brown fox")["input_ids"]:
         raise ValueError(f"tokenizer: that of {name!r} makes no tokens of a text, expected its files to be whole")
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.bfloat16 if low else torch.float32
-        )  # fmt: skip
-    except Exception as error:
+        model: Any = reading.read_model(name, dtype=torch.bfloat16 if low else torch.float32)
+    except ValueError as error:
         raise ValueError(f"model: got {name!r}, expected a run or a model of transformers: {error}") from error
     # Nothing but its end: penalties for repetition and the like, which some come with, would make answers less greedy.
     model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)

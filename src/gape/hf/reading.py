@@ -1,0 +1,139 @@
+"""Files of `transformers`: code that comes with them never runs, and a config that its weights cannot fill is refused.
+
+What a config asks for is compared with the weights beside it before `transformers` makes anything of that size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gape.ops.checks import refuse
+
+#: Keys of a config that say how many modules there are, and how large their tensors.
+_COUNT = re.compile(r"(num|n)_.*layers?")
+_SIZE = re.compile(r"layer|expert|head|size|dim|embd|inner|width")
+
+
+class Weights(NamedTuple):
+    """The most that the weights beside a config hold: tensors, and numbers in them."""
+
+    tensors: int
+    elements: int
+
+
+def read(kind: Any, name: Any, **options: Any) -> Any:
+    """`kind.from_pretrained(name)`, for an Auto class of `transformers`.
+
+    Raises:
+        ValueError: it cannot be read; says why in one line.
+    """
+    try:
+        return kind.from_pretrained(name, trust_remote_code=False, **options)
+    # What a config or a file of somebody else leads to has no class of its own.
+    except Exception as error:
+        raise _unreadable(name, error, "config.json" if kind is AutoConfig else "") from error
+
+
+def read_config(name: str) -> Any:
+    """The config of a folder, or of a name on the hub.
+
+    Raises:
+        ValueError: there is none, or it asks for more than the weights beside it hold.
+    """
+    refuse_sizes(Path(name))
+    return read(AutoConfig, name)
+
+
+def read_model(name: str, **options: Any) -> Any:
+    """A causal language model from a folder, or from a name on the hub.
+
+    Raises:
+        ValueError: it cannot be read, its config asks for more than its weights hold, or some of those are missing.
+    """
+    known = refuse_sizes(Path(name))
+    if known is not None:
+        config = read(AutoConfig, name)
+        asked = _parameters(name, config)
+        if asked > known.elements:
+            raise refuse(f"{name}/config.json", f"{asked:,} numbers", f"at most {known.elements:,}, those in its weights")
+    model, info = read(AutoModelForCausalLM, name, output_loading_info=True, **options)
+    if info["missing_keys"]:
+        raise ValueError(f"model: {name!r} cannot be read: {sorted(info['missing_keys'])[0]} is missing in its weights")
+    return model
+
+
+def refuse_sizes(folder: Path) -> Weights | None:
+    """Refuse a folder whose config names sizes beyond what its weights can hold.
+
+    Returns:
+        What they hold; None where no config or no weights are there.
+
+    Raises:
+        ValueError: names the file, and the setting.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise refuse(str(file), config, "an object of settings")
+    known = _weights(folder, packed="quantization_config" in config)
+    for key, value in _numbers(config):
+        most = known.tensors if known and _COUNT.fullmatch(key) else known.elements if known else 2**31
+        if _SIZE.search(key) and not 0 <= value <= most:
+            raise refuse(f"{file}: {key}", value, f"a number from 0 to {most:,}, what its weights can hold")
+    return known
+
+
+def _weights(folder: Path, *, packed: bool) -> Weights | None:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files or packed:
+        # A number takes a bit at least.
+        size = 8 * sum(file.stat().st_size for file in files or folder.glob("*.bin"))
+        return Weights(size, size) if size else None
+    shapes: list[list[int]] = []
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                shapes += [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
+        except Exception as error:
+            raise _unreadable(folder, error, file.name) from error
+    return Weights(len(shapes), sum(math.prod(shape) for shape in shapes))
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    """Whole numbers of a config at whatever depth, each with the key that it stands under."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, key)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield key, value
+
+
+def _parameters(name: str, config: Any) -> int:
+    """Numbers in the parameters of a model of that config; it takes no memory."""
+    try:
+        with torch.device("meta"):
+            return int(AutoModelForCausalLM.from_config(config, trust_remote_code=False).num_parameters())
+    except Exception as error:
+        raise _unreadable(name, error, "config.json") from error
+
+
+def _unreadable(name: Any, error: Exception, file: str = "") -> ValueError:
+    words = " ".join(str(error).split()) or type(error).__name__
+    return ValueError(f"model: {str(name)!r} cannot be read: {f'{file}: ' * bool(file)}{words[:500]}")
