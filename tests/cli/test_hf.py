@@ -12,6 +12,8 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as kinds
 
 import gape.hf
 from tests.cli.test_commands import gape_exits
@@ -193,6 +195,17 @@ def test_it_is_told_where_nothing_can_be_validated(models: Path, capsys: pytest.
         (("finetune", "llama", "text.txt", "--out", "o", "--batch-size", "0"), "batch_size: got int 0"),
         (("finetune", "llama", "text.txt", "--out", "o", "--length", "0"), "length: got int 0"),
         (("finetune", "gpt2", "text.txt", "--out", "o", "--length", "129"), "learned positions"),
+        (
+            ("finetune", "worded", "text.txt", "--out", "o", "--length", "9999", "--device", "cpu"),
+            "length: got int 9999",
+        ),
+        (("finetune", "worded", "text.txt", "--out", "o", "--resume", "nothing", "--device", "cpu"), "resume"),
+        (("finetune", "worded", "corpus", "--out", "o", "--device", "cpu"), "data: "),
+        (("finetune", "large", "corpus", "--out", "o", "--device", "cpu"), "data: "),
+        (("perplexity", "worded", "--data", "corpus", "--contexts", "16", "--last", "16"), "data: "),
+        (("perplexity", "large", "--data", "corpus", "--contexts", "16", "--last", "16"), "data: "),
+        (("inject", "llama", "--context-length", "99999999999999999999", "--out", "o"), "context_length"),
+        (("import", "junk.gguf", "--out", "o"), "GGUF"),
         (("inject", "llama", "--context-length", "16", "--seed", "-1", "--out", "o"), "seed: got int -1"),
         (("inject", "broken", "--context-length", "16", "--out", "o"), "model: 'broken' cannot be read"),
         (("inject", "llama", "--context-length", "16", "--gate", "gate_floor", "--out", "o"), "gate: got 'gate_floor'"),
@@ -203,11 +216,48 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(
     models: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
 ) -> None:
     Path("text.txt").write_text("words " * 100)
+    Path("junk.gguf").write_bytes(b"junk" * 100)
     shutil.copytree("llama", "broken")
+    if "worded" in arguments or "large" in arguments:
+        text.corpus(models / "books").directory.rename("corpus")
+        with_words("worded")
+        tiny("llama", vocab_size=600).save_pretrained("large")
     Path("broken/model.safetensors").write_bytes(b"cut short")
     assert gape_exits("hf", *arguments) == 2
     assert said in capsys.readouterr().err
     assert not Path("o").exists()
+
+
+def with_words(directory: str) -> Tokenizer:
+    """A model with a tokenizer of pieces of words beside it."""
+    tiny("llama", vocab_size=300).save_pretrained(directory)
+    tokenizer = Tokenizer(kinds.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    learner = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(["words and more words " + "abc def" * 9], learner)
+    tokenizer.save(f"{directory}/tokenizer.json")
+    return tokenizer
+
+
+def test_a_corpus_of_the_same_tokenizer_in_another_file_is_taken(models: Path) -> None:
+    with_words("worded").save("other.json", pretty=False)
+    Path("text.txt").write_text("abc def words " * 40)
+    assert gape_exits("data", "prepare", "text.txt", "--tokenizer", "other.json", "--out", "corpus") == 0
+    assert gape_exits("hf", "finetune", "worded", "corpus", "--out", "run", *TRAIN) == 0
+
+
+def test_code_that_comes_with_a_model_never_runs(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads(Path("llama/config.json").read_text())
+    code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    Path("llama/config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": code}))
+    Path("llama/own.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    assert gape_exits("hf", "inject", "llama", "--context-length", "16", "--out", "o") == 2
+    assert not Path("ran").exists()
 
 
 def test_a_tokenizer_that_cannot_be_had_is_told(tmp_path, monkeypatch, capsys):

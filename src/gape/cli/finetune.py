@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import transformers
 import gape.hf
 from gape.cli import experiment
 from gape.cli.console import Voice
-from gape.data import Corpus, PrepareConfig, WindowSource, open_corpus, prepare
+from gape.data import Corpus, PrepareConfig, Tokenizer, WindowSource, load_tokenizer, open_corpus, prepare
 from gape.hf.card import write_card
 from gape.hf.gguf import read_gguf
 from gape.hf.gguf_header import MAGIC
@@ -25,6 +26,7 @@ from gape.hf.reading import read, read_model
 from gape.hf.settings import LEARN
 from gape.ops.checks import refuse, whole
 from gape.train import StopFlag, TrainConfig, Trainer, checkpoint, files
+from gape.train.resume import choose
 
 #: Files that make a tokenizer; a model is written with those it came with.
 TOKENIZER = (
@@ -33,6 +35,8 @@ TOKENIZER = (
 )  # fmt: skip
 CARD, MODEL, CORPUS, RUN, PART = "card.json", "model", "corpus", "run.json", ".part"
 VALIDATION_WINDOWS = 64
+#: Tokens that tell a corpus of another tokenizer.
+_COMPARED = 512
 
 
 def load(name: str, attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
@@ -186,20 +190,22 @@ def finetune(
     voice, where = Voice(), experiment.pick_device(device)
     # A corpus that is made of text is written: whatever can be refused before is.
     whole("batch_size", batch_size)
+    if resume != "auto":
+        choose(out / "checkpoints", resume, voice.say)
     model = _learner(name, attention, learn, length, gradient_checkpointing=gradient_checkpointing)
-    corpus = _corpus(name, data, out, heldout_fraction, voice)
-    refuse_vocabulary(model.config, corpus)
+    about = {
+        "length": length, "batch_size": batch_size, "seed": config.seed, "device": where,
+        "accumulation": config.accumulation,
+    }  # fmt: skip
+    source = _source(name, model.config, out, lambda: _corpus(name, data, out, heldout_fraction, voice), about)
     told = described(model.config, name) | {"learn": learn}
     settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
     settings |= {"task": {"length": length}, "model": told, "train": config.to_dict()}
     wrapped = gape.hf.LanguageModel(model.to(where))
-    source = WindowSource(
-        corpus, length=length, batch_size=batch_size, seed=config.seed, device=where, accumulation=config.accumulation
-    )
     with StopFlag() as stop:
         trainer = Trainer(
             wrapped, config, source, out, _validation(source, voice, stop, config), stop=stop,
-            console=voice.console, extra={"base": name, "learn": learn, "tokenizer": corpus.tokenizer},
+            console=voice.console, extra={"base": name, "learn": learn, "tokenizer": source.corpus.tokenizer},
         )  # fmt: skip
         trainer.run(resume)
     chosen = checkpoint.resolve(out, voice.say)
@@ -208,6 +214,21 @@ def finetune(
     # Last: a run that has it is done.
     files.replace(out / RUN, files.to_json(settings))
     return out / MODEL
+
+
+def _source(name: str, config: Any, out: Path, corpus: Callable[[], Corpus], about: Mapping[str, Any]) -> WindowSource:
+    """Windows of a corpus that fits a model; one that was made here and does not is taken away again."""
+    there = (out / CORPUS).exists()
+    try:
+        found = corpus()
+        refuse_corpus(name, config, found)
+        return WindowSource(found, **about)
+    except ValueError:
+        if not there and (out / CORPUS).exists():
+            shutil.rmtree(out / CORPUS)
+            if not any(out.iterdir()):
+                out.rmdir()
+        raise
 
 
 def _learner(name: str, attention: str | None, learn: str, length: int, *, gradient_checkpointing: bool) -> Any:
@@ -219,6 +240,9 @@ def _learner(name: str, attention: str | None, learn: str, length: int, *, gradi
     if learn != "all" and not has_gates(model):
         raise refuse("learn", learn, f"'all', since {name} has no gates")
     refuse_length(model, length)
+    # What learned when the model was saved says nothing here.
+    for parameter in filter(torch.is_floating_point, model.parameters()):
+        parameter.requires_grad_(True)
     freeze(model, learn)
     if gradient_checkpointing:
         # The other kind gives no gradients where the embedding is frozen.
@@ -294,11 +318,31 @@ def refuse_length(model: Any, length: int) -> None:
         raise refuse("length", length, f"at most {limit}, the model's learned positions; gape hf convert goes further")
 
 
-def refuse_vocabulary(config: Any, corpus: Corpus) -> None:
-    """Refuse a corpus with ids that a model does not know."""
+def refuse_corpus(name: str, config: Any, corpus: Corpus) -> None:
+    """Refuse a corpus with ids that a model does not know, or of another tokenizer than the model's.
+
+    A model without a tokenizer is compared by the size of its vocabulary, which is often rounded up.
+    """
     most = config.get_text_config().vocab_size
     if corpus.vocab_size > most:
         raise refuse("data", f"{corpus.vocab_size} ids", f"at most the model's {most}")
+    try:
+        own = load_tokenizer(name)
+    except ValueError:
+        if 2 * corpus.vocab_size < most:
+            raise refuse("data", f"{corpus.vocab_size} ids", f"about the {most} of {name}") from None
+        return
+    if own.identity()["sha256"] != corpus.tokenizer.get("sha256") and not _makes(own, corpus):
+        raise refuse("data", f"one of tokenizer {corpus.tokenizer.get('name')}", f"a corpus of the tokenizer of {name}")
+
+
+def _makes(tokenizer: Tokenizer, corpus: Corpus) -> bool:
+    """Whether a tokenizer gives the ids of a corpus, whose own one may lie in other files."""
+    document = corpus.documents(corpus.splits[0])[0]
+    ids = corpus.tokens(document, 0, min(document.length - 1, _COMPARED)).tolist()
+    again = tokenizer.encode(tokenizer.decode(ids))
+    # At both ends of a part of a text tokens may be others.
+    return sum((Counter(ids) & Counter(again)).values()) >= 0.9 * len(ids)
 
 
 def _free(out: Path) -> None:

@@ -19,7 +19,7 @@ import gape.hf
 from gape.cli import experiment
 from gape.cli.console import Voice
 from gape.cli.experiment import Record
-from gape.cli.finetune import MODEL, RUN, base_of, described, load, refuse_length, refuse_vocabulary
+from gape.cli.finetune import MODEL, RUN, base_of, described, load, refuse_corpus, refuse_length
 from gape.data import Corpus, open_corpus
 from gape.hf.reading import read_config
 from gape.ops.checks import refuse
@@ -156,9 +156,10 @@ def _reader(directory: Path, asked: Asked, attention: str | None) -> gape.hf.Lan
 
 
 def _refuse(directory: Path, corpus: Corpus) -> None:
-    """Refuse what is no model, one that does not know all ids of the corpus, and a run of another tokenizer."""
+    """Refuse what is no model, and one of another vocabulary or tokenizer than the corpus."""
     weights_of(directory)
-    refuse_vocabulary(read_config(str(model_home(directory))), corpus)
+    home = str(model_home(directory))
+    refuse_corpus(home, read_config(home), corpus)
     known = tokenizer_of(directory)
     if known and known.get("sha256") != corpus.tokenizer.get("sha256"):
         wanted = f"a corpus of {known.get('name')}, the tokenizer that {directory} was trained with"

@@ -64,7 +64,9 @@ def read_model(name: str, **options: Any) -> Any:
         config = read(AutoConfig, name)
         asked = _parameters(name, config)
         if asked > known.elements:
-            raise refuse(f"{name}/config.json", f"{asked:,} numbers", f"at most {known.elements:,}, those in its weights")
+            raise refuse(
+                f"{name}/config.json", f"{asked:,} numbers", f"at most {known.elements:,}, those in its weights"
+            )
     model, info = read(AutoModelForCausalLM, name, output_loading_info=True, **options)
     if info["missing_keys"]:
         raise ValueError(f"model: {name!r} cannot be read: {sorted(info['missing_keys'])[0]} is missing in its weights")

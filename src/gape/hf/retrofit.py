@@ -73,7 +73,8 @@ def inject(
     _own_config(model)
     model.config.gape = settings.to_dict()
     if settings.native is not None:
-        model.config.max_position_embeddings = int(settings.native * _factor(_scheme(family, settings, model), settings))
+        factor = _factor(_scheme(family, settings, model), settings)
+        model.config.max_position_embeddings = int(settings.native * factor)
     model.__class__, model.config.__class__ = model_class(model.__class__), config_class(model.config.__class__)
     install(model, settings)
     if start == "identity" and any(max(m.gate_floor) > 0 for m in model.modules() if isinstance(m, RetrofitGates)):

@@ -1,0 +1,71 @@
+"""Folders of models that somebody else wrote: whatever is in them, a model or one line comes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from gape.cli.finetune import load
+from tests.hf.tiny import opened, tiny
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+OTHERS = ("rms_norm_eps", "rope_parameters", "hidden_act", "model_type", "dtype")
+WRONG = (-1, 10**12, 10**30, "many", [], [1], {}, 1.5, float("nan"), None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    opened(tiny("llama")).save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("key", [*SIZES, *OTHERS])
+def test_a_config_that_makes_no_sense_is_one_line(folder: Path, tmp_path: Path, key: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    said = []
+    for value in WRONG:
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+        try:
+            load(str(tmp_path))
+        except ValueError as error:
+            said.append(str(error))
+    assert len(said) >= 6
+    assert all(str(tmp_path) in words and "\n" not in words for words in said)
+
+
+@pytest.mark.parametrize("change", [
+    {"rms_norm_eps": 0}, {"num_hidden_layers": 10**12}, {"num_hidden_layers": 20}, {"num_hidden_layers": 3},
+    {"vocab_size": 19_000}, {"gape": {"context_length": 10**20}}, {"gape": {"context_length": 16, "layers": [10**9]}},
+    {"gape": None}, {"rope_parameters": {"rope_type": "yarn", "factor": "8"}},
+])  # fmt: skip
+def test_a_config_that_its_weights_cannot_fill_is_refused(
+    folder: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=tmp_path.name):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"{", b"[" * 100_000, b'{"model_type": ' + b"9" * 5000 + b"}"])
+def test_a_config_that_is_no_object_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", b"\xff" * 100, (2**40).to_bytes(8, "little") + b"{}"])
+def test_weights_that_are_no_safetensors_are_refused_by_their_name(
+    folder: Path, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        load(str(tmp_path))
