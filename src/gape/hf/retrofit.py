@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from gape import positions as schemes
 from gape.hf import gpt2
+from gape.hf.adapters import MODULE
 from gape.hf.attend import our_name
 from gape.hf.auto import config_class, family_config, model_class
 from gape.hf.families import Family, family_of, rope_theta, rotated_part
 from gape.hf.gates import REMEDY, RetrofitGates
 from gape.hf.learn import freeze, qk_modules
 from gape.hf.planning import Plan, planned
-from gape.hf.saving import MODULE, Saved
+from gape.hf.saving import Saved
 from gape.hf.settings import Settings
 from gape.hf.version import OLD
 from gape.hf.wrap import Injected, Wiring, injected
