@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from gape.cli import analyze, bench, data, demo, doctor, forget, hf, lm, niah, report, reproduce, ruler
+from gape import heartbeat
+from gape.cli import analyze, bench, data, demo, doctor, forget, hf, lm, niah, report, reproduce, ruler, stopping
 
 app = typer.Typer(
     name="gape",
@@ -64,7 +65,11 @@ def main() -> None:
         # Where the encoding lacks ± or → a ? stands for it; it should not be what ends hours of work.
         sys.stdout.reconfigure(errors="replace")
     try:
-        app()
+        with stopping.at_once(), heartbeat.beating():
+            app()
+    except stopping.Stopped as signal:
+        print(f"gape: {signal}", file=sys.stderr)
+        sys.exit(signal.code)
     except Exception as error:
         if os.environ.get(TRACEBACK):
             raise

@@ -15,7 +15,6 @@ from gape.cli.options import INTS, NAMES, Chunk, Device, Precision, Split, Strat
 if TYPE_CHECKING:
     from gape.analysis.passages import Passages, Reader
     from gape.analysis.runs import Trained
-    from gape.train import StopFlag
 
 app = typer.Typer(
     help="Look into trained language models; what is found lies in each run's directory.",
@@ -59,14 +58,14 @@ def entropy(
 
     reader = _reader(data, tokenizer, split, stratum)
 
-    def look(run: Trained, stop: StopFlag, say: Callable[[str], None]) -> None:
+    def look(run: Trained, say: Callable[[str], None]) -> None:
         asked = _lengths(reader, lengths, run)
         # All of them before the first is looked at: one may be longer than every document.
         for passages in [reader.passages(length, samples, seed=seed, longest=longest) for length in asked]:
             if passages.left_out:
                 say(f"{passages.left_out} prompts are empty or longer than {longest} tokens and left out")
             settings = {**_from(reader, seed), "samples": samples, "longest": longest}
-            find = partial(lm.entropy, run.model, passages.items, check=stop.check)
+            find = partial(lm.entropy, run.model, passages.items)
             _look(run, "entropy", passages, settings, find, say)
 
     _over(runs, reader, device, look)
@@ -91,12 +90,12 @@ def spectrum(
 
     reader = _reader(data, tokenizer, split, stratum)
 
-    def look(run: Trained, stop: StopFlag, say: Callable[[str], None]) -> None:
+    def look(run: Trained, say: Callable[[str], None]) -> None:
         if rotary(next(run.model.blocks()).attention.scheme) is None:
             say(f"{run.identity['run']}: {run.identity['position']} does not rotate, so it has no spectrum")
             return
         passages = reader.passages(_length(reader, length, run), samples, seed=seed)
-        find = partial(lm.spectrum, run.model, passages.items, check=stop.check)
+        find = partial(lm.spectrum, run.model, passages.items)
         _look(run, "spectrum", passages, {**_from(reader, seed), "samples": samples}, find, say)
 
     _over(runs, reader, device, look)
@@ -141,11 +140,11 @@ def masks(
     reader = _reader(data, tokenizer, split, stratum)
     draw = _picture(reader, "masks", lm.masks, length, layer, size, seed)
 
-    def look(run: Trained, stop: StopFlag, say: Callable[[str], None]) -> None:
+    def look(run: Trained, say: Callable[[str], None]) -> None:
         if next(run.model.gates(), None) is None:
             say(f"{run.identity['run']}: {run.identity['position']} has no gates, so it has no mask")
             return
-        draw(run, stop, say)
+        draw(run, say)
 
     _over(runs, reader, device, look)
 
@@ -207,11 +206,11 @@ def far_back(
     corpus, words = reader.corpus, _words(reader.corpus.tokenizer, tokenizer)
     rows: list[dict[str, Any]] = []
 
-    def look(run: Trained, stop: StopFlag, say: Callable[[str], None]) -> None:
+    def look(run: Trained, say: Callable[[str], None]) -> None:
         rows.extend(
             measure_run(
                 run, corpus, config, split=split, stratum=stratum, tokenizer=words,
-                precision="bfloat16" if low else "float32", check=stop.check, say=say,
+                precision="bfloat16" if low else "float32", say=say,
             )
         )  # fmt: skip
 
@@ -221,24 +220,25 @@ def far_back(
 
 
 def _over(
-    runs: list[Path], reader: Reader, device: str, look: Callable[[Trained, StopFlag, Callable[[str], None]], None]
+    runs: list[Path], reader: Reader, device: str, look: Callable[[Trained, Callable[[str], None]], None]
 ) -> None:
     """Open the runs in turn and look into each; a directory that is not there is refused before the first."""
     from gape.analysis.runs import open_run  # noqa: PLC0415
-    from gape.cli.console import Voice  # noqa: PLC0415
+    from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.cli.experiment import pick_device  # noqa: PLC0415
-    from gape.train import StopFlag, guards  # noqa: PLC0415
+    from gape.train import guards  # noqa: PLC0415
 
     voice, chosen = Voice(), pick_device(device)
     for directory in runs:
         if not directory.is_dir():
             raise ValueError(f"run: got {str(directory)!r}, expected a directory that gape lm train made")
-    with StopFlag() as stop:
-        for directory in runs:
+    with Board(voice, "run") as board:
+        for number, directory in enumerate(runs):
+            board.show("looked into", number, len(runs))
             with guards.alone(directory, "measured"):
                 run = open_run(directory, chosen, voice.say)
                 run.accept(reader.tokenizer)
-                look(run, stop, voice.say)
+                look(run, voice.say)
 
 
 def _look(
@@ -271,14 +271,14 @@ def _picture(
     layer: int | None,
     size: int,
     seed: int,
-) -> Callable[[Trained, StopFlag, Callable[[str], None]], None]:
+) -> Callable[[Trained, Callable[[str], None]], None]:
     """Looks at one layer on one passage."""
 
-    def look(run: Trained, stop: StopFlag, say: Callable[[str], None]) -> None:
+    def look(run: Trained, say: Callable[[str], None]) -> None:
         passages = reader.passages(_length(reader, length, run), 1, seed=seed)
         chosen = run.model.config.n_layer - 1 if layer is None else layer
         asked = {**_from(reader, seed), "layer": chosen, "size": size}
-        find = partial(make, run.model, passages.items[0], layer=chosen, size=size, check=stop.check)
+        find = partial(make, run.model, passages.items[0], layer=chosen, size=size)
         _look(run, kind, passages, asked, find, say)
 
     return look

@@ -136,7 +136,7 @@ def precision(
     # Must stand before torch: some virtual CPUs advertise bfloat16 instructions and then die on them.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     from gape.bench import precision as bench  # noqa: PLC0415
-    from gape.cli.console import Voice  # noqa: PLC0415
+    from gape.cli.console import Board, Voice  # noqa: PLC0415
 
     if keep and quick:
         raise ValueError("save: keeps whole tables, leave out --quick")
@@ -146,11 +146,14 @@ def precision(
         bench.render_page()
         return
     voice, where = Voice(), device_called(device)
-    _vouch("precision", trust, voice)
     found = []
-    for row in bench.measure(where.type, quick):
-        found.append(row)
-        voice.say(" ".join(row.get(field, "") for field in bench.FIELDS[3:]))
+    with Board(voice, "row") as board:
+        board.show("precision", 0)
+        _vouch("precision", trust, voice)
+        for row in bench.measure(where.type, quick):
+            found.append(row)
+            voice.say(" ".join(row.get(field, "") for field in bench.FIELDS[3:]))
+            board.show("precision", len(found))
     _show("error against float64", found, bench.FIELDS[3:])
     if keep:
         bench.save(found)
@@ -213,19 +216,22 @@ def _run(
 ) -> None:
     """Ask the tests, measure, keep each row as it comes, and print a table; 1 if the tests are red or nothing ran."""
     from gape.bench import rows  # noqa: PLC0415
-    from gape.cli.console import Voice  # noqa: PLC0415
+    from gape.cli.console import Board, Voice  # noqa: PLC0415
 
     voice = Voice()
     path = (out or rows.DATA / f"{name}.csv") if save else None
     if path is not None:
         rows.check_columns(path, fields)
-    tests = _vouch(name, trust, voice)
     found = []
-    for row in measure(settings, rows.stamp(settings.device, tests), voice.say):
-        found.append(row)
-        voice.say("  ".join(f"{key} {row[key]}" for key in shown if row.get(key)))
-        if path is not None:
-            rows.append(path, fields, row)
+    with Board(voice, "row") as board:
+        board.show(name, 0)
+        tests = _vouch(name, trust, voice)
+        for row in measure(settings, rows.stamp(settings.device, tests), voice.say):
+            found.append(row)
+            voice.say("  ".join(f"{key} {row[key]}" for key in shown if row.get(key)))
+            if path is not None:
+                rows.append(path, fields, row)
+            board.show(name, len(found))
     _show(name, found, shown)
     if path is not None and found:
         voice.say(f"{len(found)} rows appended to {path}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import ClassVar
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from gape import heartbeat
 from gape.train.progress import SteadyConsole
 
 #: Lines in a log file should be readable next morning.
@@ -28,35 +30,45 @@ class Voice:
 class Board:
     """Where several runs are at once: a bar each on a terminal, a line each now and then elsewhere.
 
+    A board inside another one adds its bars to that one's. Nothing is to be written to standard output meanwhile.
+
     Args:
         voice: whose console it is shown on.
         unit: what is counted.
     """
 
+    #: The innermost one that is shown.
+    _open: ClassVar[Board | None] = None
+
     def __init__(self, voice: Voice, unit: str = "step") -> None:
         self._voice, self._unit = voice, unit
-        self._bars = (
-            Progress(
+        self._outer = Board._open
+        self._bars = None if self._outer is None else self._outer._bars
+        if self._outer is None and voice.console.is_terminal and not voice.console.is_dumb_terminal:
+            self._bars = Progress(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                console=voice.console, transient=True,
-            )
-            if voice.console.is_terminal and not voice.console.is_dumb_terminal
-            else None
-        )  # fmt: skip
+                console=voice.console, transient=True, refresh_per_second=2,
+            )  # fmt: skip
         self._tasks: dict[str, TaskID] = {}
         self._told: dict[str, tuple[float, int]] = {}
 
     def __enter__(self) -> Board:
-        if self._bars is not None:
+        Board._open = self
+        if self._bars is not None and self._outer is None:
             self._bars.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._bars is not None:
+        Board._open = self._outer
+        for name in list(self._tasks):
+            self.drop(name)
+        if self._bars is not None and self._outer is None:
             self._bars.stop()
 
-    def show(self, name: str, step: int, total: int) -> None:
-        """A run has done `step` of `total`."""
+    def show(self, name: str, step: int, total: int | None = None) -> None:
+        """A run has done `step` of `total`, None where that is not known."""
+        state = f"{name}: {self._unit} {step}" + ("" if total is None else f"/{total}")
+        heartbeat.note(state)
         if self._bars is not None:
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(escape(name), total=total)
@@ -65,7 +77,7 @@ class Board:
         when, before = self._told.setdefault(name, (time.monotonic(), 0))
         if step != before and time.monotonic() - when >= SECONDS_BETWEEN_LINES:
             self._told[name] = (time.monotonic(), step)
-            self._voice.say(f"{name}: {self._unit} {step}/{total}")
+            self._voice.say(state)
 
     def drop(self, name: str) -> None:
         """A run is over."""

@@ -82,10 +82,12 @@ def prepare(
 @app.command()
 def verify(directory: Annotated[Path, typer.Argument(help="A prepared corpus.")]) -> None:
     """Read a whole corpus and compare it with the hashes in its card."""
+    from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.data import open_corpus  # noqa: PLC0415
 
     corpus = open_corpus(directory)
-    corpus.verify()
+    with Board(Voice(), "file") as board:
+        corpus.verify(lambda done, total: board.show(str(directory), done, total))
     typer.echo(f"{directory}: as it was prepared, fingerprint {corpus.fingerprint()}")
 
 

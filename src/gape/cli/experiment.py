@@ -61,7 +61,7 @@ def perform(
     Args:
         run: what to do.
         directory: the run's own; made when missing.
-        stop: polled in training, validation and measurements.
+        stop: polled in training and validation; a signal ends measurements at once.
         resume: "auto" goes on with what is there, "never" refuses it.
         console: where training shows its progress.
         say: told what was measured.
@@ -79,7 +79,9 @@ def perform(
         if not trained(run, directory):
             own.train(run, directory, device, stop, resume, console)
         if not finished(run, directory):
-            own.measure(run, directory, device, stop, say)
+            # A row is kept as soon as it is measured.
+            with stop.at_once():
+                own.measure(run, directory, device, stop, say)
 
 
 def check(run: Run, directory: Path, resume: str = "auto") -> None:

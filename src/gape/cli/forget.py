@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from gape.cli.experiment import Say
     from gape.cli.forget_bench import Asked, Bench
     from gape.cli.forget_open import Precision
-    from gape.train import StopFlag
 
 app = typer.Typer(help="Forgetting, measured on trained models.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -89,24 +88,25 @@ def _measured(
     """Measure what is missing of every run, once all of them are known to be measurable; all their rows."""
     import torch  # noqa: PLC0415
 
-    from gape.cli.console import Voice  # noqa: PLC0415
+    from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.cli.experiment import pick_device  # noqa: PLC0415
     from gape.cli.forget_open import Precision, corpus  # noqa: PLC0415
     from gape.cli.forget_run import MEASURES, check  # noqa: PLC0415
-    from gape.train import StopFlag, guards  # noqa: PLC0415
+    from gape.train import guards  # noqa: PLC0415
 
     voice, where, rows = Voice(), pick_device(device), []
     how, reader = Precision.asked(precision, where), corpus(runs, data)
-    with StopFlag() as stop:
-        for directory in runs:
-            check(_bench(directory, reader, asked, torch.device("cpu"), how, stop, lambda _: None), measures)
-        for directory in runs:
-            with guards.alone(directory, "measured"):
-                bench = _bench(directory, reader, asked, where, how, stop, voice.say)
-                for name in check(bench, measures):
-                    MEASURES[name](bench)
-                # Directories of one name are different runs.
-                rows += [row | {"run": str(directory)} for row in bench.rows()]
+    for directory in runs:
+        check(_bench(directory, reader, asked, torch.device("cpu"), how, lambda _: None), measures)
+    for directory in runs:
+        with guards.alone(directory, "measured"), Board(voice, "measure") as board:
+            bench = _bench(directory, reader, asked, where, how, voice.say)
+            names = check(bench, measures)
+            for number, name in enumerate(names):
+                board.show(str(directory), number, len(names))
+                MEASURES[name](bench)
+            # Directories of one name are different runs.
+            rows += [row | {"run": str(directory)} for row in bench.rows()]
     return rows
 
 
@@ -116,7 +116,6 @@ def _bench(
     asked: Asked,
     device: torch.device,
     precision: Precision,
-    stop: StopFlag,
     say: Say,
 ) -> Bench:
     from gape.cli.forget_bench import Bench  # noqa: PLC0415
@@ -124,7 +123,7 @@ def _bench(
 
     trained, subject, run = opened(directory, device, precision.weights, say)
     made = Bench(
-        trained=trained, subject=subject, run=run, asked=asked, reader=reader, precision=precision, stop=stop, say=say
+        trained=trained, subject=subject, run=run, asked=asked, reader=reader, precision=precision, say=say
     )  # fmt: skip
     if made.kind != "lm":
         return replace(made, reader=None)

@@ -32,7 +32,7 @@ from gape.ops.problem import Problem
 from gape.recipes import NeedleRun, Run
 from gape.report.results import read_lines
 from gape.tasks import niah
-from gape.train import StopFlag, log
+from gape.train import log
 
 if TYPE_CHECKING:
     from gape.hf import LanguageModel
@@ -121,7 +121,6 @@ class Bench:
         asked: what is to be measured.
         reader: a corpus, for a language model.
         precision: in which it runs.
-        stop: polled.
         say: told how it goes.
     """
 
@@ -131,7 +130,6 @@ class Bench:
     asked: Asked
     reader: Reader | None
     precision: Precision
-    stop: StopFlag
     say: Say
     _refused: dict[str, str | None] = field(default_factory=dict)
 
@@ -214,7 +212,6 @@ class Bench:
         """Measure and keep a row, unless there is one that answers; `told` says what was found."""
         if not self.missing(about):
             return
-        self.stop.check()
         with self._autocast():
             found = make()
         made = stamp(self.device, "")

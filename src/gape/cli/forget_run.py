@@ -125,12 +125,10 @@ def _decoded(bench: Bench, new_cache: Callable[[], Any], about: Record) -> Recor
     ids, cache = bench.text(about["length"] + tokens, batch), new_cache()
     label = f"{bench.trained.identity['run']}: {setting(about)}"
     with Board(Voice(), "token") as board:
-
-        def progress(done: int, total: int) -> None:
-            bench.stop.check()
-            board.show(label, done, total)
-
-        found = forgetting.decode(bench.model, cache, ids, tokens, max(1, about["chunk"] // batch), progress)
+        found = forgetting.decode(
+            bench.model, cache, ids, tokens, max(1, about["chunk"] // batch),
+            lambda done, total: board.show(label, done, total),
+        )  # fmt: skip
         board.drop(label)
     return found | ({"kept": cache.kept, "beyond": cache.beyond} if about["how"] == "forgetting" else {})
 
@@ -164,7 +162,7 @@ def _scored(bench: Bench, plan: perplexity.Plan, about: Record, way: Way) -> Rec
     with Board(Voice(), "window") as board, way.context():
         scored = measured.score_all(
             cast(GPT, way.reader), bench.reader.corpus, plan, store=store,
-            of=repr(sorted((bench.shared | about).items(), key=str)), chunk=about["chunk"], check=bench.stop.check,
+            of=repr(sorted((bench.shared | about).items(), key=str)), chunk=about["chunk"],
             progress=lambda done, total: board.show(label, done, total),
         )  # fmt: skip
         board.drop(label)
@@ -185,12 +183,7 @@ def needles(bench: Bench) -> None:
 
 def _answered(bench: Bench, config: niah.NIAHConfig, way: Way) -> Record:
     with way.context():
-        right = niah.hits(
-            way.reader, config, samples=bench.asked.samples, seed=bench.asked.seed, device=bench.device,
-            stop=lambda: bench.stop.requested,
-        )  # fmt: skip
-    if len(right) < bench.asked.samples:
-        bench.stop.check()
+        right = niah.hits(way.reader, config, samples=bench.asked.samples, seed=bench.asked.seed, device=bench.device)
     held = way.reader.held if isinstance(way.reader, Forgetful) else []
     share = {"held": sum(held) / len(held)} if held else {}
     return {"accuracy": float(right.double().mean()), "hits": pack_hits(right.tolist())} | share

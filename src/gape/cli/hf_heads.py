@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gape.hf
 from gape.cli import experiment
-from gape.cli.console import Voice
+from gape.cli.console import Board, Voice
 from gape.cli.finetune import base_of, refuse_missing
 from gape.hf import retrieval
 from gape.hf.reading import read_config
@@ -22,7 +22,7 @@ from gape.ops.checks import finite, positive_number, refuse, whole
 from gape.tasks.ruler import opening, prompts, sources
 from gape.tasks.ruler.readers import TransformersReader
 from gape.tasks.ruler.sources import Sample
-from gape.train import StopFlag, files
+from gape.train import files
 
 #: The key of the floors in a file, as gates know them.
 FLOORS = "gate_floor"
@@ -89,7 +89,6 @@ def write(order: Order, out: Path, device: str) -> None:
     Raises:
         ValueError: no such model or data, a model with gates, too few heads, no sample that shows where its answer
             stands, or another file in the place of `out`.
-        Interrupted: a signal came; nothing is written.
     """
     voice, where = Voice(), experiment.pick_device(device)
     _refuse_other(out, order)
@@ -199,9 +198,9 @@ def _scores(reader: TransformersReader, located: Sequence[Located], voice: Voice
     # The model's own would not tell its weights.
     reader.model.set_attn_implementation("eager")
     found = []
-    with StopFlag() as stop:
+    with Board(voice, "sample") as board:
         for number, one in enumerate(located, 1):
-            stop.check()
+            board.show("scores of heads", number - 1, len(located))
             ids = one.ids[None].to(reader.device)
             found.append(retrieval.scores(reader.model, ids, one.source, one.answer))
             voice.say(f"{number} of {len(located)}: {one.sample.source} {one.sample.number}, {len(one.ids):,} tokens")
@@ -215,18 +214,20 @@ def _pruned(
     """The heads left of some, with a line for each that goes."""
     assert order.context_length is not None
     samples = [(one.ids[None].to(reader.device), one.answer) for one in located]
-    left = len(heads) + 1
+    first = left = len(heads) + 1
 
     def told(head: retrieval.Head | None, loss: float) -> None:
         nonlocal left
         left -= 1
         what = "" if head is None else f"a floor under layer {head[0]}, key head {head[1]}, "
         voice.say(f"{left} free: {what}loss {loss:.4f}")
+        board.show("floors", first - left, first - order.free)
 
-    with StopFlag() as stop:
+    with Board(voice, "head") as board:
+        board.show("floors", 0, first - order.free)
         return retrieval.pruned(
             reader.model, samples, heads, order.free, floor=order.floor, gates=order.gates,
-            context_length=order.context_length, check=stop.check, told=told,
+            context_length=order.context_length, told=told,
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 
 import gape.hf
 from gape.cli import experiment
-from gape.cli.console import Voice
+from gape.cli.console import Board, Voice
 from gape.cli.experiment import Record
 from gape.cli.finetune import MODEL, RUN, base_of, described, load, refuse_corpus, refuse_length
 from gape.data import Corpus, open_corpus
@@ -28,7 +28,7 @@ from gape.report.hf import UNTRAINED
 from gape.report.results import read_lines
 from gape.report.tables import Table
 from gape.tasks import measured, perplexity
-from gape.train import StopFlag, files, guards, log
+from gape.train import files, guards, log
 from gape.train.log import read_object
 from gape.train.manifest import manifest
 
@@ -76,17 +76,15 @@ def table(directories: Sequence[Path], asked: Asked, attention: str | None = Non
 
     Raises:
         ValueError: a directory without a model, one of another tokenizer, or a context beyond learned positions.
-        Interrupted: a signal came; what was measured is kept.
     """
     for directory in directories:
         _refuse(directory, asked.corpus)
-    with StopFlag() as stop:
-        rows = [_measured(directory, asked, attention, stop) for directory in directories]
+    rows = [_measured(directory, asked, attention) for directory in directories]
     header = ("Model", *(f"{context:,}" for context in asked.evaluation.contexts))
     return Table(title=f"Perplexity by context, {asked.evaluation.protocol}", header=header, rows=tuple(rows))
 
 
-def _measured(directory: Path, asked: Asked, attention: str | None, stop: StopFlag) -> tuple[str, ...]:
+def _measured(directory: Path, asked: Asked, attention: str | None) -> tuple[str, ...]:
     """A row of the table."""
     with guards.alone(directory, "measured"):
         reader, cells, voice = None, [str(directory)], Voice()
@@ -97,7 +95,7 @@ def _measured(directory: Path, asked: Asked, attention: str | None, stop: StopFl
             rows = [row for row in stored if experiment.answers(row, wanted)]
             if not rows:
                 reader = reader or _reader(directory, asked, attention)
-                rows = _score(directory, reader, plan, asked, wanted, stop)
+                rows = _score(directory, reader, plan, asked, wanted)
                 voice.say(f"{directory} at {plan.protocol.context:,}: perplexity {rows[-1]['perplexity']:.2f}")
             # Here also where a death came between the rows and this.
             _store(directory, plan).unlink(missing_ok=True)
@@ -111,14 +109,13 @@ def _score(
     plan: perplexity.Plan,
     asked: Asked,
     about: Record,
-    stop: StopFlag,
 ) -> list[Record]:
     """Score the windows of a plan and keep the rows."""
-    store = _store(directory, plan)
-    with torch.autocast(asked.device.type, torch.bfloat16, enabled=asked.low):
+    store, label = _store(directory, plan), f"{directory} at {plan.protocol.context:,}"
+    with Board(Voice(), "window") as board, torch.autocast(asked.device.type, torch.bfloat16, enabled=asked.low):
         scored = measured.score_all(
             reader, asked.corpus, plan, store=store, of=repr(sorted(about.items(), key=str)),  # type: ignore[arg-type]
-            chunk=asked.evaluation.chunk, check=stop.check,
+            chunk=asked.evaluation.chunk, progress=lambda done, total: board.show(label, done, total),
         )  # fmt: skip
     about = identity(directory, reader.config) | about
     rows = [about | row for row in measured.rows(plan, scored, asked.evaluation.seed)]

@@ -89,13 +89,12 @@ def measure(
     low = experiment.asked_precision(precision, where)
     # Every run is asked about before the first is measured.
     asked = [_asked(directory, evaluation, corpus) for directory in runs]
-    with StopFlag() as stop:
-        found = [
-            language.measure_perplexity(
-                run, directory, corpus, device=where, low=low, stop=stop, say=voice.say, split=split, stratum=stratum
-            )
-            for directory, run in zip(runs, asked, strict=True)
-        ]
+    found = [
+        language.measure_perplexity(
+            run, directory, corpus, device=where, low=low, stop=StopFlag(), say=voice.say, split=split, stratum=stratum
+        )
+        for directory, run in zip(runs, asked, strict=True)
+    ]
     for table in tables(found):
         typer.echo(f"\n{table.text()}")
 

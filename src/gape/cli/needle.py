@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from gape.analysis.niah import look_inside
+from gape.cli.console import Board, Voice
 from gape.cli.experiment import Record, Say, answers, how, model_step, named_device
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
@@ -105,11 +106,14 @@ def answered(run: NeedleRun, directory: Path, device: torch.device) -> list[Reco
 def _evaluate(run: NeedleRun, model: GPT, directory: Path, step: int, stop: StopFlag, say: Say) -> None:
     """Measure what is missing; a row is on the disk before the next measurement begins."""
     device = next(model.parameters()).device
-    for evaluated, factor in _missing(run, directory, device, step):
+    missing = _missing(run, directory, device, step)
+    for number, (evaluated, factor) in enumerate(missing):
         asked = _asked(run, evaluated, device)
         config = run.task.at(run.task.length * factor)
         reader = model if evaluated == run.model.position else switched(model, run.switched)
-        with torch.autocast(device.type, torch.bfloat16, enabled=asked["precision"] == "bfloat16"):
+        low = asked["precision"] == "bfloat16"
+        with Board(Voice(), "length") as board, torch.autocast(device.type, torch.bfloat16, enabled=low):
+            board.show(f"{run.name} at {config.length:,}", number, len(missing))
             right = niah.hits(
                 reader, config, samples=run.evaluation.samples, seed=run.evaluation.seed, device=device,
                 stop=lambda: stop.requested,

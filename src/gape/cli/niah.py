@@ -58,9 +58,8 @@ def evaluate(
     voice, where = Voice(), pick_device(device)
     # Every run is asked about before the first is measured.
     asked = {directory: _asked(directory, factors, samples, seed, position) for directory in runs}
-    with StopFlag() as stop:
-        for directory, run in asked.items():
-            needle.evaluate(run, directory, where, stop=stop, say=voice.say)
+    for directory, run in asked.items():
+        needle.evaluate(run, directory, where, stop=StopFlag(), say=voice.say)
     print_tables([row for directory, run in asked.items() for row in needle.answered(run, directory, where)])
 
 

@@ -28,9 +28,12 @@ def write_report(runs: list[Path], out: Path, title: str | None = None, without:
     Raises:
         ValueError: a path without results, or a kind that there is not.
     """
-    from gape.cli.console import Voice  # noqa: PLC0415
+    from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.report import lm_results, write  # noqa: PLC0415
 
-    results = lm_results.without(lm_results.gather(runs), without)
-    heading = title or ("Needle in a haystack" if results.rows else "Language models")
-    return write.report(results, out, title=heading, say=Voice().say)
+    voice = Voice()
+    with Board(voice, "page") as board:
+        board.show(str(out), 0, 1)
+        results = lm_results.without(lm_results.gather(runs), without)
+        heading = title or ("Needle in a haystack" if results.rows else "Language models")
+        return write.report(results, out, title=heading, say=voice.say)

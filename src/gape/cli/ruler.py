@@ -44,9 +44,8 @@ def generate(
     out: Annotated[Path, typer.Option(help="Directory that gets TASK_LENGTH.jsonl and manifest.json.")] = Path("ruler"),
 ) -> None:
     """Make samples of exact length for a tokenizer, the same bytes for the same seed. Needs no network."""
-    from gape.cli.console import Voice  # noqa: PLC0415
+    from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.cli.ruler_samples import Order, write  # noqa: PLC0415
-    from gape.train import StopFlag  # noqa: PLC0415
 
     questions = {name: path for name, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path is not None}
     each = tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192")))
@@ -54,9 +53,11 @@ def generate(
         tokenizer=tokenizer, lengths=each, tasks=_task_names(tasks), named=tasks is not None,
         count=count, seed=seed, haystack=haystack, questions=questions, wording=wording,
     )  # fmt: skip
-    with StopFlag() as stop:
-        for path in write(order, out, check=stop.check, say=Voice().say):
-            typer.echo(path)
+    voice = Voice()
+    with Board(voice, "sample") as board:
+        paths = list(write(order, out, show=board.show, say=voice.say))
+    for path in paths:
+        typer.echo(path)
 
 
 @app.command("eval")
@@ -105,7 +106,6 @@ def evaluate(
     from gape.tasks.ruler.prompts import check_template  # noqa: PLC0415
     from gape.tasks.ruler.sources import read  # noqa: PLC0415
     from gape.tasks.ruler.ways import Way  # noqa: PLC0415
-    from gape.train import StopFlag  # noqa: PLC0415
 
     where = pick_device(device)
     low = asked_precision(precision, where)
@@ -119,9 +119,7 @@ def evaluate(
         samples=_chosen(samples, tasks, limit), sources=sources, settings=settings, tokenizer=tokenizer, device=where,
         name=name, out=out,
     )  # fmt: skip
-    with StopFlag() as stop:
-        found = measure(models, asked, stop=stop, say=Voice().say)
-    _print(found)
+    _print(measure(models, asked, say=Voice().say))
 
 
 @app.command()

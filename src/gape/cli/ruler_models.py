@@ -19,7 +19,7 @@ from gape.tasks.ruler.evaluation import Settings
 from gape.tasks.ruler.prompts import Prepared
 from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
-from gape.train import StopFlag, guards
+from gape.train import guards
 from gape.train.log import append
 
 ROWS, HOME = "ruler.jsonl", "ruler"
@@ -47,7 +47,7 @@ class _Opened(NamedTuple):
     home: Path
 
 
-def measure(models: Sequence[str], asked: Asked, *, stop: StopFlag, say: Say) -> list[Record]:
+def measure(models: Sequence[str], asked: Asked, *, say: Say) -> list[Record]:
     """Score every model on all samples; what was scored before is not scored again.
 
     Returns:
@@ -56,7 +56,6 @@ def measure(models: Sequence[str], asked: Asked, *, stop: StopFlag, say: Say) ->
     Raises:
         ValueError: a model that cannot be read, samples that do not fit; before any is scored, as far as that can be
             known.
-        Interrupted: a signal came; what was scored is kept.
     """
     if (asked.out is not None or asked.name is not None) and len(models) > 1:
         raise ValueError(f"out and name: got them for {len(models)} models, expected one")
@@ -64,7 +63,7 @@ def measure(models: Sequence[str], asked: Asked, *, stop: StopFlag, say: Say) ->
     encoded: dict[str, list[Prepared]] = {}
     homes: set[Path] = set()
     for spec in models:
-        opened = _open(spec, asked, stop)
+        opened = _open(spec, asked)
         if opened.home in homes:
             raise ValueError(f"models: {spec!r} goes by the name of another; score it by itself, with --name")
         homes.add(opened.home)
@@ -74,22 +73,20 @@ def measure(models: Sequence[str], asked: Asked, *, stop: StopFlag, say: Say) ->
                 opened.reader, asked.samples, template=asked.settings.template, overlength=asked.settings.overlength,
                 max_length=asked.settings.max_length, generate=asked.settings.generate,
             )  # fmt: skip
-        found += _measured(opened, encoded[tokenizer], asked, stop, say)
+        found += _measured(opened, encoded[tokenizer], asked, say)
     return found
 
 
-def _open(spec: str, asked: Asked, stop: StopFlag) -> _Opened:
+def _open(spec: str, asked: Asked) -> _Opened:
     low, chunk = asked.settings.precision == "bfloat16", asked.settings.chunk
     if opening.is_ours(spec):
-        reader, step = opening.open_run(
-            spec, asked.tokenizer, device=asked.device, low=low, chunk=chunk, check=stop.check
-        )  # fmt: skip
+        reader, step = opening.open_run(spec, asked.tokenizer, device=asked.device, low=low, chunk=chunk)
         run = experiment.stored(Path(spec), "lm")
         told = experiment.identity(run) | {"step": step}
         return _Opened(reader, reader.identity(), _read_so(reader, told, asked), asked.out or Path(spec))
     if Path(spec).is_dir() and not (Path(spec) / "config.json").is_file():
         raise ValueError(f"model: got {spec!r}, expected a run of gape lm train or a folder of transformers")
-    other = opening.open_transformers(spec, device=asked.device, low=low, chunk=chunk, check=stop.check)
+    other = opening.open_transformers(spec, device=asked.device, low=low, chunk=chunk)
     name = asked.name or other.name
     identity: Record = {
         "run": name, "variant": "", "position": asked.name or _position(other) or name, "seed": 0,
@@ -109,7 +106,7 @@ def _read_so(reader: GPTReader | TransformersReader, identity: Record, asked: As
     return identity | {"run": f"{identity['run']}, {words}", "variant": variant} | way.settings()
 
 
-def _measured(opened: _Opened, items: Sequence[Prepared], asked: Asked, stop: StopFlag, say: Say) -> list[Record]:
+def _measured(opened: _Opened, items: Sequence[Prepared], asked: Asked, say: Say) -> list[Record]:
     question = evaluation.question(opened.known, asked.sources, asked.settings)
     question |= {"device": asked.device.type, "samples": [f"{i.sample.source}:{i.sample.number}" for i in items]}
     key, name, path = evaluation.key(question), str(opened.identity["run"]), opened.home / ROWS
@@ -121,7 +118,7 @@ def _measured(opened: _Opened, items: Sequence[Prepared], asked: Asked, stop: St
     opened.home.mkdir(parents=True, exist_ok=True)
     with guards.alone(opened.home, "measured"), Board(Voice(), "sample") as board:
         rows = evaluation.evaluate(
-            opened.reader, items, asked.settings, opened.home / HOME / key, asked=question, check=stop.check,
+            opened.reader, items, asked.settings, opened.home / HOME / key, asked=question,
             progress=lambda done, total: board.show(name, done, total),
         )  # fmt: skip
         board.drop(name)

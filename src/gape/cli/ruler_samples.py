@@ -40,13 +40,16 @@ class Order:
 
 
 def write(
-    order: Order, directory: Path, *, check: Callable[[], None] = lambda: None, say: Callable[[str], None] = print
+    order: Order,
+    directory: Path,
+    *,
+    show: Callable[[str, int, int], None] = lambda name, done, total: None,
+    say: Callable[[str], None] = print,
 ) -> Iterator[Path]:
     """Write the samples of an order, each file at once; files of the same order that are there stay.
 
     Raises:
         ValueError: a task does not fit into a length, a file is missing or broken, or the folder holds other samples.
-        Interrupted: or whatever `check` raises; files that are whole stay.
     """
     made = _exact(order) if order.wording == exact.WORDING else _own(order, say)
     settings = {
@@ -64,7 +67,7 @@ def write(
         known = listed.get(target.name, {})
         intact = target.is_file() and files.sha256(target.read_bytes()) == known.get("sha256")
         if not (intact and known.get("ingredients") == files.plain(identity)):
-            data = _lines(rows, check)
+            data = _lines(rows, lambda done, label=target.stem: show(label, done, order.count))
             files.replace(target, data)
             listed[target.name] = {"ingredients": identity, "sha256": files.sha256(data)}
             files.replace(path, files.to_json(settings | {"files": dict(sorted(listed.items()))}))
@@ -106,9 +109,9 @@ def _exact(order: Order) -> _Made:
     }
 
 
-def _lines(rows: Iterator[dict[str, Any]], check: Callable[[], None]) -> bytes:
-    lines = []
+def _lines(rows: Iterator[dict[str, Any]], show: Callable[[int], None]) -> bytes:
+    lines = list[str]()
     for row in rows:
-        check()
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        show(len(lines))
     return "".join(lines).encode()

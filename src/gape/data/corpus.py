@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -141,13 +142,23 @@ class Corpus:
         text = "\n".join([*sums, self.card["index"]["sha256"], self.card["names"]["sha256"]])
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def verify(self) -> None:
+    def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Read everything and compare it with the card.
+
+        Args:
+            progress: told files read and in all.
 
         Raises:
             ValueError: a file that is not what the card says; names each.
         """
-        self._compare(_files(self.card), file_sha256)
+        entries = _files(self.card)
+
+        def digest(path: Path) -> str:
+            progress(next(done), len(entries))
+            return file_sha256(path)
+
+        done = itertools.count()
+        self._compare(entries, digest)
 
     def rows(self, split: str, stratum: str | int | None = None) -> npt.NDArray[np.int64]:
         """Numbers of the documents of a split and stratum, int64."""

@@ -38,8 +38,8 @@ def report(
     Returns:
         The page.
     """
-    store(results, directory)
     made = tables(results)
+    store(results, directory)
     files.replace(directory / "tables.md", ("\n\n".join(t.markdown() for t in made) + "\n").encode())
     drawn: list[tuple[catalogue.Entry, Path]] = []
     notes = []

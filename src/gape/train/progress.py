@@ -6,10 +6,13 @@ import contextlib
 import time
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gape import heartbeat
 
 # Lines in a log file should be readable next morning.
 SECONDS_BETWEEN_LINES = 2.0
@@ -76,6 +79,11 @@ class Reporter:
 
 class SteadyConsole(Console):
     """A console that falls silent when nobody reads it, where rich's would close standard output and exit."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's; the next heartbeat counts from here."""
+        heartbeat.shown()
+        super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
         """Show nothing from here on."""

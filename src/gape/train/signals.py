@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -65,15 +67,38 @@ class StopFlag:
             self._depth += 1
             if self._depth == 1:
                 self._owner = os.getpid()
-                self._before = {s: signal.signal(s, self._handle) for s in SIGNALS}
+                self._install()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if _in_main_thread():
             self._depth -= 1
             if self._depth == 0:
-                for signum, handler in self._before.items():
-                    signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+                self._restore()
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Give the signals back to whoever had them before, for work that may end anywhere and loses nothing.
+
+        Raises:
+            Interrupted: a signal has come already.
+        """
+        self.check()
+        held = self._depth and _in_main_thread()
+        if held:
+            self._restore()
+        try:
+            yield
+        finally:
+            if held:
+                self._install()
+
+    def _install(self) -> None:
+        self._before = {s: signal.signal(s, self._handle) for s in SIGNALS}
+
+    def _restore(self) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         # A forked worker inherits the handler and polls nothing: it should simply die.
