@@ -151,16 +151,18 @@ def test_stopped_it_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     run = ["ruler", "eval", "runs/p-rope", "--data", "samples", *EVAL]
     assert gape_exits(*run, "--out", "whole") == 0
     whole = capsys.readouterr().out
-    work, batches = evaluation._scored, list[object]()
+    work, batches, later = evaluation._scored, list[object](), list[object]()
 
     def stopping(*arguments: object) -> object:
         batches.append(arguments)
         if len(batches) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
+            later.append(arguments)
         return work(*arguments)
 
     monkeypatch.setattr(evaluation, "_scored", stopping)
     assert gape_exits(*run, "--out", "parts") == 143
+    assert not later
     monkeypatch.setattr(evaluation, "_scored", work)
     (parts,) = Path("parts/ruler").glob("*/samples.jsonl")
     assert 0 < len(lines(parts)) < 18

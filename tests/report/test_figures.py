@@ -109,6 +109,15 @@ def test_a_figure_of_one_variant_among_several_says_which(tmp_path: Path) -> Non
     assert "variant" not in catalogue.figure("variants").data(results)
 
 
+def test_a_name_is_shown_as_it_is_and_not_as_a_formula(tmp_path: Path) -> None:
+    name = r"$\frac{$"
+    rows = tuple(row("rope", "last", 0, factor, variant=variant) for factor in (1, 2) for variant in ("", name))
+    numbers, *_ = catalogue.write(
+        catalogue.figure("variants"), Results(rows=rows, analyses=(), runs=()), tmp_path
+    )  # fmt: skip
+    assert name in json.dumps(json.loads(numbers.read_text()), ensure_ascii=False).replace(r"\\", "\\")
+
+
 def test_attention_maps_say_which_needle_was_asked_for() -> None:
     for target, words in (("first", "Needle far (first)"), ("last", "Needle close (last)")):
         entry = catalogue.figure("attention-maps")

@@ -57,6 +57,27 @@ def test_a_broken_line_before_the_end_is_an_error(tmp_path: Path) -> None:
         read_lines(path)
 
 
+NESTED = '{"run": ' + '{"a": ' * 60 + "1" + "}" * 60 + "}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(json.dumps(row("rope", "last", 1, 2, run=wrong)) for wrong in (None, ["a"], 7, {"a": 1})),
+        json.dumps(row("rope", "last", 1, 2) | {"seed": "a"}),
+        json.dumps(row("rope", "last", 1, 2, accuracy=[0.5])),
+        json.dumps(row("rope", "last", 1, 2))[:-1] + f', "options": {NESTED}' + "}",
+        "[" * 100_000,
+    ],
+)
+def test_a_row_of_wrong_types_is_told_by_file_and_line(tmp_path: Path, line: str) -> None:
+    home = run_directory(tmp_path / "a", row("rope", "last", 0, 1))
+    with (home / "eval.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(ValueError, match=r"eval\.jsonl: line 2 "):
+        tables(gather([home]))
+
+
 def test_a_later_row_of_the_same_measurement_counts(tmp_path: Path) -> None:
     home = run_directory(tmp_path / "a", row("rope", "last", 0, 1), row("rope", "last", 0, 1, accuracy=0.5))
     assert [r["accuracy"] for r in gather([home]).rows] == [0.5]

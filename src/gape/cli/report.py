@@ -30,9 +30,10 @@ def write_report(runs: list[Path], out: Path, title: str | None = None, without:
     """
     from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.report import lm_results, write  # noqa: PLC0415
+    from gape.report.rows import usable  # noqa: PLC0415
 
     voice = Voice()
-    with Board(voice, "page") as board:
+    with Board(voice, "page") as board, usable(runs):
         board.show(str(out), 0, 1)
         results = lm_results.without(lm_results.gather(runs), without)
         heading = title or ("Needle in a haystack" if results.rows else "Language models")

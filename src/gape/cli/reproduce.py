@@ -30,6 +30,7 @@ def reproduce(
     from dataclasses import replace  # noqa: PLC0415
 
     from gape.report import catalogue  # noqa: PLC0415
+    from gape.report.rows import usable  # noqa: PLC0415
     from gape.report.series import NoData  # noqa: PLC0415
 
     if listing or name is None:
@@ -44,7 +45,8 @@ def reproduce(
     if entry.measure is not None:
         found = _run(entry, runs, jobs) if run else _committed(entry, results)
     try:
-        paths = catalogue.write(entry, found, out)
+        with usable([home(entry, results)]):
+            paths = catalogue.write(entry, found, out)
     except NoData as error:
         train = f"gape {entry.command}" if entry.command else f"gape niah train {entry.recipe}"
         how = entry.made_by or f"{train} and then gape report runs/{entry.recipe} --out {home(entry, results)}"

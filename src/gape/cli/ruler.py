@@ -143,6 +143,7 @@ def table(
     from gape.ops.checks import refuse  # noqa: PLC0415
     from gape.report import ruler  # noqa: PLC0415
     from gape.report.lm_results import gather  # noqa: PLC0415
+    from gape.report.rows import usable  # noqa: PLC0415
 
     if form not in ruler.FORMATS:
         raise refuse("format", form, f"one of {', '.join(ruler.FORMATS)}")
@@ -155,7 +156,8 @@ def table(
         raise ValueError(f"results: {', '.join(map(str, results))} hold {held}")
     found = replace(found, measured={**found.measured, "ruler": rows})
     position, _, variant = full.partition(":")
-    made = ruler.ablation_tables(found, (position, variant)) if ablation else ruler.tables(rows)
+    with usable(results):
+        made = ruler.ablation_tables(found, (position, variant)) if ablation else ruler.tables(rows)
     if out is not None:
         _store(found, made, out)
     typer.echo("\n\n".join(ruler.FORMATS[form](one) for one in made))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gape.report import diagrams, figures, forgetting, hf, lm_figures, lm_series, ruler, series
 from gape.report.results import Results
@@ -250,9 +250,10 @@ def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
     """
     data = entry.data(results)
     with house_style():
-        made = entry.draw(data)
+        shown = _escaped(data)
+        made = entry.draw(shown)
         if data.get("variant"):
-            made.suptitle(" · ".join(filter(None, (made.get_suptitle(), f"variant {data['variant']}"))), fontsize=10)
+            made.suptitle(" · ".join(filter(None, (made.get_suptitle(), f"variant {shown['variant']}"))), fontsize=10)
         drawn = save(made, directory, entry.name)
     numbers = directory / f"{entry.name}.json"
     numbers.write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -261,3 +262,12 @@ def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
     beside = directory / f"{entry.name}.md"
     beside.write_text("\n\n".join(table.markdown() for table in entry.tables(results)) + "\n", encoding="utf-8")
     return [numbers, *drawn, beside]
+
+
+def _escaped(value: Any) -> Any:
+    """Data whose names Matplotlib shows as they are, in place of taking what stands between two $ for a formula."""
+    if isinstance(value, str):
+        return value.replace("$", r"\$")
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(inner) for key, inner in value.items()}
+    return [_escaped(inner) for inner in value] if isinstance(value, list) else value

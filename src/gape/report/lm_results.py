@@ -21,6 +21,7 @@ from gape.report.results import (
     Results,
     experiment_of,
     read_lines,
+    read_row,
     refuse_differing,
     scheme_order,
     shared_settings,
@@ -45,6 +46,21 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "spectrum": ("spectrum.json", ()),
     "maps": ("maps.json", ()),
     "masks": ("masks.json", ()),
+}
+
+#: What a row of a kind must have.
+_WHO = ("run", "position", "seed")
+NEEDED: dict[str, tuple[str, ...]] = {
+    kind: _WHO + more
+    for kind, more in {
+        "perplexity": ("context", "protocol", "plan", "nll", "perplexity"),
+        "positions": ("context", "protocol", "edges", "nll", "tokens"),
+        "routing": ("step", "layer", "head", "mean_mask", "landmark", "gate", "amplitude"),
+        "far_back": ("kind", "distance", "context", "tokens", "documents", "nll", "low", "high"),
+        "ruler": ("key", "model", "task", "length", "samples"),
+        "forgetting": ("kind", "length", "how", "eps"),
+        **dict.fromkeys(("entropy", "spectrum", "maps", "masks"), ("sets",)),
+    }.items()
 }
 
 _TOLD = {"settings": "run.json", "manifest": "manifest.json", "training": "summary.json"}
@@ -135,8 +151,8 @@ def _report(path: Path) -> tuple[dict[str, list[Record]], list[Record]]:
     for kind in KINDS:
         file = path / f"{kind}.jsonl"
         if file.is_file():
-            found[kind] = _checked(read_lines(file), file)
-    return found, read_lines(path / RUNS)
+            found[kind] = _rounded(kind, read_lines(file, NEEDED[kind]))
+    return found, read_lines(path / RUNS, ("run",))
 
 
 def _sweep(path: Path) -> dict[Path, tuple[dict[str, list[Record]], list[Record]]]:
@@ -157,8 +173,9 @@ def _run(home: Path) -> dict[str, list[Record]]:
     for kind, (name, _) in KINDS.items():
         file = home / name
         if file.is_file():
-            rows = read_lines(file) if file.suffix == ".jsonl" else [read_object(file)]
-            found[kind] = _checked(rows, file)
+            needed = NEEDED[kind]
+            rows = read_lines(file, needed) if file.suffix == ".jsonl" else [read_row(file, needed)]
+            found[kind] = _rounded(kind, rows)
     measured = [row.get("step") or 0 for kind, rows in found.items() if kind != "routing" for row in rows]
     newest = max(measured, default=0)
     kept = {
@@ -168,17 +185,11 @@ def _run(home: Path) -> dict[str, list[Record]]:
     return {kind: rows for kind, rows in kept.items() if rows}
 
 
-def _checked(rows: list[Record], path: Path) -> list[Record]:
-    for row in rows:
-        missing = [key for key in ("run", "position", "seed") if key not in row]
-        if missing:
-            raise ValueError(f"{path}: a row lacks {', '.join(missing)}")
-    return [_rounded(row) for row in rows] if path.stem == "routing" else rows
-
-
-def _rounded(row: Record) -> Record:
-    """A row of means while a model learns, of which there are thousands, to six digits."""
-    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in row.items()}
+def _rounded(kind: str, rows: list[Record]) -> list[Record]:
+    """Rows of means while a model learns, of which there are thousands, to six digits; others as they are."""
+    if kind != "routing":
+        return rows
+    return [{key: float(f"{v:.6g}") if isinstance(v, float) else v for key, v in row.items()} for row in rows]
 
 
 def _add(known: dict[tuple[Any, ...], Record], kind: str, records: Sequence[Record], path: Path) -> None:

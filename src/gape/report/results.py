@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gape.report.rows import fault
 from gape.train import files
 from gape.train.config import MAY_CHANGE
 from gape.train.log import read_object
@@ -26,6 +27,9 @@ ROW_KEYS = (
     "run", "variant", "position", "evaluated", "target", "seed", "train_length", "factor", "length", "needles",
     "samples", "accuracy", "hits",
 )  # fmt: skip
+
+#: What a look inside must have.
+LOOK_KEYS = ("run", "variant", "position", "target", "seed", "spread")
 
 #: What rows of one length have in common, whatever their seed.
 _ALIKE = ("length", "needles", "precision", "options")
@@ -120,11 +124,11 @@ def store(results: Results, directory: Path) -> None:
         files.replace(directory / name, text.encode())
 
 
-def read_lines(path: Path) -> list[Record]:
-    """The objects of a JSONL file; a last line that was cut short is left out.
+def read_lines(path: Path, needed: Iterable[str] = ()) -> list[Record]:
+    """The rows of a JSONL file, all with the keys that are needed; a last line that was cut short is left out.
 
     Raises:
-        ValueError: any other line is not a JSON object.
+        ValueError: any other line is not a JSON object, or holds what no row of ours holds; names file and line.
     """
     # Bytes: a line may have been cut in the middle of a letter.
     lines = path.read_bytes().split(b"\n")
@@ -134,14 +138,28 @@ def read_lines(path: Path) -> list[Record]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise ValueError(f"{path}: line {number} is not a JSON object")
+        if wrong := fault(record, needed):
+            raise ValueError(f"{path}: line {number} {wrong}")
         records.append(record)
     return records
+
+
+def read_row(path: Path, needed: Iterable[str] = ()) -> Record:
+    """The row that a JSON file holds, with the keys that are needed.
+
+    Raises:
+        ValueError: it is no JSON object, or holds what no row of ours holds; names the file.
+    """
+    row = read_object(path)
+    if wrong := fault(row, needed):
+        raise ValueError(f"{path}: {wrong}")
+    return row
 
 
 def pack_hits(hits: Iterable[bool]) -> str:
@@ -162,13 +180,10 @@ def _add(known: dict[tuple[Any, ...], Record], found: dict[tuple[Any, ...], Reco
 
 
 def _report(path: Path) -> Results:
-    def lines(name: str) -> tuple[Record, ...]:
-        return tuple(read_lines(path / name)) if (path / name).is_file() else ()
+    def lines(name: str, needed: Iterable[str]) -> tuple[Record, ...]:
+        return tuple(read_lines(path / name, needed)) if (path / name).is_file() else ()
 
-    rows = lines(ROWS)
-    for row in rows:
-        _check(row, path / ROWS)
-    return Results(rows=rows, analyses=lines(ANALYSES), runs=lines(RUNS))
+    return Results(rows=lines(ROWS, ROW_KEYS), analyses=lines(ANALYSES, LOOK_KEYS), runs=lines(RUNS, ("run",)))
 
 
 def _sweep(path: Path) -> dict[Path, Results]:
@@ -179,18 +194,16 @@ def _sweep(path: Path) -> dict[Path, Results]:
 
 def _run(home: Path) -> Results:
     """What one run left: the rows and the look of the weights that were measured last."""
-    rows = read_lines(home / "eval.jsonl")
-    for row in rows:
-        _check(row, home / "eval.jsonl")
+    rows = read_lines(home / "eval.jsonl", ROW_KEYS)
     if not rows:
         return Results(rows=(), analyses=(), runs=())
     step = rows[-1].get("step")
-    looks = [read_object(home / "analysis.json")] if (home / "analysis.json").is_file() else []
+    look = home / "analysis.json"
     parts = {"settings": "run.json", "manifest": "manifest.json", "training": "summary.json"}
     told = {key: read_object(home / name) for key, name in parts.items() if (home / name).is_file()}
     return Results(
         rows=_measured_alike([row for row in rows if row.get("step") == step]),
-        analyses=tuple(look for look in looks if look.get("step") == step),
+        analyses=(read_row(look, LOOK_KEYS),) if look.is_file() and read_object(look).get("step") == step else (),
         runs=({"run": rows[0]["run"], **told},),
     )
 
@@ -208,12 +221,6 @@ def _measured_alike(rows: Iterable[Record]) -> tuple[Record, ...]:
         for ways in groups.values()
     )
     return tuple(row for found in longest for row in found)
-
-
-def _check(row: Mapping[str, Any], path: Path) -> None:
-    missing = [key for key in ROW_KEYS if key not in row]
-    if missing:
-        raise ValueError(f"{path}: a row lacks {', '.join(missing)}")
 
 
 def _refuse_mixtures(rows: Iterable[Record], runs: Iterable[Record]) -> None:
