@@ -57,7 +57,7 @@ def test_a_broken_line_before_the_end_is_an_error(tmp_path: Path) -> None:
         read_lines(path)
 
 
-NESTED = '{"run": ' + '{"a": ' * 60 + "1" + "}" * 60 + "}"
+NESTED = '{"run": ' + '{"a": ' * 200 + "1" + "}" * 200 + "}"
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def _rows(path: Path) -> Iterable[str]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: line {place} is not JSON: {error}") from error
             field = next(
                 (name for name in PROMPT_FIELDS if isinstance(row, dict) and isinstance(row.get(name), str)), None

@@ -15,6 +15,7 @@ import torch
 
 from gape.models.gpt import GPT
 from gape.ops.checks import refuse
+from gape.report.rows import fault
 from gape.train import checkpoint, files
 from gape.train.load import model_of
 from gape.train.log import read_object
@@ -71,11 +72,15 @@ def open_run(directory: Path, device: str | torch.device = "cpu", say: Callable[
     chosen = checkpoint.resolve(directory, say)
     model: GPT = model_of(chosen, device=device)
     settings, recorded = read_object(directory / "run.json"), read_object(directory / "config.json")
+    task = settings.get("task")
     identity = {
         "run": settings.get("name", directory.resolve().name), "variant": settings.get("variant", ""),
         "position": model.config.position, "seed": settings.get("seed", 0),
-        "train_length": settings.get("task", {}).get("length", model.config.context_length), "step": chosen.step,
+        "train_length": (task if isinstance(task, dict) else {}).get("length", model.config.context_length),
+        "step": chosen.step,
     }  # fmt: skip
+    if wrong := fault(identity):
+        raise ValueError(f"{directory / 'run.json'}: {wrong}")
     tokenizer = _tokenizer(settings) or _tokenizer(recorded)
     return Trained(directory=directory, identity=identity, model=model, tokenizer=tokenizer)
 

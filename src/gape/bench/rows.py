@@ -61,9 +61,16 @@ def commit() -> str:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a file."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    """The rows of a file.
+
+    Raises:
+        ValueError: it is no CSV file; names it.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: not a CSV file: {error}") from error
 
 
 def check_columns(path: Path, fields: Sequence[str]) -> None:
@@ -73,10 +80,11 @@ def check_columns(path: Path, fields: Sequence[str]) -> None:
         ValueError: its first line says other columns.
     """
     if path.exists() and path.stat().st_size:
-        with path.open(newline="", encoding="utf-8") as file:
-            found = next(csv.reader(file))
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            found = next(csv.reader(file), [])
         if found != list(fields):
-            raise ValueError(f"out: {path} has the columns {found}, expected {list(fields)}; choose another file")
+            told = str(found)[:200]
+            raise ValueError(f"{path}: got the columns {told}, expected {list(fields)}; choose another file")
 
 
 def append(path: Path, fields: Sequence[str], row: Row) -> None:

@@ -47,10 +47,10 @@ class Settings:
     seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        for length in self.lengths:
-            whole("lengths", length)
-        for name in ("dim", "heads", "kv_heads"):
-            whole(name, getattr(self, name))
+        sizes = {name: getattr(self, name) for name in ("dim", "heads", "kv_heads")}
+        for name, size in (*(("lengths", length) for length in self.lengths), *sizes.items()):
+            if whole(name, size) >= 2**31:
+                raise refuse(name, size, "whole numbers below 2**31")
         if self.heads % self.kv_heads:
             raise refuse("kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
         if self.dtype not in self.DTYPES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -93,7 +94,9 @@ def _code(error: Exception) -> int | None:
     if isinstance(error, (ValueError, ImportError, *_WRONG_PATH)):
         return 2
     # The system's own words, such as a read-only file system, name the path and what is wrong with it.
-    return 1 if isinstance(error, OSError) else None
+    if isinstance(error, OSError):
+        return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
+    return None
 
 
 #: What comes of a path that was given wrongly.

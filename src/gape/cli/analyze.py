@@ -226,11 +226,11 @@ def _over(
     from gape.analysis.runs import open_run  # noqa: PLC0415
     from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.cli.experiment import pick_device  # noqa: PLC0415
-    from gape.train import guards  # noqa: PLC0415
+    from gape.train import checkpoint, guards  # noqa: PLC0415
 
     voice, chosen = Voice(), pick_device(device)
     for directory in runs:
-        if not directory.is_dir():
+        if not checkpoint.found(directory / "checkpoints"):
             raise ValueError(f"run: got {str(directory)!r}, expected a directory that gape lm train made")
     with Board(voice, "run") as board:
         for number, directory in enumerate(runs):

@@ -190,12 +190,16 @@ def dispatch(
     from gape.bench import dispatch as bench  # noqa: PLC0415
     from gape.bench.rows import load  # noqa: PLC0415
     from gape.ops.dispatch import TABLE, written  # noqa: PLC0415
+    from gape.report.rows import usable  # noqa: PLC0415
 
     attended = data / "attention.csv"
     if not attended.is_file():
         raise ValueError(f"data: there is no {attended}; gape bench attention --backward makes it")
     others = [data / f"{name}.csv" for name in ("decode", "precision")]
-    rules = bench.rules(load(attended), *(load(path) if path.is_file() else [] for path in others))
+    with usable([attended]):
+        rules = bench.rules(load(attended), *(load(path) if path.is_file() else [] for path in others))
+    if not rules:
+        raise ValueError(f"data: {attended} holds no rows; gape bench attention --backward makes them")
     if show:
         typer.echo(written(rules), nl=False)
         return

@@ -116,20 +116,21 @@ def claim(run: Run, directory: Path) -> None:
     files.replace(directory / SETTINGS, files.to_json(run.to_dict()))
 
 
-def described(directory: Path) -> Run:
+def described(
+    directory: Path, expected: str = f"a directory with {SETTINGS}, as gape lm train and gape niah train make"
+) -> Run:
     """The run that a directory holds, trained or not.
 
     Raises:
-        ValueError: there is none, or what is there describes none.
+        ValueError: there is none, and what is expected; or what is there describes none.
     """
     path = directory / SETTINGS
     settings = read_object(path)
     if not settings:
-        wanted = f"a directory with {SETTINGS}, as gape lm train and gape niah train make"
-        raise ValueError(f"run: got {str(directory)!r}, expected {wanted}")
+        raise ValueError(f"run: got {str(directory)!r}, expected {expected}")
     try:
         return Run.from_dict(settings)
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -12,7 +12,7 @@ import torch
 from gape.analysis.passages import Reader
 from gape.analysis.runs import Trained, open_run
 from gape.bench.forgetting import Subject, subject
-from gape.cli.experiment import SETTINGS, Say, asked_precision
+from gape.cli.experiment import SETTINGS, Say, asked_precision, described
 from gape.models.gpt import GPT
 from gape.recipes import Run
 from gape.train.log import read_object
@@ -76,10 +76,7 @@ def kind_of(directory: Path) -> str:
     settings = read_object(directory / SETTINGS)
     if settings.get("kind") == HF or (not settings and MODEL_TYPE in read_object(directory / "config.json")):
         return HF
-    if not settings:
-        wanted = "a directory that gape lm train, gape niah train, gape hf finetune or gape hf inject made"
-        raise ValueError(f"run: got {str(directory)!r}, expected {wanted}")
-    return Run.from_dict(settings).kind
+    return _run(directory).kind
 
 
 def corpus(runs: list[Path], data: Path | None) -> Reader | None:
@@ -111,7 +108,12 @@ def opened(directory: Path, device: torch.device, weights: torch.dtype, say: Say
 def _ours(directory: Path, device: torch.device, weights: torch.dtype, say: Say) -> Opened:
     trained = open_run(directory, device, say)
     trained.model.to(weights)
-    return Opened(trained, subject(trained.model), Run.from_dict(read_object(directory / SETTINGS)))
+    return Opened(trained, subject(trained.model), _run(directory))
+
+
+def _run(directory: Path) -> Run:
+    wanted = "a directory that gape lm train, gape niah train, gape hf finetune or gape hf inject made"
+    return described(directory, wanted)
 
 
 def _of_transformers(directory: Path, device: torch.device, weights: torch.dtype, say: Say) -> Opened:

@@ -187,7 +187,7 @@ def _schemes(run: NeedleRun) -> list[str]:
 
 
 def _rows(directory: Path) -> list[Record]:
-    return read_lines(directory / ROWS) if (directory / ROWS).is_file() else []
+    return read_lines(directory / ROWS, ("evaluated", "factor")) if (directory / ROWS).is_file() else []
 
 
 def _look(run: NeedleRun) -> Record:

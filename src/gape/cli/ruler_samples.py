@@ -15,8 +15,11 @@ from gape.tasks.ruler.generator import WORDING, Generator
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.tasks import task
 from gape.train import files
+from gape.train.log import read_object
 
 MANIFEST = "manifest.json"
+#: Samples of a file, which are in memory until it is written.
+MOST = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,8 @@ class Order:
     wording: str
 
     def __post_init__(self) -> None:
-        whole("count", self.count)
+        if whole("count", self.count) > MOST:
+            raise refuse("count", self.count, f"a whole number from 1 to {MOST:,}")
         if self.wording not in ("own", exact.WORDING):
             raise refuse("wording", self.wording, f"own or {exact.WORDING}")
 
@@ -57,7 +61,7 @@ def write(
         "wording": WORDING if order.wording == "own" else order.wording,
     }  # fmt: skip
     path = directory / MANIFEST
-    before = files.from_json(path.read_bytes()) if path.is_file() else {}
+    before = read_object(path)
     if before and {key: before.get(key) for key in settings} != files.plain(settings):
         raise refuse("out", str(directory), "an empty folder: this one holds samples of other settings")
     directory.mkdir(parents=True, exist_ok=True)

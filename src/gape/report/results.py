@@ -137,13 +137,11 @@ def read_lines(path: Path, needed: Iterable[str] = ()) -> list[Record]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            record = files.from_json(line)
+        except ValueError as error:
             if number == len(lines):
                 break
-            raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}: line {number} is not a JSON object")
+            raise ValueError(f"{path}: line {number} is no JSON object: {error}") from error
         if wrong := fault(record, needed):
             raise ValueError(f"{path}: line {number} {wrong}")
         records.append(record)

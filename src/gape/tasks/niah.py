@@ -195,9 +195,11 @@ def hits(
         would pick a digit all the same, and a broken model would look like one that guesses.
 
     Raises:
-        ValueError: samples or batch below 1.
+        ValueError: samples or batch below 1, or more samples than there are.
     """
-    whole("samples", samples)
+    most = 2**32 // (config.length + 2 * config.needles)
+    if whole("samples", samples) > most:
+        raise refuse("samples", samples, f"at most {most:,} at length {config.length:,}")
     batch = max(1, EVAL_TOKENS // config.length) if batch is None else whole("batch", batch)
     right = []
     for first in range(0, samples, batch):

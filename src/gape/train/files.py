@@ -16,6 +16,8 @@ from typing import IO, Any
 
 from gape.train.errors import DiskFullError, LostDirectoryError
 
+#: Levels of lists and objects in JSON; our own files have ten at most.
+DEEPEST = 64
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -151,9 +153,20 @@ def from_json(data: bytes) -> dict[str, Any]:
         value = json.loads(data)
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
+    if _deep(value):
+        raise ValueError("JSON nested too deeply")
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def _deep(value: Any) -> bool:
+    """Whether lists and objects stand inside each other more often than whoever follows them by recursion can take."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(DEEPEST):
+        inside = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
+        level = [each for each in inside if isinstance(each, (dict, list))]
+    return bool(level)
 
 
 def plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ from gape.tasks.ruler.sources import Source
 from gape.tasks.ruler.tasks import task
 from gape.tasks.ruler.ways import DENSE, Way
 from gape.train import files
-from gape.train.log import JSONLines
+from gape.train.log import JSONLines, read_object
 from gape.train.manifest import manifest
 
 Record = dict[str, Any]
@@ -182,7 +182,7 @@ def _claim(directory: Path, reader: Reader, items: Sequence[Prepared], asked: Re
     path = directory / MANIFEST
     prompts = files.sha256("".join(item.digest for item in items).encode())
     if path.is_file():
-        before = files.from_json(path.read_bytes())
+        before = read_object(path)
         if before.get("question") != files.plain(asked) or before.get("prompts_sha256") != prompts:
             raise refuse("out", str(directory), "a directory of the same evaluation, or an empty one")
         return
@@ -200,7 +200,7 @@ def _recall(path: Path, lines: JSONLines, items: Sequence[Prepared]) -> dict[int
         try:
             row = json.loads(line)
             number, digest = int(row["sample"]), row["prompt_sha256"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}: line {place} is no scored sample; without that line the rest goes on") from error
         if number < len(items) and digest == items[number].digest:
             done[number] = row

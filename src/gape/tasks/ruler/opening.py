@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gape.tasks.ruler.readers import Check, GPTReader, TransformersReader, go_on
-from gape.train import checkpoint, files
+from gape.train import checkpoint
 from gape.train.load import model_of
+from gape.train.log import read_object
 
 if TYPE_CHECKING:
     from gape.data import Tokenizer
@@ -57,8 +58,7 @@ def run_tokenizer(directory: Path, spec: str | None) -> Tokenizer:
     """
     from gape.data import load_tokenizer  # noqa: PLC0415
 
-    path = directory / _CONFIG
-    config = files.from_json(path.read_bytes()) if path.is_file() else {}
+    config = read_object(directory / _CONFIG)
     recorded: dict[str, Any] = config.get("extra", {}).get("corpus", {}).get("tokenizer", {})
     if spec is None and recorded.get("kind") == "bytes":
         spec = "bytes"

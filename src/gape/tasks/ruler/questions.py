@@ -53,7 +53,7 @@ def read_questions(path: Path, kind: str) -> Questions:
         data: bytes = file.read()
     try:
         found = list(_READERS[kind](_parsed(data)))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{kind}: {path} is no {kind} file, {_FORMATS[kind]}: {type(error).__name__} {error}"
         ) from error

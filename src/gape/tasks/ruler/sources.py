@@ -123,7 +123,7 @@ def _file(path: Path, name: str, asked: Asked) -> tuple[list[Sample], Source]:
             where = f"{path}: line {number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON: {error}") from error
             samples.append(sample(record, where=where, source=name, number=number, named=named, asked=asked))
     if not samples:
