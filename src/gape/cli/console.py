@@ -43,7 +43,7 @@ class Board:
     def __init__(self, voice: Voice, unit: str = "step") -> None:
         self._voice, self._unit = voice, unit
         self._outer = Board._open
-        self._bars = None if self._outer is None else self._outer._bars
+        self._bars: Progress | None = None if self._outer is None else self._outer._bars
         if self._outer is None and voice.console.is_terminal and not voice.console.is_dumb_terminal:
             self._bars = Progress(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def write(
         known = listed.get(target.name, {})
         intact = target.is_file() and files.sha256(target.read_bytes()) == known.get("sha256")
         if not (intact and known.get("ingredients") == files.plain(identity)):
-            data = _lines(rows, lambda done, label=target.stem: show(label, done, order.count))
+            data = _lines(rows, partial(show, target.stem), order.count)
             files.replace(target, data)
             listed[target.name] = {"ingredients": identity, "sha256": files.sha256(data)}
             files.replace(path, files.to_json(settings | {"files": dict(sorted(listed.items()))}))
@@ -113,9 +114,9 @@ def _exact(order: Order) -> _Made:
     }
 
 
-def _lines(rows: Iterator[dict[str, Any]], show: Callable[[int], None]) -> bytes:
+def _lines(rows: Iterator[dict[str, Any]], show: Callable[[int, int], None], total: int) -> bytes:
     lines = list[str]()
     for row in rows:
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-        show(len(lines))
+        show(len(lines), total)
     return "".join(lines).encode()
