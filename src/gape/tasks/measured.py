@@ -68,6 +68,7 @@ def score_all(
     lines = JSONLines(store)
     try:
         _recall(store, lines, header, add)
+        progress(windows, len(plan.windows))
         for part in scores(model, corpus, plan, first=done, chunk=chunk, check=check):
             lines.write(sums=part.sums, by_position=part.by_position)
             add(part.sums, part.by_position)

@@ -121,6 +121,7 @@ def evaluate(
             if item.skipped and number not in done:
                 done[number] = _about(number, item)
                 lines.write(**done[number])
+        progress(len(done), len(items))
         for batch in batches(items, settings.batch_tokens):
             check()
             # A batch is read whole even where a part of it is done: other companions could change the last digits.
