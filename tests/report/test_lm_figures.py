@@ -143,10 +143,18 @@ def test_stored_rows_are_read_back_as_they_were(tmp_path: Path) -> None:
     assert set(first.measured) == set(stored().measured)
 
 
+#: What every row has that these tests do not care about.
+REST: dict[str, dict[str, object]] = {
+    "perplexity": {"protocol": "last-k", "plan": "p", "nll": 4.0, "perplexity": 54.6},
+    "routing": {"mean_mask": 0.1, "landmark": 0.5, "gate": 0.1, "amplitude": 1.0},
+}
+
+
 def run_directory(home: Path, step: int = 500, **files: list[dict[str, object]]) -> Path:
     home.mkdir(parents=True)
     for name, rows in files.items():
-        text = "".join(json.dumps(identity("rope") | {"step": step} | row) + "\n" for row in rows)
+        rest = identity("rope") | {"step": step} | REST[name]
+        text = "".join(json.dumps(rest | row) + "\n" for row in rows)
         (home / f"{name}.jsonl").write_text(text)
     return home
 

@@ -53,8 +53,8 @@ _WHO = ("run", "position", "seed")
 NEEDED: dict[str, tuple[str, ...]] = {
     kind: _WHO + more
     for kind, more in {
-        "perplexity": ("context", "protocol", "plan", "nll", "perplexity"),
-        "positions": ("context", "protocol", "edges", "nll", "tokens"),
+        "perplexity": ("context",),
+        "positions": ("context", "edges", "nll", "tokens"),
         "routing": ("step", "layer", "head", "mean_mask", "landmark", "gate", "amplitude"),
         "far_back": ("kind", "distance", "context", "tokens", "documents", "nll", "low", "high"),
         "ruler": ("key", "model", "task", "length", "samples"),
