@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gape.constant import Constant
-from gape.ops.checks import finite, flag, refuse, whole
+from gape.utils.constant import Constant
+from gape.utils.validation import finite, flag, invalid_argument, whole
 
 
 class HeadProjection(nn.Module):
@@ -84,7 +84,7 @@ class GAPEGates(nn.Module):
         n_heads, head_dim = whole("n_heads", n_heads), whole("head_dim", head_dim)
         n_kv_heads = n_heads if n_kv_heads is None else whole("n_kv_heads", n_kv_heads)
         if n_heads % n_kv_heads:
-            raise refuse("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
+            raise invalid_argument("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         self.init_gate_bias = finite("init_gate_bias", init_gate_bias)
         self.init_landmark_bias = finite("init_landmark_bias", init_landmark_bias)
@@ -146,7 +146,7 @@ class GAPEGates(nn.Module):
 
     def _check(self, name: str, x: Tensor, n_heads: int) -> None:
         if not isinstance(x, Tensor) or x.dim() != 4 or (x.size(1), x.size(3)) != (n_heads, self.head_dim):
-            raise refuse(name, x, f"a tensor (batch, {n_heads} heads, tokens, {self.head_dim})")
+            raise invalid_argument(name, x, f"a tensor (batch, {n_heads} heads, tokens, {self.head_dim})")
 
     def floors(self, device: torch.device) -> Tensor:
         """The least gate of each query head, (Hq,) in float32."""
@@ -173,5 +173,5 @@ def _floors(floor: float | Sequence[float] | Tensor, n_heads: int) -> tuple[floa
     each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * n_heads
     floors = tuple(finite("gate_floor", value, expected) for value in each)
     if len(floors) != n_heads or min(floors) < 0:
-        raise refuse("gate_floor", floor, expected)
+        raise invalid_argument("gate_floor", floor, expected)
     return floors

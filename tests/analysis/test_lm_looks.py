@@ -13,7 +13,7 @@ import torch
 from gape.analysis import attended, lm, statistics
 from gape.analysis.passages import Passage, Reader
 from gape.analysis.runs import Trained, keep, kept
-from gape.train.log import read_object
+from gape.utils.jsonl import read_object
 from tests.tasks import text
 
 

@@ -22,7 +22,8 @@ from gape.cli.console import Voice
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.report import catalogue
-from gape.train import BusyError, log
+from gape.train import BusyError
+from gape.utils import jsonl
 
 TOY = """
 description = "toy"
@@ -123,7 +124,7 @@ def test_what_is_done_is_not_done_again(toy: Path, capsys: pytest.CaptureFixture
 def test_a_sweep_goes_on_where_it_stopped(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after the first length of the second run; the rows in the end are those of a sweep never stopped."""
     assert gape_exits("niah", "train", toy, "--out", "whole") == 0
-    append, written = log.append, []
+    append, written = jsonl.append, []
 
     def stopping(path: Path, *rows: dict[str, object]) -> None:
         append(path, *rows)
@@ -131,7 +132,7 @@ def test_a_sweep_goes_on_where_it_stopped(toy: Path, monkeypatch: pytest.MonkeyP
         if len(written) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(log, "append", stopping)
+    monkeypatch.setattr(jsonl, "append", stopping)
     assert gape_exits("niah", "train", toy, "--out", "parts") == 143
     assert len(rows(Path("parts/rope+gape"))) == 1
     # What a crash in the middle of a line leaves.

@@ -13,7 +13,7 @@ import torch
 
 from gape.analysis.passages import Reader
 from gape.cli import forget_bench
-from gape.train.signals import Interrupted
+from gape.utils.signals import Interrupted
 from tests.cli.test_commands import gape_exits
 from tests.tasks import text
 

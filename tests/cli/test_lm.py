@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gape.cli import language
-from gape.train import log
+from gape.utils import jsonl
 from tests.cli.test_commands import gape_exits
 from tests.tasks import text
 
@@ -92,7 +92,7 @@ def test_stopped_in_training_it_resumes_bit_for_bit(corpus: Path, monkeypatch: p
     write = language.RoutingLog.write
 
     def stopping(log: language.RoutingLog, step: int, records: list[dict[str, object]]) -> None:
-        write(log, step, records)
+        write(jsonl, step, records)
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -109,17 +109,17 @@ def test_stopped_in_training_it_resumes_bit_for_bit(corpus: Path, monkeypatch: p
 
 def test_stopped_in_measuring_it_goes_on(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(corpus, "--out", "whole", "--only", "p-rope") == 0
-    append = log.append
+    append = jsonl.append
 
     def stopping(path: Path, *added: dict[str, object]) -> None:
         append(path, *added)
         if path.name == "positions.jsonl":
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(log, "append", stopping)
+    monkeypatch.setattr(jsonl, "append", stopping)
     assert train(corpus, "--out", "parts", "--only", "p-rope") == 143
     assert len(rows("parts/p-rope")) == 1
-    monkeypatch.setattr(log, "append", append)
+    monkeypatch.setattr(jsonl, "append", append)
     assert train(corpus, "--out", "parts", "--only", "p-rope") == 0
     for name in ("perplexity.jsonl", "positions.jsonl"):
         assert (Path("whole/p-rope") / name).read_bytes() == (Path("parts/p-rope") / name).read_bytes()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from gape.data import pipeline
-from gape.train import BusyError, Interrupted, StopFlag, files
+from gape.train import BusyError, Interrupted, StopFlag
+from gape.utils import files
 from tests.data.books import contents, make, texts, write_lines
 from tests.data.child import SETTINGS
 

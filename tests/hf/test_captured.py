@@ -148,7 +148,7 @@ def test_a_step_neither_waits_for_the_host_nor_brings_anything_from_it(
     # The kernel runs in an interpreter here, which does both.
     monkeypatch.setattr(Slot, "attend", lambda self, q, k, v, scale: q[..., : v.size(-1)].clone())
     # As on a GPU, where values of positions are not looked at.
-    monkeypatch.setattr("gape.ops.checks.readable", lambda x: False)
+    monkeypatch.setattr("gape.ops.inputs.readable", lambda x: False)
     with Operations() as heard:
         step._replayed(ids[:, :1], slots.begin(), slots)
     assert "mm" in heard.names

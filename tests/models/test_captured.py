@@ -151,7 +151,7 @@ def test_launches_of_a_recorded_step(kind: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(attention, "steps", lambda *_: True)
     # As on a GPU, where values of positions are not looked at.
-    monkeypatch.setattr("gape.ops.checks.readable", lambda x: False)
+    monkeypatch.setattr("gape.ops.inputs.readable", lambda x: False)
     for kernels_of in (step, decode_apart):
         monkeypatch.setattr(kernels_of, "direct", launched)
     token = torch.zeros(1, 1, dtype=torch.int64)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from gape.report.results import Record, read_lines
 from gape.tasks.measured import difference
-from gape.train.log import read_object
+from gape.utils.jsonl import read_object
 from tests.report.test_language_results import ROOT, page, table
 
 HF = ROOT / "results" / "hf"

@@ -144,7 +144,7 @@ def test_results_written_over_themselves_are_whole_at_every_moment(
         path.write_bytes(data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gape.train.files.write", full)
+    monkeypatch.setattr("gape.utils.files.write", full)
     with pytest.raises(OSError, match=r"no room for results\.jsonl"):
         store(stored(seeds=1), tmp_path)
     assert (tmp_path / "results.jsonl").read_bytes() == before

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from gape.train import CheckpointError, DiskFullError, checkpoint, files, load_model, verify
+from gape.train import CheckpointError, DiskFullError, checkpoint, load_model, verify
+from gape.utils import files
 from tests.train.toy import gpt, lines, outcome, trainer
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")

@@ -11,9 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from gape.train import DiskFullError, log, verify
-from gape.train import manifest as manifests
-from gape.train.manifest import code_hash, manifest
+from gape.train import DiskFullError, verify
+from gape.utils import jsonl
+from gape.utils import run_info as manifests
+from gape.utils.run_info import code_hash, manifest
 from tests.train.toy import Numbers, lines, outcome, trainer
 
 
@@ -93,8 +94,8 @@ def test_a_full_disk_under_the_log_says_so(tmp_path):
 
     def replaced():
         if run.state.step == 4:
-            for log in (run._log, run._runtime):
-                log._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+            for jsonl in (run._log, run._runtime):
+                jsonl._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
         step()
 
     run._step = replaced
@@ -116,9 +117,9 @@ def test_rows_of_one_measurement_come_with_one_write(tmp_path, monkeypatch):
             return 2
 
     (tmp_path / "rows.jsonl").touch()
-    monkeypatch.setattr(log.os, "fsync", lambda _: None)
-    monkeypatch.setattr(log.files, "add_to", lambda path: Watched())
-    log.append(tmp_path / "rows.jsonl", {"row": 1}, {"row": 2})
+    monkeypatch.setattr(jsonl.os, "fsync", lambda _: None)
+    monkeypatch.setattr(jsonl.files, "add_to", lambda path: Watched())
+    jsonl.append(tmp_path / "rows.jsonl", {"row": 1}, {"row": 2})
     assert written == [b'{"row": 1}\n{"row": 2}\n']
 
 
@@ -148,11 +149,11 @@ def test_lines_of_others_are_never_cut(tmp_path, monkeypatch):
     """Only a last line that was cut short goes; a whole one may be another process's, written a moment ago."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": ')
-    log.append(path, {"c": 3}, {"d": 4})
+    jsonl.append(path, {"c": 3}, {"d": 4})
     assert [*lines(path)] == [{"a": 1}, {"c": 3}, {"d": 4}]
-    monkeypatch.setattr(log.JSONLines, "cut", lambda self, length: pytest.fail("cut"))
-    log.append(path, {"e": 5})
-    log.append(tmp_path / "new.jsonl", {"f": 6})
+    monkeypatch.setattr(jsonl.JSONLines, "cut", lambda self, length: pytest.fail("cut"))
+    jsonl.append(path, {"e": 5})
+    jsonl.append(tmp_path / "new.jsonl", {"f": 6})
     assert [*lines(path)][-1:] == [{"e": 5}]
 
 
@@ -177,7 +178,7 @@ def test_a_run_can_ask_for_deterministic_algorithms(tmp_path):
 
 
 def test_versions_and_machine_are_there_without_a_checkout(monkeypatch):
-    monkeypatch.setattr("gape.train.manifest._git", lambda *arguments: None)
+    monkeypatch.setattr("gape.utils.run_info._git", lambda *arguments: None)
     record = manifest(torch.device("cpu"), seed=1)
     assert record["code"]["commit"] is None
     assert len(record["code"]["sha256"]) == 64

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gape.analysis.tap import Attended
-from gape.ops.checks import whole
+from gape.utils.validation import whole
 
 #: Weights held at once, over all heads; a few tensors of this size exist beside one another.
 BLOCK_WEIGHTS = 2**24

@@ -17,11 +17,11 @@ import torch
 
 from gape.analysis.passages import Ids, long_documents, number, text_of
 from gape.analysis.runs import Record, Trained
-from gape.ops.checks import refuse
 from gape.report.results import read_lines
 from gape.tasks.far_back import FarBackConfig, Found, measure, summary
-from gape.train import files
-from gape.train.log import append
+from gape.utils import files
+from gape.utils.jsonl import append
+from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
     from gape.data import Corpus, Document, Tokenizer
@@ -65,7 +65,7 @@ def measure_run(
     chosen = chosen[: config.documents]
     others = list(corpus.documents(split, stratum))
     if "planted" in config.kinds and len(others) < 2:
-        raise refuse("kinds", config.kinds, "none planted, since a passage has to come from another document")
+        raise invalid_argument("kinds", config.kinds, "none planted, since a passage has to come from another document")
     device = next(run.model.parameters()).device
     low = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
     # What changes the numbers; the chunk does not.
@@ -113,7 +113,7 @@ def _decoder(config: FarBackConfig, corpus: Corpus, tokenizer: Tokenizer | None)
         raise ValueError(f"tokenizer: got nothing, expected {name}, which the corpus was made with, to find names")
     if tokenizer.identity()["sha256"] != corpus.tokenizer["sha256"]:
         made = f"{corpus.tokenizer['name']}, which the corpus was made with"
-        raise refuse("tokenizer", tokenizer.identity()["name"], made)
+        raise invalid_argument("tokenizer", tokenizer.identity()["name"], made)
     return tokenizer.decode
 
 
@@ -130,4 +130,4 @@ def _passage(corpus: Corpus, document: Document, others: list[Any], config: FarB
         if text_of(other) != text_of(document) and other.length >= config.passage:
             start = number(config.seed, "passage", document.id) % (other.length - config.passage + 1)
             return corpus.tokens(other, start, start + config.passage).astype(np.int64)
-    raise refuse("passage", config.passage, "at most the tokens of some other document")
+    raise invalid_argument("passage", config.passage, "at most the tokens of some other document")

@@ -21,8 +21,8 @@ from gape.analysis.spectrum import pair_norms, rotary
 from gape.analysis.streamed import streamed
 from gape.analysis.tap import Attended, tap
 from gape.models.attention import GAPEAttention
-from gape.ops.checks import refuse
 from gape.positions.gated import Gated
+from gape.utils.validation import invalid_argument
 
 Record = dict[str, Any]
 Check = Callable[[], None]
@@ -126,7 +126,7 @@ def _by_layer(model: nn.Module, passage: Passage, look: Callable[[Attended], Rec
 
 def _of_layer(model: nn.Module, passage: Passage, layer: int, check: Check, look: Callable[[Attended], Any]) -> Any:
     if not 0 <= layer < layers(model):
-        raise refuse("layer", layer, f"a number from 0 to {layers(model) - 1}")
+        raise invalid_argument("layer", layer, f"a number from 0 to {layers(model) - 1}")
     found: list[Any] = []
 
     def receive(index: int, seen: Attended) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gape.analysis.entropy import blocks
 from gape.analysis.tap import Attended
-from gape.ops.checks import whole
+from gape.utils.validation import whole
 
 
 @torch.no_grad()

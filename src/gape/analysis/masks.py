@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gape.analysis.tap import Attended
-from gape.ops.checks import refuse, whole
+from gape.utils.validation import invalid_argument, whole
 
 
 @torch.no_grad()
@@ -43,7 +43,9 @@ def _cells(attended: Attended, rows: int, columns: int) -> tuple[Tensor, Tensor]
     """Sums of M and numbers of pairs by cell: (B, Hq, rows, columns) and (rows, columns), float64."""
     landmark, rate = attended.landmark, attended.rate
     if landmark is None or rate is None or not attended.seen.index_order:
-        raise refuse("attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order")
+        raise invalid_argument(
+            "attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order"
+        )
     n_q, n_k, device = attended.seen.n_q, attended.seen.n_k, attended.q.device
     i = torch.arange(n_k - n_q, n_k, device=device)
     j = torch.arange(n_k, dtype=torch.float64, device=device)

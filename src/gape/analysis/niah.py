@@ -13,9 +13,9 @@ from gape.analysis.entropy import statistics
 from gape.analysis.maps import attention_map
 from gape.analysis.routing import horizon
 from gape.analysis.tap import Attended, attended
-from gape.ops.checks import refuse
 from gape.positions.gated import Gated
 from gape.tasks import niah
+from gape.utils.validation import invalid_argument
 
 #: The kinds of token whose landmarks are averaged apart.
 KINDS = ("filler", "key", "equals", "digit", "query")
@@ -56,7 +56,7 @@ def look_inside(
         ValueError: factors without 1, the length at which gates are read.
     """
     if 1 not in factors:
-        raise refuse("factors", factors, "multiples of the length, 1 among them")
+        raise invalid_argument("factors", factors, "multiples of the length, 1 among them")
     device = next(model.parameters()).device
     found: dict[str, Any] = {"spread": [], "gates": None, "trace": None, "maps": None}
     gates: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from gape.ops.checks import refuse, whole
+from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
     from gape.data import Corpus, Document, Tokenizer
@@ -120,7 +120,7 @@ class Reader:
         """
         whole("samples", count)
         if self.prompts and length is not None:
-            raise refuse("length", length, "none for prompts, which are read whole")
+            raise invalid_argument("length", length, "none for prompts, which are read whole")
         if self.corpus is not None:
             items, left_out = _windows(self.corpus, self.split, self.stratum, length, count, seed), 0
         elif self.prompts:
@@ -146,7 +146,7 @@ class Reader:
             ids = np.array(self._words().encode(file.read().decode("utf-8")), dtype=np.int64)
         span = len(ids) if length is None else whole("length", length)
         if span < 1 or len(ids) < span:
-            raise refuse("length", length, f"at most the {len(ids)} tokens of {self.path}")
+            raise invalid_argument("length", length, f"at most the {len(ids)} tokens of {self.path}")
         return [
             Passage(f"{self.path.name}:{start}-{start + span}", ids[start : start + span])
             for start in range(0, len(ids) - span + 1, span)
@@ -182,7 +182,9 @@ def long_documents(
     if not enough:
         longest = max((document.length for document in documents), default=0)
         where = f"{split} documents" + ("" if stratum is None else f" of stratum {stratum}")
-        raise refuse(called, length, f"at most {longest} tokens, the longest of the {where} in {corpus.directory}")
+        raise invalid_argument(
+            called, length, f"at most {longest} tokens, the longest of the {where} in {corpus.directory}"
+        )
     by_text: dict[str, Document] = {}
     for document in enough:
         by_text.setdefault(text_of(document), document)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from gape import theory
 from gape.analysis.masks import mean_mask
 from gape.analysis.tap import Attended, tap
-from gape.ops.checks import refuse
 from gape.positions.gated import Gated
+from gape.utils.validation import invalid_argument
 
 
 class Horizon(NamedTuple):
@@ -44,7 +44,9 @@ def horizon(attended: Attended, at: Tensor, query: int = -1, p: float = 0.01) ->
         ValueError: a layer without gates, positions given out of order, or p out of range.
     """
     if attended.rate is None or not attended.seen.index_order:
-        raise refuse("attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order")
+        raise invalid_argument(
+            "attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order"
+        )
     n_q, n_k = attended.seen.n_q, attended.seen.n_k
     i = n_k - n_q + query % n_q
     groups = attended.q.size(1) // attended.k.size(1)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from gape.models.gpt import GPT
-from gape.ops.checks import refuse
 from gape.report.rows import fault
-from gape.train import checkpoint, files
+from gape.train import checkpoint
 from gape.train.load import model_of
-from gape.train.log import read_object
+from gape.utils import files
+from gape.utils.jsonl import read_object
+from gape.utils.validation import invalid_argument
 
 Record = dict[str, Any]
 
@@ -47,13 +48,13 @@ class Trained:
         """
         ours, theirs = self.tokenizer.get("sha256"), tokenizer.get("sha256")
         if ours is not None and theirs is not None and ours != theirs:
-            raise refuse(
+            raise invalid_argument(
                 "tokenizer",
                 tokenizer.get("name"),
                 f"{self.tokenizer.get('name')}, with which {self.directory} was trained",
             )
         if tokenizer["vocab_size"] > self.model.config.vocab_size:
-            raise refuse(
+            raise invalid_argument(
                 "tokenizer",
                 tokenizer.get("name"),
                 f"at most the {self.model.config.vocab_size} tokens of {self.directory}, not {tokenizer['vocab_size']}",

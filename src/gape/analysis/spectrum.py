@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from gape.analysis.tap import Attended
-from gape.ops.checks import refuse
 from gape.ops.problem import bias_dtype
 from gape.positions.base import Scheme
 from gape.positions.gated import Gated
 from gape.positions.rotary import Rotary
+from gape.utils.validation import invalid_argument
 
 
 class PairNorms(NamedTuple):
@@ -38,7 +38,7 @@ def pair_norms(attended: Attended) -> PairNorms:
     """
     base = rotary(attended.scheme)
     if base is None:
-        raise refuse("attended", type(attended.scheme).__name__, "a layer whose scheme rotates")
+        raise invalid_argument("attended", type(attended.scheme).__name__, "a layer whose scheme rotates")
     dtype = bias_dtype(attended.q.dtype)
 
     def norms(x: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from gape.analysis.tap import Attended
 from gape.ops import reference
-from gape.ops.checks import refuse, whole
 from gape.ops.problem import bias_dtype
 from gape.ops.visibility import Visibility
 from gape.positions.fox import FoX
+from gape.utils.validation import invalid_argument, whole
 
 #: Weights of a tile over all heads; about ten tensors of this size exist beside one another.
 TILE_WEIGHTS = 2**22
@@ -62,9 +62,9 @@ def streamed(
         ValueError: a block below 1, a share outside (0, 1), or shares where tokens did not come in index order.
     """
     if any(not 0 < share < 1 for share in shares):
-        raise refuse("shares", tuple(shares), "numbers between 0 and 1")
+        raise invalid_argument("shares", tuple(shares), "numbers between 0 and 1")
     if shares and not attended.seen.index_order:
-        raise refuse("shares", tuple(shares), "none, since the tokens did not come in index order")
+        raise invalid_argument("shares", tuple(shares), "none, since the tokens did not come in index order")
     batch, heads, n_q = attended.q.shape[:3]
     query_block = min(whole("query_block", query_block), max(n_q, 1))
     if key_block is None:

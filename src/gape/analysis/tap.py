@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from gape.models.attention import GAPEAttention
-from gape.ops import checks, reference
-from gape.ops.checks import refuse
+from gape.ops import inputs, reference
 from gape.ops.problem import Problem, bias_dtype
 from gape.ops.visibility import Visibility
 from gape.positions.base import Scheme
 from gape.positions.fox import FoX
 from gape.positions.gated import Gated
+from gape.utils.validation import invalid_argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +141,16 @@ def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
     with torch.no_grad(), tap(model, caught.__setitem__):
         model(ids, **options)
     if len(caught) < len(_layers(model)):
-        raise refuse("cache", options.get("cache"), "None, since keys that carry the bias do not pass the scheme")
+        raise invalid_argument(
+            "cache", options.get("cache"), "None, since keys that carry the bias do not pass the scheme"
+        )
     return [caught[index] for index in sorted(caught)]
 
 
 def _layers(model: nn.Module) -> list[GAPEAttention]:
     layers = [module for module in model.modules() if isinstance(module, GAPEAttention)]
     if not layers:
-        raise refuse("model", type(model).__name__, "a module with GAPEAttention layers")
+        raise invalid_argument("model", type(model).__name__, "a module with GAPEAttention layers")
     return layers
 
 
@@ -160,7 +162,7 @@ def _listening(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., T
     ) -> Tensor:
         y = attend(q, k, v, q_side, k_side, **options)
         given = {name: value for name, value in options.items() if name not in ("scale", "impl", "eps")}
-        seen = checks.visibility(q, k, **given)
+        seen = inputs.visibility(q, k, **given)
         q_side, k_side = (None if side is None else side.detach() for side in (q_side, k_side))
         q, k = q.detach(), k.detach()
         scale = options["scale"]

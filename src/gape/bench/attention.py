@@ -18,7 +18,7 @@ from gape.bench.errors import against_float64
 from gape.bench.inputs import GATES, Arguments, Shape, draw, problem
 from gape.bench.settings import on_its_own
 from gape.bench.timing import measured
-from gape.ops.checks import refuse, weight, whole
+from gape.utils.validation import invalid_argument, weight, whole
 
 #: What runs unless asked otherwise: the definition is quadratic, and the paper's form wrong in half precision.
 DEFAULT = tuple(name for name in CANDIDATES if name not in ("auto", "reference", "rank2"))
@@ -62,7 +62,7 @@ class Settings(settings.Settings):
         super().__post_init__()
         whole("tokens", self.tokens)
         if self.gates not in GATES:
-            raise refuse("gates", self.gates, f"one of {list(GATES)}")
+            raise invalid_argument("gates", self.gates, f"one of {list(GATES)}")
         weight("eps", self.eps)
 
     def shape(self, length: int) -> Shape:

@@ -35,7 +35,7 @@ from gape.bench.settings import UnavailableError, on_its_own
 from gape.bench.timing import copy_bandwidth, measured
 from gape.ops import columns
 from gape.ops.carried import carried_attention, carry
-from gape.ops.checks import whole
+from gape.utils.validation import whole
 
 FIELDS = (
     *rows.STAMP, "impl", "dtype", "batch", "heads", "kv_heads", "queries", "length", "dim",

@@ -30,9 +30,9 @@ from gape.models.captured import Captured, Recorder, why_not
 from gape.models.gpt import GPT
 from gape.models.skipping import skipping
 from gape.ops import gated_attention
-from gape.ops.checks import refuse
 from gape.ops.problem import Problem
 from gape.ops.prologue import whole_rows
+from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
     from gape.hf import LanguageModel
@@ -71,7 +71,7 @@ def subject(model: GPT) -> Subject:
 
     def check(longest: int) -> None:
         if next(model.gates(), None) is None:
-            raise refuse("run", model.config.position, "a scheme with gates, which alone forgets")
+            raise invalid_argument("run", model.config.position, "a scheme with gates, which alone forgets")
 
     return Subject(
         model=model, impl=model.config.impl, attended=problems, check=check,

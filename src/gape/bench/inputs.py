@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gape.ops.checks import refuse
 from gape.ops.problem import Problem
 from gape.ops.visibility import Visibility
+from gape.utils.validation import invalid_argument
 
 #: Training length T of all benchmarks.
 CONTEXT_LENGTH = 1024.0
@@ -58,7 +58,7 @@ def draw(shape: Shape, gates: str, dtype: torch.dtype, device: torch.device, see
         ValueError: an unknown kind of gates.
     """
     if gates not in GATES:
-        raise refuse("gates", gates, f"one of {list(GATES)}")
+        raise invalid_argument("gates", gates, f"one of {list(GATES)}")
     g = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:

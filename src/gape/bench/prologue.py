@@ -31,9 +31,9 @@ from gape.bench.inputs import CONTEXT_LENGTH, Arguments, Shape
 from gape.bench.settings import UnavailableError, on_its_own
 from gape.bench.timing import copy_bandwidth, measured
 from gape.ops import columns, prologue, sdpa
-from gape.ops.checks import refuse, whole
 from gape.ops.rounding import significand_bits
 from gape.ops.visibility import Visibility
+from gape.utils.validation import invalid_argument, whole
 
 FIELDS = (
     *rows.STAMP, "impl", "direction", "dtype", "batch", "heads", "kv_heads", "length", "dim",
@@ -267,7 +267,7 @@ class Settings(settings.Settings):
         super().__post_init__()
         whole("tokens", self.tokens)
         if self.dim % 2 or self.dim <= columns.COLUMNS:
-            raise refuse("dim", self.dim, f"an even number above {columns.COLUMNS}")
+            raise invalid_argument("dim", self.dim, f"an even number above {columns.COLUMNS}")
 
 
 def measure(settings: Settings, stamp: rows.Row, say: Callable[[str], None]) -> Iterator[rows.Row]:

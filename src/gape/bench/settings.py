@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from gape.ops.checks import positive_number, refuse, whole
+from gape.utils.validation import invalid_argument, positive_number, whole
 
 
 class UnavailableError(RuntimeError):
@@ -50,14 +50,14 @@ class Settings:
         sizes = {name: getattr(self, name) for name in ("dim", "heads", "kv_heads")}
         for name, size in (*(("lengths", length) for length in self.lengths), *sizes.items()):
             if whole(name, size) >= 2**31:
-                raise refuse(name, size, "whole numbers below 2**31")
+                raise invalid_argument(name, size, "whole numbers below 2**31")
         if self.heads % self.kv_heads:
-            raise refuse("kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
+            raise invalid_argument("kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
         if self.dtype not in self.DTYPES:
-            raise refuse("dtype", self.dtype, f"one of {list(self.DTYPES)}")
+            raise invalid_argument("dtype", self.dtype, f"one of {list(self.DTYPES)}")
         for impl in self.impls:
             if impl not in self.KNOWN:
-                raise refuse("impl", impl, f"names out of {list(self.KNOWN)}")
+                raise invalid_argument("impl", impl, f"names out of {list(self.KNOWN)}")
         positive_number("seconds", self.seconds)
 
     @property

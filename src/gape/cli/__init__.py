@@ -84,8 +84,8 @@ def main() -> None:
 def _code(error: Exception) -> int | None:
     """The exit code of an error whose message says enough, None for one that wants its traceback."""
     # Imported only now: an error in reading the arguments should not wait for torch.
-    from gape.train.errors import BusyError, CheckpointError, DiskFullError, NonFiniteError  # noqa: PLC0415
-    from gape.train.signals import Interrupted  # noqa: PLC0415
+    from gape.utils.errors import BusyError, CheckpointError, DiskFullError, NonFiniteError  # noqa: PLC0415
+    from gape.utils.signals import Interrupted  # noqa: PLC0415
 
     if isinstance(error, Interrupted):
         return error.code

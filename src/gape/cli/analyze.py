@@ -318,6 +318,6 @@ def _words(made_with: dict[str, Any], spec: str | None) -> Any:
 
 
 def _print(runs: list[Path], kind: str, make: Callable[[Any], Any]) -> None:
-    from gape.train.log import read_object  # noqa: PLC0415
+    from gape.utils.jsonl import read_object  # noqa: PLC0415
 
     typer.echo(make([read_object(directory / f"{kind}.json") for directory in runs]).text())

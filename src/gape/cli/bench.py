@@ -269,10 +269,10 @@ def device_called(name: str) -> torch.device:
     """The device of that name; "auto" is a GPU where there is one."""
     import torch  # noqa: PLC0415
 
-    from gape.ops.checks import refuse  # noqa: PLC0415
+    from gape.utils.validation import invalid_argument  # noqa: PLC0415
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
-        raise refuse("device", name, "auto, cpu, or cuda where there is a GPU")
+        raise invalid_argument("device", name, "auto, cpu, or cuda where there is a GPU")
     return torch.device(name)

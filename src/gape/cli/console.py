@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from gape import heartbeat
-from gape.train.progress import SteadyConsole
+from gape.utils.progress import SteadyConsole
 
 #: Lines in a log file should be readable next morning.
 SECONDS_BETWEEN_LINES = 10.0

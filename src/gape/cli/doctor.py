@@ -31,7 +31,7 @@ def doctor(
     """Say what would run here for a model's shape, and why not the others."""
     from gape.bench.inputs import Shape  # noqa: PLC0415
     from gape.bench.settings import Settings  # noqa: PLC0415
-    from gape.ops.checks import whole  # noqa: PLC0415
+    from gape.utils.validation import whole  # noqa: PLC0415
 
     where = device_called(device)
     whole("batch", batch)

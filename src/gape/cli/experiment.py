@@ -10,11 +10,12 @@ from typing import Any, Protocol, cast
 import torch
 from rich.console import Console
 
-from gape.ops.checks import refuse
 from gape.recipes import Run
-from gape.train import StopFlag, checkpoint, files
+from gape.train import StopFlag, checkpoint
 from gape.train.config import changes
-from gape.train.log import read_object
+from gape.utils import files
+from gape.utils.jsonl import read_object
+from gape.utils.validation import invalid_argument
 
 SETTINGS, SUMMARY = "run.json", "summary.json"
 
@@ -92,12 +93,12 @@ def check(run: Run, directory: Path, resume: str = "auto") -> None:
             neither; or what the experiment refuses.
     """
     if resume not in ("auto", "never"):
-        raise refuse("resume", resume, "auto or never")
+        raise invalid_argument("resume", resume, "auto or never")
     there = [*checkpoint.found(directory / "checkpoints"), directory / SUMMARY]
     if resume == "never" and there[0].exists():
-        raise refuse("resume", resume, f"auto or another --out, since {there[0]} is there already")
+        raise invalid_argument("resume", resume, f"auto or another --out, since {there[0]} is there already")
     if files.foreign(directory, SETTINGS):
-        raise refuse("out", str(directory), "a new or empty directory, or one of this run")
+        raise invalid_argument("out", str(directory), "a new or empty directory, or one of this run")
     before = read_object(directory / SETTINGS)
     if before:
         now = run.to_dict()
@@ -197,7 +198,7 @@ def pick_device(name: str) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise refuse("device", name, "auto, cpu, or a device that is here") from error
+        raise invalid_argument("device", name, "auto, cpu, or a device that is here") from error
     return device
 
 
@@ -212,7 +213,7 @@ def named_device(name: str) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise refuse("device", name, "auto, cpu, or a device that is here") from error
+        raise invalid_argument("device", name, "auto, cpu, or a device that is here") from error
 
 
 def asked_precision(precision: str, device: torch.device, *others: str) -> bool:
@@ -222,7 +223,7 @@ def asked_precision(precision: str, device: torch.device, *others: str) -> bool:
         ValueError: no such precision; names those there are, and `others` that a command knows itself.
     """
     if precision not in ("auto", "float32", "bfloat16"):
-        raise refuse("precision", precision, ", ".join(["auto", "float32", *others]) + " or bfloat16")
+        raise invalid_argument("precision", precision, ", ".join(["auto", "float32", *others]) + " or bfloat16")
     return low_precision(precision, device)
 
 

@@ -24,9 +24,10 @@ from gape.hf.learn import freeze, has_gates
 from gape.hf.llama2c import read_llama2c
 from gape.hf.reading import read, read_model
 from gape.hf.settings import LEARN
-from gape.ops.checks import refuse, whole
-from gape.train import StopFlag, TrainConfig, Trainer, checkpoint, files
+from gape.train import StopFlag, TrainConfig, Trainer, checkpoint
 from gape.train.resume import choose
+from gape.utils import files
+from gape.utils.validation import invalid_argument, whole
 
 #: Files that make a tokenizer; a model is written with those it came with.
 TOKENIZER = (
@@ -58,7 +59,7 @@ def load(name: str, attention: str | None = None, dtype: torch.dtype = torch.flo
 def refuse_missing(name: str) -> None:
     """Refuse a path where there is nothing, which the hub would be asked for."""
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise refuse("model", name, "a directory that is there, or a name on the Hugging Face hub")
+        raise invalid_argument("model", name, "a directory that is there, or a name on the Hugging Face hub")
 
 
 def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
@@ -67,7 +68,7 @@ def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
     with file.open("rb") as opened:
         is_gguf = opened.read(len(MAGIC)) == MAGIC or file.suffix.lower() == ".gguf"
     if is_gguf and tokenizer is not None:
-        raise refuse("tokenizer", str(tokenizer), "nothing, since a GGUF file brings its own")
+        raise invalid_argument("tokenizer", str(tokenizer), "nothing, since a GGUF file brings its own")
     model, own = read_gguf(file) if is_gguf else read_llama2c(file, tokenizer)
     _write(model, out, lambda part: None if own is None else own.save_pretrained(part))
     limit = model.config.max_position_embeddings
@@ -94,7 +95,7 @@ def retrofit(
     model = load(name)
     if learned_positions:
         if model.config.model_type != "gpt2":
-            raise refuse(
+            raise invalid_argument(
                 "model", model.config.model_type, "a GPT-2, which has learned positions; others: gape hf inject"
             )
         context_length = context_length or model.config.n_positions
@@ -234,11 +235,11 @@ def _source(name: str, config: Any, out: Path, corpus: Callable[[], Corpus], abo
 def _learner(name: str, attention: str | None, learn: str, length: int, *, gradient_checkpointing: bool) -> Any:
     """A model of which as much learns as was asked for, if it can read windows of that length."""
     if learn not in LEARN:
-        raise refuse("learn", learn, f"one of {', '.join(LEARN)}")
+        raise invalid_argument("learn", learn, f"one of {', '.join(LEARN)}")
     whole("length", length)
     model = load(name, attention)
     if learn != "all" and not has_gates(model):
-        raise refuse("learn", learn, f"'all', since {name} has no gates")
+        raise invalid_argument("learn", learn, f"'all', since {name} has no gates")
     refuse_length(model, length)
     # What learned when the model was saved says nothing here.
     for parameter in filter(torch.is_floating_point, model.parameters()):
@@ -304,7 +305,7 @@ def _corpus(name: str, data: Sequence[str], out: Path, heldout_fraction: float, 
         return open_corpus(data[0])
     for given in data:
         if not given.startswith("hf:") and not Path(given).exists():
-            raise refuse("data", given, "a corpus of gape data prepare, or files and folders of text")
+            raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
     settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
     prepare(settings, out / CORPUS, workers=1, say=voice.say)
     return open_corpus(out / CORPUS)
@@ -315,7 +316,9 @@ def refuse_length(model: Any, length: int) -> None:
     table = getattr(getattr(model, "transformer", None), "wpe", None)
     limit = getattr(table, "num_embeddings", None)
     if limit is not None and length > limit:
-        raise refuse("length", length, f"at most {limit}, the model's learned positions; gape hf convert goes further")
+        raise invalid_argument(
+            "length", length, f"at most {limit}, the model's learned positions; gape hf convert goes further"
+        )
 
 
 def refuse_corpus(name: str, config: Any, corpus: Corpus) -> None:
@@ -325,15 +328,17 @@ def refuse_corpus(name: str, config: Any, corpus: Corpus) -> None:
     """
     most = config.get_text_config().vocab_size
     if corpus.vocab_size > most:
-        raise refuse("data", f"{corpus.vocab_size} ids", f"at most the model's {most}")
+        raise invalid_argument("data", f"{corpus.vocab_size} ids", f"at most the model's {most}")
     try:
         own = load_tokenizer(name)
     except ValueError:
         if 2 * corpus.vocab_size < most:
-            raise refuse("data", f"{corpus.vocab_size} ids", f"about the {most} of {name}") from None
+            raise invalid_argument("data", f"{corpus.vocab_size} ids", f"about the {most} of {name}") from None
         return
     if own.identity()["sha256"] != corpus.tokenizer.get("sha256") and not _makes(own, corpus):
-        raise refuse("data", f"one of tokenizer {corpus.tokenizer.get('name')}", f"a corpus of the tokenizer of {name}")
+        raise invalid_argument(
+            "data", f"one of tokenizer {corpus.tokenizer.get('name')}", f"a corpus of the tokenizer of {name}"
+        )
 
 
 def _makes(tokenizer: Tokenizer, corpus: Corpus) -> bool:

@@ -27,12 +27,12 @@ from gape.models.cache import BOUNDS, piece
 from gape.models.gpt import GPT
 from gape.models.skipping import IMPLS, skipping
 from gape.ops import dispatch
-from gape.ops.checks import positive_number, refuse, weight, whole
 from gape.ops.problem import Problem
 from gape.recipes import NeedleRun, Run
 from gape.report.results import read_lines
 from gape.tasks import niah
-from gape.train import log
+from gape.utils import jsonl
+from gape.utils.validation import invalid_argument, positive_number, weight, whole
 
 if TYPE_CHECKING:
     from gape.hf import LanguageModel
@@ -82,7 +82,7 @@ class Asked:
                 whole(name, value)
         for eps in self.eps:
             if weight("eps", eps) == 0:
-                raise refuse("eps", eps, "numbers above 0; dense attention is measured in any case")
+                raise invalid_argument("eps", eps, "numbers above 0; dense attention is measured in any case")
         for name in ("max_windows", "last", "samples", "chunk"):
             whole(name, getattr(self, name))
         whole("tokens", self.tokens, 2)
@@ -90,9 +90,9 @@ class Asked:
         positive_number("seconds", self.seconds)
         for bounds in self.bounds:
             if bounds not in BOUNDS:
-                raise refuse("bounds", bounds, f"some of {', '.join(BOUNDS)}")
+                raise invalid_argument("bounds", bounds, f"some of {', '.join(BOUNDS)}")
         if self.impl not in IMPLS:
-            raise refuse("impl", self.impl, f"one of {', '.join(IMPLS)}")
+            raise invalid_argument("impl", self.impl, f"one of {', '.join(IMPLS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ class Bench:
             found = make()
         made = stamp(self.device, "")
         made_by = {"machine": made["device"], **{name: made[name] for name in ("torch", "triton", "commit")}}
-        log.append(self.trained.directory / ROWS, self.shared | about | found | made_by)
+        jsonl.append(self.trained.directory / ROWS, self.shared | about | found | made_by)
         self.say(f"{self.trained.identity['run']}: {setting(about)}: {told(found)}")
 
     def _autocast(self) -> torch.autocast:

@@ -15,7 +15,7 @@ from gape.bench.forgetting import Subject, subject
 from gape.cli.experiment import SETTINGS, Say, asked_precision, described
 from gape.models.gpt import GPT
 from gape.recipes import Run
-from gape.train.log import read_object
+from gape.utils.jsonl import read_object
 
 if TYPE_CHECKING:
     from gape.hf import LanguageModel

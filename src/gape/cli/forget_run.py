@@ -17,11 +17,11 @@ from gape.cli.console import Board, Voice
 from gape.cli.experiment import Record
 from gape.cli.forget_bench import Bench, Forgetful, Way, setting
 from gape.models.gpt import GPT
-from gape.ops.checks import refuse
 from gape.ops.problem import Problem
 from gape.recipes import NeedleRun
 from gape.report.results import pack_hits
 from gape.tasks import measured, niah, perplexity
+from gape.utils.validation import invalid_argument
 
 #: What is measured of a run of each kind unless asked otherwise.
 DEFAULT = {"lm": ("tiles", "prefill", "decode", "perplexity"), "niah": ("tiles", "needle")}
@@ -40,9 +40,9 @@ def check(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
     chosen = tuple(measures or DEFAULT[bench.kind])
     for name in chosen:
         if name not in MEASURES:
-            raise refuse("measure", name, f"some of {', '.join(MEASURES)}")
+            raise invalid_argument("measure", name, f"some of {', '.join(MEASURES)}")
         if ONLY.get(name, bench.kind) != bench.kind:
-            raise refuse("measure", name, f"others for {WHAT[bench.kind]}")
+            raise invalid_argument("measure", name, f"others for {WHAT[bench.kind]}")
     bench.subject.check(max(bench.lengths) + ("decode" in chosen) * bench.asked.tokens)
     for length in bench.lengths:
         bench.text(length, 1)

@@ -18,11 +18,11 @@ from gape.cli.console import Board, Voice
 from gape.cli.finetune import base_of, refuse_missing
 from gape.hf import retrieval
 from gape.hf.reading import read_config
-from gape.ops.checks import finite, positive_number, refuse, whole
 from gape.tasks.ruler import opening, prompts, sources
 from gape.tasks.ruler.readers import TransformersReader
 from gape.tasks.ruler.sources import Sample
-from gape.train import files
+from gape.utils import files
+from gape.utils.validation import finite, invalid_argument, positive_number, whole
 
 #: The key of the floors in a file, as gates know them.
 FLOORS = "gate_floor"
@@ -52,16 +52,20 @@ class Order:
         whole("samples", self.samples)
         if self.candidates is None:
             if self.context_length is not None:
-                raise refuse("context_length", self.context_length, "none without --candidates")
+                raise invalid_argument("context_length", self.context_length, "none without --candidates")
             if self.gates:
-                raise refuse("gate", dict(self.gates), "none without --candidates")
+                raise invalid_argument("gate", dict(self.gates), "none without --candidates")
             return
         if whole("candidates", self.candidates, 0) < self.free:
-            raise refuse("candidates", self.candidates, f"a whole number from {self.free}, as many as --free at least")
+            raise invalid_argument(
+                "candidates", self.candidates, f"a whole number from {self.free}, as many as --free at least"
+            )
         if self.context_length is None:
-            raise refuse("context_length", None, "--context-length T beside --candidates, as gape hf inject takes it")
+            raise invalid_argument(
+                "context_length", None, "--context-length T beside --candidates, as gape hf inject takes it"
+            )
         if FLOORS in self.gates:
-            raise refuse("gate", FLOORS, "other options: --floor gives the floors")
+            raise invalid_argument("gate", FLOORS, "other options: --floor gives the floors")
 
     def settings(self) -> dict[str, Any]:
         """What a file of floors says of its order; names, wherever they are."""
@@ -94,7 +98,7 @@ def write(order: Order, out: Path, device: str) -> None:
     _refuse_other(out, order)
     refuse_missing(order.model)
     if str(read_config(order.model).model_type).startswith("gape_"):
-        raise refuse("model", order.model, "one without gates; gape hf remove takes them out")
+        raise invalid_argument("model", order.model, "one without gates; gape hf remove takes them out")
     found, _ = sources.read([order.data])
     reader = opening.open_transformers(order.model, device=where)
     groups = _checked(reader.model, order)
@@ -121,7 +125,7 @@ def _checked(model: Any, order: Order) -> int:
         most = layers * n_kv_heads
         if order.candidates > most:
             expected = f"a whole number from {order.free}, as many as --free, to {most}, the key heads of the model"
-            raise refuse("candidates", order.candidates, expected)
+            raise invalid_argument("candidates", order.candidates, expected)
         gates = {**order.gates, FLOORS: rows}
         gape.hf.plan(model, context_length=order.context_length, start="paper", gates=gates)
     return groups
@@ -134,7 +138,9 @@ def locate(reader: TransformersReader, samples: Sequence[Sample], most: int, voi
         ValueError: there is none, or the tokenizer does not tell which characters a token is made of.
     """
     if not getattr(reader.tokenizer, "is_fast", False):
-        raise refuse("tokenizer", type(reader.tokenizer).__name__, "a fast one, which tells the characters of a token")
+        raise invalid_argument(
+            "tokenizer", type(reader.tokenizer).__name__, "a fast one, which tells the characters of a token"
+        )
     made: list[Located] = []
     left = Counter[str]()
     for sample in _evenly(samples):
@@ -248,13 +254,13 @@ def _refuse_other(out: Path, order: Order) -> None:
     except (OSError, ValueError):
         there = {}
     if {key: there[key] for key in _ORDERED if key in there} != order.settings():
-        raise refuse("out", str(out), "a name that is free, or the file that the same command has written")
+        raise invalid_argument("out", str(out), "a name that is free, or the file that the same command has written")
 
 
 def _save(out: Path, data: bytes) -> None:
     if out.exists():
         if out.read_bytes() != data:
-            raise refuse("out", str(out), "a name that is free: this file has other floors or scores")
+            raise invalid_argument("out", str(out), "a name that is free: this file has other floors or scores")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     files.replace(out, data)
@@ -267,14 +273,16 @@ def with_floors(gates: Mapping[str, Any], path: Path) -> dict[str, Any]:
         ValueError: floors are given already, or there is no such file.
     """
     if FLOORS in gates:
-        raise refuse("floors", str(path), f"none beside --gate {FLOORS}=…")
+        raise invalid_argument("floors", str(path), f"none beside --gate {FLOORS}=…")
     try:
         rows = files.from_json(path.read_bytes()).get(FLOORS)
     except (OSError, ValueError) as error:
         raise ValueError(f"floors: {path} cannot be read, expected a file of gape hf heads: {error}") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
-        raise refuse("floors", rows, f"a list of {FLOORS} for each layer in {path}, as gape hf heads writes it")
+        raise invalid_argument(
+            "floors", rows, f"a list of {FLOORS} for each layer in {path}, as gape hf heads writes it"
+        )
     for value in (value for row in rows for value in row):
         if finite("floors", value, "numbers from 0") < 0:
-            raise refuse("floors", value, "numbers from 0")
+            raise invalid_argument("floors", value, "numbers from 0")
     return {**gates, FLOORS: rows}

@@ -22,15 +22,16 @@ from gape.cli.experiment import Record
 from gape.cli.finetune import MODEL, RUN, base_of, described, load, refuse_corpus, refuse_length
 from gape.data import Corpus, open_corpus
 from gape.hf.reading import read_config
-from gape.ops.checks import refuse
 from gape.recipes.lm import Evaluation
 from gape.report.hf import UNTRAINED
 from gape.report.results import read_lines
 from gape.report.tables import Table
 from gape.tasks import measured, perplexity
-from gape.train import files, guards, log
-from gape.train.log import read_object
-from gape.train.manifest import manifest
+from gape.train import guards
+from gape.utils import files, jsonl
+from gape.utils.jsonl import read_object
+from gape.utils.run_info import manifest
+from gape.utils.validation import invalid_argument
 
 ROWS, MANIFEST = "perplexity.jsonl", "manifest.json"
 
@@ -123,7 +124,7 @@ def _score(
         more = {"precision": about["precision"], "transformers": version("transformers")}
         record = manifest(asked.device, seed=asked.evaluation.seed, data={"corpus": about["corpus"]}, more=more)
         files.replace(directory / MANIFEST, files.to_json(record))
-    log.append(directory / ROWS, *rows)
+    jsonl.append(directory / ROWS, *rows)
     return rows
 
 
@@ -160,7 +161,7 @@ def _refuse(directory: Path, corpus: Corpus) -> None:
     known = tokenizer_of(directory)
     if known and known.get("sha256") != corpus.tokenizer.get("sha256"):
         wanted = f"a corpus of {known.get('name')}, the tokenizer that {directory} was trained with"
-        raise refuse("data", f"one of tokenizer {corpus.tokenizer.get('name')}", wanted)
+        raise invalid_argument("data", f"one of tokenizer {corpus.tokenizer.get('name')}", wanted)
 
 
 def tokenizer_of(directory: Path) -> Record:
@@ -182,7 +183,9 @@ def weights_of(directory: Path) -> list[Path]:
     """
     found = sorted(model_home(directory).glob("*.safetensors"))
     if not found:
-        raise refuse("models", str(directory), "a run of gape hf finetune, or a saved model in safetensors files")
+        raise invalid_argument(
+            "models", str(directory), "a run of gape hf finetune, or a saved model in safetensors files"
+        )
     return found
 
 

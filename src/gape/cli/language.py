@@ -18,13 +18,14 @@ from gape.cli.console import Board, Voice
 from gape.cli.experiment import Record, Say, answers, low_precision, model_step, named_device
 from gape.data import Corpus, WindowSource, open_corpus
 from gape.models.gpt import GPT
-from gape.ops.checks import refuse
 from gape.recipes import LanguageRun
 from gape.recipes.lm import Evaluation
 from gape.report.results import read_lines
 from gape.tasks import measured, perplexity
-from gape.train import StopFlag, Trainer, checkpoint, files, guards, log
+from gape.train import StopFlag, Trainer, checkpoint, guards
 from gape.train.load import model_of
+from gape.utils import files, jsonl
+from gape.utils.validation import invalid_argument
 
 ROWS, POSITIONS, ROUTING, CONFIG = "perplexity.jsonl", "positions.jsonl", "routing.jsonl", "config.json"
 
@@ -39,7 +40,7 @@ def check(run: LanguageRun, directory: Path) -> None:
     if corpus.vocab_size != run.model.vocab_size:
         name = corpus.tokenizer.get("name")
         wanted = f"{corpus.vocab_size}, the vocabulary of {run.data} (tokenizer {name})"
-        raise refuse("model.vocab_size", run.model.vocab_size, wanted)
+        raise invalid_argument("model.vocab_size", run.model.vocab_size, wanted)
     _sources(run, corpus, torch.device("cpu"))
     for context in run.evaluation.contexts:
         perplexity.fits(corpus, run.evaluation.at(context))
@@ -172,9 +173,9 @@ def _measure_plan(
         board.drop(label)
     about = experiment.identity(run) | asked | protocol.settings()
     rows = [about | row for row in measured.rows(plan, scored, run.evaluation.seed)]
-    log.append(directory / ROWS, *rows)
+    jsonl.append(directory / ROWS, *rows)
     # Last: its row says that the others are there.
-    log.append(directory / POSITIONS, about | measured.position_row(plan, scored))
+    jsonl.append(directory / POSITIONS, about | measured.position_row(plan, scored))
     store.unlink()
     last = rows[-1]
     plural = "s" * (last["documents"] != 1)
@@ -207,7 +208,7 @@ class RoutingLog:
             before = [row for row in read_lines(self.path) if row["step"] < step]
             files.replace(self.path, b"".join(files.to_json(row, indent=None) for row in before))
         self._begun = True
-        log.append(self.path, *(self.identity | {"step": step} | dict(record) for record in records))
+        jsonl.append(self.path, *(self.identity | {"step": step} | dict(record) for record in records))
 
 
 def refuse_tokenizer(directory: Path, corpus: Corpus) -> None:
@@ -228,7 +229,7 @@ def refuse_tokenizer(directory: Path, corpus: Corpus) -> None:
 
 def recorded_corpus(directory: Path) -> Record:
     """What a run's config.json says of its corpus: fingerprint, tokenizer, epochs; empty before training began."""
-    found = log.read_object(directory / CONFIG).get("extra", {}).get("corpus", {})
+    found = jsonl.read_object(directory / CONFIG).get("extra", {}).get("corpus", {})
     return dict(found)
 
 

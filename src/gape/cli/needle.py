@@ -12,12 +12,13 @@ from gape.cli.console import Board, Voice
 from gape.cli.experiment import Record, Say, answers, how, model_step, named_device
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
-from gape.ops.checks import refuse
 from gape.recipes import NeedleRun
 from gape.report.results import pack_hits, read_lines
 from gape.tasks import niah
-from gape.train import StopFlag, Trainer, checkpoint, files, guards, log
+from gape.train import StopFlag, Trainer, checkpoint, guards
 from gape.train.load import model_of
+from gape.utils import files, jsonl
+from gape.utils.validation import invalid_argument
 
 ROWS, LOOKS = "eval.jsonl", "analysis.json"
 
@@ -31,7 +32,7 @@ def check(run: NeedleRun, directory: Path) -> None:
     if run.switched is None:
         return
     if run.switched.position == run.model.position:
-        raise refuse("switch", run.switched.position, "another scheme than the one trained with")
+        raise invalid_argument("switch", run.switched.position, "another scheme than the one trained with")
     with torch.device("meta"):
         own, other = (GPT(config).state_dict() for config in (run.model, run.switched))
     if {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in other.items()}:
@@ -125,7 +126,7 @@ def _evaluate(run: NeedleRun, model: GPT, directory: Path, step: int, stop: Stop
             "factor": factor, "length": config.length, "needles": config.needles, "samples": len(right),
             "accuracy": accuracy, "hits": pack_hits(right.tolist()),
         }  # fmt: skip
-        log.append(directory / ROWS, identity(run) | {"evaluated": evaluated} | measured | asked | {"step": step})
+        jsonl.append(directory / ROWS, identity(run) | {"evaluated": evaluated} | measured | asked | {"step": step})
         under = "" if evaluated == run.model.position else f" under {evaluated}"
         say(f"{run.name}{under}: {factor}× ({config.length:,} tokens) accuracy {accuracy:.3f}")
 
@@ -137,7 +138,7 @@ def switched(model: GPT, config: GPTConfig | None) -> GPT:
         ValueError: no config, or one whose parameters are others.
     """
     if config is None:
-        raise refuse("switch", config, "a scheme for this run's model")
+        raise invalid_argument("switch", config, "a scheme for this run's model")
     other = GPT(config).to(next(model.parameters()).device).eval()
     try:
         other.load_state_dict(model.state_dict())
@@ -201,7 +202,7 @@ def _look(run: NeedleRun) -> Record:
 
 
 def _looked(run: NeedleRun, directory: Path, step: int | None) -> bool:
-    return run.analysis.samples == 0 or answers(log.read_object(directory / LOOKS), _look(run) | {"step": step})
+    return run.analysis.samples == 0 or answers(jsonl.read_object(directory / LOOKS), _look(run) | {"step": step})
 
 
 def _unfit(own: str, other: str) -> ValueError:

@@ -140,15 +140,15 @@ def table(
     """Print the paper's table from stored results: best bold, second underlined, differences on the same samples."""
     from dataclasses import replace  # noqa: PLC0415
 
-    from gape.ops.checks import refuse  # noqa: PLC0415
     from gape.report import ruler  # noqa: PLC0415
     from gape.report.lm_results import gather  # noqa: PLC0415
     from gape.report.rows import usable  # noqa: PLC0415
+    from gape.utils.validation import invalid_argument  # noqa: PLC0415
 
     if form not in ruler.FORMATS:
-        raise refuse("format", form, f"one of {', '.join(ruler.FORMATS)}")
+        raise invalid_argument("format", form, f"one of {', '.join(ruler.FORMATS)}")
     if precision not in (None, "float32", "bfloat16"):
-        raise refuse("precision", precision, "float32 or bfloat16")
+        raise invalid_argument("precision", precision, "float32 or bfloat16")
     found = gather(results)
     rows = tuple(row for row in found.measured.get("ruler", ()) if precision in (None, row.get("precision")))
     if not rows:
@@ -168,7 +168,7 @@ def _store(found: Results, made: Sequence[Any], out: Path) -> None:
 
     from gape.report import ruler  # noqa: PLC0415
     from gape.report.lm_results import store  # noqa: PLC0415
-    from gape.train import files  # noqa: PLC0415
+    from gape.utils import files  # noqa: PLC0415
 
     store(replace(found, rows=(), analyses=(), measured={"ruler": found.measured["ruler"]}), out)
     for form, name in TABLES.items():
@@ -187,7 +187,7 @@ def _chosen(samples: Sequence[Any], tasks: str | None, limit: int | None) -> lis
     Raises:
         ValueError: there is none of a task.
     """
-    from gape.ops.checks import whole  # noqa: PLC0415
+    from gape.utils.validation import whole  # noqa: PLC0415
 
     wanted = _task_names(tasks)
     missing = [name for name in wanted if tasks and name not in {sample.task for sample in samples}]

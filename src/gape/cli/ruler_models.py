@@ -20,7 +20,7 @@ from gape.tasks.ruler.prompts import Prepared
 from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
 from gape.train import guards
-from gape.train.log import append
+from gape.utils.jsonl import append
 
 ROWS, HOME = "ruler.jsonl", "ruler"
 

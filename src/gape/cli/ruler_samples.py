@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from gape.data import load_tokenizer
-from gape.ops.checks import refuse, whole
 from gape.tasks.ruler import exact
 from gape.tasks.ruler.generator import WORDING, Generator
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.tasks import task
-from gape.train import files
-from gape.train.log import read_object
+from gape.utils import files
+from gape.utils.jsonl import read_object
+from gape.utils.validation import invalid_argument, whole
 
 MANIFEST = "manifest.json"
 #: Samples of a file, which are in memory until it is written.
@@ -39,9 +39,9 @@ class Order:
 
     def __post_init__(self) -> None:
         if whole("count", self.count) > MOST:
-            raise refuse("count", self.count, f"a whole number from 1 to {MOST:,}")
+            raise invalid_argument("count", self.count, f"a whole number from 1 to {MOST:,}")
         if self.wording not in ("own", exact.WORDING):
-            raise refuse("wording", self.wording, f"own or {exact.WORDING}")
+            raise invalid_argument("wording", self.wording, f"own or {exact.WORDING}")
 
 
 def write(
@@ -64,7 +64,7 @@ def write(
     path = directory / MANIFEST
     before = read_object(path)
     if before and {key: before.get(key) for key in settings} != files.plain(settings):
-        raise refuse("out", str(directory), "an empty folder: this one holds samples of other settings")
+        raise invalid_argument("out", str(directory), "an empty folder: this one holds samples of other settings")
     directory.mkdir(parents=True, exist_ok=True)
     listed: dict[str, Any] = dict(before.get("files", {}))
     for (name, length), (identity, rows) in made.items():
@@ -102,7 +102,7 @@ def _own(order: Order, say: Callable[[str], None]) -> _Made:
     if prose and order.haystack is None:
         say(f"{', '.join(dict.fromkeys(prose))}: no --haystack was given, repeated sentences stand in for prose")
     if not made:
-        raise refuse("tasks", order.tasks, "one that can be made")
+        raise invalid_argument("tasks", order.tasks, "one that can be made")
     return made
 
 

@@ -17,9 +17,10 @@ import torch
 
 from gape.cli.console import Board, Voice
 from gape.cli.experiment import check, claim, finished, perform, pick_device
-from gape.ops.checks import whole
 from gape.recipes import Run
-from gape.train import DiskFullError, Interrupted, StopFlag, files
+from gape.train import DiskFullError, Interrupted, StopFlag
+from gape.utils import files
+from gape.utils.validation import whole
 
 OUTPUT = "output.log"
 POLL_SECONDS = 0.2

@@ -11,7 +11,7 @@ from gape.data.config import PrepareConfig
 from gape.data.corpus import CARD, FORMAT, file_sha256
 from gape.data.index import INDEX, NAMES, RECORD, SPLITS, Records, Summed, name_line, records
 from gape.data.parts import Parts, Tally
-from gape.train import files
+from gape.utils import files
 
 TEXT, SUMS = "card.md", "SHA256SUMS"
 #: Sources that the card for people lists.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gape.train import files
+from gape.utils import files
 
 INDEX, NAMES = "index.bin", "names.jsonl"
 SPLITS = ("train", "heldout")

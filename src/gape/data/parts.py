@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gape.data.corpus import file_sha256
-from gape.train import files
+from gape.utils import files
 
 #: Bad lines that are named in the card; the rest are counted.
 LISTED = 100

@@ -21,8 +21,9 @@ from gape.data.parts import LISTED, Cursor, Entry, Parts, Tally, with_end
 from gape.data.pool import Encoded, Pool
 from gape.data.readers import EMPTY, Fields, Record
 from gape.data.tokenizer import Tokenizer, load_tokenizer
-from gape.ops.checks import refuse, whole
-from gape.train import StopFlag, files, guards
+from gape.train import StopFlag, guards
+from gape.utils import files
+from gape.utils.validation import invalid_argument, whole
 
 SETTINGS = "prepare.json"
 #: Bytes of text after which a request goes out; a longer document goes alone.
@@ -117,7 +118,7 @@ def prepare(
     directory = Path(directory)
     workers = _cores() if workers is None else whole("workers", workers, 0)
     if workers > CROWD * _cores():
-        raise refuse("workers", workers, f"at most {CROWD * _cores()}, {CROWD} for each core")
+        raise invalid_argument("workers", workers, f"at most {CROWD * _cores()}, {CROWD} for each core")
     with stop:
         tokenizer = load_tokenizer(config.tokenizer)
         dtype = choose_dtype(config.dtype, tokenizer.vocab_size)

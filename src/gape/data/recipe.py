@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gape.data.config import PrepareConfig
-from gape.suggest import suggestion
+from gape.utils.validation import suggestion
 
 ENDING = ".toml"
 

@@ -10,8 +10,8 @@ import torch
 
 from gape.data.corpus import Corpus
 from gape.data.order import below, key, permuted
-from gape.ops.checks import refuse, whole
 from gape.train.source import Batch
+from gape.utils.validation import invalid_argument, whole
 
 Places = npt.NDArray[np.int64]
 
@@ -66,7 +66,7 @@ class WindowSource:
         if not enough.any():
             longest = int(lengths.max(initial=0))
             where = f"{split} documents" + (f" of stratum {stratum}" if stratum is not None else "")
-            raise refuse("length", length, f"below the longest of the {where}, which has {longest} tokens")
+            raise invalid_argument("length", length, f"below the longest of the {where}, which has {longest} tokens")
         self._shards = records["shard"][enough].astype(np.int64)
         self._offsets = records["offset"][enough].astype(np.int64)
         # Every shard is compared with its hash now, not hours later.
@@ -89,7 +89,7 @@ class WindowSource:
         """
         whole("step", step)
         if not 0 <= micro < self.accumulation:
-            raise refuse("micro", micro, f"a number from 0 to {self.accumulation - 1}")
+            raise invalid_argument("micro", micro, f"a number from 0 to {self.accumulation - 1}")
         first = ((step - 1) * self.accumulation + micro) * self.batch_size
         shards, offsets = self.places(np.arange(first, first + self.batch_size))
         tokens = np.empty((self.batch_size, self.length + 1), dtype=np.int64)

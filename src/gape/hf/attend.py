@@ -30,8 +30,8 @@ from gape.hf import masks
 from gape.hf.dense import dense_attention
 from gape.models.skipping import Skipping
 from gape.ops import attention, gated_attention
-from gape.ops.checks import refuse
 from gape.ops.dispatch import DECODE_QUERIES
+from gape.utils.validation import invalid_argument
 
 #: Names that we register → implementation of the operator.
 IMPLS = {
@@ -67,7 +67,7 @@ def our_name(name: str | None) -> str:
     """
     found = INSTEAD.get(name or "", name or "gape")
     if found not in KNOWN:
-        raise refuse("attn_implementation", name, f"one of {', '.join((*KNOWN, *INSTEAD))}")
+        raise invalid_argument("attn_implementation", name, f"one of {', '.join((*KNOWN, *INSTEAD))}")
     return found
 
 
@@ -78,7 +78,9 @@ def refuse_paged(kwargs: Mapping[str, Any]) -> None:
         ValueError: there is one.
     """
     if kwargs.get("cache") is not None:
-        raise refuse("cache", type(kwargs["cache"]).__name__, "None; generate runs with gates, generate_batch does not")
+        raise invalid_argument(
+            "cache", type(kwargs["cache"]).__name__, "None; generate runs with gates, generate_batch does not"
+        )
 
 
 def register() -> None:
@@ -167,7 +169,7 @@ def attend(
     skips = skips if sides is not None and q.size(2) > DECODE_QUERIES else None
     if skips is not None and (softcap is not None or impl == "reference"):
         wanted = "one with kernels and logits without a cap, where tiles are to be skipped; skip(model, 0) goes back"
-        raise refuse("attn_implementation", name, wanted)
+        raise invalid_argument("attn_implementation", name, wanted)
     additive = mask is not None and mask.dtype != torch.bool
     # A scheme of our GPT has a bias of its own, which only `plain` knows.
     known = sides is not None or plain is attention

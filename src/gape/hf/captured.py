@@ -22,8 +22,8 @@ from gape.hf.wrap import first_row
 from gape.models.captured import Recorder, unfit, unwritable, wrong_place
 from gape.models.slots import Slots
 from gape.ops.carried import carried_queries, carry
-from gape.ops.checks import refuse
 from gape.positions.rotary import made_in_capture
+from gape.utils.validation import invalid_argument
 
 #: Families whose forward pass is known to launch the same for every token. Mixtures of experts do not.
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
@@ -118,7 +118,7 @@ class Captured(Recorder):
         self.model, self.past_key_values = _bare(model), cache
         seats = [layer.seat for layer in cache.layers]
         if not {seat.gates for seat in seats} <= set(self.model.modules()):
-            raise refuse("cache", cache, "one that was made for the model")
+            raise invalid_argument("cache", cache, "one that was made for the model")
         self._seats, self._reader = seats, LanguageModel(self.model)
         super().__init__(self.model, cache.together)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -146,7 +146,7 @@ def family_of(model: Any) -> Family:
 
     known = ", ".join(ATTENTION)
     if not isinstance(model, PreTrainedModel):
-        raise refuse("model", model, f"a causal language model of transformers: {known}")
+        raise invalid_argument("model", model, f"a causal language model of transformers: {known}")
     model_type = str(model.config.model_type).removeprefix("gape_")
     name = type(model).__name__
     if model_type not in ATTENTION or not name.endswith(("ForCausalLM", "LMHeadModel")):

@@ -28,8 +28,8 @@ from gape.models.forgetting_limits import least_rates
 from gape.models.forgetting_pace import Pace
 from gape.models.skipping import Skips
 from gape.ops.carried import COLUMNS
-from gape.ops.checks import flag, refuse
 from gape.ops.prologue import PIECE
+from gape.utils.validation import flag, invalid_argument
 
 #: Coordinates that a key takes to carry the bias.
 ROOM = COLUMNS["split"]
@@ -106,7 +106,7 @@ class ForgettingCache(Forgets, AttendingCache):
     ) -> None:
         checked_eps(eps)
         if bounds not in BOUNDS:
-            raise refuse("bounds", bounds, f"one of {BOUNDS}")
+            raise invalid_argument("bounds", bounds, f"one of {BOUNDS}")
         flag("partial", partial)
         places = places_of(model, limited=bounds == "weights", carried=flag("carried", carried))
         if bounds != "gates":
@@ -174,7 +174,7 @@ def pads(real: Tensor | None, embeddings: Tensor) -> Tensor | None:
     if real is None:
         return None
     if real.dim() != 2:
-        raise refuse("attention_mask", real, "(batch, tokens), 0 for pads, where the cache forgets")
+        raise invalid_argument("attention_mask", real, "(batch, tokens), 0 for pads, where the cache forgets")
     there = real != 0
     refuse_pads_behind(there)
     return None if bool(there.all()) else there[:, -embeddings.size(1) :]
@@ -214,7 +214,9 @@ def places_of(model: Any, *, limited: bool, carried: bool) -> list[tuple[Any, An
                 place: Any = module
                 found[place.layer_idx] = _injected(model, parent, place, limited=limited, carried=carried)
     if not found:
-        raise refuse("model", type(model).__name__, "one with gates: of gape.hf.inject, or a gape.hf.GapeForCausalLM")
+        raise invalid_argument(
+            "model", type(model).__name__, "one with gates: of gape.hf.inject, or a gape.hf.GapeForCausalLM"
+        )
     return [found.get(number, (None, None)) for number in range(model.config.num_hidden_layers)]
 
 

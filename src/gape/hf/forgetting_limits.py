@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gape.models.forgetting_limits import Attends, Limits, least_rates, of_maps
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 #: Large enough for what a norm adds to its divisor to vanish beside it.
 _LARGE = 1e4
@@ -40,7 +40,7 @@ def of_module(module: Any, seat: Attends, norm: nn.Module | None, stretch: float
         product = reach * stretch * key * seat.content_dim**0.5
         return Limits(rate=least_rates(seat), reach=reach, own=product, jitter=product)
     if norm is None:
-        raise refuse("norm", None, "one before the projections; bounds='queries' needs none")
+        raise invalid_argument("norm", None, "one before the projections; bounds='queries' needs none")
     width = _width(module)
     shift = torch.zeros(width, dtype=torch.float64)
     if isinstance(norm, nn.LayerNorm):
@@ -73,7 +73,7 @@ def _gain(norm: nn.Module, width: int) -> Tensor:
     expected[0] = gain[0] * width**0.5
     size = gain.abs().max() * width**0.5
     if not torch.allclose(turned, -gain) or (single - expected).abs().max() > close * size:
-        raise refuse(
+        raise invalid_argument(
             "norm", norm, "a LayerNorm or a norm by the root of the mean square, which bounds what it is given"
         )
     return gain

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gape.gates import GAPEGates
 from gape.hf.settings import MARKED, STARTS, Settings
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 log = logging.getLogger("gape.hf")
 #: Γ·(1 + floor) below which a key loses less than a hundredth of a nat over T tokens.
@@ -61,7 +61,7 @@ class RetrofitGates(GAPEGates):
     ) -> None:
         super().__init__(n_heads, head_dim, n_kv_heads, **options)
         if start not in STARTS:
-            raise refuse("start", start, f"one of {', '.join(STARTS)}")
+            raise invalid_argument("start", start, f"one of {', '.join(STARTS)}")
         self.start, self.length = start, context_length
         self.strength = nn.Parameter(torch.full((n_heads,), float(start == "paper")))
         # An integer: casting a model to half precision leaves it alone.

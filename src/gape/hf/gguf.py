@@ -13,7 +13,7 @@ import torch
 
 from gape.hf.gguf_header import MAGIC, Header, read_header
 from gape.hf.version import OLD
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 
 def read_gguf(path: str | Path) -> tuple[Any, Any]:
@@ -31,7 +31,7 @@ def read_gguf(path: str | Path) -> tuple[Any, Any]:
     file = Path(path)
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
-            raise refuse("path", str(path), "a GGUF file")
+            raise invalid_argument("path", str(path), "a GGUF file")
     if OLD:
         raise ValueError("path: GGUF files are read with transformers 5: pip install 'transformers>=5'")
     try:

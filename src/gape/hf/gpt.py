@@ -20,8 +20,8 @@ from gape.hf.wrap import remember
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT, Block
-from gape.ops.checks import refuse
 from gape.positions import Scheme, is_gated
+from gape.utils.validation import invalid_argument
 
 _FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
 
@@ -130,7 +130,7 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             ValueError: it has a bias, which a GPT has no place for.
         """
         if value.bias is not None:
-            raise refuse("value", value, "a linear layer without a bias")
+            raise invalid_argument("value", value, "a linear layer without a bias")
         self.gpt.head, self.config.tied = value, False
         self.gpt.config = dataclasses.replace(self.gpt.config, tied=False)
 
@@ -226,7 +226,9 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """The cache that was given, or an empty one where one is wanted and the scheme runs with it."""
         fox = self.config.position == "fox"
         if given is not None and fox:
-            raise refuse("past_key_values", given, "None, since FoX runs without a cache; use_cache=False in generate")
+            raise invalid_argument(
+                "past_key_values", given, "None, since FoX runs without a cache; use_cache=False in generate"
+            )
         return DynamicCache() if given is None and wanted and not fox else given
 
     def _block(
@@ -288,7 +290,7 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if given.dim() == 1 or given.size(0) == batch > 1:
             return given
         if given.size(0) != 1:
-            raise refuse("position_ids", given, f"an integer tensor (1 or {batch}, {n})")
+            raise invalid_argument("position_ids", given, f"an integer tensor (1 or {batch}, {n})")
         return given[0]
 
     def _dense(self, real: Tensor) -> bool:
@@ -322,7 +324,9 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         length = model.config.saved_length
         if length not in (None, model.config.context_length):
             # max_position_embeddings is another name for it, which people raise to read further.
-            raise refuse("context_length", model.config.context_length, f"{length}, the T that {where} was saved with")
+            raise invalid_argument(
+                "context_length", model.config.context_length, f"{length}, the T that {where} was saved with"
+            )
         stored = model.config.gate_checksum
         if is_gated(model.config.position) and stored not in (None, gate_checksum(model.state_dict())):
             raise ValueError(f"{where}: the gates are not those that were saved: their checksum differs")

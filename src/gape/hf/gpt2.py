@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gape.hf.version import OLD
-from gape.ops.checks import refuse, whole
+from gape.utils.validation import invalid_argument, whole
 
 
 class NoPositions(nn.Module):
@@ -30,7 +30,7 @@ class LimitedPositions(nn.Embedding):
         """
         beyond = not torch.compiler.is_compiling() and positions.numel() and int(positions.max()) >= self.num_embeddings
         if beyond:
-            raise refuse("position_ids", positions, options_beyond(self.num_embeddings))
+            raise invalid_argument("position_ids", positions, options_beyond(self.num_embeddings))
         return super().forward(positions)
 
 
@@ -63,9 +63,9 @@ def extend_positions(model: Any, length: int) -> Any:
     """
     table = getattr(getattr(model, "transformer", None), "wpe", None)
     if not isinstance(table, nn.Embedding):
-        raise refuse("model", type(model).__name__, "a GPT-2 with learned positions")
+        raise invalid_argument("model", type(model).__name__, "a GPT-2 with learned positions")
     if whole("length", length) < table.num_embeddings:
-        raise refuse("length", length, f"at least {table.num_embeddings}, the positions there are")
+        raise invalid_argument("length", length, f"at least {table.num_embeddings}, the positions there are")
     rows = torch.arange(length, device=table.weight.device) % table.num_embeddings
     learns = table.weight.requires_grad
     table.weight = nn.Parameter(table.weight.detach()[rows].clone(), requires_grad=learns)

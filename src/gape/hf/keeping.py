@@ -11,7 +11,7 @@ from gape.hf.forgetting import places_of
 from gape.models.cache import KVCache
 from gape.ops import gated_attention
 from gape.ops.carried import carried_attention, carried_form, carry, uncarried
-from gape.ops.checks import refuse, whole
+from gape.utils.validation import invalid_argument, whole
 
 #: Names under which keys carry the bias.
 CARRYING = "gape, gape_split or sdpa"
@@ -102,4 +102,4 @@ def _refused(seats: list[Any], like: Tensor) -> ValueError | None:
     beside = next((seat.impl for seat in seats if not carries(seat, like)), None)
     if beside is None:
         return None
-    return refuse("attn_implementation", beside, f"{CARRYING}, under which keys carry the bias")
+    return invalid_argument("attn_implementation", beside, f"{CARRYING}, under which keys carry the bias")

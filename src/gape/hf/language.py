@@ -19,7 +19,7 @@ from gape.hf.gpt import GapeForCausalLM
 from gape.hf.version import OLD
 from gape.models.gpt import GPT, Output
 from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 
 class FullCache(DynamicCache):  # type: ignore[misc]
@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = model
         if self._gpt is None and model.get_output_embeddings() is None:
-            raise refuse("model", type(model).__name__, "a model with an output layer over a vocabulary")
+            raise invalid_argument("model", type(model).__name__, "a model with an output layer over a vocabulary")
 
     @property
     def _gpt(self) -> GPT | None:
@@ -92,7 +92,7 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """What the output layer reads: ids (B, N) → (B, N, E)."""
         if documents is not None:
-            raise refuse("documents", documents, "None; positions that restart keep documents apart")
+            raise invalid_argument("documents", documents, "None; positions that restart keep documents apart")
         if positions is not None and positions.dim() == 1:
             positions = positions.unsqueeze(0)
         # transformers 4 draws a mask for positions that it made itself; told that all tokens are text, it does not.

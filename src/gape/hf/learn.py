@@ -12,7 +12,7 @@ from gape.hf.adapters import MODULE, needed
 from gape.hf.families import Family, family_of
 from gape.hf.gpt import GapeForCausalLM
 from gape.hf.settings import LEARN, Settings
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 
 def parameters(model: Any, which: str = "gates") -> list[nn.Parameter]:
@@ -27,11 +27,11 @@ def parameters(model: Any, which: str = "gates") -> list[nn.Parameter]:
         ValueError: another word, or a model without gates.
     """
     if which not in LEARN:
-        raise refuse("which", which, f"one of {', '.join(LEARN)}")
+        raise invalid_argument("which", which, f"one of {', '.join(LEARN)}")
     if which == "all":
         return list(model.parameters())
     if not has_gates(model):
-        raise refuse("model", type(model).__name__, "one with gates, as gape.hf.inject makes it")
+        raise invalid_argument("model", type(model).__name__, "one with gates, as gape.hf.inject makes it")
     chosen = [p for m in model.modules() if isinstance(m, GAPEGates) for p in m.parameters()]
     return chosen if which == "gates" else chosen + _qk_parameters(model)
 

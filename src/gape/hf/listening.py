@@ -13,9 +13,9 @@ from gape.hf.attend import Sides, attend
 from gape.hf.forgetting import has_window
 from gape.hf.language import LanguageModel
 from gape.hf.wrap import Injected
-from gape.ops import checks
-from gape.ops.checks import refuse
+from gape.ops import inputs
 from gape.ops.problem import Problem, bias_dtype
+from gape.utils.validation import invalid_argument
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def gated_layers(model: nn.Module) -> list[Any]:
     """
     layers = [module for module in model.modules() if isinstance(module, Injected) and module.gates is not None]
     if not layers:
-        raise refuse("model", type(model).__name__, "one that gape.hf.inject has put gates into")
+        raise invalid_argument("model", type(model).__name__, "one that gape.hf.inject has put gates into")
     for layer in layers:
         module: Any = layer
         if layer.gape_cap is not None or has_window(module):
@@ -57,7 +57,7 @@ def _heard(layers: list[Any], into: list[Problem]) -> Iterator[None]:
         gate, landmark, amplitude = (side.to(dtype) for side in sides[:3])
         problem = Problem(
             q=q, k=k, v=v, gate=gate, landmark=landmark, amplitude=amplitude, scale=scale,
-            context_length=sides.context_length, seen=checks.visibility(q, k),
+            context_length=sides.context_length, seen=inputs.visibility(q, k),
         )  # fmt: skip
         into.append(problem)
         return attend(q, k, v, sides, scale=scale, **told)

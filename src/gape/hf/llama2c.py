@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 _HEADER = struct.Struct("<7i")
 #: The first ids of every tokenizer, which tokenizer.bin writes in other words; llama2.c knows the bytes by number too.
@@ -85,16 +85,20 @@ def read_llama2c(path: str | Path, tokenizer: str | Path | None = None) -> tuple
 
 def _sizes(data: bytes, path: str | Path) -> Sizes:
     if len(data) < _HEADER.size:
-        raise refuse("path", str(path), "model.bin of llama2.c, which begins with seven numbers")
+        raise invalid_argument("path", str(path), "model.bin of llama2.c, which begins with seven numbers")
     sizes = Sizes(*_HEADER.unpack_from(data))
     sound = all(value > 0 for value in (*sizes[:5], sizes.length)) and sizes.vocabulary != 0
     # Coordinates of a head turn in pairs.
     whole = sound and sizes.width % (2 * sizes.heads) == 0 and sizes.heads % sizes.kv_heads == 0
     if not whole:
-        raise refuse("path", str(path), "model.bin of llama2.c (version 0, float32); its first numbers are no sizes")
+        raise invalid_argument(
+            "path", str(path), "model.bin of llama2.c (version 0, float32); its first numbers are no sizes"
+        )
     needed = _HEADER.size + 4 * sum(math.prod(shape) for shape in sizes.shapes().values())
     if len(data) < needed:
-        raise refuse("path", f"{path} of {len(data):,} bytes", f"model.bin of llama2.c, {needed:,} bytes by its sizes")
+        raise invalid_argument(
+            "path", f"{path} of {len(data):,} bytes", f"model.bin of llama2.c, {needed:,} bytes by its sizes"
+        )
     return sizes
 
 
@@ -143,7 +147,7 @@ def _config(sizes: Sizes) -> Any:
 def _pieces(data: bytes, count: int, path: str | Path) -> list[tuple[str, float]]:
     """What each id of tokenizer.bin stands for, with ▁ for a space, and its score."""
     if count < len(_FIXED):
-        raise refuse("path", f"{count} pieces", f"at least {len(_FIXED)}: special ones and bytes come first")
+        raise invalid_argument("path", f"{count} pieces", f"at least {len(_FIXED)}: special ones and bytes come first")
     at, found = 4, []
     try:
         longest = struct.unpack_from("<i", data)[0]
@@ -153,7 +157,9 @@ def _pieces(data: bytes, count: int, path: str | Path) -> list[tuple[str, float]
             found.append((text.decode().replace(" ", "▁"), float(score)))
             at += 8 + size
     except (struct.error, ValueError) as error:
-        raise refuse("tokenizer", str(path), f"tokenizer.bin of llama2.c with {count:,} pieces ({error})") from error
+        raise invalid_argument(
+            "tokenizer", str(path), f"tokenizer.bin of llama2.c with {count:,} pieces ({error})"
+        ) from error
     return [*((name, 0.0) for name in _FIXED), *found[len(_FIXED) :]]
 
 

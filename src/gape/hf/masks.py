@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 Found = TypeVar("Found")
 #: Rows of a mask that are compared at once.
@@ -26,7 +26,7 @@ def checked(mask: Any, n_k: int) -> Tensor:
         ValueError: a mask of another kind.
     """
     if not isinstance(mask, Tensor) or mask.dim() != 4:
-        raise refuse(
+        raise invalid_argument(
             "attention_mask", mask, "a tensor (batch, heads, queries, keys), as sdpa, eager, gape, gape_flex, … make it"
         )
     # The same tensor where nothing is cut off, so that what is known of it is found again.
@@ -86,7 +86,7 @@ def real_tokens(mask: Tensor | None, n: int, batch: int) -> Tensor | None:
     if mask is None:
         return None
     if mask.dim() != 4 or mask.size(1) != 1 or mask.size(-2) != n:
-        raise refuse("attention_mask", mask, f"(batch, 1, {n}, keys), as transformers makes it")
+        raise invalid_argument("attention_mask", mask, f"(batch, 1, {n}, keys), as transformers makes it")
     real = looked_at(mask, "_gape_real_tokens", lambda: _real_tokens(mask[:, 0]))
     return None if real is None else real.expand(batch, -1)
 

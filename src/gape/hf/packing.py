@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gape.ops import checks
+from gape.ops import inputs
 from gape.ops.problem import bias_dtype
 from gape.ops.rounding import pieces
 
@@ -49,8 +49,8 @@ def pack(k: Tensor, landmark: Tensor | None, positions: Tensor) -> Tensor:
     Raises:
         ValueError: positions beyond that, where they can be read without waiting for a device.
     """
-    if checks.readable(positions):
-        checks.position_values("positions", positions, furthest(k.dtype))
+    if inputs.readable(positions):
+        inputs.position_values("positions", positions, furthest(k.dtype))
     bits, parts, base, digits = _FORMS[k.dtype]
     if landmark is None:
         landmark = torch.zeros(k.shape[:-1], dtype=bias_dtype(k.dtype), device=k.device)

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 #: Keys of a config that say how many modules there are, and how large their tensors.
 _COUNT = re.compile(r"(num|n)_.*layers?")
@@ -64,7 +64,7 @@ def read_model(name: str, **options: Any) -> Any:
         config = read(AutoConfig, name)
         asked = _parameters(name, config)
         if asked > known.elements:
-            raise refuse(
+            raise invalid_argument(
                 f"{name}/config.json", f"{asked:,} numbers", f"at most {known.elements:,}, those in its weights"
             )
     model, info = read(AutoModelForCausalLM, name, output_loading_info=True, **options)
@@ -90,12 +90,12 @@ def refuse_sizes(folder: Path) -> Weights | None:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise refuse(str(file), config, "an object of settings")
+        raise invalid_argument(str(file), config, "an object of settings")
     known = _weights(folder, packed="quantization_config" in config)
     for key, value in _numbers(config):
         most = known.tensors if known and _COUNT.fullmatch(key) else known.elements if known else 2**31
         if _SIZE.search(key) and not 0 <= value <= most:
-            raise refuse(f"{file}: {key}", value, f"a number from 0 to {most:,}, what its weights can hold")
+            raise invalid_argument(f"{file}: {key}", value, f"a number from 0 to {most:,}, what its weights can hold")
     return known
 
 

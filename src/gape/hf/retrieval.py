@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gape.hf.families import family_of
 from gape.hf.retrofit import inject, remove
 from gape.hf.saving import Saved
-from gape.ops.checks import positive_number, refuse, whole
+from gape.utils.validation import invalid_argument, positive_number, whole
 
 #: Tokens of a prompt that go through the model at once; `eager` makes a weight for each of them and each key.
 _PIECE = 1024
@@ -61,7 +61,9 @@ def scores(model: Any, ids: Tensor, source: Sequence[int], answer: Sequence[int]
     """
     layers, n_heads, n_kv_heads = sizes(model)
     if model.config._attn_implementation != "eager":
-        raise refuse("model", model.config._attn_implementation, "attn_implementation='eager', which tells weights")
+        raise invalid_argument(
+            "model", model.config._attn_implementation, "attn_implementation='eager', which tells weights"
+        )
     first, places = _checked(ids, source, answer)
     cache = None
     for start in range(0, first - 1, _PIECE):
@@ -91,17 +93,19 @@ def _checked(ids: Tensor, source: Sequence[int], answer: Sequence[int]) -> tuple
     """The number of the answer's first token, and the source as numbers, rising, each once."""
     first = _first(ids, answer)
     if not len(source) or min(source) < 0 or max(source) >= first:
-        raise refuse("source", list(source), f"numbers of tokens before the answer, from 0 to {first - 1}")
+        raise invalid_argument("source", list(source), f"numbers of tokens before the answer, from 0 to {first - 1}")
     return first, torch.tensor(sorted(set(source)))
 
 
 def _first(ids: Tensor, answer: Sequence[int]) -> int:
     """The number of the answer's first token."""
     if ids.dim() != 2 or ids.size(0) != 1:
-        raise refuse("ids", ids, "(1, N)")
+        raise invalid_argument("ids", ids, "(1, N)")
     count = ids.size(1)
     if not len(answer) or list(answer) != list(range(count - len(answer), count)) or answer[0] < 1:
-        raise refuse("answer", list(answer), f"the numbers of the last tokens, up to {count - 1}, behind a prompt")
+        raise invalid_argument(
+            "answer", list(answer), f"the numbers of the last tokens, up to {count - 1}, behind a prompt"
+        )
     return answer[0]
 
 
@@ -128,10 +132,10 @@ def floors(scores: Tensor, free: int, floor: float, groups: int) -> list[list[fl
         ValueError: a value out of range; names it.
     """
     if scores.dim() != 2 or not bool(scores.isfinite().all()):
-        raise refuse("scores", scores, "finite numbers, (layers, key heads)")
+        raise invalid_argument("scores", scores, "finite numbers, (layers, key heads)")
     high = positive_number("floor", floor)
     if whole("free", free, 0) > scores.numel():
-        raise refuse("free", free, f"a whole number from 0 to {scores.numel()}, the key heads of the model")
+        raise invalid_argument("free", free, f"a whole number from 0 to {scores.numel()}, the key heads of the model")
     whole("groups", groups)
     return _sparing(best(scores, free), (scores.size(0), scores.size(1)), high, groups)
 
@@ -208,7 +212,7 @@ def pruned(
     left = _candidates(heads, free, shape)
     high, given = positive_number("floor", floor), dict(gates or {})
     if "gate_floor" in given:
-        raise refuse("gates", given, "options without gate_floor, which is found here")
+        raise invalid_argument("gates", given, "options without gate_floor, which is found here")
 
     def cost(trial: Iterable[Head]) -> float:
         check()
@@ -238,9 +242,9 @@ def _candidates(heads: Sequence[Head], free: int, shape: tuple[int, int]) -> lis
     layers, n_kv_heads = shape
     found = [(whole("heads", layer, 0), whole("heads", head, 0)) for layer, head in heads]
     if len(set(found)) < len(found) or any(layer >= layers or head >= n_kv_heads for layer, head in found):
-        raise refuse("heads", found, f"(layer, key head), each once, of {layers} layers of {n_kv_heads}")
+        raise invalid_argument("heads", found, f"(layer, key head), each once, of {layers} layers of {n_kv_heads}")
     if whole("free", free, 0) > len(found):
-        raise refuse("free", free, f"a whole number from 0 to {len(found)}, the heads to choose from")
+        raise invalid_argument("free", free, f"a whole number from 0 to {len(found)}, the heads to choose from")
     return found
 
 
@@ -255,5 +259,5 @@ def _loss(model: Any, samples: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
         found.append(float(nn.functional.cross_entropy(logits.float(), ids[0, first:])))
     mean = sum(found) / len(found) if found else math.nan
     if not math.isfinite(mean):
-        raise refuse("samples", mean, "at least one, and a finite loss of the answers")
+        raise invalid_argument("samples", mean, "at least one, and a finite loss of the answers")
     return mean

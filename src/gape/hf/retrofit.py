@@ -25,7 +25,7 @@ from gape.hf.settings import Settings
 from gape.hf.version import OLD
 from gape.hf.wrap import Injected, Wiring, injected
 from gape.models.options import of_layer
-from gape.ops.checks import refuse, whole
+from gape.utils.validation import invalid_argument, whole
 
 log = logging.getLogger("gape.hf")
 
@@ -139,7 +139,7 @@ def remove(model: Any) -> Any:
     """
     gated: object = model
     if not isinstance(gated, Saved):
-        raise refuse("model", type(model).__name__, "a model that gape.hf.inject has put gates into")
+        raise invalid_argument("model", type(model).__name__, "a model that gape.hf.inject has put gates into")
     undo: dict[str, Any] = model.gape_undo
     if family_of(model).model_type == "gpt2":
         gpt2.give_positions_back(model, undo)
@@ -181,7 +181,7 @@ def _checked(
     family = family_of(model)
     count = len(family.modules(model))
     if layers is not None and position is not None:
-        raise refuse("layers", layers, "None, since another position takes every layer")
+        raise invalid_argument("layers", layers, "None, since another position takes every layer")
     numbers = None if layers is None else _layers(layers, count)
     settings = Settings(
         context_length=context_length,  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def _checked(
         learn=learn,
     )  # fmt: skip
     if settings.gates and not settings.gated:
-        raise refuse("gates", dict(settings.gates), f"none, since {position} has no gates")
+        raise invalid_argument("gates", dict(settings.gates), f"none, since {position} has no gates")
     name = our_name(model.config._attn_implementation)
     if name == "sdpa" and OLD:
         # In transformers 4, sdpa leaves the cap away; a model that began so goes on so.
@@ -221,10 +221,12 @@ def _refuse_model(model: Any, family: Family, settings: Settings, learn: str) ->
             )
         quantised = [n for n, p in qk_modules(module, family) if not p.is_floating_point() or hasattr(p, "quant_state")]
         if learn != "gates" and quantised:
-            raise refuse("learn", learn, f"'gates', since {quantised[0]} of q and k is quantised and cannot learn")
+            raise invalid_argument(
+                "learn", learn, f"'gates', since {quantised[0]} of q and k is quantised and cannot learn"
+            )
     limit = gpt2.limit(model) if family.model_type == "gpt2" and settings.position is None else None
     if limit is not None and settings.context_length > limit:
-        raise refuse("context_length", settings.context_length, gpt2.options_beyond(limit))
+        raise invalid_argument("context_length", settings.context_length, gpt2.options_beyond(limit))
 
 
 def _layers(layers: Iterable[int], count: int) -> tuple[int, ...]:
@@ -233,10 +235,10 @@ def _layers(layers: Iterable[int], count: int) -> tuple[int, ...]:
     for number in layers:
         whole("layers", number + count if isinstance(number, int) and not isinstance(number, bool) else number, 0)
         if number >= count:
-            raise refuse("layers", number, f"numbers from {-count} to {count - 1}")
+            raise invalid_argument("layers", number, f"numbers from {-count} to {count - 1}")
         numbers.append(int(number) % count)
     if not numbers:
-        raise refuse("layers", layers, "at least one layer")
+        raise invalid_argument("layers", layers, "at least one layer")
     return tuple(sorted(set(numbers)))
 
 

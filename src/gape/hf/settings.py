@@ -10,8 +10,8 @@ from typing import Any
 
 from gape import positions as schemes
 from gape.gates import GAPEGates
-from gape.ops.checks import refuse, whole
 from gape.positions.base import keyword_defaults
+from gape.utils.validation import invalid_argument, whole
 
 #: How an injected model begins: with its own logits, or with the gates of the paper.
 STARTS = ("identity", "paper")
@@ -54,14 +54,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.context_length is None:
-            raise refuse("context_length", None, "T, the length the model is (or will be) trained at")
+            raise invalid_argument("context_length", None, "T, the length the model is (or will be) trained at")
         if whole("context_length", self.context_length) > LONGEST:
-            raise refuse("context_length", self.context_length, f"at most {LONGEST:,} tokens")
+            raise invalid_argument("context_length", self.context_length, f"at most {LONGEST:,} tokens")
         for name, words in (("start", STARTS), ("learn", LEARN)):
             if getattr(self, name) not in words:
-                raise refuse(name, getattr(self, name), f"one of {', '.join(words)}")
+                raise invalid_argument(name, getattr(self, name), f"one of {', '.join(words)}")
         if self.position is not None and self.position not in _POSITIONS:
-            raise refuse("position", self.position, f"None or one of {', '.join(_POSITIONS)}")
+            raise invalid_argument("position", self.position, f"None or one of {', '.join(_POSITIONS)}")
         known = set(keyword_defaults(GAPEGates))
         for name in self.gates:
             if name not in known:
@@ -102,11 +102,13 @@ class Settings:
         """
         stored = getattr(config, "gape", None)
         if not isinstance(stored, Mapping):
-            raise refuse("config.gape", stored, "what gape.hf.inject leaves there")
+            raise invalid_argument("config.gape", stored, "what gape.hf.inject leaves there")
         values = {key: value for key, value in stored.items() if key != "checksum"}
         named = {known.name for known in fields(cls)}
         if "context_length" not in values or not named.issuperset(values):
-            raise refuse("config.gape", sorted(values), f"context_length, and nothing but {', '.join(sorted(named))}")
+            raise invalid_argument(
+                "config.gape", sorted(values), f"context_length, and nothing but {', '.join(sorted(named))}"
+            )
         layers = values.get("layers")
         return cls(**{**values, "layers": None if layers is None else tuple(layers)})
 

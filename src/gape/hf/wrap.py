@@ -23,8 +23,8 @@ from gape.hf.packing import pack, unpack
 from gape.hf.saving import rebuilt
 from gape.hf.version import OLD
 from gape.models.skipping import Skips
-from gape.ops.checks import refuse
 from gape.positions.base import Scheme
+from gape.utils.validation import invalid_argument
 
 #: Layers of caches whose handling of keys is tested here, by name.
 CACHES = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
@@ -179,7 +179,7 @@ def _positions(kwargs: dict[str, Any], batch: int) -> Tensor:
         if given.dim() == 1:
             return given  # type: ignore[no-any-return]
         if given.dim() != 2 or given.size(0) not in (1, batch):
-            raise refuse("position_ids", given, f"an integer tensor (1 or {batch}, tokens)")
+            raise invalid_argument("position_ids", given, f"an integer tensor (1 or {batch}, tokens)")
         return given if given.size(0) == batch and batch > 1 else first_row(given)
     raise ValueError("position_ids: got nothing, expected the positions of the tokens")
 
@@ -258,7 +258,7 @@ def _layer_kind(cache: Any, layer: int) -> str:
     """
     layers = getattr(cache, "layers", None)
     if layers is None:
-        raise refuse("past_key_values", cache, "a cache of layers, such as DynamicCache or StaticCache")
+        raise invalid_argument("past_key_values", cache, "a cache of layers, such as DynamicCache or StaticCache")
     kind = type(layers[layer]) if layer < len(layers) else getattr(cache, "layer_class_to_replicate", None)
     name = "DynamicLayer" if kind is None else kind.__name__
     if name not in CACHES:

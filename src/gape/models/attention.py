@@ -15,7 +15,7 @@ from gape.models.forgetting import ForgettingLayer
 from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
 from gape.models.slots import Slot
-from gape.ops import attention, available_implementations, checks, columns, prologue
+from gape.ops import attention, available_implementations, columns, inputs, prologue
 from gape.ops.carried import (
     carried_attention,
     carried_form,
@@ -25,9 +25,10 @@ from gape.ops.carried import (
     steps,
     uncarried,
 )
-from gape.ops.checks import refuse
 from gape.ops.problem import learning
 from gape.positions.base import counted
+from gape.utils import validation
+from gape.utils.validation import invalid_argument
 
 
 class GAPEAttention(Skips, nn.Module):
@@ -73,14 +74,14 @@ class GAPEAttention(Skips, nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        n_embd, n_heads = checks.whole("n_embd", n_embd), checks.whole("n_heads", n_heads)
+        n_embd, n_heads = validation.whole("n_embd", n_embd), validation.whole("n_heads", n_heads)
         if n_embd % n_heads:
-            raise refuse("n_embd", n_embd, f"a multiple of n_heads = {n_heads}")
-        n_kv_heads = n_heads if n_kv_heads is None else checks.whole("n_kv_heads", n_kv_heads)
+            raise invalid_argument("n_embd", n_embd, f"a multiple of n_heads = {n_heads}")
+        n_kv_heads = n_heads if n_kv_heads is None else validation.whole("n_kv_heads", n_kv_heads)
         if n_heads % n_kv_heads:
-            raise refuse("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
+            raise invalid_argument("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
         if impl not in ("auto", *available_implementations()):
-            raise refuse("impl", impl, f"'auto' or one of {available_implementations()}")
+            raise invalid_argument("impl", impl, f"'auto' or one of {available_implementations()}")
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, n_embd // n_heads
         self.reserve = reserved(position, self.head_dim, reserve)
         self.content_dim = self.head_dim - self.reserve
@@ -352,18 +353,18 @@ class GAPEAttention(Skips, nn.Module):
         """Refuse what would break off later, when the cache has been written to; the number of tokens."""
         weight = self.qkv.weight
         if not isinstance(x, Tensor) or x.dim() != 3 or x.size(2) != weight.size(1) or not x.is_floating_point():
-            raise refuse("x", x, f"a floating tensor (batch, tokens, {weight.size(1)})")
+            raise invalid_argument("x", x, f"a floating tensor (batch, tokens, {weight.size(1)})")
         if cache is not None and not isinstance(cache, LayerCache):
-            raise refuse("cache", cache, "a KVCache or a ForgettingLayer")
+            raise invalid_argument("cache", cache, "a KVCache or a ForgettingLayer")
         if cache is not None and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             raise ValueError("cache: what is cached carries no gradient, expected torch.no_grad() around the call")
         batch, n, _ = x.shape
         past = 0 if cache is None else cache.length
-        checks.positions("positions", positions, batch, n, x.device)
-        checks.documents("documents", documents, batch, n, x.device)
-        checks.mask(attn_mask, (batch, self.n_heads, n, past + n), x.device)
-        if checks.whole("keep", keep, 0) > n:
-            raise refuse("keep", keep, f"a whole number from 0 to {n}, the tokens given")
+        inputs.positions("positions", positions, batch, n, x.device)
+        inputs.documents("documents", documents, batch, n, x.device)
+        inputs.mask(attn_mask, (batch, self.n_heads, n, past + n), x.device)
+        if validation.whole("keep", keep, 0) > n:
+            raise invalid_argument("keep", keep, f"a whole number from 0 to {n}, the tokens given")
         return n
 
     def extra_repr(self) -> str:
@@ -386,5 +387,5 @@ def reserved(position: str, head_dim: int, reserve: int | None = None) -> int:
         # A head too narrow to give coordinates up grows instead.
         return 6 if schemes.is_gated(position) and head_dim > 6 else 0
     if isinstance(reserve, bool) or not isinstance(reserve, int) or not 0 <= reserve < head_dim:
-        raise refuse("reserve", reserve, f"a whole number from 0 to {head_dim - 1}, the head dim less one")
+        raise invalid_argument("reserve", reserve, f"a whole number from 0 to {head_dim - 1}, the head dim less one")
     return reserve

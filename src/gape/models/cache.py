@@ -16,7 +16,7 @@ from gape.models.forgetting_limits import least_rates
 from gape.models.forgetting_pace import Pace
 from gape.models.forgetting_shelf import Order
 from gape.models.slots import Block, Held, Slot
-from gape.ops.checks import described, finite, flag, refuse, whole
+from gape.utils.validation import described, finite, flag, invalid_argument, whole
 
 if TYPE_CHECKING:
     from gape.models.gpt import GPT
@@ -142,7 +142,7 @@ class KVCache:
             ValueError: length is negative or beyond what is cached.
         """
         if whole("length", length, 0) > self.length:
-            raise refuse("length", length, f"a whole number from 0 to {self.length}, the tokens cached")
+            raise invalid_argument("length", length, f"a whole number from 0 to {self.length}, the tokens cached")
         if length == 0:
             # An empty cache goes with anything: other sizes, explicit positions or none.
             self._stores = {}
@@ -157,7 +157,7 @@ class KVCache:
             came = "given" if part is not None else "left out"
             raise ValueError(f"{name}: {came}, expected as for the {self.length} tokens already cached")
         if store is not None and part is not None and not store.fits(part):
-            raise refuse(name, part, f"to go on from {described(store.view(self.length))}")
+            raise invalid_argument(name, part, f"to go on from {described(store.view(self.length))}")
 
 
 #: The cache of one layer, of any kind.
@@ -296,7 +296,7 @@ class ForgettingCache(Forgets, ModelCache):
     def __init__(self, model: GPT, *, eps: float, bounds: str = "weights", partial: bool = False) -> None:
         checked_eps(eps)
         if bounds not in BOUNDS:
-            raise refuse("bounds", bounds, f"one of {BOUNDS}")
+            raise invalid_argument("bounds", bounds, f"one of {BOUNDS}")
         if bounds != "gates":
             _refuse_without_floors(model, partial=flag("partial", partial))
         pace = Pace()
@@ -347,7 +347,7 @@ def checked_eps(eps: float) -> float:
     """
     expected = "a number above 0 and below 1"
     if not 0 < finite("eps", eps, expected) < 1:
-        raise refuse("eps", eps, expected)
+        raise invalid_argument("eps", eps, expected)
     return eps
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from gape.models.slots import Held, Slots
 from gape.ops import dispatch
-from gape.ops.checks import refuse
 from gape.positions.rotary import made_in_capture
+from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
     from gape.models.cache import ModelCache
@@ -88,7 +88,7 @@ class Recorder:
             ValueError: ids are not single tokens.
         """
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.size(1) != 1:
-            raise refuse("ids", ids, "an int64 or int32 tensor (batch, 1)")
+            raise invalid_argument("ids", ids, "an int64 or int32 tensor (batch, 1)")
         self._taken += 1
         graph = self._graph if self._ready(ids) else None
         if graph is not None:
@@ -201,7 +201,7 @@ class Captured(Recorder):
 
     def __init__(self, model: GPT, cache: ModelCache) -> None:
         if len(cache.layers) != model.config.n_layer:
-            raise refuse("cache", cache, f"a cache of {model.config.n_layer} layers")
+            raise invalid_argument("cache", cache, f"a cache of {model.config.n_layer} layers")
         cache.enter(model)
         self.model = model
         super().__init__(model, cache)

@@ -9,9 +9,7 @@ from typing import Any
 from gape import positions as schemes
 from gape.models.attention import reserved
 from gape.ops import available_implementations
-from gape.ops.checks import flag, refuse
-from gape.positions.checks import whole
-from gape.suggest import suggestion
+from gape.utils.validation import flag, invalid_argument, suggestion, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +51,9 @@ class GPTConfig:
         for name in ("vocab_size", "n_layer", "n_head", "n_embd", "context_length"):
             whole(name, getattr(self, name))
         if self.n_embd % self.n_head:
-            raise refuse("n_embd", self.n_embd, f"a multiple of n_head = {self.n_head}")
+            raise invalid_argument("n_embd", self.n_embd, f"a multiple of n_head = {self.n_head}")
         if self.n_kv_head is not None and self.n_head % whole("n_kv_head", self.n_kv_head):
-            raise refuse("n_kv_head", self.n_kv_head, f"a divisor of n_head = {self.n_head}")
+            raise invalid_argument("n_kv_head", self.n_kv_head, f"a divisor of n_head = {self.n_head}")
         try:
             schemes.is_gated(self.position)
         except ValueError as error:
@@ -64,11 +62,11 @@ class GPTConfig:
         flag("tied", self.tied)
         reserved(self.position, self.head_dim, self.reserve)
         if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise refuse("dropout", self.dropout, "a number from 0 to below 1")
+            raise invalid_argument("dropout", self.dropout, "a number from 0 to below 1")
         if self.impl not in ("auto", *available_implementations()):
-            raise refuse("impl", self.impl, f"'auto' or one of {available_implementations()}")
+            raise invalid_argument("impl", self.impl, f"'auto' or one of {available_implementations()}")
         if not isinstance(self.options, Mapping):
-            raise refuse("options", self.options, "a mapping from names of options to their values")
+            raise invalid_argument("options", self.options, "a mapping from names of options to their values")
         # Lists, as JSON has them: a configuration equals itself after it was saved and read.
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
         object.__setattr__(self, "options", plain)

@@ -15,7 +15,7 @@ import torch
 from gape.models.config import GPTConfig
 from gape.ops.carried import COLUMNS, carried_form
 from gape.positions import is_gated
-from gape.positions.checks import whole
+from gape.utils.validation import whole
 
 
 class Flops(NamedTuple):

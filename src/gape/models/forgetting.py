@@ -18,9 +18,9 @@ from gape.models.forgetting_seen import Seen
 from gape.models.forgetting_shelf import Shelf, plans
 from gape.models.slots import Held
 from gape.ops.carried import Rows, carried_form, carry
-from gape.ops.checks import refuse, whole
 from gape.ops.columns import SHORT_BITS
 from gape.ops.rounding import significand_bits
+from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
     from gape.models.attention import GAPEAttention
@@ -156,7 +156,9 @@ class ForgettingLayer:
         for shelf in self._shelves:
             if head in shelf.heads:
                 return shelf.view("positions")[:, shelf.heads.index(head)]
-        raise refuse("head", head, f"a key head from 0 to {self._attention.n_kv_heads - 1}, and tokens in the cache")
+        raise invalid_argument(
+            "head", head, f"a key head from 0 to {self._attention.n_kv_heads - 1}, and tokens in the cache"
+        )
 
     def check_length(self, length: int) -> None:
         """Refuse a length that :meth:`truncate` cannot go back to.
@@ -165,9 +167,11 @@ class ForgettingLayer:
             ValueError: length is negative or beyond what has come, or keys were dropped that a token there could see.
         """
         if whole("length", length, 0) > self.length:
-            raise refuse("length", length, f"a whole number from 0 to {self.length}, the tokens cached")
+            raise invalid_argument("length", length, f"a whole number from 0 to {self.length}, the tokens cached")
         if 0 < length < self._judged:
-            raise refuse("length", length, f"0, or at least {self._judged}: keys were dropped for tokens from there on")
+            raise invalid_argument(
+                "length", length, f"0, or at least {self._judged}: keys were dropped for tokens from there on"
+            )
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens.
@@ -258,7 +262,9 @@ class ForgettingLayer:
         if attention is not self._attention:
             raise ValueError("cache: made for another model, expected one of this layer")
         if seen["attn_mask"] is not None:
-            raise refuse("attn_mask", seen["attn_mask"], "None: a mask that hides the own key would void the proof")
+            raise invalid_argument(
+                "attn_mask", seen["attn_mask"], "None: a mask that hides the own key would void the proof"
+            )
         return self._told(where, k.size(0), explicit=seen["q_positions"] is not None)
 
     def _added(
@@ -285,9 +291,11 @@ class ForgettingLayer:
         layer = self._attention
         form = carried_form(layer.impl, layer.reserve, k)
         if form == "rank2" and significand_bits(k) <= SHORT_BITS:
-            raise refuse("impl", layer.impl, f"'split' or 'auto', since rank2 rounds the bias in {k.dtype}")
+            raise invalid_argument("impl", layer.impl, f"'split' or 'auto', since rank2 rounds the bias in {k.dtype}")
         if self._rack is not None and form != self._rack.form:
-            raise refuse("impl", layer.impl, f"the one for which the {self.length} tokens already cached were made")
+            raise invalid_argument(
+                "impl", layer.impl, f"the one for which the {self.length} tokens already cached were made"
+            )
         return form
 
     def _told(self, where: Tensor, batch: int, *, explicit: bool) -> Tensor | None:
@@ -300,11 +308,11 @@ class ForgettingLayer:
         if positions.numel():
             last = self._latest() if self.length else positions[:, 0]
             if last.size(0) != batch:
-                raise refuse("positions", where, f"those of a batch of {last.size(0)}, as cached")
+                raise invalid_argument("positions", where, f"those of a batch of {last.size(0)}, as cached")
             if bool((torch.cat([last[:, None], positions], dim=1).diff(dim=1) < 0).any()):
                 raise ValueError("positions: got some that go back, expected each at or behind the one before it")
             if bool((positions >= _LAST_POSITION).any()):
-                raise refuse("positions", where, f"positions below {_LAST_POSITION}")
+                raise invalid_argument("positions", where, f"positions below {_LAST_POSITION}")
         return positions
 
     def _latest(self) -> Tensor:

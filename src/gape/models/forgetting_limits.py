@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
     from gape.gates import GAPEGates
@@ -139,7 +139,9 @@ def least_rates(attention: Attends) -> Tensor:
     """
     gates = attention.gates
     if gates is None:
-        raise refuse("position", attention.position, "a scheme with gates, which alone forgets at a known rate")
+        raise invalid_argument(
+            "position", attention.position, "a scheme with gates, which alone forgets at a known rate"
+        )
     # Not from float32, which may be above what a layer in float64 adds.
     least = torch.tensor(gates.gate_floor, dtype=torch.float64)
     if gates.gate_projection is None:
@@ -167,7 +169,7 @@ def _maps(attention: GAPEAttention, norm: nn.Module) -> tuple[tuple[Tensor, Tens
 def _affine(norm: nn.Module, width: int) -> tuple[Tensor, Tensor]:
     """Gain and shift (E,) of a norm in float64."""
     if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or tuple(norm.normalized_shape) != (width,):
-        raise refuse("norm", norm, f"a LayerNorm or RMSNorm over {width}, which bounds what a layer reads")
+        raise invalid_argument("norm", norm, f"a LayerNorm or RMSNorm over {width}, which bounds what a layer reads")
     gain = torch.ones(width, dtype=torch.float64) if norm.weight is None else norm.weight.detach().cpu().double()
     shift = getattr(norm, "bias", None)
     return gain, torch.zeros(width, dtype=torch.float64) if shift is None else shift.detach().cpu().double()

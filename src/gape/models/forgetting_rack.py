@@ -15,9 +15,9 @@ from gape.models.slots import Block, Held
 from gape.ops import attention as plain_attention
 from gape.ops import gated_attention
 from gape.ops.carried import carried_queries
-from gape.ops.checks import described, refuse
 from gape.ops.problem import bias_dtype
 from gape.ops.rounding import UNIT
+from gape.utils.validation import described, invalid_argument
 
 #: u of keys (B, H, N, D) with so many coordinates of content, as attention reads it, by the form of the keys.
 _EXPOSURES: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -66,7 +66,7 @@ class Rack:
             raise ValueError(f"{name}: {came}, expected as for the {length} tokens already cached")
         for name, part in parts.items():
             if not shelf.fits(name, part):
-                raise refuse(name, part, f"to go on from {described(shelf.view(name))}")
+                raise invalid_argument(name, part, f"to go on from {described(shelf.view(name))}")
 
     def write(self, parts: dict[str, Tensor]) -> None:
         """Put columns (B, Hk, n, …) on the shelves; they count once widths say so."""

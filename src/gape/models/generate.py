@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gape.models.captured import Captured, why_not
-from gape.ops.checks import refuse
-from gape.positions.checks import whole
+from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
     from gape.models.cache import ModelCache
@@ -69,7 +68,7 @@ def generate(
         raise ValueError(f"cache: got one that holds {cache.length} tokens, expected an empty one")
     real = _real(ids, attention_mask, pad_id)
     if not bool(((ids >= 0) & (ids < vocab_size) | ~real).all()):
-        raise refuse("ids", ids, f"values from 0 to {vocab_size - 1}")
+        raise invalid_argument("ids", ids, f"values from 0 to {vocab_size - 1}")
     generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
     # Pads need a document of their own, and no embedding.
     padded = not bool(real.all())
@@ -173,7 +172,9 @@ def _real(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None) -> Ten
     else:
         mask = attention_mask
         if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != ids.device:
-            raise refuse("attention_mask", mask, f"a bool or integer tensor {tuple(ids.shape)} on {ids.device}")
+            raise invalid_argument(
+                "attention_mask", mask, f"a bool or integer tensor {tuple(ids.shape)} on {ids.device}"
+            )
         real = mask != 0
         if bool((real[:, :-1] & ~real[:, 1:]).any()):
             raise ValueError("attention_mask: got pads behind a token, expected padding on the left")
@@ -195,21 +196,21 @@ def _check(
     eos_id: Any,
 ) -> None:
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2 or ids.numel() == 0:
-        raise refuse("ids", ids, "an int64 tensor (batch, tokens) of at least one token")
+        raise invalid_argument("ids", ids, "an int64 tensor (batch, tokens) of at least one token")
     whole("max_new_tokens", max_new_tokens, at_least=0)
     if not _number(temperature) or temperature < 0:
-        raise refuse("temperature", temperature, "a finite number of at least 0")
+        raise invalid_argument("temperature", temperature, "a finite number of at least 0")
     if top_k is not None and whole("top_k", top_k) > vocab_size:
-        raise refuse("top_k", top_k, f"a whole number from 1 to {vocab_size}, the vocabulary")
+        raise invalid_argument("top_k", top_k, f"a whole number from 1 to {vocab_size}, the vocabulary")
     if top_p is not None and not (_number(top_p) and 0 < top_p <= 1):
-        raise refuse("top_p", top_p, "a number above 0, at most 1")
+        raise invalid_argument("top_p", top_p, "a number above 0, at most 1")
     if seed is not None and whole("seed", seed, at_least=0) >= 2**63:
-        raise refuse("seed", seed, "a whole number below 2⁶³")
+        raise invalid_argument("seed", seed, "a whole number below 2⁶³")
     for name, token in (("pad_id", pad_id), ("eos_id", eos_id)):
         if token is not None and (isinstance(token, bool) or not isinstance(token, int)):
-            raise refuse(name, token, "a whole number")
+            raise invalid_argument(name, token, "a whole number")
     if eos_id is not None and not 0 <= eos_id < vocab_size:
-        raise refuse("eos_id", eos_id, f"a whole number from 0 to {vocab_size - 1}")
+        raise invalid_argument("eos_id", eos_id, f"a whole number from 0 to {vocab_size - 1}")
 
 
 def _number(x: Any) -> bool:

@@ -24,8 +24,7 @@ from gape.models.config import GPTConfig
 from gape.models.generate import generate
 from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
 from gape.models.options import of_layer
-from gape.ops.checks import refuse
-from gape.positions.checks import whole
+from gape.utils.validation import invalid_argument, whole
 
 #: Vocabularies above this many tokens are trained without whole logits.
 LARGE_VOCABULARY = 8192
@@ -201,11 +200,11 @@ class GPT(nn.Module):
         self._check_cache(cache)
         if whole("keep", keep, at_least=0) > ids.size(1):
             # Said before any layer's cache is written to.
-            raise refuse("keep", keep, f"a whole number from 0 to {ids.size(1)}, the tokens given")
+            raise invalid_argument("keep", keep, f"a whole number from 0 to {ids.size(1)}, the tokens given")
         try:
             x = self.dropout(self.embedding(ids))
         except IndexError:
-            raise refuse("ids", ids, f"values from 0 to {self.config.vocab_size - 1}") from None
+            raise invalid_argument("ids", ids, f"values from 0 to {self.config.vocab_size - 1}") from None
         caches = [None] * self.config.n_layer if cache is None else cache.layers
         for index, (block, remembered) in enumerate(zip(self.blocks(), caches, strict=True), start=1):
             # Only the last layer may leave tokens out: the others are read by those that follow.
@@ -254,7 +253,9 @@ class GPT(nn.Module):
             ValueError: the scheme has no landmarks.
         """
         if keep and next(self.gates(), None) is None:
-            raise refuse("position", self.config.position, "a scheme with gates, since landmarks are asked for")
+            raise invalid_argument(
+                "position", self.config.position, "a scheme with gates, since landmarks are asked for"
+            )
         for block in self.blocks():
             block.attention.keep_landmark, block.attention.landmark_mean = keep, None
 
@@ -300,18 +301,22 @@ class GPT(nn.Module):
 
     def _check(self, ids: Tensor, targets: Tensor | None, logits_to_keep: int | None) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 2:
-            raise refuse("ids", ids, "an int64 or int32 tensor (batch, tokens)")
+            raise invalid_argument("ids", ids, "an int64 or int32 tensor (batch, tokens)")
         if targets is not None:
             fits = isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.dim() == 2
             if not fits or targets.size(0) != ids.size(0) or targets.size(1) > ids.size(1):
-                raise refuse("targets", targets, f"int64 {tuple(ids.shape)} as ids, or of its last tokens only")
+                raise invalid_argument(
+                    "targets", targets, f"int64 {tuple(ids.shape)} as ids, or of its last tokens only"
+                )
         if logits_to_keep is not None and whole("logits_to_keep", logits_to_keep, at_least=0) > ids.size(1):
-            raise refuse("logits_to_keep", logits_to_keep, f"a whole number from 0 to {ids.size(1)}, the tokens given")
+            raise invalid_argument(
+                "logits_to_keep", logits_to_keep, f"a whole number from 0 to {ids.size(1)}, the tokens given"
+            )
 
     def _check_cache(self, cache: ModelCache | None) -> None:
         if cache is not None:
             if len(cache.layers) != self.config.n_layer:
-                raise refuse("cache", cache, f"a cache of {self.config.n_layer} layers")
+                raise invalid_argument("cache", cache, f"a cache of {self.config.n_layer} layers")
             if isinstance(cache, ModelCache):
                 # Not the slots of a recorded step, which are those of such a cache.
                 cache.enter(self)

@@ -18,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gape.ops.checks import refuse
 from gape.ops.dispatch import HAS_TRITON
+from gape.utils.validation import invalid_argument
 
 #: A target that counts for nothing.
 IGNORED = -100
@@ -225,8 +225,8 @@ def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _check(x: Tensor, targets: Tensor) -> None:
     """Refuse what kernels would read past the end of."""
     if targets.shape != x.shape[:-1] or targets.dtype != torch.int64:
-        raise refuse("targets", targets, f"int64 {tuple(x.shape[:-1])}, one for each row of x")
+        raise invalid_argument("targets", targets, f"int64 {tuple(x.shape[:-1])}, one for each row of x")
 
 
 def _foreign(targets: Tensor, vocabulary: int) -> ValueError:
-    return refuse("targets", targets, f"values from 0 to {vocabulary - 1}, or {IGNORED}")
+    return invalid_argument("targets", targets, f"values from 0 to {vocabulary - 1}, or {IGNORED}")

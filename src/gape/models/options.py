@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 #: Options that may be given as one list for each layer.
 BY_LAYER = ("gate_floor",)
@@ -31,7 +31,7 @@ def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, 
         if not isinstance(given, list | tuple) or not any(isinstance(each, list | tuple) for each in given):
             continue
         if len(given) != n_layer or not all(isinstance(each, list | tuple) and each for each in given):
-            raise refuse(name, given, f"a list of numbers for each of the {n_layer} layers")
+            raise invalid_argument(name, given, f"a list of numbers for each of the {n_layer} layers")
         own = given[layer]
         chosen[name] = own[0] if len(own) == 1 else list(own)
     return chosen

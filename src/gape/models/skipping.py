@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from gape.ops.checks import refuse, weight
 from gape.ops.dispatch import DECODE_QUERIES
+from gape.utils.validation import invalid_argument, weight
 
 #: Implementations that skip.
 IMPLS = ("triton", "flex")
@@ -72,7 +72,7 @@ def skip(model: nn.Module, eps: float, *, impl: str = "triton") -> None:
     """
     eps = weight("eps", eps)
     if impl not in IMPLS:
-        raise refuse("impl", impl, f"one of {IMPLS}")
+        raise invalid_argument("impl", impl, f"one of {IMPLS}")
     layers = _gated(model)
     reason = next((reason for layer in layers if (reason := layer.never_skips)), None)
     if eps and reason is not None:
@@ -101,5 +101,5 @@ def skipping(model: nn.Module, eps: float, *, impl: str = "triton") -> Iterator[
 def _gated(model: nn.Module) -> list[Skips]:
     layers: list[Skips] = [x for x in model.modules() if isinstance(x, Skips) and x.gates is not None]
     if not layers:
-        raise refuse("model", type(model).__name__, "one with gates, which alone tell what has no weight")
+        raise invalid_argument("model", type(model).__name__, "one with gates, which alone tell what has no weight")
     return layers

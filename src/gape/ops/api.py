@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gape.ops import checks, dispatch, rank2, reference, sdpa, split
+from gape.ops import dispatch, inputs, rank2, reference, sdpa, split
 from gape.ops.problem import Problem, bias_dtype
+from gape.utils import validation
 
 #: Implementations that go through `scaled_dot_product_attention`: what turns a problem into prepared calls.
 FUSED: dict[str, Callable[[Problem], Iterator[sdpa.Call]]] = {
@@ -185,8 +186,8 @@ def gated_attention(
             q_positions=q_positions, k_positions=k_positions, q_documents=q_documents,
             k_documents=k_documents, attn_mask=attn_mask, is_causal=is_causal,
         )  # fmt: skip
-        checks.flag("strict", strict)
-        eps = checks.weight("eps", eps)
+        validation.flag("strict", strict)
+        eps = validation.weight("eps", eps)
         name, _ = _choose(impl, problem, eps)
         if strict and name in QUADRATIC:
             raise ValueError(f"strict: impl {name!r} keeps an Nq × Nk matrix of logits")
@@ -218,12 +219,12 @@ def detailed_attention(
     """
     with leave_autocast(q, k, v) as (q, k, v):
         problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
-        eps = checks.weight("eps", eps)
+        eps = validation.weight("eps", eps)
         if impl == "auto":
             impl = "triton" if dispatch.cannot("triton", problem) is None else "reference"
         name, _ = _choose(impl, problem, eps)
         if name not in DETAILED:
-            raise checks.refuse("impl", name, f"one of {list(DETAILED)}")
+            raise validation.invalid_argument("impl", name, f"one of {list(DETAILED)}")
         return DETAILED[name](problem, eps)
 
 
@@ -251,7 +252,7 @@ def explain(
     """
     with leave_autocast(q, k, v) as (q, k, v):
         problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
-        name, reason = _choose(impl, problem, checks.weight("eps", eps))
+        name, reason = _choose(impl, problem, validation.weight("eps", eps))
         if name not in FUSED:
             return Plan(
                 impl=name, reason=reason, backends=(name,), quadratic=name in QUADRATIC, pairs=problem.seen.kind,
@@ -271,7 +272,7 @@ def explain(
 
 
 #: What says who sees whom.
-_SEEN = frozenset(signature(checks.visibility).parameters) - {"q", "k"}
+_SEEN = frozenset(signature(inputs.visibility).parameters) - {"q", "k"}
 
 
 def _known(seen: dict[str, Any]) -> dict[str, Any]:
@@ -312,17 +313,17 @@ def _problem(
     check: bool,
     **seen: Any,
 ) -> Problem:
-    checks.heads(q, k, v)
+    inputs.heads(q, k, v)
     batch, n_heads, n_q, width = q.shape
     _, n_kv_heads, n_k, _ = k.shape
-    checks.floats("gate", gate, (batch, n_heads, n_q), q.device, "(B, Hq, Nq)")
-    checks.floats("landmark", landmark, (batch, n_kv_heads, n_k), q.device, "(B, Hk, Nk)")
-    checks.floats("amplitude", amplitude, (n_heads,), q.device, "(Hq,)")
-    visibility = checks.visibility(q, k, **seen)
-    if checks.flag("check", check):
-        checks.gate_values(gate, landmark, amplitude)
-        checks.position_values("q_positions", visibility.q_positions)
-        checks.position_values("k_positions", visibility.k_positions)
+    inputs.floats("gate", gate, (batch, n_heads, n_q), q.device, "(B, Hq, Nq)")
+    inputs.floats("landmark", landmark, (batch, n_kv_heads, n_k), q.device, "(B, Hk, Nk)")
+    inputs.floats("amplitude", amplitude, (n_heads,), q.device, "(Hq,)")
+    visibility = inputs.visibility(q, k, **seen)
+    if validation.flag("check", check):
+        inputs.gate_values(gate, landmark, amplitude)
+        inputs.position_values("q_positions", visibility.q_positions)
+        inputs.position_values("k_positions", visibility.k_positions)
     dtype = bias_dtype(q.dtype)
     return Problem(
         q=q,
@@ -331,8 +332,8 @@ def _problem(
         gate=gate.to(dtype),
         landmark=landmark.to(dtype),
         amplitude=amplitude.to(dtype),
-        context_length=checks.positive_number("context_length", context_length),
-        scale=width**-0.5 if scale is None else checks.positive_number("scale", scale),
+        context_length=validation.positive_number("context_length", context_length),
+        scale=width**-0.5 if scale is None else validation.positive_number("scale", scale),
         seen=visibility,
     )
 
@@ -342,7 +343,7 @@ def _choose(impl: str, problem: Problem, eps: float) -> tuple[str, str]:
     if impl == "auto":
         return dispatch.choose(problem, eps)
     if impl not in available_implementations():
-        raise checks.refuse("impl", impl, f"'auto' or one of {available_implementations()}")
+        raise validation.invalid_argument("impl", impl, f"'auto' or one of {available_implementations()}")
     why = dispatch.cannot(impl, problem)
     if why is not None:
         raise ValueError(f"impl: got {impl!r}, which {why}")

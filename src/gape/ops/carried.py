@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gape.ops import checks, columns, prologue, rank2
+from gape.ops import columns, inputs, prologue, rank2
 from gape.ops.dispatch import DECODE_QUERIES, MOST_PROGRAMS
 from gape.ops.plain import attention
 from gape.ops.problem import bias_dtype, learning
 from gape.ops.rounding import UNIT, significand_bits
+from gape.utils import validation
 
 #: Coordinates that each form takes.
 COLUMNS = {"rank2": rank2.COLUMNS, "split": columns.COLUMNS}
@@ -126,7 +127,7 @@ def carried_form(impl: str, room: int, like: Tensor) -> str | None:
 def furthest(dtype: torch.dtype) -> int:
     """The position furthest from 0 that rows in `dtype` can carry: 2²⁴ − 1, 8,384,512 in float16, 2⁴⁶ in float64."""
     if dtype == torch.float64:
-        return checks.FURTHEST
+        return inputs.FURTHEST
     # float32 tells neighbours apart up to the one, float16 holds a key's share up to the other.
     return min(2**24 - 1, int(torch.finfo(dtype).max / 2 * UNIT))
 
@@ -242,7 +243,7 @@ def uncarried(k: Tensor, content: int) -> tuple[Tensor, Tensor]:
 
 def _known(form: str) -> str:
     if form not in COLUMNS:
-        raise checks.refuse("form", form, f"one of {sorted(COLUMNS)}")
+        raise validation.invalid_argument("form", form, f"one of {sorted(COLUMNS)}")
     return form
 
 
@@ -250,14 +251,14 @@ def _wide_enough(content: int, form: str, width: int | None) -> int:
     """The width of rows: `width`, or no more than they need."""
     least = content + COLUMNS[form]
     if width is not None and width < least:
-        raise checks.refuse("width", width, f"at least {content} + {COLUMNS[form]}, content and bias")
+        raise validation.invalid_argument("width", width, f"at least {content} + {COLUMNS[form]}, content and bias")
     return least if width is None else width
 
 
 def _near(positions: Tensor, rows: Tensor, form: str, *sides: Tensor) -> Tensor:
     """Positions that `rows` can carry: others are refused where they can be read, and not a number elsewhere."""
-    if checks.readable(positions):
-        checks.position_values("positions", positions, furthest(rows.dtype))
+    if inputs.readable(positions):
+        inputs.position_values("positions", positions, furthest(rows.dtype))
         return positions
     if form == "split" and _in_one_launch(rows, *sides):
         # The kernel looks itself.

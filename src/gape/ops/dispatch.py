@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from gape.ops import columns
-from gape.ops.checks import refuse
 from gape.ops.problem import Problem, learning
 from gape.ops.rounding import significand_bits
+from gape.utils.validation import invalid_argument
 
 #: The table that comes with the library.
 TABLE = Path(__file__).with_name("dispatch.toml")
@@ -104,9 +104,9 @@ def load(path: Path) -> tuple[Rule, ...]:
             raise ValueError(f"{wrong[0]}: unknown or missing in a rule of {path}, expected {sorted(types)}")
         for name, value in entry.items():
             if type(value) is not types[name]:
-                raise refuse(name, value, f"{types[name].__name__} in {path}")
+                raise invalid_argument(name, value, f"{types[name].__name__} in {path}")
         if entry["impl"] not in CANNOT:
-            raise refuse("impl", entry["impl"], f"one of {sorted(CANNOT)} in {path}")
+            raise invalid_argument("impl", entry["impl"], f"one of {sorted(CANNOT)} in {path}")
     return tuple(Rule(**entry) for entry in told)
 
 

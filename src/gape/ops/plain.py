@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gape.constant import Constant
-from gape.ops import checks, dispatch, sdpa
+from gape.ops import dispatch, inputs, sdpa
 from gape.ops.api import leave_autocast
 from gape.ops.problem import Problem, bias_dtype, learning
 from gape.ops.rounding import UNIT, pieces, significand_bits
 from gape.ops.visibility import Visibility
+from gape.utils import validation
+from gape.utils.constant import Constant
 
 Bias = Callable[[Tensor, Tensor], Tensor]
 
@@ -58,8 +59,8 @@ def attention(
         ValueError: for an argument of wrong shape, dtype or device; it names the argument.
     """
     with leave_autocast(q, k, v) as (q, k, v):
-        checks.heads(q, k, v)
-        seen = checks.visibility(
+        inputs.heads(q, k, v)
+        seen = inputs.visibility(
             q,
             k,
             q_positions=q_positions,
@@ -70,13 +71,13 @@ def attention(
             is_causal=is_causal,
         )
         if bias is not None and not callable(bias):
-            raise checks.refuse("bias", bias, "a function of query and key positions")
-        checks.flag("strict", strict)
-        scale = q.size(-1) ** -0.5 if scale is None else checks.positive_number("scale", scale)
+            raise validation.invalid_argument("bias", bias, "a function of query and key positions")
+        validation.flag("strict", strict)
+        scale = q.size(-1) ** -0.5 if scale is None else validation.positive_number("scale", scale)
         carried = (q, k, v)
         if key_bias is not None:
             shape = (q.size(0), q.size(1), k.size(2))
-            checks.floats("key_bias", key_bias, shape, q.device, "(B, Hq, Nk)")
+            inputs.floats("key_bias", key_bias, shape, q.device, "(B, Hq, Nk)")
             carried = _carry(q, k, v, key_bias, scale)
         if bias is None and dispatch.decodes(*carried, learns=learning(*carried)):
             return _decoded(*carried, seen, scale)
@@ -103,9 +104,9 @@ def newest_attention(
         ValueError: for an argument of wrong shape, dtype or device; it names the argument.
     """
     with leave_autocast(q, k, v) as (q, k, v):
-        checks.heads(q, k, v)
-        seen = checks.visibility(q, k)
-        scale = checks.positive_number("scale", scale)
+        inputs.heads(q, k, v)
+        seen = inputs.visibility(q, k)
+        scale = validation.positive_number("scale", scale)
         return _decoded(q, k, v, seen, scale, lengths=lengths, recorded=True, tickets=tickets)
 
 

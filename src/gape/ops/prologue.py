@@ -15,10 +15,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gape.ops import columns, sdpa
-from gape.ops.checks import refuse, weight
 from gape.ops.dispatch import HALVES, HAS_TRITON, MOST_PROGRAMS, TRITON_WIDTH
 from gape.ops.rounding import UNIT
 from gape.ops.visibility import Visibility
+from gape.utils.validation import invalid_argument, weight
 
 #: Numbers of a row that a kernel loads at once: what Triton knows to be a multiple of it, it loads without looking at
 #: each.
@@ -176,7 +176,7 @@ def bounded_attention(
     """
     _check(q, k, angles, reading, least=0)
     if not isinstance(v, Tensor) or v.shape[:-1] != k.shape[:-1] or (v.dtype, v.device) != (q.dtype, q.device):
-        raise refuse("v", v, f"a {q.dtype} tensor {(*k.shape[:-1], 'width')} on {q.device}")
+        raise invalid_argument("v", v, f"a {q.dtype} tensor {(*k.shape[:-1], 'width')} on {q.device}")
     eps = weight("eps", eps)
     from gape.ops.triton import launch  # noqa: PLC0415
 
@@ -206,20 +206,22 @@ def _check(
 ) -> None:
     """Refuse what does not fit together: kernels read as much as they are told to. Gaps are of at least `least`."""
     if not isinstance(q, Tensor) or q.dim() != 4 or not ready(q.device, q.dtype) or q.size(3) % 2:
-        raise refuse("q", q, "a half-precision tensor (B, heads, N, even width) on a GPU, with Triton installed")
+        raise invalid_argument(
+            "q", q, "a half-precision tensor (B, heads, N, even width) on a GPU, with Triton installed"
+        )
     batch, n_heads, n, width = q.shape
     like_q = isinstance(k, Tensor) and k.dim() == 4 and (k.dtype, k.device) == (q.dtype, q.device)
     if not like_q or (k.size(0), *k.shape[2:]) != (batch, n, width):
         # Written down where it is refused alone: a compiler takes a length in a text for one that never changes.
-        raise refuse("k", k, f"a {q.dtype} tensor ({batch}, heads, {n}, {width}) on {q.device}")
+        raise invalid_argument("k", k, f"a {q.dtype} tensor ({batch}, heads, {n}, {width}) on {q.device}")
     if n_heads % k.size(1):
-        raise refuse("k", k, f"heads that divide {n_heads}, those of q")
+        raise invalid_argument("k", k, f"heads that divide {n_heads}, those of q")
     content = width
     if reading is not None:
         content = reading.gate_weight.size(-1)
         if content % 2 or content + least > width:
             expected = f"weights of an even number of coordinates up to {width - least}"
-            raise refuse("reading", reading.gate_weight, expected)
+            raise invalid_argument("reading", reading.gate_weight, expected)
         heads = {"gate_bias": n_heads, "landmark_bias": k.size(1), "amplitude": n_heads, "floor": n_heads}
         shapes: dict[str, tuple[int, ...]] = {name: (count,) for name, count in heads.items()}
         shapes |= {"gate_weight": (n_heads, content), "landmark_weight": (k.size(1), content)}
@@ -234,4 +236,4 @@ def _check(
 
 def _float32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     if x.dtype != torch.float32 or x.shape != shape or x.device != device:
-        raise refuse(name, x, f"a float32 tensor {shape} on {device}")
+        raise invalid_argument(name, x, f"a float32 tensor {shape} on {device}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gape.ops import checks, reference, sdpa
+from gape.ops import inputs, reference, sdpa
 from gape.ops.problem import Problem, beside_heads
 from gape.ops.rounding import UNIT
 
@@ -50,7 +50,7 @@ def exact_call(problem: Problem) -> ExactCall | None:
 def _scattered(problem: Problem) -> bool:
     seen, dtype = problem.seen, problem.q.dtype
     i, j = seen.q_positions, seen.k_positions
-    if i is None or j is None or not checks.readable(i) or problem.q.numel() == 0:
+    if i is None or j is None or not inputs.readable(i) or problem.q.numel() == 0:
         return False
     anchor = seen.anchor(0, seen.n_q)
     lost = problem.rate * beside_heads((i - anchor).abs(), problem.rate.dtype)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from gape.constant import Constant
 from gape.ops import gated_attention
 from gape.positions.base import Scheme, Sizes, distance, wide
+from gape.utils.constant import Constant
 
 
 class ALiBi(Scheme):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gape.ops import attention
-from gape.ops.checks import INTEGERS, positive_number, refuse
+from gape.ops.inputs import INTEGERS
 from gape.ops.prologue import OnePass
-from gape.positions.checks import whole
+from gape.utils.validation import invalid_argument, positive_number, whole
 
 
 class Sizes(TypedDict, total=False):
@@ -70,7 +70,7 @@ class Scheme(nn.Module):
         self.head_dim = whole("head_dim", head_dim)
         self.n_kv_heads = n_heads if n_kv_heads is None else whole("n_kv_heads", n_kv_heads)
         if n_heads % self.n_kv_heads:
-            raise refuse("n_heads", n_heads, f"a multiple of n_kv_heads = {n_kv_heads}")
+            raise invalid_argument("n_heads", n_heads, f"a multiple of n_kv_heads = {n_kv_heads}")
         self.context_length = context_length
         if context_length is not None:
             positive_number("context_length", context_length)
@@ -171,7 +171,7 @@ def distance(q_positions: Tensor, k_positions: Tensor) -> Tensor:
     """
     for name, x in (("q_positions", q_positions), ("k_positions", k_positions)):
         if x.dtype not in INTEGERS:
-            raise refuse(name, x, "an integer tensor")
+            raise invalid_argument(name, x, "an integer tensor")
     delta = q_positions.to(torch.int64).unsqueeze(-1) - k_positions.to(torch.int64).unsqueeze(-2)
     return delta.unsqueeze(0).unsqueeze(0) if delta.dim() == 2 else delta.unsqueeze(1)
 

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gape.ops.checks import positive_number
 from gape.positions.base import Sizes, distance, wide, without_autocast
 from gape.positions.biased import Biased, inverse_softplus
-from gape.positions.checks import whole
+from gape.utils.validation import positive_number, whole
 
 
 class FIRE(Biased):

@@ -9,9 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape.ops import attention
-from gape.ops.checks import refuse
 from gape.positions.base import Scheme, Sizes, wide, without_autocast
-from gape.positions.checks import finite
+from gape.utils.validation import finite, invalid_argument
 
 
 class ForgetGate(nn.Module):
@@ -65,7 +64,7 @@ class FoX(Scheme):
     def __init__(self, *, init_forget_bias: float = 0.0, **sizes: Unpack[Sizes]) -> None:
         super().__init__(**sizes)
         if self.n_embd is None:
-            raise refuse("n_embd", None, "the width of the layer input, which fox reads")
+            raise invalid_argument("n_embd", None, "the width of the layer input, which fox reads")
         self.forget = ForgetGate(self.n_embd, self.n_heads, init_bias=finite("init_forget_bias", init_forget_bias))
 
     def keys(
@@ -77,7 +76,7 @@ class FoX(Scheme):
             ValueError: x is None.
         """
         if x is None:
-            raise refuse("x", None, "the layer input (B, N, E), which fox reads")
+            raise invalid_argument("x", None, "the layer input (B, N, E), which fox reads")
         # Apple's GPUs have no float64.
         exact = torch.float32 if x.device.type == "mps" else torch.float64
         total = self.forget(x).to(exact).cumsum(-1)
@@ -103,5 +102,5 @@ class FoX(Scheme):
             ValueError: k_side is None.
         """
         if k_side is None:
-            raise refuse("k_side", None, "the cumulative decay that keys() returned")
+            raise invalid_argument("k_side", None, "the cumulative decay that keys() returned")
         return attention(q, k, v, key_bias=-k_side, scale=scale, **seen)

@@ -10,10 +10,10 @@ from torch import Tensor
 from gape.gates import GAPEGates, HeadProjection
 from gape.ops import gated_attention
 from gape.ops.carried import Reading, Step
-from gape.ops.checks import refuse
 from gape.ops.prologue import GateReading, OnePass
 from gape.positions.base import Scheme
 from gape.positions.nope import NoPE
+from gape.utils.validation import invalid_argument
 
 
 class Gated(Scheme):
@@ -35,9 +35,9 @@ class Gated(Scheme):
 
     def __init__(self, base: Scheme, **gate_options: Any) -> None:
         if base.refuses_gates is not None:
-            raise refuse("base", type(base).__name__, f"a scheme that +gape may follow; {base.refuses_gates}")
+            raise invalid_argument("base", type(base).__name__, f"a scheme that +gape may follow; {base.refuses_gates}")
         if base.context_length is None:
-            raise refuse("context_length", None, "the training length T, by which +gape divides distances")
+            raise invalid_argument("context_length", None, "the training length T, by which +gape divides distances")
         super().__init__(
             n_heads=base.n_heads,
             head_dim=base.head_dim,
@@ -78,7 +78,7 @@ class Gated(Scheme):
             ValueError: a side is None.
         """
         if q_side is None or k_side is None:
-            raise refuse("q_side and k_side", None, "the gate and the landmark")
+            raise invalid_argument("q_side and k_side", None, "the gate and the landmark")
         return gated_attention(
             q,
             k,

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gape.ops.checks import refuse
 from gape.positions.base import Sizes, distance, wide
 from gape.positions.biased import Biased, inverse_softplus
+from gape.utils.validation import invalid_argument
 
 # Upper ends of the authors' uniform draws for r1 and r2.
 _DRAWS = {"log": (2.0, 1.0), "power": (1.0, 2.0)}
@@ -34,7 +34,7 @@ class Kerple(Biased):
     def __init__(self, *, variant: str = "log", **sizes: Unpack[Sizes]) -> None:
         super().__init__(**sizes)
         if variant not in _DRAWS:
-            raise refuse("variant", variant, f"one of {sorted(_DRAWS)}")
+            raise invalid_argument("variant", variant, f"one of {sorted(_DRAWS)}")
         self.variant = variant
         self.raw_r1 = nn.Parameter(torch.empty(self.n_heads))
         self.raw_r2 = nn.Parameter(torch.empty(self.n_heads))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gape.ops.checks import positive_number, refuse
-from gape.positions.checks import above
 from gape.positions.rotary import Rotary, Spectrum, spectrum
+from gape.utils.validation import above, invalid_argument, positive_number
 
 
 class LongRoPE(Rotary):
@@ -35,10 +34,10 @@ class LongRoPE(Rotary):
         full = spectrum(head_dim, theta)
         divisors = [1.0] * len(full) if factors is None else list(factors)
         if len(divisors) != len(full):
-            raise refuse("factors", factors, f"head_dim / 2 = {len(full)} numbers")
+            raise invalid_argument("factors", factors, f"head_dim / 2 = {len(full)} numbers")
         scaled = [f / positive_number("factors", divisor) for f, divisor in zip(full, divisors, strict=True)]
         if positive_number("factor", factor) <= 1:
             return scaled, 1.0
         if context_length is None:
-            raise refuse("context_length", None, "the training length, which longrope needs above factor 1")
+            raise invalid_argument("context_length", None, "the training length, which longrope needs above factor 1")
         return scaled, math.sqrt(1 + math.log(factor) / math.log(above("context_length", context_length, 1.0)))

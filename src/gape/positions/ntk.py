@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from gape.ops.checks import positive_number
-from gape.positions.checks import even
 from gape.positions.rotary import Rotary, Spectrum, spectrum
+from gape.utils.validation import even, positive_number
 
 
 class NTK(Rotary):

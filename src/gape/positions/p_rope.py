@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from gape.ops.checks import refuse
-from gape.positions.checks import finite
 from gape.positions.rotary import Rotary, Spectrum, spectrum
+from gape.utils.validation import finite, invalid_argument
 
 
 class PRoPE(Rotary):
@@ -20,7 +19,7 @@ class PRoPE(Rotary):
             ValueError: fraction lies outside [0, 1].
         """
         if not 0 <= finite("fraction", fraction) <= 1:
-            raise refuse("fraction", fraction, "a number from 0 to 1")
+            raise invalid_argument("fraction", fraction, "a number from 0 to 1")
         full = spectrum(head_dim, theta)
         rotated = int(fraction * head_dim // 2)
         return full[:rotated] + [0.0] * (len(full) - rotated), 1.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gape.ops.checks import positive_number
 from gape.positions.rotary import Rotary, Spectrum, spectrum
+from gape.utils.validation import positive_number
 
 
 class PI(Rotary):

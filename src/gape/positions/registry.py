@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from gape.gates import GAPEGates
-from gape.ops.checks import positive_number, refuse
 from gape.positions.alibi import ALiBi
 from gape.positions.base import Scheme, keyword_defaults
-from gape.positions.checks import even
 from gape.positions.fire import FIRE
 from gape.positions.fox import FoX
 from gape.positions.gated import Gated
@@ -25,7 +23,7 @@ from gape.positions.rope import RoPE
 from gape.positions.rotary import Rotary
 from gape.positions.t5 import T5
 from gape.positions.yarn import YaRN
-from gape.suggest import suggestion
+from gape.utils.validation import even, invalid_argument, positive_number, suggestion
 
 _SCHEMES: dict[str, type[Scheme]] = {
     "nope": NoPE,
@@ -129,7 +127,7 @@ def rotary_frequencies(
     scheme, _ = _find(name)
     if not issubclass(scheme, Rotary):
         rotary = [known for known, candidate in _SCHEMES.items() if issubclass(candidate, Rotary)]
-        raise refuse("name", name, f"a scheme that rotates, one of {rotary}")
+        raise invalid_argument("name", name, f"a scheme that rotates, one of {rotary}")
     defaults = {"fraction": 0.75, "factor": None}
     given = {"fraction": fraction, "factor": factor}
     options |= {option: value for option, value in given.items() if value != defaults[option]}
@@ -146,10 +144,10 @@ def _find(name: str) -> tuple[type[Scheme], bool]:
     gated = base != name
     if not isinstance(base, str) or base not in _SCHEMES:
         meant = suggestion(name, available(), most=3)
-        raise refuse("name", name, f"one of {', '.join(available())}{meant}")
+        raise invalid_argument("name", name, f"one of {', '.join(available())}{meant}")
     scheme = _SCHEMES[base]
     if gated and scheme.refuses_gates is not None:
-        raise refuse("name", name, f"a base that +gape may follow; {base} is none: {scheme.refuses_gates}")
+        raise invalid_argument("name", name, f"a base that +gape may follow; {base} is none: {scheme.refuses_gates}")
     return scheme, gated
 
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gape.constant import Constant
-from gape.ops import checks
-from gape.ops.checks import positive_number, refuse
+from gape.ops import inputs
 from gape.ops.prologue import OnePass
 from gape.positions.base import Scheme, keyword_defaults, outlasts, stream_of, wide
-from gape.positions.checks import even
+from gape.utils.constant import Constant
+from gape.utils.validation import even, invalid_argument, positive_number
 
 #: Inverse frequencies, one per pair, and the factor on cos and sin.
 Spectrum = tuple[list[float], float]
@@ -111,8 +110,8 @@ class Rotary(Scheme):
             ValueError: x has another last dimension than head_dim.
         """
         if not isinstance(x, Tensor) or x.dim() != 4 or x.size(-1) != self.head_dim:
-            raise refuse("x", x, f"a tensor (batch, heads, tokens, {self.head_dim})")
-        checks.positions("positions", positions, x.size(0), x.size(2), x.device)
+            raise invalid_argument("x", x, f"a tensor (batch, heads, tokens, {self.head_dim})")
+        inputs.positions("positions", positions, x.size(0), x.size(2), x.device)
         cos, sin = self.cos_sin(positions, wide(x.dtype))
         if positions.dim() == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

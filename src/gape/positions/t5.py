@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gape.positions.base import Sizes, distance, wide
 from gape.positions.biased import Biased
-from gape.positions.checks import above, even
+from gape.utils.validation import above, even
 
 
 class T5(Biased):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from gape.ops.checks import positive_number, refuse
-from gape.positions.checks import above
 from gape.positions.rotary import Rotary, Spectrum, spectrum
+from gape.utils.validation import above, invalid_argument, positive_number
 
 
 class YaRN(Rotary):
@@ -33,7 +32,7 @@ class YaRN(Rotary):
                 or fast_rotations does not exceed slow_rotations.
         """
         if context_length is None:
-            raise refuse("context_length", None, "the training length, which yarn needs")
+            raise invalid_argument("context_length", None, "the training length, which yarn needs")
         above("theta", theta, 1.0)
         positive_number("factor", factor)
         above("fast_rotations", fast_rotations, positive_number("slow_rotations", slow_rotations))

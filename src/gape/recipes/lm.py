@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gape.models.config import GPTConfig
-from gape.ops.checks import whole
 from gape.recipes.run import Run
 from gape.recipes.tables import Settings
 from gape.tasks.perplexity import Protocol
 from gape.train.config import TrainConfig
+from gape.utils.validation import whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from gape.ops.checks import refuse
 from gape.recipes.run import DEFAULT_KIND, Run, directory_name, kind_of
 from gape.recipes.tables import Settings, override, place, run_name, swept, typed, variants
-from gape.suggest import suggestion
+from gape.utils.validation import invalid_argument, suggestion
 
 #: Runs of a recipe at most: each is built and checked before the first is started.
 MOST_RUNS = 10_000
@@ -43,7 +42,7 @@ class Recipe:
         names = [run.name for run in self.runs]
         for pattern in wanted:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise refuse("only", pattern, f"the name of a run or a pattern of them: {', '.join(names)}")
+                raise invalid_argument("only", pattern, f"the name of a run or a pattern of them: {', '.join(names)}")
         kept = [run for run in self.runs if not wanted or any(fnmatchcase(run.name, pattern) for pattern in wanted)]
         return replace(self, runs=tuple(kept))
 
@@ -97,7 +96,7 @@ def _expanded(file: Path, settings: Settings, given: Settings, kind: str | None)
             runs.append(made.build(run_name(variant, chosen) or file.stem, variant, full))
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
-        raise refuse("sweep", names, "values that differ, for every run has a directory of its own")
+        raise invalid_argument("sweep", names, "values that differ, for every run has a directory of its own")
     return Recipe(name=file.stem, description=description, kind=made.kind, runs=tuple(runs))
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gape.models.config import GPTConfig
-from gape.ops.checks import refuse, whole
 from gape.recipes.run import Run, buildable
 from gape.recipes.tables import Settings
 from gape.tasks.niah import VOCAB_SIZE, NIAHConfig
 from gape.train.config import TrainConfig
+from gape.utils.validation import invalid_argument, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Analysis:
         whole("samples", self.samples, 0)
         whole("map_size", self.map_size, 0)
         if 1 not in self.factors:
-            raise refuse("factors", self.factors, "multiples with 1 among them, where gates are read")
+            raise invalid_argument("factors", self.factors, "multiples with 1 among them, where gates are read")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,6 @@ class NeedleRun(Run):
 
 def _multiples(factors: Sequence[int]) -> None:
     if not factors:
-        raise refuse("factors", factors, "at least one multiple of the training length")
+        raise invalid_argument("factors", factors, "at least one multiple of the training length")
     for factor in factors:
         whole("factors", factor)

@@ -12,10 +12,9 @@ import torch
 
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
-from gape.ops.checks import refuse, whole
 from gape.recipes.tables import Settings, listed, refuse_unknown, section, typed
-from gape.suggest import suggestion
 from gape.train.config import TrainConfig
+from gape.utils.validation import invalid_argument, suggestion, whole
 
 #: The kind of a recipe that does not say one.
 DEFAULT_KIND = "niah"
@@ -118,7 +117,7 @@ class Run:
 def directory_name(key: str, name: str) -> None:
     """Refuse what is no name for a directory beside others; those that begin with a dot mean something already."""
     if name[:1] in ("", ".") or len(name.encode()) > LONGEST_NAME or not set("/\\\0").isdisjoint(name):
-        raise refuse(key, name, f"one for a directory: no slash, no dot first, at most {LONGEST_NAME} bytes")
+        raise invalid_argument(key, name, f"one for a directory: no slash, no dot first, at most {LONGEST_NAME} bytes")
 
 
 def kind_of(name: Any) -> type[Run]:
@@ -128,7 +127,7 @@ def kind_of(name: Any) -> type[Run]:
         ValueError: there is none; says which there are.
     """
     if not isinstance(name, str) or name not in _KINDS:
-        raise refuse("kind", name, f"one of {', '.join(_KINDS)}{suggestion(str(name), _KINDS, before=', ')}")
+        raise invalid_argument("kind", name, f"one of {', '.join(_KINDS)}{suggestion(str(name), _KINDS, before=', ')}")
     return _KINDS[name]
 
 

@@ -9,8 +9,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gape.ops.checks import refuse
-from gape.suggest import suggestion
+from gape.utils.validation import invalid_argument, suggestion
 
 Settings = dict[str, Any]
 
@@ -28,7 +27,7 @@ def section(name: str, kind: type[Any], values: Any, taken: Mapping[str, Any] | 
         ValueError: an unknown or missing key, or a value that is refused; names it.
     """
     if not isinstance(values, Mapping):
-        raise refuse(name, values, "a table of settings")
+        raise invalid_argument(name, values, "a table of settings")
     taken = taken or {}
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind)}
@@ -68,7 +67,7 @@ def typed(path: str, hint: Any, value: Any) -> Any:
         isinstance(hint, type) and isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
     ):
         return value
-    raise refuse(path, value, described(hint))
+    raise invalid_argument(path, value, described(hint))
 
 
 def described(hint: Any) -> str:
@@ -86,7 +85,7 @@ def override(text: str) -> tuple[str, Any]:
     """The key and the value of "key=value"; what is no TOML value is a string."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise refuse("override", text, "key=value, such as train.max_steps=100")
+        raise invalid_argument("override", text, "key=value, such as train.max_steps=100")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -101,7 +100,7 @@ def place(settings: Settings, key: str, value: Any) -> None:
     for depth, name in enumerate(tables):
         settings = settings.setdefault(name, {})
         if not isinstance(settings, dict):
-            raise refuse(".".join(tables[: depth + 1]), settings, "a table of settings")
+            raise invalid_argument(".".join(tables[: depth + 1]), settings, "a table of settings")
     settings[last] = value
 
 
@@ -110,7 +109,7 @@ def swept(table: Any) -> dict[str, list[Any]]:
     lists: dict[str, list[Any]] = {}
     for key, value in _flat(table, "sweep").items():
         if not isinstance(value, list) or not value:
-            raise refuse(f"sweep.{key}", value, "a list of at least one value")
+            raise invalid_argument(f"sweep.{key}", value, "a list of at least one value")
         lists[key] = value
     return lists
 
@@ -118,7 +117,7 @@ def swept(table: Any) -> dict[str, list[Any]]:
 def variants(tables: Any) -> list[tuple[str, Settings]]:
     """Name and settings, by dotted key, of each variant; one without either where there are none."""
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-        raise refuse("variants", tables, "tables written [[variants]], each with a name")
+        raise invalid_argument("variants", tables, "tables written [[variants]], each with a name")
     made = []
     for table in tables:
         settings = _flat(table, "variants")
@@ -152,7 +151,7 @@ def listed(value: Any) -> Any:
 def _flat(table: Any, path: str) -> Settings:
     """Nested tables as one table with dotted keys."""
     if not isinstance(table, Mapping):
-        raise refuse(path, table, "a table of settings")
+        raise invalid_argument(path, table, "a table of settings")
     flat: Settings = {}
     for key, value in table.items():
         inner = _flat(value, path) if isinstance(value, Mapping) else {"": value}

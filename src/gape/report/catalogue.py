@@ -13,7 +13,7 @@ from gape.report.results import Results
 from gape.report.series import Data
 from gape.report.style import house_style, save
 from gape.report.tables import Table
-from gape.suggest import suggestion
+from gape.utils.validation import suggestion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,9 +26,9 @@ from gape.report.results import (
     scheme_order,
     shared_settings,
 )
-from gape.suggest import suggestion
-from gape.train import files
-from gape.train.log import read_object
+from gape.utils import files
+from gape.utils.jsonl import read_object
+from gape.utils.validation import suggestion
 
 #: What perplexity was asked for besides the context: only rows of one question stand beside each other.
 QUESTION = (

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gape.report.rows import fault
-from gape.train import files
 from gape.train.config import MAY_CHANGE
-from gape.train.log import read_object
+from gape.utils import files
+from gape.utils.jsonl import read_object
 
 Record = dict[str, Any]
 

@@ -13,8 +13,8 @@ from gape.report.results import Results
 from gape.report.series import NoData
 from gape.report.style import matplotlib
 from gape.report.tables import Table, accuracy_tables, comparison_table
-from gape.train import files
-from gape.train.log import read_object
+from gape.utils import files
+from gape.utils.jsonl import read_object
 
 #: DRAWN, in `figures/`, has the hash of each file that the report wrote there.
 PAGE, DRAWN = "index.html", "drawn.json"

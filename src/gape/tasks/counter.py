@@ -11,7 +11,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from gape.ops.checks import refuse
+from gape.utils.validation import invalid_argument
 
 WORD = 0xFFFFFFFF
 
@@ -23,7 +23,7 @@ def words(name: str, n: int, *, start: int = 0, device: torch.device | str = "cp
         ValueError: words from 2³² on, where they would repeat, or before 0.
     """
     if not 0 <= start <= start + n <= WORD + 1:
-        raise refuse("start", start, f"a place from 0 on with {n} words before 2**32")
+        raise invalid_argument("start", start, f"a place from 0 on with {n} words before 2**32")
     digest = hashlib.sha256(name.encode()).digest()
     keys = [int.from_bytes(digest[at : at + 4], "little") for at in (0, 4)]
     x = torch.arange(start, start + n, dtype=torch.int64, device=device)

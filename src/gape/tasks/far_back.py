@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from gape.models.gpt import GPT
-from gape.ops.checks import refuse, whole
 from gape.tasks.intervals import weighted_interval
 from gape.tasks.perplexity import window_losses
+from gape.utils.validation import invalid_argument, whole
 
 Ids = npt.NDArray[np.int64]
 Losses = npt.NDArray[np.float64]
@@ -71,13 +71,15 @@ class FarBackConfig:
         whole("seed", self.seed, at_least=0)
         for kind in self.kinds:
             if kind not in KINDS:
-                raise refuse("kinds", kind, f"some of {', '.join(KINDS)}")
+                raise invalid_argument("kinds", kind, f"some of {', '.join(KINDS)}")
         for distance in self.distances:
             whole("distances", distance)
         if not self.kinds or not self.bins:
-            raise refuse("distances", self.distances, f"at least one below the context of {self.context}, and a kind")
+            raise invalid_argument(
+                "distances", self.distances, f"at least one below the context of {self.context}, and a kind"
+            )
         if "planted" in self.kinds and min(self.distances) < self.passage:
-            raise refuse(
+            raise invalid_argument(
                 "passage", self.passage, f"at most {min(self.distances)}, so that the two copies do not overlap"
             )
 

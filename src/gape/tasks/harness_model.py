@@ -11,9 +11,9 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from gape.ops.checks import refuse, whole
 from gape.tasks.ruler.opening import open_run
 from gape.tasks.ruler.readers import Ids, padded
+from gape.utils.validation import invalid_argument, whole
 
 
 @register_model("gape")
@@ -52,9 +52,9 @@ class GapeLM(TemplateLM):  # type: ignore[misc,untyped-decorator,unused-ignore]
         super().__init__()
         directory = run or pretrained
         if directory is None:
-            raise refuse("run", directory, "a directory that gape lm train made")
+            raise invalid_argument("run", directory, "a directory that gape lm train made")
         if dtype not in ("float32", "bfloat16"):
-            raise refuse("dtype", dtype, "float32 or bfloat16")
+            raise invalid_argument("dtype", dtype, "float32 or bfloat16")
         where = ("cuda" if torch.cuda.is_available() else "cpu") if device in (None, "auto") else str(device)
         self.reader, self.step = open_run(directory, tokenizer, device=where, low=dtype == "bfloat16", chunk=int(chunk))
         self.model = self.reader.model

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gape.ops.checks import refuse
 from gape.tasks.intervals import paired_interval, weighted_interval
 from gape.tasks.perplexity import Plan, edges, scores, tokens_by_position
-from gape.train.log import JSONLines
+from gape.utils.jsonl import JSONLines
+from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
     from gape.data import Corpus
@@ -135,7 +135,7 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any], seed: int = 0) 
         ValueError: they are of different windows.
     """
     if one["plan"] != other["plan"] or one["stratum"] != other["stratum"]:
-        raise refuse("rows", (one["run"], other["run"]), "two of the same windows of the same corpus")
+        raise invalid_argument("rows", (one["run"], other["run"]), "two of the same windows of the same corpus")
     nll = np.array(one["window_nll"]) - np.array(other["window_nll"])
     counts = np.broadcast_to(np.array(one["window_tokens"], dtype=np.float64), nll.shape)
     documents = np.array(one["window_document"])

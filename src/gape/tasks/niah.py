@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from gape.models.loss import IGNORED
-from gape.ops.checks import refuse, whole
 from gape.tasks.counter import below, words
 from gape.train.source import Batch
+from gape.utils.validation import invalid_argument, whole
 
 N_FILLERS = 14
 KEY, EQUALS, QUERY, DIGIT_0 = 14, 15, 16, 17
@@ -55,10 +55,12 @@ class NIAHConfig:
         if self.n_needles is not None:
             whole("n_needles", self.n_needles)
         if self.target not in TARGETS:
-            raise refuse("target", self.target, f"one of {', '.join(TARGETS)}")
+            raise invalid_argument("target", self.target, f"one of {', '.join(TARGETS)}")
         if (self.length - 1) // self.needles < NEEDLE:
             most = (self.length - 1) // NEEDLE
-            raise refuse("n_needles", self.needles, f"at most {most} needles of 3 tokens in length {self.length}")
+            raise invalid_argument(
+                "n_needles", self.needles, f"at most {most} needles of 3 tokens in length {self.length}"
+            )
 
     @property
     def needles(self) -> int:
@@ -124,7 +126,7 @@ def sample(
     """
     whole("batch", batch)
     if split not in SPLITS:
-        raise refuse("split", split, f"one of {', '.join(SPLITS)}")
+        raise invalid_argument("split", split, f"one of {', '.join(SPLITS)}")
     length, n = config.length, config.needles
     row = length + 2 * n
     drawn = words(f"niah/{split}/{seed}/{step}/{micro}", batch * row, start=first * row, device=device)
@@ -199,7 +201,7 @@ def hits(
     """
     most = 2**32 // (config.length + 2 * config.needles)
     if whole("samples", samples) > most:
-        raise refuse("samples", samples, f"at most {most:,} at length {config.length:,}")
+        raise invalid_argument("samples", samples, f"at most {most:,} at length {config.length:,}")
     batch = max(1, EVAL_TOKENS // config.length) if batch is None else whole("batch", batch)
     right = []
     for first in range(0, samples, batch):
@@ -221,5 +223,5 @@ def accuracy(model: LanguageModel, config: NIAHConfig, **options: Any) -> float:
     """
     right = hits(model, config, **options)
     if len(right) == 0:
-        raise refuse("stop", True, "at least one batch before it")
+        raise invalid_argument("stop", True, "at least one batch before it")
     return float(right.double().mean())

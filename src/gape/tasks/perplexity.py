@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gape.data.order import key, words
-from gape.ops.checks import refuse, whole
+from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
     from gape.data import Corpus, Document
@@ -63,13 +63,13 @@ class Protocol:
 
     def __post_init__(self) -> None:
         if self.name not in _CUTS:
-            raise refuse("protocol", self.name, f"one of {', '.join(_CUTS)}")
+            raise invalid_argument("protocol", self.name, f"one of {', '.join(_CUTS)}")
         whole("context", self.context)
         if whole("align", self.align, 0) and self.name != "last-k":
-            raise refuse("align", self.align, f"0 under {self.name}; last-k alone can align")
+            raise invalid_argument("align", self.align, f"0 under {self.name}; last-k alone can align")
         for name, of in (("last", "last-k"), ("stride", "strided")):
             if whole(name, getattr(self, name)) > self.context and self.name == of:
-                raise refuse(name, getattr(self, name), f"at most the context, {self.context}")
+                raise invalid_argument(name, getattr(self, name), f"at most the context, {self.context}")
 
     @property
     def needed(self) -> int:
@@ -175,7 +175,7 @@ def plan(
         ValueError: no document is long enough, or max_windows is out of range.
     """
     if whole("max_windows", max_windows) > MOST_WINDOWS:
-        raise refuse("max_windows", max_windows, f"a whole number from 1 to {MOST_WINDOWS:,}")
+        raise invalid_argument("max_windows", max_windows, f"a whole number from 1 to {MOST_WINDOWS:,}")
     fits(corpus, protocol, split=split, stratum=stratum)
     found = list(corpus.documents(split, stratum))
     kept = [document for document in found if document.length >= protocol.needed]
@@ -205,7 +205,7 @@ def fits(corpus: Corpus, protocol: Protocol, *, split: str = "heldout", stratum:
     name = corpus.document(int(rows[lengths.argmax()])).id if len(rows) else "none"
     wanted = f"a length that a document fills: {protocol.needed:,} tokens, and all {len(rows)} {which} of "
     wanted += f"{corpus.directory} are shorter (the longest, {name}, has {longest:,})"
-    raise refuse("context", protocol.context, wanted)
+    raise invalid_argument("context", protocol.context, wanted)
 
 
 def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:

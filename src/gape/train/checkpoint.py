@@ -20,9 +20,9 @@ from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as pack_tensors
 from torch import Tensor, nn
 
-from gape.train import files
-from gape.train.errors import CheckpointError, DiskFullError
 from gape.train.optimizer import bare
+from gape.utils import files
+from gape.utils.errors import CheckpointError, DiskFullError
 
 MODEL, OPTIMIZER, STATE, SEAL = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 SEALED = (MODEL, OPTIMIZER, STATE)

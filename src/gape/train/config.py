@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gape.ops.checks import flag, refuse, weight, whole
-from gape.suggest import suggestion
+from gape.utils.validation import flag, invalid_argument, suggestion, weight, whole
 
 # What may differ between a checkpoint and the run that resumes it: nothing here changes a weight. `decay_steps` is
 # not among them, so that more steps never bend the schedule of those already taken.
@@ -112,16 +111,18 @@ class TrainConfig:
             _number(name, getattr(self, name), above=False)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise refuse(name, getattr(self, name), f"one of {', '.join(choices)}")
+                raise invalid_argument(name, getattr(self, name), f"one of {', '.join(choices)}")
         for name in ("deterministic", "tensorboard"):
             flag(name, getattr(self, name))
         betas = self.betas
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_share, betas)):
-            raise refuse("betas", betas, "two numbers from 0 to below 1")
+            raise invalid_argument("betas", betas, "two numbers from 0 to below 1")
         if self.seed >= 2**64:
-            raise refuse("seed", self.seed, "a whole number below 2**64, as torch takes it")
+            raise invalid_argument("seed", self.seed, "a whole number below 2**64, as torch takes it")
         if self.min_learning_rate > self.learning_rate:
-            raise refuse("min_learning_rate", self.min_learning_rate, f"at most learning_rate = {self.learning_rate}")
+            raise invalid_argument(
+                "min_learning_rate", self.min_learning_rate, f"at most learning_rate = {self.learning_rate}"
+            )
         # Lists come from JSON and TOML; a frozen dataclass is set through object.
         object.__setattr__(self, "betas", (float(betas[0]), float(betas[1])))
         object.__setattr__(self, "decay_steps", self.max_steps if self.decay_steps is None else self.decay_steps)
@@ -170,4 +171,4 @@ def _is_share(value: Any) -> bool:
 def _number(name: str, value: Any, *, above: bool) -> None:
     low = isinstance(value, (int, float)) and (value <= 0 if above else value < 0)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or low or not math.isfinite(value):
-        raise refuse(name, value, f"a finite number {'above' if above else 'of at least'} 0")
+        raise invalid_argument(name, value, f"a finite number {'above' if above else 'of at least'} 0")

@@ -10,8 +10,9 @@ from safetensors.torch import save as pack_tensors
 from torch import Tensor
 
 from gape.models.loss import IGNORED
-from gape.train import checkpoint, files
+from gape.train import checkpoint
 from gape.train.source import Batch
+from gape.utils import files
 
 
 def write(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from gape.ops.checks import refuse
-from gape.train import files
-from gape.train.errors import BusyError
+from gape.utils import files
+from gape.utils.errors import BusyError
+from gape.utils.validation import invalid_argument
 
 # Sources of difference that torch's switch does not take away, recorded with the run.
 NOT_COVERED = {
@@ -65,7 +65,7 @@ def refuse_foreign(run_dir: Path) -> None:
     there = [path for name in ("config.json", "log.jsonl", "manifest.json") if (path := run_dir / name).exists()]
     begun = (run_dir / "runtime.jsonl").exists() or (run_dir / "checkpoints").is_dir()
     if not begun and any(path.stat().st_size for path in there):
-        raise refuse("run_dir", str(run_dir), f"a new directory or one of a run: {there[0].name} is of none")
+        raise invalid_argument("run_dir", str(run_dir), f"a new directory or one of a run: {there[0].name} is of none")
 
 
 def _tidy(run_dir: Path) -> None:

@@ -14,18 +14,19 @@ from rich.console import Console
 from torch import nn
 
 from gape.gates import GAPEGates
-from gape.ops.checks import refuse
-from gape.train import checkpoint, dump, files, guards, rng
+from gape.train import checkpoint, dump, guards, rng
 from gape.train import resume as resuming
 from gape.train.config import TrainConfig
-from gape.train.errors import NonFiniteError
-from gape.train.log import JSONLines, TensorBoard
-from gape.train.manifest import manifest
 from gape.train.optimizer import build, learning_rate, named
-from gape.train.progress import Reporter
-from gape.train.signals import Interrupted, StopFlag
 from gape.train.source import Batch, Source
 from gape.train.update import Updater, Window
+from gape.utils import files
+from gape.utils.errors import NonFiniteError
+from gape.utils.jsonl import JSONLines, TensorBoard
+from gape.utils.progress import Reporter
+from gape.utils.run_info import manifest
+from gape.utils.signals import Interrupted, StopFlag
+from gape.utils.validation import invalid_argument
 
 Validate = Callable[[Any, int], Mapping[str, float]]
 Observe = Callable[[Any, int], None]
@@ -222,7 +223,7 @@ class Trainer:
         batches = [self.source.batch(step, micro) for micro in range(self.config.accumulation)]
         for batch in batches:
             if batch.ids.device != self.device:
-                raise refuse("source", batch.ids, f"batches on {self.device}, where the model is")
+                raise invalid_argument("source", batch.ids, f"batches on {self.device}, where the model is")
         return batches
 
     def _check(self) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gape.ops.checks import refuse
-from gape.train import checkpoint, files, rng
+from gape.train import checkpoint, rng
 from gape.train.checkpoint import Checkpoint
 from gape.train.config import TrainConfig, changes
-from gape.train.errors import CheckpointError
 from gape.train.optimizer import load_state_tensors, state_tensors
 from gape.train.source import Source
+from gape.utils import files
+from gape.utils.errors import CheckpointError
+from gape.utils.validation import invalid_argument
 
 _RANDOM = "random/"
 
@@ -78,11 +79,11 @@ def choose(root: Path, resume: str | PathLike[str], say: Callable[[str], None]) 
         return checkpoint.newest(root, say)
     if resume == "never":
         if there := checkpoint.found(root):
-            raise refuse("resume", resume, f"'auto' or another directory, since {there[0]} is there already")
+            raise invalid_argument("resume", resume, f"'auto' or another directory, since {there[0]} is there already")
         return None
     path = Path(resume)
     if path.resolve().parent != root.resolve():
-        raise refuse("resume", str(resume), f"'auto', 'never' or a checkpoint in {root}")
+        raise invalid_argument("resume", str(resume), f"'auto', 'never' or a checkpoint in {root}")
     return checkpoint.load(path)
 
 

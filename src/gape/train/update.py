@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from gape.gates import GAPEGates
 from gape.models.loss import IGNORED
 from gape.models.skipping import skip
-from gape.ops.checks import refuse
 from gape.train.config import TrainConfig
 from gape.train.optimizer import named, set_rate
 from gape.train.replay import Replay
 from gape.train.source import Batch
+from gape.utils.validation import invalid_argument
 
 
 class Window:
@@ -87,10 +87,10 @@ class Updater:
         self.stopped = self._zero.clone()
         self.norms = torch.zeros(len(self._parameters), device=device)
         if config.lambda_l1 and not any(isinstance(module, GAPEGates) for module in model.modules()):
-            raise refuse("lambda_l1", config.lambda_l1, "0, since the model has no landmarks to weigh")
+            raise invalid_argument("lambda_l1", config.lambda_l1, "0, since the model has no landmarks to weigh")
         if config.lambda_l1 and not (hasattr(model, "keep_landmarks") and hasattr(model, "landmark_penalty")):
             wanted = f"0, since {type(model).__name__} lacks the methods keep_landmarks and landmark_penalty"
-            raise refuse("lambda_l1", config.lambda_l1, wanted)
+            raise invalid_argument("lambda_l1", config.lambda_l1, wanted)
 
     def autocast(self) -> torch.autocast:
         """The context of a forward pass."""

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gape.ops import checks
+from gape.ops import inputs
 from gape.ops.problem import Problem
 from gape.ops.triton.decode_kernels import combine
 from gape.ops.triton.decode_plan import Call, planned, power_of_two
 from gape.ops.triton.registered import direct, operator, traceable
+from gape.utils import validation
 
 #: Steps of merging up to which the last program merges alone; above, a second kernel shares them out.
 ALONE = 8
@@ -171,14 +172,14 @@ def _call(problem: Problem, lengths: Tensor | None, gated: bool = True) -> Call:
 def _refuse(problem: Problem, lengths: Tensor | None) -> None:
     tensors = (problem.q, problem.k, problem.v, problem.gate, problem.landmark, problem.amplitude)
     if problem.q.dtype == torch.float64:
-        raise checks.refuse("q", problem.q, "bfloat16, float16 or float32 for the decode kernel")
+        raise validation.invalid_argument("q", problem.q, "bfloat16, float16 or float32 for the decode kernel")
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError("q: something needs a gradient, expected none for the decode kernel: use torch.no_grad()")
     if lengths is None:
         return
     seen = problem.seen
     shape = (problem.q.size(0),)
-    if lengths.dtype not in checks.INTEGERS or lengths.shape != shape or lengths.device != problem.q.device:
-        raise checks.refuse("lengths", lengths, f"integers {shape} on {problem.q.device}")
+    if lengths.dtype not in inputs.INTEGERS or lengths.shape != shape or lengths.device != problem.q.device:
+        raise validation.invalid_argument("lengths", lengths, f"integers {shape} on {problem.q.device}")
     if seen.q_positions is not None or seen.q_documents is not None or seen.attn_mask is not None:
         raise ValueError("lengths: given together with positions, documents or a mask, expected one or the other")

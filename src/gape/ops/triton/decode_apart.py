@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gape.ops.checks import refuse
 from gape.ops.dispatch import HALVES, MOST_PROGRAMS
 from gape.ops.triton.decode import ALONE
 from gape.ops.triton.decode_kernels import last_to_finish, merge_row
@@ -34,6 +33,7 @@ from gape.ops.triton.decode_plan import (
 )
 from gape.ops.triton.registered import direct
 from gape.ops.triton.tiles import LOG2E, single
+from gape.utils.validation import invalid_argument
 
 #: Numbers that the table has of a head: where keys and values begin, from sample to sample, room, and its shares.
 COLUMNS = tl.constexpr(6)
@@ -154,7 +154,7 @@ class Apart:
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         (batch, n_heads, _, width), n_programs = q.shape, self._programs.size(0)
         if tickets.numel() < batch * n_heads:
-            raise refuse("tickets", tickets, f"at least {batch * n_heads} zeros in int32")
+            raise invalid_argument("tickets", tickets, f"at least {batch * n_heads} zeros in int32")
         out = torch.empty(batch, n_heads, 1, width, dtype=q.dtype, device=q.device)
         parts = torch.empty(batch, n_programs, width, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(batch, n_programs, dtype=torch.float32, device=q.device)

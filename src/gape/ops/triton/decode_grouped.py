@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gape.ops.checks import refuse
 from gape.ops.dispatch import HALVES, MOST_PROGRAMS, TRITON_WIDTH
 from gape.ops.triton.decode_apart import pieces_between
 from gape.ops.triton.decode_kernels import last_to_finish, load_tile, merge_row, store_part, weigh
@@ -30,6 +29,7 @@ from gape.ops.triton.decode_plan import (
 )
 from gape.ops.triton.registered import INTERPRETED, direct
 from gape.ops.triton.tiles import LOG2E, single
+from gape.utils.validation import invalid_argument
 
 #: Queries of a key head at most: the rows that matrix units want at least.
 ROWS = 16
@@ -192,7 +192,7 @@ class Grouped:
         q = q if q.stride(3) == 1 else q.contiguous()
         (batch, n_queries, _, width), n_programs, value_width = q.shape, self._programs.size(0), self._v.size(2)
         if tickets.numel() < batch * self._n_heads:
-            raise refuse("tickets", tickets, f"at least {batch * self._n_heads} zeros in int32")
+            raise invalid_argument("tickets", tickets, f"at least {batch * self._n_heads} zeros in int32")
         groups = n_queries // self._n_heads
         out = torch.empty(batch, n_queries, 1, value_width, dtype=q.dtype, device=q.device)
         lse = torch.empty(batch, n_queries, dtype=torch.float32, device=q.device)

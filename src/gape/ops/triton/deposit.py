@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gape.ops.checks import refuse
 from gape.ops.triton.decode_plan import power_of_two
 from gape.ops.triton.registered import INTERPRETED, direct
+from gape.utils.validation import invalid_argument
 
 #: Numbers that the table has of a head: where keys and values begin, from sample to sample, and room.
 COLUMNS = tl.constexpr(5)
@@ -87,11 +87,15 @@ class Deposit:
     ) -> None:
         for name, buffers in (("keys", keys), ("values", values)):
             if not buffers or len(buffers) != len(keys):
-                raise refuse(name, len(buffers), "one buffer for each key head")
+                raise invalid_argument(name, len(buffers), "one buffer for each key head")
             if not all(_in_rows(x, buffers[0]) and _alike(x, keys[0]) for x in buffers):
-                raise refuse(name, buffers[0], "buffers (B, room, D) of one dtype, device and width, row after row")
+                raise invalid_argument(
+                    name, buffers[0], "buffers (B, room, D) of one dtype, device and width, row after row"
+                )
         if any(k.size(1) != v.size(1) for k, v in zip(keys, values, strict=True)):
-            raise refuse("values", [v.size(1) for v in values], f"room for {[k.size(1) for k in keys]} columns")
+            raise invalid_argument(
+                "values", [v.size(1) for v in values], f"room for {[k.size(1) for k in keys]} columns"
+            )
         self._k, self._v, self._notes = keys[0], values[0], notes
         if notes is not None:
             self._check_notes(*notes, len(keys))
@@ -121,15 +125,15 @@ class Deposit:
         for name, (x, heads, kept) in widths.items():
             shape = (batch, heads, 1, kept.size(2))
             if x.shape != shape or not _alike(x, kept):
-                raise refuse(name, x, f"{shape} in {kept.dtype} on {kept.device}")
+                raise invalid_argument(name, x, f"{shape} in {kept.dtype} on {kept.device}")
         for name, numbers, count in (("columns", columns, n_heads), ("noted", noted, 1)):
             ours = numbers.dtype == torch.int64 and numbers.device == k.device and numbers.is_contiguous()
             if numbers.shape != (count,) or not ours:
-                raise refuse(name, numbers, f"int64 ({count},) on {k.device}, contiguous")
+                raise invalid_argument(name, numbers, f"int64 ({count},) on {k.device}, contiguous")
         # A pointer that is never followed stands in for notes that are not there.
         noted_q, noted_k = (q, k) if self._notes is None else self._notes
         if self._notes is not None and noted_q.size(1) != q.size(1):
-            raise refuse("q", q, f"{noted_q.size(1)} heads, as the notes have")
+            raise invalid_argument("q", q, f"{noted_q.size(1)} heads, as the notes have")
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         direct(write_token)[(batch, n_heads)](
             self._k, self._v, noted_q, noted_k, q, k, v, columns, noted, self._heads, noted_k.size(2),
@@ -142,10 +146,10 @@ class Deposit:
     def _check_notes(self, q: Tensor, k: Tensor, n_heads: int) -> None:
         shape = (self._k.size(0), n_heads, k.size(2), k.size(3))
         if k.shape != shape or k.size(3) > self._k.size(2) or not (k.is_contiguous() and _alike(k, self._k)):
-            raise refuse("notes", k, f"keys ({shape[0]}, {n_heads}, n, up to {self._k.size(2)}), contiguous")
+            raise invalid_argument("notes", k, f"keys ({shape[0]}, {n_heads}, n, up to {self._k.size(2)}), contiguous")
         grouped = q.size(1) > 0 and q.size(1) % n_heads == 0
         if not grouped or q.shape != (shape[0], q.size(1), *shape[2:]) or not (q.is_contiguous() and _alike(q, k)):
-            raise refuse(
+            raise invalid_argument(
                 "notes", q, f"queries ({shape[0]}, a multiple of {n_heads}, {shape[2]}, {shape[3]}), contiguous"
             )
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from gape.ops.checks import refuse, whole
 from gape.tasks.intervals import weighted_interval
 from gape.tasks.ruler.prompts import Prepared
 from gape.tasks.ruler.readers import Reader
@@ -19,9 +18,10 @@ from gape.tasks.ruler.scoring import cleaned, score
 from gape.tasks.ruler.sources import Source
 from gape.tasks.ruler.tasks import task
 from gape.tasks.ruler.ways import DENSE, Way
-from gape.train import files
-from gape.train.log import JSONLines, read_object
-from gape.train.manifest import manifest
+from gape.utils import files
+from gape.utils.jsonl import JSONLines, read_object
+from gape.utils.run_info import manifest
+from gape.utils.validation import invalid_argument, whole
 
 Record = dict[str, Any]
 SAMPLES, MANIFEST = "samples.jsonl", "manifest.json"
@@ -185,7 +185,7 @@ def _claim(directory: Path, reader: Reader, items: Sequence[Prepared], asked: Re
     if path.is_file():
         before = read_object(path)
         if before.get("question") != files.plain(asked) or before.get("prompts_sha256") != prompts:
-            raise refuse("out", str(directory), "a directory of the same evaluation, or an empty one")
+            raise invalid_argument("out", str(directory), "a directory of the same evaluation, or an empty one")
         return
     more = {"question": asked, "prompts_sha256": prompts, "samples": len(items)}
     files.replace(path, files.to_json(manifest(reader.device, seed=0, more=more)))

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gape.ops.checks import refuse
 from gape.tasks.ruler.tasks import task
+from gape.utils.validation import invalid_argument
 
 #: Generators of that package are made for this length and more; below it some never end.
 SHORTEST = 4096
@@ -32,7 +32,9 @@ def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -
     """
     own = task(name)
     if length < SHORTEST:
-        raise refuse("length", length, f"at least {SHORTEST} for the wording of lm-eval; our own has shorter ones")
+        raise invalid_argument(
+            "length", length, f"at least {SHORTEST} for the wording of lm-eval; our own has shorter ones"
+        )
     try:
         from lm_eval.tasks import TaskManager  # noqa: PLC0415
     except ImportError as error:

@@ -8,11 +8,11 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from gape.data.order import key
-from gape.ops.checks import refuse, whole
 from gape.tasks.ruler.builders import BUILDERS, Draft
 from gape.tasks.ruler.fitting import Room, TooShortError
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.tasks import Task, task
+from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
     from gape.data import Tokenizer
@@ -75,7 +75,7 @@ class Generator:
         """
         draft = self._draft(number)
         if isinstance(draft, int):
-            raise refuse(
+            raise invalid_argument(
                 "length", self.length, f"at least {self._fitting(draft, number):,} for {self.name} with this tokenizer"
             )
         return self._finished(draft, number)
@@ -115,7 +115,7 @@ class Generator:
         budget = own.budget_at(self.length, answer)
         length = self.tokenizer.before + len(self.tokenizer.encode(draft.input + draft.prefix)) + budget
         if not self.least <= length <= self.length:
-            raise refuse(
+            raise invalid_argument(
                 "length", self.length, f"at most about {length:,} for {own.name}: there is no more text to fill it with"
             )
         return {

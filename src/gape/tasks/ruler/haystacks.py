@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gape.train.files import sha256
+from gape.utils.files import sha256
 
 NOISE = "Rain fell on the roof. A door stood open. The clock struck nine. Somebody laughed far away. Then it was quiet."
 _END = re.compile(r"[.!?][\"')\]]*$")

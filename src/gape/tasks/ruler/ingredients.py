@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gape.tasks.ruler.haystacks import Text, noise, read_text
 from gape.tasks.ruler.questions import Questions, read_questions
 from gape.tasks.ruler.tasks import Task
-from gape.train.files import sha256
+from gape.utils.files import sha256
 
 
 class Names(NamedTuple):

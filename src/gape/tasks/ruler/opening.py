@@ -11,7 +11,7 @@ import torch
 from gape.tasks.ruler.readers import Check, GPTReader, TransformersReader, go_on
 from gape.train import checkpoint
 from gape.train.load import model_of
-from gape.train.log import read_object
+from gape.utils.jsonl import read_object
 
 if TYPE_CHECKING:
     from gape.data import Tokenizer

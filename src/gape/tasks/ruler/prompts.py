@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gape.ops.checks import refuse
 from gape.tasks.ruler.readers import Ids, Reader
 from gape.tasks.ruler.sources import Sample
-from gape.train.files import sha256
+from gape.utils.files import sha256
+from gape.utils.validation import invalid_argument
 
 #: Templates by name; any other text with {input} in it is one too.
 TEMPLATES = {"base": "{input}{prefix}", "no-prefix": "{input}", "chat": "chat turn of {input}, then {prefix}"}
@@ -52,7 +52,9 @@ def check_template(template: str) -> str:
     """
     text = TEMPLATES.get(template, template)
     if "{input}" not in text:
-        raise refuse("template", template, f"one of {', '.join(TEMPLATES)}, or a text with {{input}} and {{prefix}}")
+        raise invalid_argument(
+            "template", template, f"one of {', '.join(TEMPLATES)}, or a text with {{input}} and {{prefix}}"
+        )
     return template
 
 
@@ -102,7 +104,7 @@ def prepare(
         ValueError: an unknown policy or template, or samples that are too long.
     """
     if overlength not in OVERLENGTH:
-        raise refuse("overlength", overlength, f"one of {', '.join(OVERLENGTH)}")
+        raise invalid_argument("overlength", overlength, f"one of {', '.join(OVERLENGTH)}")
     check_template(template)
     limit = reader.limit if max_length is None else max_length
     made, long = [], []
@@ -133,7 +135,7 @@ def _shortened(item: Prepared, room: int, overlength: str) -> Prepared:
     if overlength != "truncate":
         return Prepared(sample=item.sample, digest=item.digest, prompt=item.prompt, answer=item.answer, skipped=True)
     if room < 2:
-        raise refuse("max_length", room, f"room for a prompt beside the answer to {item.sample.source}")
+        raise invalid_argument("max_length", room, f"room for a prompt beside the answer to {item.sample.source}")
     head = room // 2
     kept = np.concatenate([item.prompt[:head], item.prompt[len(item.prompt) - (room - head) :]])
     return Prepared(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gape.train.files import sha256
+from gape.utils.files import sha256
 
 
 class Question(NamedTuple):

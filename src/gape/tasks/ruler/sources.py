@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gape.ops.checks import whole
 from gape.tasks.ruler.tasks import CALLED, task
+from gape.utils.validation import whole
 
 #: Names of fields in public files, in the order tried.
 _PROMPTS, _OUTPUTS = ("input", "prompt", "context"), ("outputs", "output", "answers", "answer")

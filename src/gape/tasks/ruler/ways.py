@@ -7,8 +7,8 @@ from typing import Any
 
 from gape.models.cache import BOUNDS, ForgettingCache
 from gape.models.skipping import IMPLS, skip
-from gape.ops.checks import refuse, weight
 from gape.tasks.ruler.readers import GPTReader, TransformersReader
+from gape.utils.validation import invalid_argument, weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class Way:
         weight("skip_eps", self.skip_eps)
         weight("forget_eps", self.forget_eps)
         if self.bounds not in BOUNDS:
-            raise refuse("bounds", self.bounds, f"one of {', '.join(BOUNDS)}")
+            raise invalid_argument("bounds", self.bounds, f"one of {', '.join(BOUNDS)}")
         if self.impl not in IMPLS:
-            raise refuse("impl", self.impl, f"one of {', '.join(IMPLS)}")
+            raise invalid_argument("impl", self.impl, f"one of {', '.join(IMPLS)}")
 
     def settings(self) -> dict[str, Any]:
         """What tells it from the dense way, in rows and manifests; empty for that one."""

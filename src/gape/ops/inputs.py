@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gape.ops.visibility import Visibility
+from gape.utils.validation import flag, invalid_argument
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -19,70 +18,14 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FURTHEST = 2**46
 
 
-def described(x: Any) -> str:
-    """What came, in few words."""
-    if isinstance(x, Tensor):
-        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
-    return f"{type(x).__name__} {x!r}"[:120]
-
-
-def refuse(name: str, came: Any, expected: str) -> ValueError:
-    """The error for an argument: its name, what came and what was expected."""
-    return ValueError(f"{name}: got {described(came)}, expected {expected}")
-
-
-def positive_number(name: str, x: Any) -> float:
-    """A finite number above zero, as a float."""
-    if finite(name, x, "a positive finite number") <= 0:
-        raise refuse(name, x, "a positive finite number")
-    return float(x)
-
-
-def finite(name: str, x: Any, expected: str = "a finite number") -> float:
-    """A finite number, as a float."""
-    if isinstance(x, bool) or not isinstance(x, Real):
-        raise refuse(name, x, expected)
-    try:
-        value = float(x)
-    except OverflowError:
-        value = math.inf
-    # A comparison, which a compiler can trace; math.isfinite it cannot.
-    if not -math.inf < value < math.inf:
-        raise refuse(name, x, expected)
-    return value
-
-
-def weight(name: str, x: Any) -> float:
-    """A share of attention that may be dropped, from 0 to below 1, as a float."""
-    expected = "a number from 0 to below 1"
-    value = finite(name, x, expected)
-    if not 0 <= value < 1:
-        raise refuse(name, x, expected)
-    return value
-
-
-def whole(name: str, x: Any, at_least: int = 1) -> int:
-    """A whole number of at least `at_least`, as an int."""
-    if isinstance(x, bool) or not isinstance(x, Integral) or x < at_least:
-        raise refuse(name, x, f"a whole number of at least {at_least}")
-    return int(x)
-
-
-def flag(name: str, x: Any) -> bool:
-    """A bool."""
-    if not isinstance(x, bool):
-        raise refuse(name, x, "True or False")
-    return x
-
-
 def floats(name: str, x: Any, shape: tuple[int, ...] | None, device: torch.device, what: str) -> Tensor:
     """A floating tensor on `device`, of `shape` when one is given."""
     if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.layout != torch.strided:
-        raise refuse(name, x, f"a dense floating tensor {what}")
+        raise invalid_argument(name, x, f"a dense floating tensor {what}")
     if shape is not None and x.shape != shape:
-        raise refuse(name, x, f"shape {what} = {shape}")
+        raise invalid_argument(name, x, f"shape {what} = {shape}")
     if x.device != device:
-        raise refuse(name, x, f"a tensor on {device}, where q is")
+        raise invalid_argument(name, x, f"a tensor on {device}, where q is")
     return x
 
 
@@ -91,28 +34,28 @@ def heads(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         dense = isinstance(x, Tensor) and x.layout == torch.strided and x.dtype in FLOATS and x.dim() == 4
         if not dense or min(x.size(1), x.size(3)) < 1:
-            raise refuse(name, x, "a dense floating tensor (batch, heads ≥ 1, tokens, head dim ≥ 1)")
+            raise invalid_argument(name, x, "a dense floating tensor (batch, heads ≥ 1, tokens, head dim ≥ 1)")
         if x.device != q.device:
-            raise refuse(name, x, f"a tensor on {q.device}, where q is")
+            raise invalid_argument(name, x, f"a tensor on {q.device}, where q is")
         if x.dtype != q.dtype:
-            raise refuse(name, x, f"dtype {q.dtype}, that of q")
+            raise invalid_argument(name, x, f"dtype {q.dtype}, that of q")
     batch, n_heads, _, dim = q.shape
     if k.size(0) != batch or k.size(3) != dim:
-        raise refuse("k", k, f"shape (B, Hk, Nk, D) with B = {batch} and D = {dim} as in q")
+        raise invalid_argument("k", k, f"shape (B, Hk, Nk, D) with B = {batch} and D = {dim} as in q")
     if n_heads % k.size(1) != 0:
-        raise refuse("k", k, f"a number of heads Hk that divides q's {n_heads}")
+        raise invalid_argument("k", k, f"a number of heads Hk that divides q's {n_heads}")
     if v.shape[:3] != k.shape[:3]:
-        raise refuse("v", v, f"shape (B, Hk, Nk, Dv) with (B, Hk, Nk) = {tuple(k.shape[:3])} as in k")
+        raise invalid_argument("v", v, f"shape (B, Hk, Nk, Dv) with (B, Hk, Nk) = {tuple(k.shape[:3])} as in k")
 
 
 def gate_values(gate: Tensor, landmark: Tensor, amplitude: Tensor) -> None:
     """The ranges of the gates; reads the data, which waits for the device."""
     if not bool(((gate >= 0) & gate.isfinite()).all()):
-        raise refuse("gate", gate, "values that are finite and not negative")
+        raise invalid_argument("gate", gate, "values that are finite and not negative")
     if not bool(((landmark >= 0) & (landmark <= 1)).all()):
-        raise refuse("landmark", landmark, "values between 0 and 1")
+        raise invalid_argument("landmark", landmark, "values between 0 and 1")
     if not bool(((amplitude >= 0) & amplitude.isfinite()).all()):
-        raise refuse("amplitude", amplitude, "values that are finite and not negative")
+        raise invalid_argument("amplitude", amplitude, "values that are finite and not negative")
 
 
 def visibility(
@@ -157,11 +100,11 @@ def positions(name: str, x: Any, batch: int, n: int, device: torch.device) -> Te
     if x is None:
         return None
     if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
-        raise refuse(name, x, "an integer tensor")
+        raise invalid_argument(name, x, "an integer tensor")
     if x.shape not in ((n,), (batch, n)):
-        raise refuse(name, x, f"shape ({n},) or ({batch}, {n})")
+        raise invalid_argument(name, x, f"shape ({n},) or ({batch}, {n})")
     if x.device != device:
-        raise refuse(name, x, f"a tensor on {device}, where q is")
+        raise invalid_argument(name, x, f"a tensor on {device}, where q is")
     if readable(x):
         position_values(name, x)
     return x.to(torch.int64)
@@ -178,7 +121,7 @@ def position_values(name: str, x: Tensor | None, furthest: int = FURTHEST) -> No
         return
     worst = max((int(end) for end in x.aminmax()), key=abs)
     if abs(worst) > furthest:
-        raise refuse(name, worst, f"positions between {-furthest:,} and {furthest:,}")
+        raise invalid_argument(name, worst, f"positions between {-furthest:,} and {furthest:,}")
 
 
 def documents(name: str, x: Any, batch: int, n: int, device: torch.device) -> Tensor | None:
@@ -186,7 +129,7 @@ def documents(name: str, x: Any, batch: int, n: int, device: torch.device) -> Te
     if x is None:
         return None
     if not isinstance(x, Tensor) or x.dtype not in INTEGERS or x.shape != (batch, n) or x.device != device:
-        raise refuse(name, x, f"an integer tensor ({batch}, {n}) on {device}")
+        raise invalid_argument(name, x, f"an integer tensor ({batch}, {n}) on {device}")
     return x
 
 
@@ -195,8 +138,8 @@ def mask(x: Any, full: tuple[int, int, int, int], device: torch.device) -> Tenso
     if x is None:
         return None
     if not isinstance(x, Tensor) or x.dtype != torch.bool or x.layout != torch.strided or x.device != device:
-        raise refuse("attn_mask", x, f"a bool tensor on {device}")
+        raise invalid_argument("attn_mask", x, f"a bool tensor on {device}")
     sizes = (1,) * (4 - x.dim()) + tuple(x.shape)
     if len(sizes) != 4 or any(s not in (1, f) for s, f in zip(sizes, full, strict=True)):
-        raise refuse("attn_mask", x, f"a shape that broadcasts to {full}")
+        raise invalid_argument("attn_mask", x, f"a shape that broadcasts to {full}")
     return x.reshape(sizes)

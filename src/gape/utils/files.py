@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from gape.train.errors import DiskFullError, LostDirectoryError
+from gape.utils.errors import DiskFullError, LostDirectoryError
 
 #: Levels of lists and objects in JSON; our own files have ten at most.
 DEEPEST = 64

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gape.train import files
+from gape.utils import files
 
 
 class JSONLines:

@@ -1,0 +1,1 @@
+"""Arguments, files, signals, progress and run information; imports nothing else of the package."""
