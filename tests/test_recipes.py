@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gape import recipes
+from gape.experiments import recipes
 
 SMALL = """
 description = "small"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gape.analysis.passages import Reader
-from gape.cli import forget_bench
+from gape.experiments import forgetting_bench
 from gape.utils.signals import Interrupted
 from tests.cli.test_commands import gape_exits
 from tests.tasks import text
@@ -89,16 +89,16 @@ def test_a_language_model_is_measured_reported_and_drawn(
 
 def test_what_was_interrupted_goes_on(language: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     corpus, home = language
-    once, calls = forget_bench.Bench.once, []
+    once, calls = forgetting_bench.Bench.once, []
 
-    def stopping(bench: forget_bench.Bench, *given: Any) -> None:
+    def stopping(bench: forgetting_bench.Bench, *given: Any) -> None:
         calls.append(given)
         if len(calls) == 3:
             raise Interrupted(130)
         once(bench, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(forget_bench.Bench, "once", stopping)
+        patch.setattr(forgetting_bench.Bench, "once", stopping)
         assert measured(home, corpus, "--measure", "decode") == 130
     before = rows(home)
     assert len(before) == 2
@@ -109,12 +109,12 @@ def test_what_was_interrupted_goes_on(language: tuple[Path, Path], monkeypatch: 
 
 def test_samples_of_a_batch_differ_while_there_is_text(tmp_path: Path) -> None:
     reader = Reader(text.corpus(tmp_path / "books").directory)
-    bench: Any = SimpleNamespace(run=None, reader=reader, asked=forget_bench.Asked(), device="cpu")
-    few, many = (forget_bench.Bench.text(bench, 96, count) for count in (1, 20))
+    bench: Any = SimpleNamespace(run=None, reader=reader, asked=forgetting_bench.Asked(), device="cpu")
+    few, many = (forgetting_bench.Bench.text(bench, 96, count) for count in (1, 20))
     assert len(many.unique(dim=0)) == 20
     assert many[:1].equal(few)
     longest = max(document.length for document in reader.corpus.documents("heldout"))
-    assert forget_bench.Bench.text(bench, longest, 3).shape == (3, longest)
+    assert forgetting_bench.Bench.text(bench, longest, 3).shape == (3, longest)
 
 
 def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_is_held_counts_by_samples() -> None:
     """A last batch that is smaller has no more to say than its samples."""
     caches = iter([SimpleNamespace(kept=[[4, 8], [2, 2]]), SimpleNamespace(kept=[[8, 8], [8, 8]])])
-    reader = forget_bench.Forgetful(MagicMock(), lambda: next(caches), 3)
+    reader = forgetting_bench.Forgetful(MagicMock(), lambda: next(caches), 3)
     for batch in (2, 1):
         reader(torch.zeros(batch, 8))
     assert reader.held == [0.5, 0.5, 1.0]

@@ -11,8 +11,8 @@ import typer
 
 import gape
 from gape.cli import app
-from gape.cli.experiment import asked_precision, pick_device
 from gape.cli.lists import numbers
+from gape.experiments.experiment import asked_precision, pick_device
 from tests.cli.test_commands import gape_exits
 
 COMMAND = typer.main.get_command(app)

@@ -261,7 +261,7 @@ def test_code_that_comes_with_a_model_never_runs(models: Path, monkeypatch: pyte
 
 
 def test_a_tokenizer_that_cannot_be_had_is_told(tmp_path, monkeypatch, capsys):
-    from gape.cli import finetune
+    from gape.experiments import finetune
 
     def missing(name):
         raise OSError(f"no {name} here")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gape.cli import language
+from gape.experiments import language
 from gape.utils import jsonl
 from tests.cli.test_commands import gape_exits
 from tests.tasks import text

@@ -18,11 +18,11 @@ from transformers import DynamicCache
 
 import gape.hf
 from gape.bench import forgetting
+from gape.cache import forgetting_rack
+from gape.cache.slots import Slot, Slots
 from gape.hf import Captured, ForgettingCache, KeepingCache, LanguageModel, captured, keeping
 from gape.hf.attending import AttendingCache
-from gape.models import forgetting_rack
 from gape.models.skipping import skipping
-from gape.models.slots import Slot, Slots
 from gape.ops.triton import decode_grouped, deposit
 from tests.hf.test_forgetting import injected, ours
 from tests.hf.tiny import tiny, tokens

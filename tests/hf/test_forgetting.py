@@ -162,7 +162,7 @@ def test_the_implementation_of_the_model_runs(name: str, impl: str, monkeypatch:
         taken.add(impl)
         return gape.gated_attention(*tensors, impl="auto", **options)
 
-    monkeypatch.setattr("gape.models.forgetting_rack.gated_attention", heard)
+    monkeypatch.setattr("gape.cache.forgetting_rack.gated_attention", heard)
     model = injected("llama")
     model.config._attn_implementation = name
     model(tokens(1, 8), past_key_values=ForgettingCache(model, eps=1e-3))

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from gape.cli.finetune import load
+from gape.experiments.finetune import load
 from tests.hf.tiny import opened, tiny
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")

@@ -15,7 +15,7 @@ pytest.importorskip("tokenizers")
 import transformers
 
 import gape.hf
-from gape.hf import retrieval
+from gape.hf import heads
 from tests.cli.test_commands import gape_exits
 from tests.hf.tiny import opened, tiny, tokens
 
@@ -25,14 +25,14 @@ SOURCE, ANSWER = [3, 4, 13, 14], range(16, 20)
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma2", "phi3", "qwen3_moe"])
 def test_scores_are_the_attention_of_a_whole_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval, "_PIECE", 6)
+    monkeypatch.setattr(heads, "_PIECE", 6)
     model, ids = tiny(family, "eager"), tokens(1, 20)
-    _, n_heads, n_kv_heads = retrieval.sizes(model)
+    _, n_heads, n_kv_heads = heads.sizes(model)
     with torch.no_grad():
         whole = torch.cat(model(ids, output_attentions=True).attentions)
     # Queries 15 to 18 predict tokens 16 to 19.
     wanted = whole[:, :, 15:19, SOURCE].sum(-1).mean(-1).view(-1, n_kv_heads, n_heads // n_kv_heads).amax(-1)
-    found = retrieval.scores(model, ids, SOURCE, ANSWER)
+    found = heads.scores(model, ids, SOURCE, ANSWER)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
@@ -55,7 +55,7 @@ def copying() -> Any:
 
 def test_the_head_that_copies_scores_highest() -> None:
     ids = torch.tensor([[7, 5, 5, 8, 9, 8, 7, 8, 5, 5]])
-    found = retrieval.scores(copying(), ids, [1, 2], [8, 9])
+    found = heads.scores(copying(), ids, [1, 2], [8, 9])
     assert found[1, 1] > 0.6
     # All tokens alike: two of eight, and two of nine.
     rest = [found[0, 0], found[0, 1], found[1, 0]]
@@ -64,9 +64,9 @@ def test_the_head_that_copies_scores_highest() -> None:
 
 def test_floors_spare_the_best_heads() -> None:
     scores = torch.tensor([[0.1, 0.9], [0.5, 0.5], [0.2, 0.3]])
-    assert retrieval.floors(scores, 2, 32, 2) == [[32.0, 32.0, 0.0, 0.0], [0.0, 0.0, 32.0, 32.0], [32.0] * 4]
-    assert retrieval.floors(scores, 0, 1.5, 1) == [[1.5, 1.5]] * 3
-    assert retrieval.floors(scores, 6, 1.5, 1) == [[0.0, 0.0]] * 3
+    assert heads.floors(scores, 2, 32, 2) == [[32.0, 32.0, 0.0, 0.0], [0.0, 0.0, 32.0, 32.0], [32.0] * 4]
+    assert heads.floors(scores, 0, 1.5, 1) == [[1.5, 1.5]] * 3
+    assert heads.floors(scores, 6, 1.5, 1) == [[0.0, 0.0]] * 3
 
 
 @pytest.mark.parametrize(
@@ -81,20 +81,20 @@ def test_floors_spare_the_best_heads() -> None:
 )
 def test_floors_that_cannot_be_are_refused(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=f"^{said}"):
-        retrieval.floors(**{"scores": torch.zeros(3, 2), "free": 1, "floor": 4.0, "groups": 2} | changed)
+        heads.floors(**{"scores": torch.zeros(3, 2), "free": 1, "floor": 4.0, "groups": 2} | changed)
 
 
 def test_scores_that_cannot_be_are_refused() -> None:
     model, ids = tiny("llama", "eager"), tokens(1, 20)
     for source, answer, said in (([16], ANSWER, "source"), ([], ANSWER, "source"), (SOURCE, [15, 16], "answer")):
         with pytest.raises(ValueError, match=f"^{said}"):
-            retrieval.scores(model, ids, source, answer)
+            heads.scores(model, ids, source, answer)
     with pytest.raises(ValueError, match=r"^ids"):
-        retrieval.scores(model, tokens(2, 20), SOURCE, ANSWER)
+        heads.scores(model, tokens(2, 20), SOURCE, ANSWER)
     with pytest.raises(ValueError, match=r"^model: got str 'sdpa', expected attn_implementation='eager'"):
-        retrieval.scores(tiny("llama", "sdpa"), ids, SOURCE, ANSWER)
+        heads.scores(tiny("llama", "sdpa"), ids, SOURCE, ANSWER)
     with pytest.raises(ValueError, match=r"^model: got one with gates"):
-        retrieval.scores(opened(tiny("llama", "eager")), ids, SOURCE, ANSWER)
+        heads.scores(opened(tiny("llama", "eager")), ids, SOURCE, ANSWER)
 
 
 #: All key heads of a tiny Llama, and what a trial needs beside them.
@@ -116,8 +116,8 @@ def test_the_cheapest_head_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         return 1.0 + sum(prices[head] for head in floored)
 
-    monkeypatch.setattr(retrieval, "_loss", loss)
-    found = retrieval.pruned(model, [], ALL, 1, **TRIAL, told=lambda head, cost: heard.append((head, cost)))
+    monkeypatch.setattr(heads, "_loss", loss)
+    found = heads.pruned(model, [], ALL, 1, **TRIAL, told=lambda head, cost: heard.append((head, cost)))
     # Of the two that cost the same, the last.
     assert found.removed == [(0, 1), (1, 0), (1, 1)]
     assert (found.heads, found.losses) == ([(0, 0)], [1.0, 1.25, 1.75, 2.25])
@@ -129,7 +129,7 @@ def test_the_cheapest_head_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pruning_measures_answers_and_leaves_the_model_alone(family: str) -> None:
     model, samples = tiny(family), [(tokens(1, 20), ANSWER), (tokens(1, 17, seed=1), range(15, 17))]
     before, kind, numbers = {k: v.clone() for k, v in model.state_dict().items()}, type(model), torch.get_rng_state()
-    found = retrieval.pruned(model, samples, ALL, 2, **TRIAL)
+    found = heads.pruned(model, samples, ALL, 2, **TRIAL)
     assert type(model) is kind
     assert torch.equal(torch.get_rng_state(), numbers)
     assert model.state_dict().keys() == before.keys()
@@ -150,10 +150,10 @@ def test_a_trial_that_fails_leaves_no_gates(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("out of memory")
 
     model = tiny("llama")
-    monkeypatch.setattr(retrieval, "_loss", fails)
+    monkeypatch.setattr(heads, "_loss", fails)
     with pytest.raises(RuntimeError):
-        retrieval.pruned(model, [], ALL, 2, **TRIAL)
-    assert retrieval.sizes(model) == (2, 4, 2)
+        heads.pruned(model, [], ALL, 2, **TRIAL)
+    assert heads.sizes(model) == (2, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_trial_that_fails_leaves_no_gates(monkeypatch: pytest.MonkeyPatch) -> 
 def test_pruning_that_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
     samples = [(tokens(1, 20), ANSWER)]
     with pytest.raises(ValueError, match=f"^{said}"):
-        retrieval.pruned(tiny("llama"), **{"samples": samples, "heads": ALL, "free": 2, **TRIAL} | changed)
+        heads.pruned(tiny("llama"), **{"samples": samples, "heads": ALL, "free": 2, **TRIAL} | changed)
 
 
 def needles(path: Path, length: int, count: int, number: str = "4071") -> None:
@@ -216,7 +216,7 @@ def test_from_needles_to_a_model_with_these_floors(here: Path, capsys: pytest.Ca
     assert "2 left out: their answer does not stand in the text" in told.err
     made = json.loads(Path("floors/floors1.json").read_text())
     best = int(torch.tensor(made["score"]).argmax())
-    assert made["gate_floor"] == retrieval.floors(torch.tensor(made["score"]), 1, 32.0, 2)
+    assert made["gate_floor"] == heads.floors(torch.tensor(made["score"]), 1, 32.0, 2)
     assert made["gate_floor"][best // 2][2 * (best % 2)] == 0.0
     assert {key: made[key] for key in ("free", "floor", "model", "data", "samples")} == {
         "free": 1, "floor": 32.0, "model": "llama", "data": "data", "samples": 3,
@@ -246,12 +246,12 @@ def test_heads_are_pruned_where_that_is_asked_for(here: Path, capsys: pytest.Cap
 
 
 def test_the_tokens_of_the_answer_are_found(here: Path) -> None:
-    from gape.cli import hf_heads
     from gape.cli.console import Voice
+    from gape.experiments import retrieval_heads
     from gape.tasks.ruler import opening, sources
 
     reader, (samples, _) = opening.open_transformers("llama"), sources.read(["data"])
-    one, other = hf_heads.locate(reader, samples, 2, Voice())
+    one, other = retrieval_heads.locate(reader, samples, 2, Voice())
     for found, number in ((one, "938"), (other, "4071")):
         assert reader.decode(found.ids[found.source].tolist()) == number
         assert reader.decode(found.ids[list(found.answer)].tolist()) == f" {number}"

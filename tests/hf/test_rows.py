@@ -17,10 +17,10 @@ from torch import Tensor
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
+from gape.cache.slots import Slot, Slots
 from gape.hf import Captured, KeepingCache, captured, rows
 from gape.hf.captured import SlotLayer
 from gape.hf.forgetting import places_of
-from gape.models.slots import Slot, Slots
 from gape.ops import prologue
 from gape.ops.rounding import UNIT, significand_bits
 from gape.ops.triton import step

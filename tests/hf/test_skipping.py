@@ -20,7 +20,7 @@ from gape.hf.listening import attended
 from gape.models.skipping import skip, skipping
 from gape.ops import detailed_attention, reference
 from gape.ops.problem import Problem
-from gape.ops.triton import launch
+from gape.ops.triton import attention
 from tests.hf.test_forgetting import FLOOR, injected, ours
 from tests.hf.tiny import tiny, tokens
 from tests.ops.skipped import fractions, kept_tiles
@@ -172,7 +172,7 @@ def test_what_is_heard_is_what_attends() -> None:
 
 def tiles_by_the_rule(problem: Problem, eps: float) -> list[float]:
     """The fraction of the causal tiles that each head has to look at."""
-    size = launch.tiles_for(problem.q, problem.v, "attend", skip=True)
+    size = attention.tiles_for(problem.q, problem.v, "attend", skip=True)
     rows, columns, n = size["BLOCK_M"], size["BLOCK_N"], problem.q.size(2)
     groups = problem.q.size(1) // problem.k.size(1)
     k, u = (x[0].double().repeat_interleave(groups, 0) for x in (problem.k, problem.exposure))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gape.models import captured
+from gape.models import cuda_graphs
 
 
 class Played:
@@ -35,7 +35,7 @@ def playing(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[Played]
         graphs.append(Played(*told))
         return graphs[-1], graphs[-1].answer
 
-    monkeypatch.setattr(captured, "_recorded", recorded)
-    monkeypatch.setattr(captured, "LEAST", 1)
+    monkeypatch.setattr(cuda_graphs, "_recorded", recorded)
+    monkeypatch.setattr(cuda_graphs, "LEAST", 1)
     monkeypatch.setattr(module, "why_not", lambda model, cache: None)
     return graphs

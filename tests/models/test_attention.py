@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import gape
 from gape.analysis.tap import tap
-from gape.models.cache import KVCache
+from gape.cache.kv import KVCache
 
 T, N, E = 16, 40, 48
 SCHEMES = gape.positions.available()

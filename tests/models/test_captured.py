@@ -12,11 +12,12 @@ import torch
 
 import gape
 from gape.bench import forgetting
-from gape.models import attention, forgetting_shelf
-from gape.models import captured as module
-from gape.models.cache import ForgettingCache, ModelCache
-from gape.models.captured import LEAST, Captured, why_not
-from gape.models.slots import Slots
+from gape.cache import forgetting_shelf
+from gape.cache.kv import ForgettingCache, ModelCache
+from gape.cache.slots import Slots
+from gape.models import attention
+from gape.models import cuda_graphs as module
+from gape.models.cuda_graphs import LEAST, Captured, why_not
 from gape.ops import dispatch
 from gape.ops.plain import newest_attention
 
@@ -110,14 +111,14 @@ def test_a_step_of_fixed_launches_equals_the_model(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("gape.models.slots.HAS_TRITON", False), ("gape.ops.triton.decode_grouped.ROWS", 1)],
+    [("gape.cache.slots.HAS_TRITON", False), ("gape.ops.triton.decode_grouped.ROWS", 1)],
     ids=["no kernels", "more queries than a tile has rows"],
 )
 def test_shelf_by_shelf_a_step_is_the_same(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left without kernels for all shelves at once, or with the one that writes alone."""
     monkeypatch.setattr(name, value)
     by_shelf = MagicMock(wraps=newest_attention)
-    monkeypatch.setattr("gape.models.slots.newest_attention", by_shelf)
+    monkeypatch.setattr("gape.cache.slots.newest_attention", by_shelf)
     test_a_step_of_fixed_launches_equals_the_model("measuring", "p-rope+gape", {"groups": 2}, SINGLE)
     assert by_shelf.called
 
@@ -128,7 +129,7 @@ def test_one_block_goes_where_it_fills_a_device(kind: str, by_block: bool, monke
     monkeypatch.setattr("gape.ops.triton.decode_grouped.multiprocessors", lambda device: 10**6)
     monkeypatch.setattr("gape.ops.triton.decode_grouped.MERGING", 0)
     alone = MagicMock(wraps=newest_attention)
-    monkeypatch.setattr("gape.models.slots.newest_attention", alone)
+    monkeypatch.setattr("gape.cache.slots.newest_attention", alone)
     test_a_step_of_fixed_launches_equals_the_model(kind, "p-rope+gape", {"groups": 2}, SINGLE)
     assert alone.called == by_block
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gape.models import captured, forgetting_seen, forgetting_shelf, slots
-from gape.models.cache import ForgettingCache
-from gape.models.captured import Captured
-from gape.models.forgetting_ledger import Ledger
+from gape.cache import forgetting_seen, forgetting_shelf, slots
+from gape.cache.forgetting_ledger import Ledger
+from gape.cache.kv import ForgettingCache
+from gape.models import cuda_graphs
+from gape.models.cuda_graphs import Captured
 
 pytest.importorskip("triton")
 from tests.models.played import playing
@@ -38,7 +39,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
 @torch.no_grad()
 def test_replayed_queries_are_measured_as_launched_ones(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the room for notes and past a look, taken back, and with one token or more launched in between."""
-    graphs = playing(monkeypatch, captured)
+    graphs = playing(monkeypatch, cuda_graphs)
     for each, stride in ((forgetting_shelf, 16), (forgetting_seen, 4), (slots, 4)):
         monkeypatch.setattr(each, "STRIDE", stride)
     model, ids = small(kv_heads=2, groups=2, gate_floor=40.0), torch.randint(50, (2, 100))

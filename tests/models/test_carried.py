@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gape
-from gape.models.cache import KVCache
+from gape.cache.kv import KVCache
 from gape.models.cost import cache_bytes
 from gape.ops import attention
 from gape.ops.carried import carried_attention, carried_form, carry

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gape
-from gape.models.cache import ForgettingCache, ModelCache
+from gape.cache.kv import ForgettingCache, ModelCache
 from tests.models.tiny import GATED, SCHEMES, T, model, tokens
 
 # Across the training length and four times it.

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import gape
-from gape.models import forgetting_limits as limits
-from gape.models.cache import ForgettingCache
-from gape.models.forgetting import ForgettingLayer
+from gape.cache import forgetting_limits as limits
+from gape.cache.forgetting import ForgettingLayer
+from gape.cache.kv import ForgettingCache
 from tests.models.tiny import model, tokens
 from tests.models.witness import FLOOR, Witness, decoded, witnessed
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gape.models.cache import ForgettingCache
-from gape.models.forgetting_shelf import grouped
+from gape.cache.forgetting_shelf import grouped
+from gape.cache.kv import ForgettingCache
 from tests.models.tiny import model, tokens
 from tests.models.witness import FLOOR, decoded, witnessed
 

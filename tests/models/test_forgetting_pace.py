@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import gape
-from gape.models.cache import ForgettingCache
-from gape.models.forgetting_shelf import slack
+from gape.cache.forgetting_shelf import slack
+from gape.cache.kv import ForgettingCache
 from tests.models.tiny import model, tokens
 
 #: The first layer forgets at once, the second hardly ever.

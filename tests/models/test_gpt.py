@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gape
+from gape.cache.kv import ForgettingCache
 from gape.models import gpt as module
 from gape.models import loss
-from gape.models.cache import ForgettingCache
 from tests.models.tiny import GATED, SCHEMES, VOCAB, config, model, tokens
 
 PAPER = {"vocab_size": 50257, "n_layer": 6, "n_head": 8, "n_embd": 512, "context_length": 1024}

@@ -10,7 +10,7 @@ from torch import Tensor
 from gape.models import loss
 
 pytest.importorskip("triton")
-from gape.ops.triton import vocabulary as kernel
+from gape.ops.triton import cross_entropy as kernel
 
 # The interpreter computes with numpy, which warns of what is asked for here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gape.models.cache import ForgettingCache, ModelCache
+from gape.cache.kv import ForgettingCache, ModelCache
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.models.skipping import skip, skipping

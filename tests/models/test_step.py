@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gape
+from gape.cache.kv import ForgettingCache, ModelCache
 from gape.models import attention as layer
-from gape.models.cache import ForgettingCache, ModelCache
 from gape.ops import dispatch
 from gape.positions import base
 from tests.models.tiny import model, tokens

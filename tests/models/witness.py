@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import gape
-from gape.models.cache import ForgettingCache
-from gape.models.forgetting import ForgettingLayer
+from gape.cache.forgetting import ForgettingLayer
+from gape.cache.kv import ForgettingCache
 
 FLOOR = {"gate_floor": 24.0, "init_landmark_bias": -3.0}
 

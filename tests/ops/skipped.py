@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from gape.ops.problem import Problem
-from gape.ops.triton import launch
+from gape.ops.triton import attention
 
 
 def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The fraction of tiles that every call of the kernel looks at from now on; 1 where nothing may be left away."""
     seen: list[float] = []
-    attended = launch._attended
+    attended = attention._attended
 
     def counted(problem: Problem, eps: float) -> Any:
         found = attended(problem, eps)
-        visits, tiles = found[3], launch._tiles_seen(problem.q, problem.k, problem.v)
+        visits, tiles = found[3], attention._tiles_seen(problem.q, problem.k, problem.v)
         seen.append(float(visits.sum()) / tiles if visits.numel() else 1.0)
         return found
 
-    monkeypatch.setattr(launch, "_attended", counted)
+    monkeypatch.setattr(attention, "_attended", counted)
     return seen
 
 

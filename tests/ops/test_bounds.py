@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 from gape.ops.triton.bounds import SLACK, bounds
-from gape.ops.triton.sizes import tiles_for
+from gape.ops.triton.configs import tiles_for
 from gape.ops.triton.tiles import LOG2E
 from tests.ops.test_prologue import DEVICE, DTYPES
 

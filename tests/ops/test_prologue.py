@@ -122,7 +122,7 @@ def test_samples_that_one_launch_has_no_room_for(monkeypatch: pytest.MonkeyPatch
     grid = operators._grid
     monkeypatch.setattr(operators, "_grid", lambda *a: sizes.append(grid(*a)[1]) or grid(*a))
     for most in (65_535, 1):
-        monkeypatch.setattr("gape.ops.triton.registered.MOST_PROGRAMS", most)
+        monkeypatch.setattr("gape.ops.triton.custom_ops.MOST_PROGRAMS", most)
         q, k = projected(scheme, 20, torch.float16)
         outs = fused(scheme, q, k)
         loss = sum(x.float().square().sum() for x in outs)

@@ -16,7 +16,7 @@ from gape.positions.gated import Gated
 from tests.ops.test_prologue import DEVICE, DTYPES, SCALE, angles, layer, projected
 
 pytest.importorskip("triton")
-from gape.ops.triton import launch
+from gape.ops.triton import attention
 
 FLOORS = [0.0, 1.0, 2.0, 0.5]
 NAMES = ("q", "k", "v", "rate", "exposure", "reach", "k_reach", "u_least")
@@ -26,9 +26,9 @@ def prepared(scheme: Gated, q: Tensor, k: Tensor, width: int) -> dict[str, Tenso
     """What the kernel is given, rows brought into the order of the steps."""
     given: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "attend_bounded", lambda *told: (given.extend(told[:8]), told[:4])[1])
+        patch.setattr(attention, "attend_bounded", lambda *told: (given.extend(told[:8]), told[:4])[1])
         wide = (prologue.spread(x, width) for x in (q, k))
-        launch.projected(*wide, k, angles(scheme, q.size(2)), scheme.reading(q.device), scale=SCALE, eps=0.1)
+        attention.projected(*wide, k, angles(scheme, q.size(2)), scheme.reading(q.device), scale=SCALE, eps=0.1)
     low, edge = scheme.head_dim // 2, width // 2
     order = [*range(low), *range(edge, edge + low)]
     for x in given[:2]:
@@ -55,7 +55,7 @@ def test_makes_what_the_steps_make(base: str, n: int, heads: tuple[int, int], wi
     got, want = prepared(scheme, q, k, width), by_steps(scheme, q, k)
     for name in ("q", "k"):
         torch.testing.assert_close(got[name], want[name])
-    rate = want["amplitude"][:, None] * want["gate"] / scheme.context_length * launch.LOG2E
+    rate = want["amplitude"][:, None] * want["gate"] / scheme.context_length * attention.LOG2E
     torch.testing.assert_close(got["rate"], rate, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got["exposure"], 1 - want["landmark"], rtol=1e-5, atol=1e-6)
 
@@ -70,9 +70,9 @@ def test_bounds_are_those_of_the_rows_that_attention_reads(n: int, dtype: torch.
     q, k = (torch.linalg.vector_norm(got[name].double(), dim=-1) for name in ("q", "k"))
     tiles = [slice(start, start + 64) for start in range(0, n, 64)]
     longest = torch.stack([k[..., tile].amax(-1) for tile in tiles], -1)
-    for name, norms in {"reach": q * SCALE * launch.LOG2E, "k_reach": longest}.items():
+    for name, norms in {"reach": q * SCALE * attention.LOG2E, "k_reach": longest}.items():
         assert (got[name].double() >= norms).all(), name
-        torch.testing.assert_close(got[name].double(), norms * launch.SLACK, rtol=2e-6, atol=0)
+        torch.testing.assert_close(got[name].double(), norms * attention.SLACK, rtol=2e-6, atol=0)
     assert torch.equal(got["u_least"], torch.stack([got["exposure"][..., tile].amin(-1) for tile in tiles], -1))
 
 
@@ -88,12 +88,12 @@ def test_attends_and_skips_as_the_steps_do(n: int, eps: float) -> None:
     want = gape.detailed_attention(**by_steps(scheme, q, k), v=v, **told)
     wide = [prologue.spread(x, 32) for x in (q, k)]
     given = (*wide, v, angles(scheme, n), scheme.reading(q.device))
-    out, lse, _, visits, _ = launch.projected(*given, scale=SCALE, eps=eps)
+    out, lse, _, visits, _ = attention.projected(*given, scale=SCALE, eps=eps)
     torch.testing.assert_close(out, want.out, rtol=0, atol=2e-3)
-    torch.testing.assert_close(lse / launch.LOG2E, want.lse, rtol=0, atol=2e-3)
+    torch.testing.assert_close(lse / attention.LOG2E, want.lse, rtol=0, atol=2e-3)
     if eps:
         assert want.visited < 0.8
-        assert abs(float(visits.sum()) / launch._tiles_seen(*wide, v) - float(want.visited)) < 0.05
+        assert abs(float(visits.sum()) / attention._tiles_seen(*wide, v) - float(want.visited)) < 0.05
     assert torch.equal(prologue.bounded_attention(*given, scale=SCALE, eps=eps), out)
 
 
@@ -111,7 +111,7 @@ def test_what_is_not_a_number_keeps_its_tile() -> None:
 def test_samples_that_one_launch_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     scheme, found = layer("rope"), []
     for most in (65_535, 1):
-        monkeypatch.setattr("gape.ops.triton.registered.MOST_PROGRAMS", most)
+        monkeypatch.setattr("gape.ops.triton.custom_ops.MOST_PROGRAMS", most)
         found.append(prepared(scheme, *projected(scheme, 20, torch.float16), 32))
     assert all(torch.equal(found[0][name], found[1][name]) for name in NAMES)
 
@@ -149,7 +149,7 @@ def test_refuses_what_does_not_fit() -> None:
         prologue.bounded_attention(q, k, k, None, replace(reading, floor=reading.floor[:2]), **told)
 
 
-def attention(**changed: object) -> gape.GAPEAttention:
+def attention_layer(**changed: object) -> gape.GAPEAttention:
     torch.manual_seed(0)
     options = {"context_length": 64, "bias": True, "gate_floor": [40.0, 90.0]} | changed
     made = gape.GAPEAttention(64, 2, 1, **options).to(DEVICE, torch.float16).requires_grad_(requires_grad=False)
@@ -164,7 +164,7 @@ def tokens(n: int) -> Tensor:
 
 @pytest.mark.parametrize("changed", [{}, {"reserve": 0, "position": "nope+gape"}, {"reserve": 12}], ids=str)
 def test_a_layer_skips_in_one_pass(changed: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    one, x = attention(**changed), tokens(100)
+    one, x = attention_layer(**changed), tokens(100)
     one.stepwise = True
     want = one(x)
     one.stepwise = False
@@ -177,7 +177,7 @@ def test_a_layer_skips_in_one_pass(changed: dict[str, object], monkeypatch: pyte
 @pytest.mark.parametrize(("batch", "n"), [(0, 20), (1, 0)])
 def test_nothing_gives_nothing(batch: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert attention()._attend_in_one_pass(tokens(20)[:batch].repeat(1, n // 20, 1)).shape == (batch, 2, n, 32)
+    assert attention_layer()._attend_in_one_pass(tokens(20)[:batch].repeat(1, n // 20, 1)).shape == (batch, 2, n, 32)
 
 
 OTHERS = {
@@ -195,7 +195,7 @@ OTHERS = {
 def test_others_go_step_by_step(
     prepare: Callable[[gape.GAPEAttention], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = attention()
+    one = attention_layer()
     prepare(one)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert one._attend_in_one_pass(tokens(20)) is None
@@ -203,4 +203,4 @@ def test_others_go_step_by_step(
 
 def test_a_fixed_gate_goes_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert attention(learn_gate=False)._attend_in_one_pass(tokens(20)) is None
+    assert attention_layer(learn_gate=False)._attend_in_one_pass(tokens(20)) is None

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import gape
-from gape.ops.triton.registered import traceable
-from gape.ops.triton.sizes import tiles_for
+from gape.ops.triton.configs import tiles_for
+from gape.ops.triton.custom_ops import traceable
 from tests.ops.skipped import kept_tiles
 
 JITFunction = pytest.importorskip("triton").runtime.jit.JITFunction

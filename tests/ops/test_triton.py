@@ -11,7 +11,7 @@ import gape
 from tests.ops.cases import Case, layouts, random_case
 
 pytest.importorskip("triton")
-launch = pytest.importorskip("gape.ops.triton.launch")
+launch = pytest.importorskip("gape.ops.triton.attention")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = layouts()
 #: What other layouts go through as well; the interpreter is slow.
@@ -182,7 +182,7 @@ def test_samples_that_one_launch_has_no_room_for(eps: float, monkeypatch: pytest
     found = []
     for most in (65_535, 4):
         grids.clear()
-        monkeypatch.setattr("gape.ops.triton.registered.MOST_PROGRAMS", most)
+        monkeypatch.setattr("gape.ops.triton.custom_ops.MOST_PROGRAMS", most)
         leaves = case.leaves()
         details = gape.detailed_attention(**leaves, **case.options, eps=eps)
         found.append([*details, *torch.autograd.grad(details.out.square().sum(), list(leaves.values()))])

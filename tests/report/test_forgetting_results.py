@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gape import recipes
+from gape.experiments import recipes
 from gape.report.results import Record, read_lines
 from gape.report.series import TARGET_ORDER
 from gape.report.style import label

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gape.tasks.harness import register
+from gape.tasks.lm_eval import register
 from tests.cli.test_commands import gape_exits
 from tests.tasks import text
 

@@ -5,7 +5,7 @@ import torch
 
 from gape.train import Batch, NonFiniteError, learning_rate
 from gape.train.optimizer import build
-from gape.train.update import Updater, Window
+from gape.train.step import Updater, Window
 from tests.train.test_update import Poisoned
 from tests.train.toy import Numbers, gpt, outcome, same, settings, trainer, weights
 

@@ -195,7 +195,7 @@ def test_times_are_those_of_the_steps_this_process_took(tmp_path, monkeypatch):
     """Left after 4 steps of a window of 5: the fifth step has taken what it took, not a fifth of it."""
     trainer(tmp_path, max_steps=4, decay_steps=12, validate_every=0).run()
     ticks = iter(range(1000))
-    monkeypatch.setattr("gape.train.loop.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("gape.train.trainer.time.perf_counter", lambda: next(ticks))
     trainer(tmp_path, max_steps=5, decay_steps=12, validate_every=0).run()
     timing = [r for r in lines(tmp_path / "runtime.jsonl") if r["event"] == "timing"]
     assert [(r["step"], r["seconds_per_step"]) for r in timing] == [(5, 1.0)]

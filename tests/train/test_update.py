@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from gape.train import Batch, NonFiniteError, TrainConfig, learning_rate, parameter_groups, verify
 from gape.train.optimizer import build
-from gape.train.update import Updater
+from gape.train.step import Updater
 from tests.train.toy import Numbers, gpt, same, settings, trainer, weights
 
 CPU = torch.device("cpu")

@@ -125,10 +125,10 @@ def _flex_visited(arguments: Arguments, eps: float) -> float:
 
 
 def _triton_visited(arguments: Arguments, eps: float) -> float:
-    from gape.ops.triton import launch  # noqa: PLC0415
+    from gape.ops.triton import attention  # noqa: PLC0415
 
     with torch.no_grad():
-        return float(launch.answer(problem(arguments), eps).visited)
+        return float(attention.answer(problem(arguments), eps).visited)
 
 
 #: How to ask an implementation what it visits.

@@ -25,8 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gape.analysis.tap import attended
 from gape.bench.timing import measured
-from gape.models.cache import ForgettingCache
-from gape.models.captured import Captured, Recorder, why_not
+from gape.cache.kv import ForgettingCache
+from gape.models.cuda_graphs import Captured, Recorder, why_not
 from gape.models.gpt import GPT
 from gape.models.skipping import skipping
 from gape.ops import gated_attention
@@ -49,7 +49,7 @@ class Subject:
         impl: the implementation that its attention runs dense.
         attended: ids (B, N) → what each layer with gates attends with.
         full_cache: tokens to make room for → an empty cache that keeps everything.
-        forgetting_cache: called as :class:`gape.models.cache.ForgettingCache` is, without the model.
+        forgetting_cache: called as :class:`gape.cache.kv.ForgettingCache` is, without the model.
         check: refuses, with a ValueError, a model that cannot be measured on texts of so many tokens.
     """
 
@@ -109,9 +109,9 @@ def tiles(problems: Sequence[Problem], eps: float, impl: str) -> list[list[float
 
 
 def _triton_visits(problem: Problem, eps: float) -> list[float]:
-    from gape.ops.triton import launch  # noqa: PLC0415
+    from gape.ops.triton import attention  # noqa: PLC0415
 
-    each: list[float] = launch.visits(problem, eps).mean(0).tolist()
+    each: list[float] = attention.visits(problem, eps).mean(0).tolist()
     return each
 
 
@@ -210,15 +210,15 @@ def decode(
             times.append(_ms(partial(step, ids[:, at : at + 1]), ids.device))
             looks.append(cache.looks if forgotten else 0)
 
-    launch = partial(model, cache=cache, logits_to_keep=1)
+    attention = partial(model, cache=cache, logits_to_keep=1)
     few = min(tokens // 2, _LAUNCHED)
-    take(launch, prompt + few)
+    take(attention, prompt + few)
     if _why_not(model, cache) is None and not cache.spare:
         # The next token moves keys, and no graph could be replayed behind it.
-        take(launch, min(prompt + few + 1, total - 1))
+        take(attention, min(prompt + few + 1, total - 1))
     step, recorded = _recorded(model, cache, ids[:, :1], times)
     later = 1 if step is None else len(times)
-    take(step or launch, total)
+    take(step or attention, total)
     # A mean, for what comes every few tokens, such as measuring queries, does not move a median.
     ms, average = median(times[later:]), mean(times[later:])
     if forgotten:

@@ -190,7 +190,7 @@ def far_back(
 ) -> None:
     """Loss on tokens whose answer lies far back: far_back.jsonl. Stop it and start it again as you like."""
     from gape.analysis.far_back import measure_run  # noqa: PLC0415
-    from gape.cli.experiment import asked_precision, pick_device  # noqa: PLC0415
+    from gape.experiments.experiment import asked_precision, pick_device  # noqa: PLC0415
     from gape.report.lm_tables import far_back_table  # noqa: PLC0415
     from gape.tasks.far_back import FarBackConfig  # noqa: PLC0415
 
@@ -225,7 +225,7 @@ def _over(
     """Open the runs in turn and look into each; a directory that is not there is refused before the first."""
     from gape.analysis.runs import open_run  # noqa: PLC0415
     from gape.cli.console import Board, Voice  # noqa: PLC0415
-    from gape.cli.experiment import pick_device  # noqa: PLC0415
+    from gape.experiments.experiment import pick_device  # noqa: PLC0415
     from gape.train import checkpoint, guards  # noqa: PLC0415
 
     voice, chosen = Voice(), pick_device(device)

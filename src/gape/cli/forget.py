@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from gape.analysis.passages import Reader
-    from gape.cli.experiment import Say
-    from gape.cli.forget_bench import Asked, Bench
-    from gape.cli.forget_open import Precision
+    from gape.experiments.experiment import Say
+    from gape.experiments.forgetting_bench import Asked, Bench
+    from gape.experiments.forgetting_models import Precision
 
 app = typer.Typer(help="Forgetting, measured on trained models.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -66,7 +66,7 @@ def measure(
     ] = "auto",
 ) -> None:
     """Measure models dense, skipping and forgetting: forgetting.jsonl in each. What is there is not measured again."""
-    from gape.cli.forget_bench import Asked  # noqa: PLC0415
+    from gape.experiments.forgetting_bench import Asked  # noqa: PLC0415
     from gape.report.forgetting import tables  # noqa: PLC0415
 
     asked = Asked(
@@ -89,9 +89,9 @@ def _measured(
     import torch  # noqa: PLC0415
 
     from gape.cli.console import Board, Voice  # noqa: PLC0415
-    from gape.cli.experiment import pick_device  # noqa: PLC0415
-    from gape.cli.forget_open import Precision, corpus  # noqa: PLC0415
-    from gape.cli.forget_run import MEASURES, check  # noqa: PLC0415
+    from gape.experiments.experiment import pick_device  # noqa: PLC0415
+    from gape.experiments.forgetting import MEASURES, check  # noqa: PLC0415
+    from gape.experiments.forgetting_models import Precision, corpus  # noqa: PLC0415
     from gape.train import guards  # noqa: PLC0415
 
     voice, where, rows = Voice(), pick_device(device), []
@@ -118,8 +118,8 @@ def _bench(
     precision: Precision,
     say: Say,
 ) -> Bench:
-    from gape.cli.forget_bench import Bench  # noqa: PLC0415
-    from gape.cli.forget_open import opened  # noqa: PLC0415
+    from gape.experiments.forgetting_bench import Bench  # noqa: PLC0415
+    from gape.experiments.forgetting_models import opened  # noqa: PLC0415
 
     trained, subject, run = opened(directory, device, precision.weights, say)
     made = Bench(

@@ -34,7 +34,7 @@ def bring(
     ] = None,
 ) -> None:
     """Save a model that comes in another format as transformers knows it, with its tokenizer."""
-    from gape.cli import finetune  # noqa: PLC0415
+    from gape.experiments import finetune  # noqa: PLC0415
 
     finetune.bring(file, out, tokenizer)
 
@@ -58,13 +58,13 @@ def inject(
     dry_run: Dry = False,
 ) -> None:
     """Put gates into a model and save it."""
-    from gape.cli import finetune, hf_heads  # noqa: PLC0415
+    from gape.experiments import finetune, retrieval_heads  # noqa: PLC0415
 
     chosen = None if layers is None else numbers("layers", layers, int, "0,1,2")
     gates = _values("gate", gate)
     finetune.retrofit(
         model, out, context_length=context_length, position=position, layers=chosen, start=start, seed=seed,
-        gates=gates if floors is None else hf_heads.with_floors(gates, floors),
+        gates=gates if floors is None else retrieval_heads.with_floors(gates, floors),
         options=_values("option", option), dry_run=dry_run,
     )  # fmt: skip
 
@@ -86,19 +86,19 @@ def heads(
     device: Device = "auto",
 ) -> None:
     """Find the heads of a model without gates that retrieve, and write floors that leave them free."""
-    from gape.cli import hf_heads  # noqa: PLC0415
+    from gape.experiments import retrieval_heads  # noqa: PLC0415
 
-    order = hf_heads.Order(
+    order = retrieval_heads.Order(
         model=model, data=data, free=free, floor=floor, samples=samples, candidates=candidates,
         context_length=context_length, gates=_values("gate", gate),
     )  # fmt: skip
-    hf_heads.write(order, out, device)
+    retrieval_heads.write(order, out, device)
 
 
 @app.command()
 def remove(model: Model, out: Out) -> None:
     """Take the gates out of a model and save it as transformers knows it."""
-    from gape.cli import finetune  # noqa: PLC0415
+    from gape.experiments import finetune  # noqa: PLC0415
 
     finetune.strip(model, out)
 
@@ -119,7 +119,7 @@ def convert(
     dry_run: Dry = False,
 ) -> None:
     """Put another scheme in the place of GPT-2's learned positions, or lengthen them. Fine-tune it afterwards."""
-    from gape.cli import finetune  # noqa: PLC0415
+    from gape.experiments import finetune  # noqa: PLC0415
 
     if (position is None) == (extend_positions is None):
         raise ValueError("position, extend_positions: expected exactly one of --position and --extend-positions")
@@ -160,7 +160,7 @@ def train(
     resume: Resume = "auto",
 ) -> None:
     """Fine-tune a model on text, with gates or without. Stop it and start it again as you like."""
-    from gape.cli import finetune  # noqa: PLC0415
+    from gape.experiments import finetune  # noqa: PLC0415
     from gape.train import TrainConfig  # noqa: PLC0415
 
     config = TrainConfig(
@@ -196,8 +196,8 @@ def measure(
     precision: Precision = "auto",
 ) -> None:
     """Measure models at several contexts; rows go to perplexity.jsonl in each directory."""
-    from gape.cli import hf_perplexity  # noqa: PLC0415
-    from gape.recipes.lm import Evaluation  # noqa: PLC0415
+    from gape.experiments import hf_perplexity  # noqa: PLC0415
+    from gape.experiments.recipes.lm import Evaluation  # noqa: PLC0415
 
     evaluation = Evaluation(
         contexts=numbers("contexts", contexts, int, "512,1024"),
@@ -213,7 +213,7 @@ def measure(
 
 def _values(name: str, given: list[str] | None) -> dict[str, Any]:
     """KEY=VALUE of an option of that name, the values as in a recipe."""
-    from gape.recipes.tables import override  # noqa: PLC0415
+    from gape.experiments.recipes.tables import override  # noqa: PLC0415
 
     for text in given or []:
         if not text.partition("=")[0].strip() or "=" not in text:

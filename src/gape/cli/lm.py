@@ -14,8 +14,8 @@ from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, run_one
 
 if TYPE_CHECKING:
     from gape.data import Corpus
-    from gape.recipes import LanguageRun
-    from gape.recipes.lm import Evaluation
+    from gape.experiments.recipes import LanguageRun
+    from gape.experiments.recipes.lm import Evaluation
     from gape.report.tables import Table
 
 app = typer.Typer(help="Language models on a corpus of your own.", no_args_is_help=True, rich_markup_mode=None)
@@ -36,8 +36,8 @@ def train(
     dry: Dry = False,
 ) -> None:
     """Train and measure every run of a recipe, on the corpus data=DIR. Stop it and start it again as you like."""
-    from gape import recipes  # noqa: PLC0415
     from gape.cli import runs  # noqa: PLC0415
+    from gape.experiments import recipes  # noqa: PLC0415
 
     loaded = recipes.load(recipe, overrides or [], kind="lm").only(only or [])
     directory = out or runs.default_directory(recipe, loaded)
@@ -72,10 +72,10 @@ def measure(
     precision: Precision = "auto",
 ) -> None:
     """Measure trained runs at several contexts. What was measured before is not measured again."""
-    from gape.cli import experiment, language  # noqa: PLC0415
     from gape.cli.console import Voice  # noqa: PLC0415
     from gape.data import open_corpus  # noqa: PLC0415
-    from gape.recipes.lm import Evaluation  # noqa: PLC0415
+    from gape.experiments import experiment, language  # noqa: PLC0415
+    from gape.experiments.recipes.lm import Evaluation  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
 
     corpus, voice = open_corpus(data), Voice()
@@ -103,7 +103,7 @@ def tables(found: list[list[dict[str, Any]]]) -> list[Table]:
     """Perplexity by run and context, and differences from the first run on the same windows; both for each stratum.
 
     Args:
-        found: rows of each run as :func:`gape.cli.language.measure_perplexity` returns them.
+        found: rows of each run as :func:`gape.experiments.language.measure_perplexity` returns them.
     """
     made = []
     for stratum in dict.fromkeys(row["stratum"] for rows in found for row in rows):
@@ -181,8 +181,8 @@ def _asked(directory: Path, evaluation: Evaluation, corpus: Corpus) -> LanguageR
     """
     from dataclasses import replace  # noqa: PLC0415
 
-    from gape.cli.experiment import stored  # noqa: PLC0415
-    from gape.cli.language import refuse_tokenizer  # noqa: PLC0415
+    from gape.experiments.experiment import stored  # noqa: PLC0415
+    from gape.experiments.language import refuse_tokenizer  # noqa: PLC0415
 
     run = cast("LanguageRun", stored(directory, "lm"))
     refuse_tokenizer(directory, corpus)

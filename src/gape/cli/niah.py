@@ -12,7 +12,7 @@ from gape.cli.options import INTS, Device, Resume
 from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, run_one
 
 if TYPE_CHECKING:
-    from gape.recipes import NeedleRun, Recipe
+    from gape.experiments.recipes import NeedleRun, Recipe
 
 app = typer.Typer(help="The needle-in-a-haystack task.", no_args_is_help=True, rich_markup_mode=None)
 app.command("run", hidden=True)(run_one)
@@ -29,8 +29,8 @@ def train(
     dry: Dry = False,
 ) -> None:
     """Train, evaluate and look into every run of a recipe. Stop it and start it again as you like."""
-    from gape import recipes  # noqa: PLC0415
     from gape.cli import runs  # noqa: PLC0415
+    from gape.experiments import recipes  # noqa: PLC0415
 
     loaded = recipes.load(recipe, overrides or [], kind="niah").only(only or [])
     directory = out or runs.default_directory(recipe, loaded)
@@ -50,9 +50,9 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Measure trained runs at several lengths. What was measured before is not measured again."""
-    from gape.cli import needle  # noqa: PLC0415
     from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.cli.experiment import pick_device  # noqa: PLC0415
+    from gape.experiments import needle  # noqa: PLC0415
+    from gape.experiments.experiment import pick_device  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
 
     voice, where = Voice(), pick_device(device)
@@ -69,9 +69,9 @@ def run_all(recipe: Recipe, directory: Path, jobs: int, resume: str) -> None:
     Raises:
         typer.Exit: with code 1 when a run failed.
     """
-    from gape.cli.experiment import pick_device  # noqa: PLC0415
-    from gape.cli.needle import answered  # noqa: PLC0415
     from gape.cli.runs import sweep_all  # noqa: PLC0415
+    from gape.experiments.experiment import pick_device  # noqa: PLC0415
+    from gape.experiments.needle import answered  # noqa: PLC0415
 
     good, failed = sweep_all(recipe, directory, jobs, resume)
     runs = [cast("NeedleRun", run) for run in recipe.runs if directory / run.name in good]
@@ -102,8 +102,8 @@ def _asked(directory: Path, factors: str, samples: int, seed: int, position: str
     """
     from dataclasses import replace  # noqa: PLC0415
 
-    from gape.cli.experiment import stored  # noqa: PLC0415
-    from gape.cli.needle import check  # noqa: PLC0415
+    from gape.experiments.experiment import stored  # noqa: PLC0415
+    from gape.experiments.needle import check  # noqa: PLC0415
 
     run = cast("NeedleRun", stored(directory, "niah"))
     multiples = numbers("factors", factors, int, "1,2,4")

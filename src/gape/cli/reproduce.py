@@ -85,9 +85,9 @@ def _committed(entry: Entry, results: Path) -> Results:
 
 
 def _run(entry: Entry, runs: Path | None, jobs: int) -> Results:
-    from gape import recipes  # noqa: PLC0415
     from gape.cli.niah import run_all  # noqa: PLC0415
     from gape.cli.runs import RUNS  # noqa: PLC0415
+    from gape.experiments import recipes  # noqa: PLC0415
     from gape.report.results import gather  # noqa: PLC0415
 
     if entry.command:

@@ -45,7 +45,7 @@ def generate(
 ) -> None:
     """Make samples of exact length for a tokenizer, the same bytes for the same seed. Needs no network."""
     from gape.cli.console import Board, Voice  # noqa: PLC0415
-    from gape.cli.ruler_samples import Order, write  # noqa: PLC0415
+    from gape.experiments.ruler_samples import Order, write  # noqa: PLC0415
 
     questions = {name: path for name, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path is not None}
     each = tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192")))
@@ -100,8 +100,8 @@ def evaluate(
 ) -> None:
     """Score models: NLL per token of right answers, string match of generated ones. Stop and start as you like."""
     from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.cli.experiment import asked_precision, pick_device  # noqa: PLC0415
-    from gape.cli.ruler_models import Asked, measure  # noqa: PLC0415
+    from gape.experiments.experiment import asked_precision, pick_device  # noqa: PLC0415
+    from gape.experiments.ruler_models import Asked, measure  # noqa: PLC0415
     from gape.tasks.ruler.evaluation import Settings  # noqa: PLC0415
     from gape.tasks.ruler.prompts import check_template  # noqa: PLC0415
     from gape.tasks.ruler.sources import read  # noqa: PLC0415

@@ -14,7 +14,7 @@ import typer
 from gape.cli.options import Resume
 
 if TYPE_CHECKING:
-    from gape.recipes import Recipe
+    from gape.experiments.recipes import Recipe
     from gape.train import StopFlag
 
 RUNS = Path("runs")
@@ -39,7 +39,7 @@ def run_one(
 ) -> None:
     """Bring one run to its end: what a sweep starts for each of several at once."""
     from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.cli.experiment import described, perform  # noqa: PLC0415
+    from gape.experiments.experiment import described, perform  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
 
     run, voice, stop = described(directory), Voice(), StopFlag()
@@ -50,7 +50,7 @@ def run_one(
 def sweep_all(recipe: Recipe, directory: Path, jobs: int, resume: str) -> tuple[list[Path], dict[str, str]]:
     """Run a recipe; the directories of the runs that are done, and why others failed, by name."""
     from gape.cli.console import Voice  # noqa: PLC0415
-    from gape.cli.sweep import sweep  # noqa: PLC0415
+    from gape.experiments.sweep import sweep  # noqa: PLC0415
 
     voice = Voice()
     tally = sweep(recipe.runs, directory, jobs=jobs, resume=resume, voice=voice)
@@ -61,7 +61,7 @@ def sweep_all(recipe: Recipe, directory: Path, jobs: int, resume: str) -> tuple[
 
 def default_directory(name: str, recipe: Recipe) -> Path:
     """runs/niah/demo for the recipe niah/demo, runs/NAME for a file elsewhere."""
-    from gape import recipes  # noqa: PLC0415
+    from gape.experiments import recipes  # noqa: PLC0415
 
     known = {file: short for short, file in recipes.available().items()}
     return RUNS / known.get(recipes.find(name).resolve(), recipe.name)
@@ -69,7 +69,7 @@ def default_directory(name: str, recipe: Recipe) -> Path:
 
 def list_runs(recipe: Recipe, directory: Path) -> None:
     """Print the state and the directory of every run."""
-    from gape.cli.experiment import finished, trained  # noqa: PLC0415
+    from gape.experiments.experiment import finished, trained  # noqa: PLC0415
 
     for run in recipe.runs:
         home = directory / run.name

@@ -20,33 +20,33 @@ if TYPE_CHECKING:
     from gape.hf.captured import Captured
     from gape.hf.forgetting import ForgettingCache
     from gape.hf.gguf import read_gguf
-    from gape.hf.gpt import GapeConfig, GapeForCausalLM
     from gape.hf.gpt2 import extend_positions
+    from gape.hf.injection import inject, plan, remove
     from gape.hf.keeping import KeepingCache
     from gape.hf.language import LanguageModel
     from gape.hf.learn import lora_config, parameters
     from gape.hf.llama2c import read_llama2c
+    from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM
     from gape.hf.planning import Plan
-    from gape.hf.retrofit import inject, plan, remove
     from gape.hf.saving import gate_checksum
 
 _HOMES = {
     "Captured": "captured",
     "ForgettingCache": "forgetting",
-    "GapeConfig": "gpt",
-    "GapeForCausalLM": "gpt",
+    "GapeConfig": "modeling_gape",
+    "GapeForCausalLM": "modeling_gape",
     "KeepingCache": "keeping",
     "LanguageModel": "language",
     "Plan": "planning",
     "extend_positions": "gpt2",
     "gate_checksum": "saving",
-    "inject": "retrofit",
+    "inject": "injection",
     "lora_config": "learn",
     "parameters": "learn",
-    "plan": "retrofit",
+    "plan": "injection",
     "read_gguf": "gguf",
     "read_llama2c": "llama2c",
-    "remove": "retrofit",
+    "remove": "injection",
 }
 
 __all__ = [

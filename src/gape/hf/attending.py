@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from gape.cache.kv import ModelCache
 from gape.hf.masks import looked_at, real_tokens
 from gape.hf.version import OLD
-from gape.models.cache import ModelCache
 from gape.models.loss import working_dtype
 
 
@@ -36,7 +36,7 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
     """The cache of one layer with gates. Attention goes through :meth:`attend`.
 
     Args:
-        seat: the layer as its cache sees it: :class:`gape.models.forgetting_limits.Attends`.
+        seat: the layer as its cache sees it: :class:`gape.cache.forgetting_limits.Attends`.
         held: what is remembered.
     """
 

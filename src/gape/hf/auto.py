@@ -40,7 +40,7 @@ def register() -> None:
         if name not in CONFIG_MAPPING:
             stands_for = type(f"Gape{model_type.title().replace('_', '')}Config", (_Deferred,), {"model_type": name})
             AutoConfig.register(name, stands_for)
-    from gape.hf.gpt import GapeConfig, GapeForCausalLM  # noqa: PLC0415
+    from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM  # noqa: PLC0415
 
     AutoConfig.register(GapeConfig.model_type, GapeConfig, exist_ok=True)
     AutoModelForCausalLM.register(GapeConfig, GapeForCausalLM, exist_ok=True)

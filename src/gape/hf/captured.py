@@ -1,4 +1,4 @@
-"""Decoding of models of `transformers` by a recorded graph: :mod:`gape.models.captured` has how that is done.
+"""Decoding of models of `transformers` by a recorded graph: :mod:`gape.models.cuda_graphs` has how that is done.
 
 A forward pass of `transformers` is recorded as it is. What would make it wait for the host, or do something else for
 the next token, is told ahead: the position, which lies on the device and is counted up there, a mask that hides
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gape.cache.slots import Slots
 from gape.hf.attending import AttendingCache, AttendingLayer, in_working_precision
 from gape.hf.forgetting import ForgettingCache
-from gape.hf.gpt import GapeForCausalLM
 from gape.hf.keeping import CARRYING, KeepingCache, carries
 from gape.hf.language import LanguageModel
+from gape.hf.modeling_gape import GapeForCausalLM
 from gape.hf.rows import rows_of
 from gape.hf.wrap import first_row
-from gape.models.captured import Recorder, unfit, unwritable, wrong_place
-from gape.models.slots import Slots
+from gape.models.cuda_graphs import Recorder, unfit, unwritable, wrong_place
 from gape.ops.carried import carried_queries, carry
 from gape.positions.rotary import made_in_capture
 from gape.utils.validation import invalid_argument
@@ -33,7 +33,7 @@ LOOKING = ("dynamic", "longrope")
 
 
 class SlotLayer(AttendingLayer):
-    """A layer of which the held :class:`gape.models.slots.Slot` takes single tokens, each the newest."""
+    """A layer of which the held :class:`gape.cache.slots.Slot` takes single tokens, each the newest."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, landmark: Tensor, positions: Tensor, real: Tensor | None

@@ -1,6 +1,6 @@
 """A cache for `generate` that lets go of keys which no future query can give weight: `docs/forgetting.md`.
 
-Each layer with gates keeps its keys in a :class:`gape.models.forgetting.ForgettingLayer`. What no query of a layer can
+Each layer with gates keeps its keys in a :class:`gape.cache.forgetting.ForgettingLayer`. What no query of a layer can
 exceed follows from its weights here too: from the norm before its projections, or from the norms of q and k behind them
 where the model has those.
 """
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
+from gape.cache.forgetting import ForgettingLayer
+from gape.cache.forgetting_limits import least_rates
+from gape.cache.forgetting_pace import Pace
+from gape.cache.kv import BOUNDS, Forgets, checked_eps
 from gape.gates import GAPEGates
 from gape.hf.attending import AttendingCache, AttendingLayer, in_working_precision
 from gape.hf.families import rotated_part
 from gape.hf.forgetting_limits import of_module
 from gape.hf.gates import warn_of_idle
 from gape.hf.masks import refuse_pads_behind
-from gape.models.cache import BOUNDS, Forgets, checked_eps
-from gape.models.forgetting import ForgettingLayer
-from gape.models.forgetting_limits import least_rates
-from gape.models.forgetting_pace import Pace
 from gape.models.skipping import Skips
 from gape.ops.carried import COLUMNS
 from gape.ops.prologue import PIECE
@@ -39,7 +39,7 @@ NORMS = ("input_layernorm", "ln_1", "attention_norm")
 
 @dataclass(kw_only=True, eq=False)
 class Seat:
-    """An injected layer as its cache sees it: :class:`gape.models.forgetting_limits.Attends`.
+    """An injected layer as its cache sees it: :class:`gape.cache.forgetting_limits.Attends`.
 
     A cached key is head_dim wide: content_dim of the model's head, then what is reserved for the bias.
     """
@@ -66,7 +66,7 @@ class Seat:
 
 
 class ForgettingCacheLayer(AttendingLayer):
-    """The cache of one layer with gates, in a :class:`gape.models.forgetting.ForgettingLayer`."""
+    """The cache of one layer with gates, in a :class:`gape.cache.forgetting.ForgettingLayer`."""
 
     held: ForgettingLayer
 
@@ -90,7 +90,7 @@ class ForgettingCache(Forgets, AttendingCache):
     Args:
         model: a :class:`gape.hf.GapeForCausalLM`, or a model that :func:`gape.hf.inject` was called on; its gates have
             a floor.
-        eps, bounds, partial: as in :class:`gape.models.cache.ForgettingCache`. With `partial`, heads without a floor
+        eps, bounds, partial: as in :class:`gape.cache.kv.ForgettingCache`. With `partial`, heads without a floor
             and layers without gates keep all their keys.
         carried: whether keys carry the bias, in coordinates of their own behind those of the head: attention of few
             tokens on a GPU then reads keys and nothing else, and single ones can be recorded
@@ -202,7 +202,7 @@ def places_of(model: Any, *, limited: bool, carried: bool) -> list[tuple[Any, An
     Raises:
         ValueError: no layer has gates, or one that has caps its logits or has a window.
     """
-    from gape.hf.gpt import GapeForCausalLM  # noqa: PLC0415
+    from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
     from gape.hf.wrap import Injected  # noqa: PLC0415
 
     if isinstance(model, GapeForCausalLM):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gape.models.forgetting_limits import Attends, Limits, least_rates, of_maps
+from gape.cache.forgetting_limits import Attends, Limits, least_rates, of_maps
 from gape.utils.validation import invalid_argument
 
 #: Large enough for what a norm adds to its divisor to vanish beside it.

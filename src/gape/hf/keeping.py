@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gape.cache.kv import KVCache
 from gape.hf.attending import AttendingCache, AttendingLayer, in_working_precision
 from gape.hf.forgetting import places_of
-from gape.models.cache import KVCache
 from gape.ops import gated_attention
 from gape.ops.carried import carried_attention, carried_form, carry, uncarried
 from gape.utils.validation import invalid_argument, whole
@@ -18,7 +18,7 @@ CARRYING = "gape, gape_split or sdpa"
 
 
 class KeepingCacheLayer(AttendingLayer):
-    """The cache of one layer with gates, in a :class:`gape.models.cache.KVCache`."""
+    """The cache of one layer with gates, in a :class:`gape.cache.kv.KVCache`."""
 
     held: KVCache
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from gape.gates import GAPEGates
 from gape.hf.adapters import MODULE
 from gape.hf.forgetting import bytes_of
-from gape.hf.gpt import GapeForCausalLM
+from gape.hf.modeling_gape import GapeForCausalLM
 from gape.hf.version import OLD
 from gape.models.gpt import GPT, Output
 from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy

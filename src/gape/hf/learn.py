@@ -10,7 +10,7 @@ from torch import nn
 from gape.gates import GAPEGates
 from gape.hf.adapters import MODULE, needed
 from gape.hf.families import Family, family_of
-from gape.hf.gpt import GapeForCausalLM
+from gape.hf.modeling_gape import GapeForCausalLM
 from gape.hf.settings import LEARN, Settings
 from gape.utils.validation import invalid_argument
 

@@ -24,7 +24,7 @@ class Saved:
     config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        from gape.hf.retrofit import install  # noqa: PLC0415
+        from gape.hf.injection import install  # noqa: PLC0415
 
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         install(self, Settings.from_config(config))

@@ -1,7 +1,7 @@
 """Layers and models."""
 
+from gape.cache.kv import ForgettingCache, KVCache, ModelCache
 from gape.models.attention import GAPEAttention
-from gape.models.cache import ForgettingCache, KVCache, ModelCache
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT, Output
 

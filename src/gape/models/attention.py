@@ -9,12 +9,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape import positions as schemes
+from gape.cache.forgetting import ForgettingLayer
+from gape.cache.kv import LayerCache
+from gape.cache.slots import Slot
 from gape.gates import GAPEGates
-from gape.models.cache import LayerCache
-from gape.models.forgetting import ForgettingLayer
 from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
-from gape.models.slots import Slot
 from gape.ops import attention, available_implementations, columns, inputs, prologue
 from gape.ops.carried import (
     carried_attention,

@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gape.models.captured import Captured, why_not
+from gape.models.cuda_graphs import Captured, why_not
 from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
-    from gape.models.cache import ModelCache
+    from gape.cache.kv import ModelCache
     from gape.models.gpt import GPT
 
 
@@ -53,7 +53,7 @@ def generate(
             vocabulary.
         eos_id: a row that has drawn it is complete, and the call ends when all are. Its rest is filled with pad_id,
             or with eos_id where that is None.
-        cache: an empty cache of the model to fill, such as a :class:`gape.models.cache.ForgettingCache`; None makes an
+        cache: an empty cache of the model to fill, such as a :class:`gape.cache.kv.ForgettingCache`; None makes an
             ordinary one.
 
     Returns:

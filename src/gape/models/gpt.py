@@ -17,9 +17,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape import positions as schemes
+from gape.cache.kv import LayerCache, ModelCache
 from gape.gates import GAPEGates
 from gape.models.attention import GAPEAttention
-from gape.models.cache import LayerCache, ModelCache
 from gape.models.config import GPTConfig
 from gape.models.generate import generate
 from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy

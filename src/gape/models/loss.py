@@ -2,8 +2,8 @@
 
 The sliced form computes its gradients in the forward pass, while a slice's logits are there, and keeps them instead of
 the logits: R · E numbers for x and V · E for the weight, where logits would be R · V. A slice's logits lie in one
-buffer, are overwritten with their gradients (on a GPU by one kernel, :mod:`gape.ops.triton.vocabulary`), and make room
-for the next slice. Compilers see all of that as one operator.
+buffer, are overwritten with their gradients (on a GPU by one kernel, :mod:`gape.ops.triton.cross_entropy`), and make
+room for the next slice. Compilers see all of that as one operator.
 
 Shapes: R rows (tokens), E width, V vocabulary, P the vocabulary and its padding.
 """
@@ -185,7 +185,7 @@ def _slices(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: in
 def _score(logits: Tensor, targets: Tensor, vocabulary: int, *, gradient: bool) -> Tensor:
     """The loss of each row of padded logits (n, P), (n,); their gradients overwrite them if `gradient`."""
     if HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64:
-        from gape.ops.triton.vocabulary import score_rows  # noqa: PLC0415
+        from gape.ops.triton.cross_entropy import score_rows  # noqa: PLC0415
 
         return score_rows(logits, targets, vocabulary, IGNORED, gradient)
     return _score_stepwise(logits, targets, vocabulary, gradient)

@@ -47,15 +47,15 @@ def _reference(problem: Problem, eps: float) -> Details:
 
 
 def _triton(problem: Problem, eps: float) -> Tensor:
-    from gape.ops.triton import launch  # noqa: PLC0415
+    from gape.ops.triton import attention  # noqa: PLC0415
 
-    return launch.run(problem, eps)
+    return attention.run(problem, eps)
 
 
 def _detailed_triton(problem: Problem, eps: float) -> Details:
-    from gape.ops.triton import launch  # noqa: PLC0415
+    from gape.ops.triton import attention  # noqa: PLC0415
 
-    return Details(*launch.answer(problem, eps))
+    return Details(*attention.answer(problem, eps))
 
 
 def _decode(problem: Problem, eps: float) -> Details:

@@ -178,9 +178,9 @@ def bounded_attention(
     if not isinstance(v, Tensor) or v.shape[:-1] != k.shape[:-1] or (v.dtype, v.device) != (q.dtype, q.device):
         raise invalid_argument("v", v, f"a {q.dtype} tensor {(*k.shape[:-1], 'width')} on {q.device}")
     eps = weight("eps", eps)
-    from gape.ops.triton import launch  # noqa: PLC0415
+    from gape.ops.triton import attention  # noqa: PLC0415
 
-    return launch.projected(q, k, v, angles, reading, scale=scale, eps=eps)[0]
+    return attention.projected(q, k, v, angles, reading, scale=scale, eps=eps)[0]
 
 
 def _where(q: Tensor) -> tuple[int, int, int, int]:

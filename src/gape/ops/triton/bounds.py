@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gape.ops.triton.registered import traceable
-from gape.ops.triton.sizes import tiles_for
+from gape.ops.triton.configs import tiles_for
+from gape.ops.triton.custom_ops import traceable
 from gape.ops.triton.tiles import LOG2E
 
 #: What a norm in float32 may have been rounded down by.

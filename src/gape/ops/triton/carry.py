@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gape.ops.rounding import UNIT, significand_bits
+from gape.ops.triton.custom_ops import direct
 from gape.ops.triton.prologue_kernels import rounded, within
-from gape.ops.triton.registered import direct
 
 #: Tokens of a program and its warps.
 TOKENS, WARPS = 16, 2

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gape.ops import inputs
 from gape.ops.problem import Problem
+from gape.ops.triton.custom_ops import direct, operator, traceable
 from gape.ops.triton.decode_kernels import combine
 from gape.ops.triton.decode_plan import Call, planned, power_of_two
-from gape.ops.triton.registered import direct, operator, traceable
 from gape.utils import validation
 
 #: Steps of merging up to which the last program merges alone; above, a second kernel shares them out.

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gape.ops.dispatch import HALVES, MOST_PROGRAMS
+from gape.ops.triton.custom_ops import direct
 from gape.ops.triton.decode import ALONE
 from gape.ops.triton.decode_kernels import last_to_finish, merge_row
 from gape.ops.triton.decode_lone import PIECE, TILES_UNDER_WAY, as_pairs, attend_to_share
@@ -31,7 +32,6 @@ from gape.ops.triton.decode_plan import (
     in_pieces,
     multiprocessors,
 )
-from gape.ops.triton.registered import direct
 from gape.ops.triton.tiles import LOG2E, single
 from gape.utils.validation import invalid_argument
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gape.ops.dispatch import HALVES, MOST_PROGRAMS, TRITON_WIDTH
+from gape.ops.triton.custom_ops import INTERPRETED, direct
 from gape.ops.triton.decode_apart import pieces_between
 from gape.ops.triton.decode_kernels import last_to_finish, load_tile, merge_row, store_part, weigh
 from gape.ops.triton.decode_lone import PIECE, share_of
@@ -27,7 +28,6 @@ from gape.ops.triton.decode_plan import (
     power_of_two,
     tile_for,
 )
-from gape.ops.triton.registered import INTERPRETED, direct
 from gape.ops.triton.tiles import LOG2E, single
 from gape.utils.validation import invalid_argument
 

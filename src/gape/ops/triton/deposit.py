@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gape.ops.triton.custom_ops import INTERPRETED, direct
 from gape.ops.triton.decode_plan import power_of_two
-from gape.ops.triton.registered import INTERPRETED, direct
 from gape.utils.validation import invalid_argument
 
 #: Numbers that the table has of a head: where keys and values begin, from sample to sample, and room.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gape.ops.rounding import significand_bits
 from gape.ops.triton import prologue_kernels
-from gape.ops.triton.registered import in_parts, operator, traceable
+from gape.ops.triton.custom_ops import in_parts, operator, traceable
 
 #: Cosines, sines, and the gates' parameters in the operators' order.
 Tables = tuple[Tensor | None, ...]

@@ -16,9 +16,9 @@ from torch import Tensor
 from gape.ops.dispatch import DECODE_QUERIES
 from gape.ops.rounding import UNIT, significand_bits
 from gape.ops.triton.carry import key_numbers, near, query_numbers
+from gape.ops.triton.custom_ops import direct
 from gape.ops.triton.decode_plan import power_of_two
 from gape.ops.triton.prologue_kernels import rounded, sigmoid, softplus
-from gape.ops.triton.registered import direct
 from gape.ops.triton.tiles import single
 
 if TYPE_CHECKING:

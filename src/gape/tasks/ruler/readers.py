@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gape.models.cache import piece
+from gape.cache.kv import piece
 from gape.tasks.perplexity import window_losses
 
 if TYPE_CHECKING:

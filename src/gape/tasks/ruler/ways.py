@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gape.models.cache import BOUNDS, ForgettingCache
+from gape.cache.kv import BOUNDS, ForgettingCache
 from gape.models.skipping import IMPLS, skip
 from gape.tasks.ruler.readers import GPTReader, TransformersReader
 from gape.utils.validation import invalid_argument, weight

@@ -1,0 +1,1 @@
+"""Caches of keys and values: full ones, and ones that evict keys with a proven bound."""

@@ -1,0 +1,1 @@
+"""Experiments that can be run from Python: recipes, runs, sweeps and measurements of trained models."""

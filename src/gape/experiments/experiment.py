@@ -1,0 +1,232 @@
+"""One run of a recipe in its directory, of whatever kind: each part done once, whatever interrupts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from rich.console import Console
+
+from gape.experiments.recipes import Run
+from gape.train import StopFlag, checkpoint
+from gape.train.config import changes
+from gape.utils import files
+from gape.utils.jsonl import read_object
+from gape.utils.validation import invalid_argument
+
+SETTINGS, SUMMARY = "run.json", "summary.json"
+
+Say = Callable[[str], None]
+Record = dict[str, Any]
+
+
+class Experiment(Protocol):
+    """What a kind of experiment adds: a module with these functions. All poll `stop` and keep what they have done."""
+
+    def check(self, run: Any, directory: Path) -> None:
+        """Refuse, before anything is started, what would fail later: data that are missing or do not fit."""
+        ...
+
+    def train(
+        self, run: Any, directory: Path, device: torch.device, stop: StopFlag, resume: str, console: Console | None
+    ) -> None:
+        """Train to the end, from wherever the directory stands."""
+        ...
+
+    def missing(self, run: Any, directory: Path) -> bool:
+        """Whether measurements of the trained weights are missing."""
+        ...
+
+    def measure(self, run: Any, directory: Path, device: torch.device, stop: StopFlag, say: Say) -> None:
+        """Make the missing measurements."""
+        ...
+
+
+#: Where each kind of run is at home.
+_HOMES = {"niah": "gape.experiments.needle", "lm": "gape.experiments.language"}
+
+
+def experiment(run: Run) -> Experiment:
+    """The experiment that a run is of."""
+    return cast(Experiment, import_module(_HOMES[run.kind]))
+
+
+def perform(
+    run: Run, directory: Path, *, stop: StopFlag, resume: str = "auto", console: Console | None = None, say: Say = print
+) -> None:
+    """Bring a run to its end, from wherever its directory stands.
+
+    Args:
+        run: what to do.
+        directory: the run's own; made when missing.
+        stop: polled in training and validation; a signal ends measurements at once.
+        resume: "auto" goes on with what is there, "never" refuses it.
+        console: where training shows its progress.
+        say: told what was measured.
+
+    Raises:
+        Interrupted: a signal came; what was done is kept.
+        ValueError: what :func:`check` refuses.
+        BusyError, NonFiniteError, DiskFullError, CheckpointError: as the trainer.
+    """
+    own = experiment(run)
+    check(run, directory, resume)
+    claim(run, directory)
+    device = pick_device(run.device)
+    with stop:
+        if not trained(run, directory):
+            own.train(run, directory, device, stop, resume, console)
+        if not finished(run, directory):
+            # A row is kept as soon as it is measured.
+            with stop.at_once():
+                own.measure(run, directory, device, stop, say)
+
+
+def check(run: Run, directory: Path, resume: str = "auto") -> None:
+    """Make sure, before anything is written, that a run can be begun or gone on with; measurements may be added to.
+
+    Raises:
+        ValueError: another run is there, and what differs; training, where `resume` is "never"; a `resume` that is
+            neither; or what the experiment refuses.
+    """
+    if resume not in ("auto", "never"):
+        raise invalid_argument("resume", resume, "auto or never")
+    there = [*checkpoint.found(directory / "checkpoints"), directory / SUMMARY]
+    if resume == "never" and there[0].exists():
+        raise invalid_argument("resume", resume, f"auto or another --out, since {there[0]} is there already")
+    if files.foreign(directory, SETTINGS):
+        raise invalid_argument("out", str(directory), "a new or empty directory, or one of this run")
+    before = read_object(directory / SETTINGS)
+    if before:
+        now = run.to_dict()
+        lines = [f"train.{line}" for line in changes(before.get("train", {}), now["train"])]
+        for key in ("kind", "seed", "batch_size", "task", "model"):
+            if before.get(key) != now.get(key):
+                lines.append(f"{key} was {before.get(key)} and is now {now.get(key)}")
+        if lines:
+            raise ValueError(f"{directory}: holds another run: {'; '.join(lines)}")
+    experiment(run).check(run, directory)
+
+
+def claim(run: Run, directory: Path) -> None:
+    """Write `run.json` of a run that was checked."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files.replace(directory / SETTINGS, files.to_json(run.to_dict()))
+
+
+def described(
+    directory: Path, expected: str = f"a directory with {SETTINGS}, as gape lm train and gape niah train make"
+) -> Run:
+    """The run that a directory holds, trained or not.
+
+    Raises:
+        ValueError: there is none, and what is expected; or what is there describes none.
+    """
+    path = directory / SETTINGS
+    settings = read_object(path)
+    if not settings:
+        raise ValueError(f"run: got {str(directory)!r}, expected {expected}")
+    try:
+        return Run.from_dict(settings)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def stored(directory: Path, kind: str) -> Run:
+    """The run of a kind that a directory holds, to be measured.
+
+    Raises:
+        ValueError: there is none, one of another kind, or one without a checkpoint.
+    """
+    run = described(directory)
+    if run.kind != kind:
+        raise ValueError(
+            f"run: {str(directory)!r} was made by gape {run.kind} train, expected one of gape {kind} train"
+        )
+    if not checkpoint.found(directory / "checkpoints"):
+        raise ValueError(f"run: got {str(directory)!r}, expected one with a checkpoint, as gape {kind} train leaves")
+    return run
+
+
+def trained(run: Run, directory: Path) -> bool:
+    """Whether training has come to its end."""
+    summary = read_object(directory / SUMMARY)
+    return bool(summary) and (summary["status"] == "stopped early" or summary["step"] >= run.train.max_steps)
+
+
+def finished(run: Run, directory: Path) -> bool:
+    """Whether nothing is left to do."""
+    return trained(run, directory) and not experiment(run).missing(run, directory)
+
+
+def model_step(run: Run, directory: Path) -> int | None:
+    """The step whose weights are the run's: the best where they were kept, else the last; None before there is one."""
+    summary = read_object(directory / SUMMARY)
+    best = summary.get("best") if run.train.patience else None
+    step: int | None = best["step"] if best else summary.get("step")
+    return step
+
+
+def how(run: Run, device: torch.device) -> Record:
+    """How a run is measured on a device: the keys by which rows of another precision or device are told apart."""
+    return {"precision": "bfloat16" if low_precision(run.train.precision, device) else "float32", "device": device.type}
+
+
+def answers(row: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Whether a stored row was measured as asked; one that does not tell its device fits any."""
+    return all(row.get(key, value if key == "device" else None) == value for key, value in asked.items())
+
+
+def identity(run: Run) -> Record:
+    """What names a run in rows and analyses."""
+    return {
+        "run": run.name, "variant": run.variant, "position": run.model.position, "seed": run.seed,
+        "train_length": run.task.length,
+    }  # fmt: skip
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; "auto" is a GPU where there is one.
+
+    Raises:
+        ValueError: no such device, or none of that kind here.
+    """
+    device = named_device(name)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise invalid_argument("device", name, "auto, cpu, or a device that is here") from error
+    return device
+
+
+def named_device(name: str) -> torch.device:
+    """The device of that name, whether or not it is here.
+
+    Raises:
+        ValueError: no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise invalid_argument("device", name, "auto, cpu, or a device that is here") from error
+
+
+def asked_precision(precision: str, device: torch.device, *others: str) -> bool:
+    """Whether the --precision that was asked for means bfloat16 autocast on a device.
+
+    Raises:
+        ValueError: no such precision; names those there are, and `others` that a command knows itself.
+    """
+    if precision not in ("auto", "float32", "bfloat16"):
+        raise invalid_argument("precision", precision, ", ".join(["auto", "float32", *others]) + " or bfloat16")
+    return low_precision(precision, device)
+
+
+def low_precision(precision: str, device: torch.device) -> bool:
+    """Whether a `precision` means bfloat16 autocast on a device."""
+    return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")

@@ -1,0 +1,355 @@
+"""What `gape hf` does: models read, changed, trained on windows of a corpus, and written."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import gape.hf
+from gape.cli.console import Voice
+from gape.data import Corpus, PrepareConfig, Tokenizer, WindowSource, load_tokenizer, open_corpus, prepare
+from gape.experiments import experiment
+from gape.hf.card import write_card
+from gape.hf.gguf import read_gguf
+from gape.hf.gguf_header import MAGIC
+from gape.hf.gpt2 import extend_positions
+from gape.hf.learn import freeze, has_gates
+from gape.hf.llama2c import read_llama2c
+from gape.hf.reading import read, read_model
+from gape.hf.settings import LEARN
+from gape.train import StopFlag, TrainConfig, Trainer, checkpoint
+from gape.train.resume import choose
+from gape.utils import files
+from gape.utils.validation import invalid_argument, whole
+
+#: Files that make a tokenizer; a model is written with those it came with.
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+CARD, MODEL, CORPUS, RUN, PART = "card.json", "model", "corpus", "run.json", ".part"
+VALIDATION_WINDOWS = 64
+#: Tokens that tell a corpus of another tokenizer.
+_COMPARED = 512
+
+
+def load(name: str, attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """A causal language model; code that comes with it is never run.
+
+    Args:
+        name: a directory, or a name on the hub.
+        attention: an `attn_implementation` in place of the model's own.
+        dtype: of its weights.
+
+    Raises:
+        ValueError: there is none.
+    """
+    told = {} if attention is None else {"attn_implementation": attention}
+    refuse_missing(name)
+    return read_model(name, dtype=dtype, **told)
+
+
+def refuse_missing(name: str) -> None:
+    """Refuse a path where there is nothing, which the hub would be asked for."""
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise invalid_argument("model", name, "a directory that is there, or a name on the Hugging Face hub")
+
+
+def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
+    """Save a model of another format as transformers knows it, with its tokenizer."""
+    _free(out)
+    with file.open("rb") as opened:
+        is_gguf = opened.read(len(MAGIC)) == MAGIC or file.suffix.lower() == ".gguf"
+    if is_gguf and tokenizer is not None:
+        raise invalid_argument("tokenizer", str(tokenizer), "nothing, since a GGUF file brings its own")
+    model, own = read_gguf(file) if is_gguf else read_llama2c(file, tokenizer)
+    _write(model, out, lambda part: None if own is None else own.save_pretrained(part))
+    limit = model.config.max_position_embeddings
+    print(f"{type(model).__name__}: {model.num_parameters():,} parameters, context {limit:,}, in {out}")
+
+
+def retrofit(
+    name: str,
+    out: Path,
+    *,
+    context_length: int | None,
+    position: str | None,
+    layers: Sequence[int] | None,
+    start: str,
+    seed: int,
+    gates: Mapping[str, Any],
+    options: Mapping[str, Any],
+    dry_run: bool,
+    learned_positions: bool = False,
+) -> None:
+    """Put gates, or another scheme, into a model and save it."""
+    _free(out)
+    whole("seed", seed, 0)
+    model = load(name)
+    if learned_positions:
+        if model.config.model_type != "gpt2":
+            raise invalid_argument(
+                "model", model.config.model_type, "a GPT-2, which has learned positions; others: gape hf inject"
+            )
+        context_length = context_length or model.config.n_positions
+    told: dict[str, Any] = {"position": position, "layers": layers, "start": start, "gates": gates, **options}
+    print(gape.hf.plan(model, context_length=context_length, **told))
+    if dry_run:
+        return
+    torch.manual_seed(seed)
+    gape.hf.inject(model, context_length=context_length, **told)
+    # Runs say it in their rows; the directory that they begin with may be called after a scheme.
+    model.config.gape_from = base_of(name)
+    save(model, name, out)
+
+
+def strip(name: str, out: Path) -> None:
+    """Take the gates out of a model and save it."""
+    _free(out)
+    model = gape.hf.remove(load(name))
+    vars(model.config).pop("gape_from", None)
+    save(model, name, out)
+
+
+def lengthen(name: str, out: Path, length: int, *, dry_run: bool) -> None:
+    """Give a GPT-2 more learned positions and save it."""
+    _free(out)
+    model = load(name)
+    before = model.num_parameters()
+    extend_positions(model, length)
+    print(f"parameters   {model.num_parameters() - before:+,} beside {before:,}, {length:,} positions")
+    if not dry_run:
+        save(model, name, out)
+
+
+def save(model: Any, name: str, out: Path) -> None:
+    """Write a model with the tokenizer it came with."""
+
+    def tokenizer(part: Path) -> None:
+        if Path(name).is_dir():
+            for file in TOKENIZER:
+                if (Path(name) / file).is_file():
+                    shutil.copyfile(Path(name) / file, part / file)
+            return
+        # A name on the hub: its files are wherever transformers keeps them.
+        try:
+            read(transformers.AutoTokenizer, name).save_pretrained(part)
+        except (OSError, ValueError) as error:
+            print(f"gape: {out} has no tokenizer: that of {name} cannot be loaded: {error}", file=sys.stderr)
+
+    _write(model, out, tokenizer)
+
+
+def _write(model: Any, out: Path, tokenizer: Callable[[Path], None]) -> None:
+    """Write a model, and what `tokenizer` puts into a directory, to `out`; with config.json there, all of it is."""
+    part = out / PART
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part)
+    tokenizer(part)
+    card = part / "README.md"
+    if card.is_file():
+        # Somebody else's README.md stays.
+        card.unlink()
+        write_card(out, model)
+    for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
+        file.replace(out / file.name)
+    part.rmdir()
+
+
+def finetune(
+    name: str,
+    data: Sequence[str],
+    out: Path,
+    config: TrainConfig,
+    *,
+    length: int,
+    batch_size: int,
+    learn: str,
+    device: str,
+    resume: str,
+    heldout_fraction: float,
+    gradient_checkpointing: bool,
+    attention: str | None = None,
+    variant: str = "",
+) -> Path:
+    """Fine-tune a model in a run directory and save it to model/ in it.
+
+    Returns:
+        The directory of the model.
+
+    Raises:
+        Interrupted: a signal came; everything is saved.
+        ValueError: a model or data that do not fit.
+    """
+    voice, where = Voice(), experiment.pick_device(device)
+    # A corpus that is made of text is written: whatever can be refused before is.
+    whole("batch_size", batch_size)
+    if resume != "auto":
+        choose(out / "checkpoints", resume, voice.say)
+    model = _learner(name, attention, learn, length, gradient_checkpointing=gradient_checkpointing)
+    about = {
+        "length": length, "batch_size": batch_size, "seed": config.seed, "device": where,
+        "accumulation": config.accumulation,
+    }  # fmt: skip
+    source = _source(name, model.config, out, lambda: _corpus(name, data, out, heldout_fraction, voice), about)
+    told = described(model.config, name) | {"learn": learn}
+    settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
+    settings |= {"task": {"length": length}, "model": told, "train": config.to_dict()}
+    wrapped = gape.hf.LanguageModel(model.to(where))
+    with StopFlag() as stop:
+        trainer = Trainer(
+            wrapped, config, source, out, _validation(source, voice, stop, config), stop=stop,
+            console=voice.console, extra={"base": name, "learn": learn, "tokenizer": source.corpus.tokenizer},
+        )  # fmt: skip
+        trainer.run(resume)
+    chosen = checkpoint.resolve(out, voice.say)
+    checkpoint.load_model_tensors(wrapped, chosen.model, chosen.state["aliases"])
+    save(model.cpu(), name, out / MODEL)
+    # Last: a run that has it is done.
+    files.replace(out / RUN, files.to_json(settings))
+    return out / MODEL
+
+
+def _source(name: str, config: Any, out: Path, corpus: Callable[[], Corpus], about: Mapping[str, Any]) -> WindowSource:
+    """Windows of a corpus that fits a model; one that was made here and does not is taken away again."""
+    there = (out / CORPUS).exists()
+    try:
+        found = corpus()
+        refuse_corpus(name, config, found)
+        return WindowSource(found, **about)
+    except ValueError:
+        if not there and (out / CORPUS).exists():
+            shutil.rmtree(out / CORPUS)
+            if not any(out.iterdir()):
+                out.rmdir()
+        raise
+
+
+def _learner(name: str, attention: str | None, learn: str, length: int, *, gradient_checkpointing: bool) -> Any:
+    """A model of which as much learns as was asked for, if it can read windows of that length."""
+    if learn not in LEARN:
+        raise invalid_argument("learn", learn, f"one of {', '.join(LEARN)}")
+    whole("length", length)
+    model = load(name, attention)
+    if learn != "all" and not has_gates(model):
+        raise invalid_argument("learn", learn, f"'all', since {name} has no gates")
+    refuse_length(model, length)
+    # What learned when the model was saved says nothing here.
+    for parameter in filter(torch.is_floating_point, model.parameters()):
+        parameter.requires_grad_(True)
+    freeze(model, learn)
+    if gradient_checkpointing:
+        # The other kind gives no gradients where the embedding is frozen.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def described(config: Any, name: str) -> dict[str, Any]:
+    """What tables say of a model that was read from `name`: where it came from, its scheme, its own context."""
+    told = getattr(config, "gape", None) or {}
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = str(rotary.get("rope_type") or rotary.get("type") or "default")
+    own = "learned" if config.model_type.endswith("gpt2") else _NAMES.get(kind, kind)
+    # A GPT of ours says it as one of its sizes.
+    position = told.get("position") or getattr(config, "position", None) or (f"{own}+gape" if told else own)
+    kept = {key: told[key] for key in ("context_length", "start", "gates", "options", "layers") if told.get(key)}
+    base = getattr(config, "gape_from", base_of(name))
+    native = told.get("native") or getattr(config, "max_position_embeddings", None)
+    return {"base": base, "position": position, "native": native, **kept}
+
+
+#: Rotations of transformers by the names they have here; others keep their own.
+_NAMES = {"default": "rope", "linear": "pi", "dynamic": "ntk"}
+
+
+def base_of(name: str) -> str:
+    """What to call a model: the last word of its path or name."""
+    return Path(name).resolve().name if Path(name).is_dir() else name.rpartition("/")[2]
+
+
+def _validation(training: WindowSource, voice: Voice, stop: StopFlag, config: TrainConfig) -> Any:
+    """The loss on held-out windows like those of training, or None where there are none."""
+    if not config.validate_every:
+        return None
+    try:
+        held_out = WindowSource(
+            training.corpus, split="heldout", length=training.length, batch_size=training.batch_size,
+            device=training.device,
+        )  # fmt: skip
+    except ValueError as error:
+        voice.say(f"nothing is validated: {error}")
+        return None
+    batches = max(1, min(VALIDATION_WINDOWS, held_out.windows) // held_out.batch_size)
+
+    def validate(model: Any, step: int) -> dict[str, float]:
+        losses = []
+        for number in range(1, batches + 1):
+            stop.check()
+            batch = held_out.batch(number, 0)
+            losses.append(model.token_losses(model.hidden(batch.ids), batch.targets).double().mean())
+        return {"loss": float(torch.stack(losses).mean())}
+
+    return validate
+
+
+def _corpus(name: str, data: Sequence[str], out: Path, heldout_fraction: float, voice: Voice) -> Corpus:
+    """The prepared corpus, or one made of text with the model's own tokenizer."""
+    if len(data) == 1 and (Path(data[0]) / CARD).is_file():
+        return open_corpus(data[0])
+    for given in data:
+        if not given.startswith("hf:") and not Path(given).exists():
+            raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
+    settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
+    prepare(settings, out / CORPUS, workers=1, say=voice.say)
+    return open_corpus(out / CORPUS)
+
+
+def refuse_length(model: Any, length: int) -> None:
+    """Refuse windows beyond what learned positions reach."""
+    table = getattr(getattr(model, "transformer", None), "wpe", None)
+    limit = getattr(table, "num_embeddings", None)
+    if limit is not None and length > limit:
+        raise invalid_argument(
+            "length", length, f"at most {limit}, the model's learned positions; gape hf convert goes further"
+        )
+
+
+def refuse_corpus(name: str, config: Any, corpus: Corpus) -> None:
+    """Refuse a corpus with ids that a model does not know, or of another tokenizer than the model's.
+
+    A model without a tokenizer is compared by the size of its vocabulary, which is often rounded up.
+    """
+    most = config.get_text_config().vocab_size
+    if corpus.vocab_size > most:
+        raise invalid_argument("data", f"{corpus.vocab_size} ids", f"at most the model's {most}")
+    try:
+        own = load_tokenizer(name)
+    except ValueError:
+        if 2 * corpus.vocab_size < most:
+            raise invalid_argument("data", f"{corpus.vocab_size} ids", f"about the {most} of {name}") from None
+        return
+    if own.identity()["sha256"] != corpus.tokenizer.get("sha256") and not _makes(own, corpus):
+        raise invalid_argument(
+            "data", f"one of tokenizer {corpus.tokenizer.get('name')}", f"a corpus of the tokenizer of {name}"
+        )
+
+
+def _makes(tokenizer: Tokenizer, corpus: Corpus) -> bool:
+    """Whether a tokenizer gives the ids of a corpus, whose own one may lie in other files."""
+    document = corpus.documents(corpus.splits[0])[0]
+    ids = corpus.tokens(document, 0, min(document.length - 1, _COMPARED)).tolist()
+    again = tokenizer.encode(tokenizer.decode(ids))
+    # At both ends of a part of a text tokens may be others.
+    return sum((Counter(ids) & Counter(again)).values()) >= 0.9 * len(ids)
+
+
+def _free(out: Path) -> None:
+    if (out / "config.json").exists():
+        raise ValueError(f"out: {out} holds a model already, expected another directory")

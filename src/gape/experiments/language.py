@@ -1,0 +1,290 @@
+"""A run of a language model: trained, validated, its gates watched, its perplexity measured.
+
+See :mod:`gape.experiments.experiment`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from gape.analysis.routing import routing_variables
+from gape.cli.console import Board, Voice
+from gape.data import Corpus, WindowSource, open_corpus
+from gape.experiments import experiment
+from gape.experiments.experiment import Record, Say, answers, low_precision, model_step, named_device
+from gape.experiments.recipes import LanguageRun
+from gape.experiments.recipes.lm import Evaluation
+from gape.models.gpt import GPT
+from gape.report.results import read_lines
+from gape.tasks import measured, perplexity
+from gape.train import StopFlag, Trainer, checkpoint, guards
+from gape.train.load import model_of
+from gape.utils import files, jsonl
+from gape.utils.validation import invalid_argument
+
+ROWS, POSITIONS, ROUTING, CONFIG = "perplexity.jsonl", "positions.jsonl", "routing.jsonl", "config.json"
+
+
+def check(run: LanguageRun, directory: Path) -> None:
+    """Refuse a corpus that is missing, of another vocabulary, too short, or not the one the run began with.
+
+    Raises:
+        ValueError: names the key and what was expected.
+    """
+    corpus = _corpus(run)
+    if corpus.vocab_size != run.model.vocab_size:
+        name = corpus.tokenizer.get("name")
+        wanted = f"{corpus.vocab_size}, the vocabulary of {run.data} (tokenizer {name})"
+        raise invalid_argument("model.vocab_size", run.model.vocab_size, wanted)
+    _sources(run, corpus, torch.device("cpu"))
+    for context in run.evaluation.contexts:
+        perplexity.fits(corpus, run.evaluation.at(context))
+    began = recorded_corpus(directory).get("fingerprint")
+    if began not in (None, corpus.fingerprint()):
+        raise ValueError(f"data: {run.data} is not the corpus with which {directory} was trained; give another --out")
+
+
+def train(
+    run: LanguageRun, directory: Path, device: torch.device, stop: StopFlag, resume: str, console: Console | None
+) -> None:
+    """Train to the end, from wherever the directory stands."""
+    corpus = _corpus(run)
+    source, held_out, watched = _sources(run, corpus, device)
+    torch.manual_seed(run.seed)
+    model = GPT(run.model).to(device)
+    batches = max(1, min(run.evaluation.validation_windows, held_out.windows) // held_out.batch_size)
+
+    def validate(model: GPT, step: int) -> dict[str, float]:
+        losses = []
+        for number in range(1, batches + 1):
+            stop.check()
+            batch = held_out.batch(number, 0)
+            losses.append(model.token_losses(model.hidden(batch.ids), batch.targets).double().mean())
+        return {"loss": float(torch.stack(losses).mean()), "epochs": source.epochs(step)}
+
+    gates = RoutingLog(directory / ROUTING, experiment.identity(run))
+
+    def observe(model: GPT, step: int) -> None:
+        gates.write(step, routing_variables(model, watched.batch(1, 0).ids))
+
+    epochs = source.epochs(run.train.max_steps)
+    facts = {"fingerprint": corpus.fingerprint(), "tokenizer": corpus.tokenizer, "epochs": epochs}
+    trainer = Trainer(
+        model, run.train, source, directory, validate, stop=stop, console=console,
+        extra={"run": run.name, "variant": run.variant, "corpus": facts},
+        observe=observe, observe_every=run.analysis.routing_every if next(model.gates(), None) else 0,
+    )  # fmt: skip
+    trainer.run(resume)
+
+
+def missing(run: LanguageRun, directory: Path) -> bool:
+    """Whether a context is not measured, or the scores of one that is lie about still."""
+    device = named_device(run.device)
+    low = low_precision(run.train.precision, device)
+    contexts = run.evaluation.contexts
+    if any(_store(directory, run.evaluation.at(context)).exists() for context in contexts):
+        return True
+    return bool(_unmeasured(run, directory, _asked(run, _corpus(run), model_step(run, directory), device, low)))
+
+
+def measure(run: LanguageRun, directory: Path, device: torch.device, stop: StopFlag, say: Say) -> None:
+    """Measure perplexity at the missing contexts of the recipe."""
+    low = low_precision(run.train.precision, device)
+    measure_perplexity(run, directory, _corpus(run), device=device, low=low, stop=stop, say=say)
+
+
+def measure_perplexity(
+    run: LanguageRun,
+    directory: Path,
+    corpus: Corpus,
+    *,
+    device: torch.device,
+    low: bool,
+    stop: StopFlag,
+    say: Say,
+    split: str = "heldout",
+    stratum: str | None = None,
+) -> list[Record]:
+    """Measure a trained run at the contexts of its evaluation that have no rows yet.
+
+    Rows go to `perplexity.jsonl` and `positions.jsonl` in its directory; batches that are done survive a stop.
+
+    Returns:
+        All rows that answer the question, old and new, in the order of the contexts.
+
+    Raises:
+        Interrupted: a signal came.
+        BusyError: another process trains or measures the run.
+        ValueError: the corpus is of another tokenizer, or no document is long enough.
+    """
+    refuse_tokenizer(directory, corpus)
+    contexts = {context: run.evaluation.at(context) for context in run.evaluation.contexts}
+    for protocol in contexts.values():
+        perplexity.fits(corpus, protocol, split=split, stratum=stratum)
+    with guards.alone(directory, "measured"):
+        chosen = checkpoint.resolve(directory, say)
+        asked = _asked(run, corpus, chosen.step, device, low, split, stratum)
+        left = _unmeasured(run, directory, asked)
+        for context in contexts.keys() - left:
+            _store(directory, contexts[context]).unlink(missing_ok=True)
+        plans = [
+            perplexity.plan(
+                corpus, contexts[context], split=split, stratum=stratum, max_windows=run.evaluation.max_windows,
+                seed=run.evaluation.seed,
+            )
+            for context in left
+        ]  # fmt: skip
+        if plans:
+            model: GPT = model_of(chosen, device=device)
+            for plan in plans:
+                _measure_plan(run, directory, model, corpus, plan, asked, low, stop, say)
+    wanted = [asked | protocol.settings() for protocol in contexts.values()]
+    return [row for one in wanted for row in _latest(directory / ROWS, one)]
+
+
+def _measure_plan(
+    run: LanguageRun,
+    directory: Path,
+    model: GPT,
+    corpus: Corpus,
+    plan: perplexity.Plan,
+    asked: Record,
+    low: bool,
+    stop: StopFlag,
+    say: Say,
+) -> None:
+    device, protocol = next(model.parameters()).device, plan.protocol
+    store = _store(directory, protocol)
+    if plan.left_out:
+        names = ", ".join(document.id for document in plan.left_out[:5]) + (", …" if len(plan.left_out) > 5 else "")
+        short = f"{len(plan.left_out)} of {len(plan.left_out) + len(plan.documents)}"
+        say(f"{run.name}: {short} documents have fewer than {protocol.needed:,} tokens and are left out: {names}")
+    label = f"{run.name} at {protocol.context:,}"
+    with Board(Voice(), "window") as board, torch.autocast(device.type, torch.bfloat16, enabled=low):
+        scored = measured.score_all(
+            model, corpus, plan, store=store, of=repr(sorted(asked.items(), key=str)), chunk=run.evaluation.chunk,
+            check=stop.check, progress=lambda done, total: board.show(label, done, total),
+        )  # fmt: skip
+        board.drop(label)
+    about = experiment.identity(run) | asked | protocol.settings()
+    rows = [about | row for row in measured.rows(plan, scored, run.evaluation.seed)]
+    jsonl.append(directory / ROWS, *rows)
+    # Last: its row says that the others are there.
+    jsonl.append(directory / POSITIONS, about | measured.position_row(plan, scored))
+    store.unlink()
+    last = rows[-1]
+    plural = "s" * (last["documents"] != 1)
+    say(
+        f"{label}: perplexity {last['perplexity']:.2f}, loss {last['nll']:.4f} ({last['low']:.4f} … {last['high']:.4f} "
+        f"over {last['resampled']}), {last['tokens']:,} tokens of {last['documents']} document{plural}"
+    )
+
+
+def _store(directory: Path, protocol: perplexity.Protocol) -> Path:
+    """Where scores are until there are rows of them."""
+    return directory / f".scores-{protocol.name}-{protocol.context}.jsonl"
+
+
+class RoutingLog:
+    """`routing.jsonl`: a line per step, layer and head; steps that a resumed run takes again replace those it lost.
+
+    Args:
+        path: the file.
+        identity: what names the run in each line.
+    """
+
+    def __init__(self, path: Path, identity: Record) -> None:
+        self.path, self.identity = path, identity
+        self._begun = False
+
+    def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add the records of a step."""
+        if not self._begun and self.path.is_file():
+            before = [row for row in read_lines(self.path) if row["step"] < step]
+            files.replace(self.path, b"".join(files.to_json(row, indent=None) for row in before))
+        self._begun = True
+        jsonl.append(self.path, *(self.identity | {"step": step} | dict(record) for record in records))
+
+
+def refuse_tokenizer(directory: Path, corpus: Corpus) -> None:
+    """Refuse a corpus whose ids mean something else than those a run was trained on.
+
+    Raises:
+        ValueError: another tokenizer, or none recorded.
+    """
+    known = recorded_corpus(directory).get("tokenizer")
+    if known is None:
+        raise ValueError(
+            f"run: {directory} does not say with which tokenizer it was trained, expected a run of gape lm"
+        )
+    if known.get("sha256") != corpus.tokenizer.get("sha256"):
+        wanted = f"a corpus of the tokenizer that {directory} was trained with, {known.get('name')}"
+        raise ValueError(f"data: {corpus.directory} is of tokenizer {corpus.tokenizer.get('name')}, expected {wanted}")
+
+
+def recorded_corpus(directory: Path) -> Record:
+    """What a run's config.json says of its corpus: fingerprint, tokenizer, epochs; empty before training began."""
+    found = jsonl.read_object(directory / CONFIG).get("extra", {}).get("corpus", {})
+    return dict(found)
+
+
+def _asked(
+    run: LanguageRun,
+    corpus: Corpus,
+    step: int | None,
+    device: torch.device,
+    low: bool,
+    split: str = "heldout",
+    stratum: str | None = None,
+) -> Record:
+    """What was asked besides the protocol; rows with these values answer it."""
+    return {
+        "step": step, "corpus": corpus.fingerprint(), "split": split, "only_stratum": stratum,
+        "precision": "bfloat16" if low else "float32", "device": device.type,
+        "max_windows": run.evaluation.max_windows, "eval_seed": run.evaluation.seed,
+    }  # fmt: skip
+
+
+def _unmeasured(run: LanguageRun, directory: Path, asked: Record) -> list[int]:
+    """The contexts without rows, short ones first."""
+    evaluation: Evaluation = run.evaluation
+    return [
+        context
+        for context in sorted(set(evaluation.contexts))
+        if not all(_latest(directory / name, asked | evaluation.at(context).settings()) for name in (ROWS, POSITIONS))
+    ]
+
+
+def _latest(path: Path, wanted: Record) -> list[Record]:
+    """The rows of a file that have these values, the later of two for one stratum."""
+    found = read_lines(path) if path.is_file() else []
+    return list({row.get("stratum"): row for row in found if answers(row, wanted)}.values())
+
+
+def _corpus(run: LanguageRun) -> Corpus:
+    if not run.data:
+        raise ValueError("data: got nothing, expected data=DIR, a corpus that gape data prepare wrote")
+    return open_corpus(run.data)
+
+
+def _sources(run: LanguageRun, corpus: Corpus, device: torch.device) -> tuple[WindowSource, WindowSource, WindowSource]:
+    """Windows to train on, to validate on and to watch the gates on."""
+    length, stratum = run.task.length, run.task.stratum
+    train = WindowSource(
+        corpus, split="train", stratum=stratum, length=length, batch_size=run.batch_size, seed=run.seed, device=device,
+        accumulation=run.train.accumulation,
+    )  # fmt: skip
+    sizes = (min(run.batch_size, run.evaluation.validation_windows), run.analysis.routing_windows)
+    validation, watched = (
+        WindowSource(
+            corpus, split="heldout", stratum=stratum, length=length, batch_size=size, seed=run.evaluation.seed,
+            device=device,
+        )
+        for size in sizes
+    )  # fmt: skip
+    return train, validation, watched

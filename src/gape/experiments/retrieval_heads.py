@@ -1,0 +1,288 @@
+"""What `gape hf heads` does: find the heads that retrieve, on samples of RULER, and write floors that spare them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gape.hf
+from gape.cli.console import Board, Voice
+from gape.experiments import experiment
+from gape.experiments.finetune import base_of, refuse_missing
+from gape.hf import heads
+from gape.hf.reading import read_config
+from gape.tasks.ruler import opening, prompts, sources
+from gape.tasks.ruler.readers import TransformersReader
+from gape.tasks.ruler.sources import Sample
+from gape.utils import files
+from gape.utils.validation import finite, invalid_argument, positive_number, whole
+
+#: The key of the floors in a file, as gates know them.
+FLOORS = "gate_floor"
+#: What a file says of its order; the last three only where heads were pruned.
+_ORDERED = ("free", "floor", "model", "data", "candidates", "context_length", "gates")
+#: Heads that are printed.
+_SHOWN = 10
+_ABSENT, _LONG = "their answer does not stand in the text", "they are longer than the model can read"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What is asked for; see the options of `gape hf heads`."""
+
+    model: str
+    data: str
+    free: int
+    floor: float
+    samples: int
+    candidates: int | None = None
+    context_length: int | None = None
+    gates: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        whole("free", self.free, 0)
+        positive_number("floor", self.floor)
+        whole("samples", self.samples)
+        if self.candidates is None:
+            if self.context_length is not None:
+                raise invalid_argument("context_length", self.context_length, "none without --candidates")
+            if self.gates:
+                raise invalid_argument("gate", dict(self.gates), "none without --candidates")
+            return
+        if whole("candidates", self.candidates, 0) < self.free:
+            raise invalid_argument(
+                "candidates", self.candidates, f"a whole number from {self.free}, as many as --free at least"
+            )
+        if self.context_length is None:
+            raise invalid_argument(
+                "context_length", None, "--context-length T beside --candidates, as gape hf inject takes it"
+            )
+        if FLOORS in self.gates:
+            raise invalid_argument("gate", FLOORS, "other options: --floor gives the floors")
+
+    def settings(self) -> dict[str, Any]:
+        """What a file of floors says of its order; names, wherever they are."""
+        data = Path(self.data).resolve().name if Path(self.data).exists() else self.data
+        made = {"free": self.free, "floor": float(self.floor), "model": base_of(self.model), "data": data}
+        if self.candidates is None:
+            return made
+        gates = dict(self.gates)
+        return {**made, "candidates": self.candidates, "context_length": self.context_length, "gates": gates}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Located:
+    """A sample as ids (N,), with the numbers of the tokens that its answer repeats and of those of the answer."""
+
+    sample: Sample
+    ids: Tensor
+    source: list[int]
+    answer: range
+
+
+def write(order: Order, out: Path, device: str) -> None:
+    """Score the heads of a model, prune them where that is asked for, print the best and write floors.
+
+    Raises:
+        ValueError: no such model or data, a model with gates, too few heads, no sample that shows where its answer
+            stands, or another file in the place of `out`.
+    """
+    voice, where = Voice(), experiment.pick_device(device)
+    _refuse_other(out, order)
+    refuse_missing(order.model)
+    if str(read_config(order.model).model_type).startswith("gape_"):
+        raise invalid_argument("model", order.model, "one without gates; gape hf remove takes them out")
+    found, _ = sources.read([order.data])
+    reader = opening.open_transformers(order.model, device=where)
+    groups = _checked(reader.model, order)
+    located = locate(reader, found, order.samples, voice)
+    score = _scores(reader, located, voice)
+    made = {
+        FLOORS: heads.floors(score, order.free, order.floor, groups),
+        "score": [[round(value, 6) for value in row] for row in score.tolist()],
+        **order.settings(), "samples": len(located),
+    }  # fmt: skip
+    if order.candidates is not None:
+        best = _pruned(reader, located, heads.best(score, order.candidates), order, voice)
+        made |= {FLOORS: best.floors, "loss": [round(loss, 6) for loss in best.losses]}
+    _save(out, files.to_json(made, indent=None))
+    _show(score, order.free)
+
+
+def _checked(model: Any, order: Order) -> int:
+    """Query heads of a key head, after a look whether a model takes what is asked for."""
+    layers, n_heads, n_kv_heads = heads.sizes(model)
+    groups = n_heads // n_kv_heads
+    rows = heads.floors(torch.zeros(layers, n_kv_heads), order.free, order.floor, groups)
+    if order.candidates is not None:
+        most = layers * n_kv_heads
+        if order.candidates > most:
+            expected = f"a whole number from {order.free}, as many as --free, to {most}, the key heads of the model"
+            raise invalid_argument("candidates", order.candidates, expected)
+        gates = {**order.gates, FLOORS: rows}
+        gape.hf.plan(model, context_length=order.context_length, start="paper", gates=gates)
+    return groups
+
+
+def locate(reader: TransformersReader, samples: Sequence[Sample], most: int, voice: Voice) -> list[Located]:
+    """The first samples that show where their answer stands, as many from each file and length.
+
+    Raises:
+        ValueError: there is none, or the tokenizer does not tell which characters a token is made of.
+    """
+    if not getattr(reader.tokenizer, "is_fast", False):
+        raise invalid_argument(
+            "tokenizer", type(reader.tokenizer).__name__, "a fast one, which tells the characters of a token"
+        )
+    made: list[Located] = []
+    left = Counter[str]()
+    for sample in _evenly(samples):
+        if len(made) == most:
+            break
+        one = _located(reader, sample)
+        if isinstance(one, str):
+            left[one] += 1
+        else:
+            made.append(one)
+    told = "; ".join(f"{count} left out: {why}" for why, count in left.items())
+    if not made:
+        raise ValueError(f"data: none of its samples can be used, expected one whose answer stands in its text; {told}")
+    if told:
+        voice.say(told)
+    return made
+
+
+def _evenly(samples: Sequence[Sample]) -> Iterator[Sample]:
+    """The first of each file and length, then the second of each, and so on."""
+    groups: dict[tuple[str, int], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.source, sample.length), []).append(sample)
+    for row in zip_longest(*groups.values()):
+        yield from (sample for sample in row if sample is not None)
+
+
+def _located(reader: TransformersReader, sample: Sample) -> Located | str:
+    """A sample with its tokens found, or why it cannot be used."""
+    spans = [_places(sample.input, output) for output in sample.outputs]
+    if not all(spans):
+        return _ABSENT
+    (item,) = prompts.prepare(reader, [sample], overlength="skip", generate=False)
+    if item.skipped:
+        return _LONG
+    text = prompts.rendered(reader, sample, "base")
+    offsets = reader.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    # What the tokenizer puts before every text is not among them.
+    before = len(item.prompt) - len(offsets)
+    source = [
+        before + number
+        for number, (start, stop) in enumerate(offsets)
+        if any(start < last and stop > first for places in spans for first, last in places)
+    ]
+    ids = torch.cat([torch.from_numpy(item.prompt), torch.from_numpy(item.answer)])
+    return Located(sample=sample, ids=ids, source=source, answer=range(len(item.prompt), len(ids)))
+
+
+def _places(text: str, answer: str) -> list[tuple[int, int]]:
+    """Where an answer stands in a text: first character and end of each place."""
+    places, start = [], text.find(answer)
+    while start >= 0:
+        places.append((start, start + len(answer)))
+        start = text.find(answer, start + len(answer))
+    return places
+
+
+def _scores(reader: TransformersReader, located: Sequence[Located], voice: Voice) -> Tensor:
+    """The mean over samples, (L, Hk)."""
+    own = reader.model.config._attn_implementation
+    # The model's own would not tell its weights.
+    reader.model.set_attn_implementation("eager")
+    found = []
+    with Board(voice, "sample") as board:
+        for number, one in enumerate(located, 1):
+            board.show("scores of heads", number - 1, len(located))
+            ids = one.ids[None].to(reader.device)
+            found.append(heads.scores(reader.model, ids, one.source, one.answer))
+            voice.say(f"{number} of {len(located)}: {one.sample.source} {one.sample.number}, {len(one.ids):,} tokens")
+    reader.model.set_attn_implementation(own)
+    return torch.stack(found).mean(0)
+
+
+def _pruned(
+    reader: TransformersReader, located: Sequence[Located], candidates: Sequence[heads.Head], order: Order, voice: Voice
+) -> heads.Pruned:
+    """The heads left of some, with a line for each that goes."""
+    assert order.context_length is not None
+    samples = [(one.ids[None].to(reader.device), one.answer) for one in located]
+    first = left = len(candidates) + 1
+
+    def told(head: heads.Head | None, loss: float) -> None:
+        nonlocal left
+        left -= 1
+        what = "" if head is None else f"a floor under layer {head[0]}, key head {head[1]}, "
+        voice.say(f"{left} free: {what}loss {loss:.4f}")
+        board.show("floors", first - left, first - order.free)
+
+    with Board(voice, "head") as board:
+        board.show("floors", 0, first - order.free)
+        return heads.pruned(
+            reader.model, samples, candidates, order.free, floor=order.floor, gates=order.gates,
+            context_length=order.context_length, told=told,
+        )  # fmt: skip
+
+
+def _show(score: Tensor, free: int) -> None:
+    print("layer  key head   score")
+    for layer, head in heads.best(score, _SHOWN):
+        print(f"{layer:5}  {head:8}  {float(score[layer, head]):6.4f}")
+    count = score.numel()
+    print(f"{free} of {count} key heads are free and keep {100 * free / count:.1f} % of the keys of all heads")
+
+
+def _refuse_other(out: Path, order: Order) -> None:
+    """Refuse a file in the place of `out` that another order has written, or none."""
+    if not out.exists():
+        return
+    try:
+        there = files.from_json(out.read_bytes())
+    except (OSError, ValueError):
+        there = {}
+    if {key: there[key] for key in _ORDERED if key in there} != order.settings():
+        raise invalid_argument("out", str(out), "a name that is free, or the file that the same command has written")
+
+
+def _save(out: Path, data: bytes) -> None:
+    if out.exists():
+        if out.read_bytes() != data:
+            raise invalid_argument("out", str(out), "a name that is free: this file has other floors or scores")
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(out, data)
+
+
+def with_floors(gates: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Options of gates with the floors of a file of `gape hf heads`.
+
+    Raises:
+        ValueError: floors are given already, or there is no such file.
+    """
+    if FLOORS in gates:
+        raise invalid_argument("floors", str(path), f"none beside --gate {FLOORS}=…")
+    try:
+        rows = files.from_json(path.read_bytes()).get(FLOORS)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"floors: {path} cannot be read, expected a file of gape hf heads: {error}") from error
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
+        raise invalid_argument(
+            "floors", rows, f"a list of {FLOORS} for each layer in {path}, as gape hf heads writes it"
+        )
+    for value in (value for row in rows for value in row):
+        if finite("floors", value, "numbers from 0") < 0:
+            raise invalid_argument("floors", value, "numbers from 0")
+    return {**gates, FLOORS: rows}

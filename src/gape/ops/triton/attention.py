@@ -1,0 +1,371 @@
+"""`impl="triton"`: the bias made in float32 registers, every coordinate free for content, any length and layout.
+
+The kernels are operators of torch (`gape::attend` and `gape::attend_backward`), so a compiler carries them along and
+autograd knows their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from gape.ops.problem import Problem
+from gape.ops.prologue import PIECE, GateReading
+from gape.ops.triton import attention_bwd, attention_fwd
+from gape.ops.triton.bounds import SLACK, bounds
+from gape.ops.triton.configs import tiles_for
+from gape.ops.triton.custom_ops import in_parts, operator, traceable
+from gape.ops.triton.prologue import prepare_bounded
+from gape.ops.triton.tiles import LOG2E
+
+
+class Layout(NamedTuple):
+    """Who sees whom, as the kernels take it: tensors or None, and a flag."""
+
+    q_positions: Tensor | None
+    k_positions: Tensor | None
+    q_documents: Tensor | None
+    k_documents: Tensor | None
+    mask: Tensor | None
+    causal: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether the order is that of the tensors and causality is all there is: where tiles may be skipped."""
+        return self.causal and all(x is None for x in self[:5])
+
+
+class Answer(NamedTuple):
+    """What the kernels return.
+
+    Attributes:
+        out: (B, Hq, Nq, Dv) in q's dtype.
+        lse: natural log-sum-exp of the logits, (B, Hq, Nq) in float32, without gradient; −inf for a row that saw
+            nothing.
+        visited: fraction of the visible key tiles that were looked at, one number.
+    """
+
+    out: Tensor
+    lse: Tensor
+    visited: Tensor
+
+
+def run(problem: Problem, eps: float = 0.0) -> Tensor:
+    """The operator, (B, Hq, Nq, Dv) in q's dtype, which is not float64."""
+    return _attended(problem, eps)[0]
+
+
+def answer(problem: Problem, eps: float = 0.0) -> Answer:
+    """The operator with what else is known when it has run."""
+    out, lse, _, visited, _ = _attended(problem, eps)
+    if not visited.numel():
+        return Answer(out, lse / LOG2E, lse.new_ones(()))
+    # There may be more tiles than float32 counts.
+    count = visited.sum(dtype=torch.float64)
+    return Answer(out, lse / LOG2E, (count / _tiles_seen(problem.q, problem.k, problem.v)).float())
+
+
+def visits(problem: Problem, eps: float) -> Tensor:
+    """The fraction of the visible key tiles that each head looks at, (B, Hq); 1 where none may be skipped."""
+    visited = _attended(problem, eps)[3]
+    if not visited.numel():
+        return visited.new_ones(visited.shape[:2])
+    each = _tiles_seen(problem.q, problem.k, problem.v) / (problem.q.size(0) * problem.q.size(1))
+    return (visited.sum(-1, dtype=torch.float64) / each).float()
+
+
+def _attended(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What :func:`attend` returns; nothing is skipped but tokens in index order."""
+    where = layout(problem)
+    q, k, v = (_whole_pieces(x) for x in (problem.q, problem.k, problem.v))
+    out, *others = torch.ops.gape.attend(
+        q, k, v, problem.rate, problem.exposure, *where, problem.scale, eps if where.plain else 0.0
+    )
+    return out[..., : problem.v.size(-1)], *others
+
+
+def projected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    reading: GateReading,
+    *,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What :func:`attend` returns, of q and k as :func:`gape.ops.prologue.bounded_attention` takes them; no gradients.
+
+    Norms are those of the rows that attention reads, stretched as in :func:`bounds`.
+    """
+    values = _whole_pieces(v)
+    columns = tiles_for(q, values, "attend", skip=True)["BLOCK_N"] if eps else 0
+    ready = prepare_bounded(
+        q, k, *((None, None) if angles is None else angles), reading.gate_weight, reading.gate_bias,
+        reading.amplitude, reading.floor, reading.landmark_weight, reading.landmark_bias,
+        LOG2E / reading.context_length, scale * LOG2E * SLACK, SLACK, columns,
+    )  # fmt: skip
+    out, *others = attend_bounded(*ready[:2], values, *ready[2:], scale, eps)
+    return out[..., : v.size(-1)], *others
+
+
+def _whole_pieces(x: Tensor) -> Tensor:
+    """Zero coordinates up to a multiple of PIECE: rows of another width are read number by number, at half the speed.
+
+    One copy is little beside attention, which reads each key once for every tile of queries.
+    """
+    spare = -x.size(-1) % PIECE
+    return F.pad(x, (0, spare)) if spare else x
+
+
+def layout(problem: Problem) -> Layout:
+    """The problem's visibility in the form that the kernels take."""
+    seen, batch = problem.seen, problem.q.size(0)
+    mask = seen.attn_mask
+    if mask is not None:
+        mask = mask.expand(batch, problem.q.size(1), seen.n_q, seen.n_k)
+    return Layout(
+        q_positions=None if seen.q_positions is None else seen.q_positions.expand(batch, -1),
+        k_positions=None if seen.k_positions is None else seen.k_positions.expand(batch, -1),
+        q_documents=None if seen.q_documents is None else seen.q_documents.contiguous(),
+        k_documents=None if seen.k_documents is None else seen.k_documents.contiguous(),
+        mask=mask,
+        causal=seen.is_causal,
+    )
+
+
+@operator("gape::attend")
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    u: Tensor,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Forward: out, base-2 log-sum-exp, and with eps > 0 what is known of skipping.
+
+    That is each query's threshold, each row tile's visits, and the first tile of keys that may matter to it.
+    """
+    batched = (q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(_attend, batched, *q.shape[:2], causal, scale, eps)
+    return found
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    where, (scale, eps) = Layout(*told[:6]), told[6:]
+    outs = _blank(q, v, eps)
+    if outs[0].numel():
+        judged = bounds(q, k, v, u, scale) if eps else (c, c, c)
+        _launch_attend(outs, _arguments(q, k, v, c * LOG2E, u, judged, where, eps), q, v, scale, eps)
+    return outs
+
+
+@operator("gape::attend_bounded")
+def attend_bounded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    u: Tensor,
+    reach: Tensor,
+    k_reach: Tensor,
+    u_least: Tensor,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Forward alone, what :func:`attend` returns, with c in base 2 and bounds as :func:`bounds` makes them.
+
+    For causal tokens in index order. The bounds are of no matter where eps is 0.
+    """
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    found = in_parts(_attend_bounded, (q, k, v, c, u, reach, k_reach, u_least), *q.shape[:2], scale, eps)
+    return found
+
+
+def _attend_bounded(
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    judged, (scale, eps) = told[:3], told[3:]
+    outs = _blank(q, v, eps)
+    if outs[0].numel():
+        where = Layout(None, None, None, None, None, causal=True)
+        _launch_attend(outs, _arguments(q, k, v, c, u, judged, where, eps), q, v, scale, eps)
+    return outs
+
+
+def _launch_attend(
+    outs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], a: _Arguments, q: Tensor, v: Tensor, scale: float, eps: float
+) -> None:
+    (out, lse, low, visited, earliest), (reach, k_reach, u_least) = outs, a.bounds
+    tile = tiles_for(q, v, "attend", skip=eps > 0)
+    grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
+    traceable(attention_fwd.attend)[grid](
+        *a.tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *a.strides, q.size(1), *a.sizes,
+        scale * LOG2E, eps, **a.flags, **tile,
+    )  # fmt: skip
+
+
+@operator("gape::attend_backward")
+def attend_backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    low: Tensor,
+    earliest: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    u: Tensor,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Backward: gradients of q, k, v in their dtypes and of c, u in float32."""
+    batched = (grad, out, lse, low, earliest, q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    found = in_parts(_attend_backward, batched, *q.shape[:2], causal, scale, eps)
+    return found
+
+
+def _attend_backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    low: Tensor,
+    earliest: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    u: Tensor,
+    *told: Any,
+) -> tuple[Tensor, ...]:
+    where, (scale, eps) = Layout(*told[:6]), told[6:]
+    grad = grad.contiguous()
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, c, u))
+    if q.numel() == 0 or k.numel() == 0:
+        return tuple(x.zero_() for x in grads)
+    dq, dk, dv, dc, du = grads
+    tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("by_rows", "by_columns"))
+    judged = bounds(q, k, v, u, scale) if eps else (c, c, c)
+    a = _arguments(q, k, v, c * LOG2E, u, judged, where, eps)
+    reach, k_reach, u_least = judged
+    numbers = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
+    upstream = (grad, numbers)
+    traceable(attention_bwd.row_numbers)[(-(-lse.numel() // 64),)](
+        grad, out, a.base_2_rate, lse, numbers, lse.numel(), q.size(2), v.size(3),
+        BLOCK=64, BLOCK_D=tile["BLOCK_V"], BLOCK_M=column_tile["BLOCK_M"],
+    )  # fmt: skip
+    rows = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
+    traceable(attention_bwd.by_rows)[rows](
+        *a.tensors, *upstream, dq, dc, reach, low, earliest, k_reach, u_least, *a.strides, q.size(1), *a.sizes,
+        scale * LOG2E, scale, **a.flags, **tile,
+    )  # fmt: skip
+    columns = (-(-k.size(2) // column_tile["BLOCK_N"]), k.size(0) * k.size(1))
+    traceable(attention_bwd.by_columns)[columns](
+        *a.tensors, *upstream, dk, dv, du, reach, low, earliest, k_reach, u_least, *a.strides, k.size(1), *a.sizes,
+        scale * LOG2E, scale, LOG2E, **a.flags, **column_tile, RAGGED=bool(q.size(2) % column_tile["BLOCK_M"]),
+    )  # fmt: skip
+    return dq, dk, dv, dc, du
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    out, lse, low, visited, earliest = output
+    ctx.save_for_backward(out, lse, low, earliest, *inputs[:10])
+    ctx.settings = inputs[10:]
+    ctx.mark_non_differentiable(lse, low, visited, earliest)
+
+
+def _backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
+    grads = torch.ops.gape.attend_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return (*grads, *(None,) * 8)
+
+
+attend.register_autograd(_backward, setup_context=_setup)
+
+
+def _blank(q: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Memory for what the forward pass returns; nothing where tiles are not skipped."""
+    batch, n_heads, n_q, _ = q.shape
+    out = torch.empty(batch, n_heads, n_q, v.size(-1), dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, n_heads, n_q, dtype=torch.float32, device=q.device)
+    rows = tiles_for(q, v, "attend", skip=True)["BLOCK_M"]
+    tiles = (n_q + rows - 1) // rows if eps else 0
+    visited = torch.empty(batch, n_heads, tiles, dtype=torch.float32, device=q.device)
+    low = torch.empty_like(lse) if eps else lse.new_empty(0)
+    return out, lse, low, visited, visited.new_empty(visited.shape, dtype=torch.int32)
+
+
+def _tiles_seen(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Key tiles that causality leaves to all row tiles of all heads."""
+    tile = tiles_for(q, v, "attend", skip=True)
+    rows, columns, n_q, n_k = tile["BLOCK_M"], tile["BLOCK_N"], q.size(2), k.size(2)
+    ends = (min(n_k, n_k - n_q + start + rows) for start in range(0, n_q, rows))
+    return q.size(0) * q.size(1) * sum(-(-end // columns) for end in ends)
+
+
+class _Arguments(NamedTuple):
+    tensors: tuple[Tensor, ...]
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    bounds: tuple[Tensor, Tensor, Tensor]
+    flags: dict[str, Any]
+
+    @property
+    def base_2_rate(self) -> Tensor:
+        """c · log₂e, as all kernels take it."""
+        return self.tensors[3]
+
+
+def _arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    u: Tensor,
+    judged: tuple[Tensor, Tensor, Tensor],
+    where: Layout,
+    eps: float,
+) -> _Arguments:
+    """What all kernels take, in their order; c in base 2."""
+    tile = tiles_for(q, v, "attend", skip=eps > 0)
+    n_q, n_k, d, d_v = q.size(2), k.size(2), q.size(3), v.size(3)
+    positions = [(0, 0) if p is None else p.stride() for p in (where.q_positions, where.k_positions)]
+    mask = (0, 0, 0, 0) if where.mask is None else where.mask.stride()
+    flags = {
+        "CAUSAL": where.causal,
+        "HAS_POSITIONS": where.q_positions is not None,
+        "HAS_DOCUMENTS": where.q_documents is not None,
+        "HAS_MASK": where.mask is not None,
+        "PARTIAL_D": d != tile["BLOCK_D"],
+        "PARTIAL_V": d_v != tile["BLOCK_V"],
+        "SKIP": eps > 0,
+    }
+    # A pointer that is never followed stands in for what is not there: kernels do arithmetic on all of them.
+    optional = tuple(q if x is None else x for x in where[:5])
+    return _Arguments(
+        tensors=(q, k, v, c.contiguous(), u.contiguous(), *optional),
+        strides=(*q.stride(), *k.stride(), *v.stride(), *positions[0], *positions[1], *mask),
+        sizes=(q.size(1) // k.size(1), n_q, n_k, d, d_v),
+        bounds=judged,
+        flags=flags,
+    )

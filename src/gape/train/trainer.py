@@ -1,0 +1,400 @@
+"""The trainer: steps, and between them validation, logs, checkpoints and the wish to stop."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from gape.gates import GAPEGates
+from gape.train import checkpoint, dump, guards, rng
+from gape.train import resume as resuming
+from gape.train.config import TrainConfig
+from gape.train.optimizer import build, learning_rate, named
+from gape.train.source import Batch, Source
+from gape.train.step import Updater, Window
+from gape.utils import files
+from gape.utils.errors import NonFiniteError
+from gape.utils.jsonl import JSONLines, TensorBoard
+from gape.utils.progress import Reporter
+from gape.utils.run_info import manifest
+from gape.utils.signals import Interrupted, StopFlag
+from gape.utils.validation import invalid_argument
+
+Validate = Callable[[Any, int], Mapping[str, float]]
+Observe = Callable[[Any, int], None]
+T = TypeVar("T")
+HISTORY = 100
+
+
+class Trainer:
+    """Trains a model in a run directory that can be left and taken up again.
+
+    Args:
+        model: called as model(ids, targets=, documents=, positions=), returns an object with `.loss`; has
+            `config.to_dict()` if it is to be loaded again by :func:`gape.train.load_model`. It stays where it is.
+        config: a :class:`TrainConfig`.
+        source: gives the batches, on the model's device.
+        run_dir: the run's directory, made when missing.
+        validate: validate(model, step) → numbers; called in eval mode without gradients, under the same autocast; what
+            it draws at random leaves training alone. Its "accuracy" and "loss" decide about stopping early.
+        stop: polled between steps; hand in your own to poll it in `validate` too.
+        extra: stored in config.json as it is, for instance the recipe.
+        console: where progress is shown; standard error when None.
+        observe: observe(model, step), called as `validate` is, at step 0 and every `observe_every` steps; for what
+            should be seen while a model learns. After resuming it may be called again for a step.
+        observe_every: updates between observations; 0 never observes.
+
+    Raises:
+        ValueError: for a model without anything to train, or lambda_l1 with a model without landmarks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        source: Source,
+        run_dir: str | PathLike[str],
+        validate: Validate | None = None,
+        *,
+        stop: StopFlag | None = None,
+        extra: Mapping[str, Any] | None = None,
+        console: Console | None = None,
+        observe: Observe | None = None,
+        observe_every: int = 0,
+    ) -> None:
+        self.model: nn.Module = getattr(model, "_orig_mod", model)
+        self.config, self.source, self.validate = config, source, validate
+        self.run_dir = Path(run_dir)
+        self.stop = StopFlag() if stop is None else stop
+        self.observe, self._observe_every, self._observed = observe, observe_every, -1
+        self.optimizer = build(self.model, config)
+        self.device = next(iter(named(self.optimizer).values())).device
+        self.state = resuming.RunState()
+        self.window = Window()
+        self._updater = Updater(self.model, self.optimizer, config, self.device)
+        self._identity = resuming.Identity.of(self.model, config, source, extra)
+        self._history: deque[list[float]] = deque(maxlen=HISTORY)
+        self._check_every = config.check_every or (1 if self.device.type == "cpu" else config.log_every)
+        self._reporter = Reporter(config.progress, config.max_steps, self.run_dir.name, console)
+        self._saved: int | None = None
+        self._began = 0
+        self._clock = time.perf_counter()
+
+    def run(self, resume: str | PathLike[str] = "auto") -> dict[str, Any]:
+        """Train until the last step, or early after repeated perfect validation.
+
+        Args:
+            resume: "auto" goes on from the newest valid checkpoint and starts anew where there is none; "never" starts
+                anew and refuses a directory with checkpoints; a path is that checkpoint of this run.
+
+        Returns:
+            What `summary.json` holds: status ("finished" or "stopped early"), step, loss, validation, tokens and the
+            name of the last checkpoint.
+
+        Raises:
+            Interrupted: after SIGINT or SIGTERM; everything is saved.
+            NonFiniteError: for a loss or gradient that is not finite; the weights are those of the step before.
+            DiskFullError: before the start or at a checkpoint; earlier checkpoints are whole.
+            LostDirectoryError: when the directory was moved or deleted meanwhile.
+            CheckpointError: when there are checkpoints and none is valid.
+            BusyError: when another process trains in the directory.
+            ValueError: when config, model or data are not those of the checkpoint, or the directory is no run's.
+        """
+        if self.state.step:
+            raise RuntimeError("a Trainer runs once; make another, with a new model, to go on from a checkpoint")
+        guards.refuse_foreign(self.run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with guards.alone(self.run_dir), self.stop, guards.determinism(self.config.deterministic, self.device):
+            self._log, self._runtime = (JSONLines(self.run_dir / f"{name}.jsonl") for name in ("log", "runtime"))
+            self._board: TensorBoard | None = None
+            try:
+                with self._reporter:
+                    self._open(resume)
+                    self._loop()
+                    return self._finish()
+            except BaseException as error:
+                self._note(event="stopped", step=self.state.step, why=f"{type(error).__name__}: {error}")
+                raise
+            finally:
+                for log in (self._log, self._runtime, self._board):
+                    if log is not None:
+                        log.close()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.run_dir / "checkpoints"
+
+    def _open(self, resume: str | PathLike[str]) -> None:
+        for place in (self.checkpoints, self.run_dir / "figures"):
+            place.mkdir(exist_ok=True)
+        chosen = resuming.choose(self.checkpoints, resume, self._warn)
+        kept = self.config.keep_last + (self.config.patience > 0)
+        checkpoint.preflight(self.checkpoints, self._checkpoint_bytes(), kept)
+        record = manifest(self.device, seed=self.config.seed, data=self._identity.data, more=self._facts())
+        if chosen is None:
+            rng.seed_all(self.config.seed)
+            self._log.cut(0)
+            files.replace(self.run_dir / "manifest.json", files.to_json(record))
+        else:
+            self._restore(chosen)
+        files.replace(self.run_dir / "config.json", files.to_json(self._identity.to_dict()))
+        (self.run_dir / checkpoint.SUMMARY).unlink(missing_ok=True)
+        if self.config.tensorboard:
+            self._board = TensorBoard(self.run_dir / "tensorboard", self.state.step, self._warn)
+        self._note(event="started", step=self.state.step, **record)
+        if self.device.type == "cuda":
+            # What ran in this process before is not this run's.
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.model.train()
+        self._began, self._clock = self.state.step, time.perf_counter()
+
+    def _facts(self) -> dict[str, Any]:
+        """What "auto" came to, for the manifest."""
+        uncovered = guards.NOT_COVERED.get(self.device.type, [])
+        return {
+            "precision": "bfloat16" if self._updater.autocasts else "float32",
+            "compiled": self._updater.compiles,
+            "deterministic": {"not covered": uncovered} if self.config.deterministic else False,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+
+    def _restore(self, chosen: checkpoint.Checkpoint) -> None:
+        resuming.refuse_changes(chosen, self._identity)
+        self.state, rows = resuming.restore(chosen, self.model, self.optimizer, self.device)
+        self.window.restore(rows)
+        self._saved = chosen.step
+        if chosen.state["device"] != self.device.type:
+            self._warn(f"the run was on {chosen.state['device']} and is on {self.device.type} now: not bit for bit")
+        if not self._log.cut(int(chosen.state["log_bytes"])):
+            self._warn("log.jsonl is shorter than when the checkpoint was written; its lines from then are lost")
+        for newer in checkpoint.found(self.checkpoints):
+            if int(newer.name.removeprefix("step-")) > chosen.step:
+                self._warn(f"{newer.name} is not used any more, moved to {checkpoint.set_aside(newer).name}")
+        self._reporter.say(f"resumed from {chosen.path.name}")
+
+    def _loop(self) -> None:
+        every = self.config.checkpoint_every
+        while True:
+            if self.stop.requested:
+                self._leave()
+            if self._observation_due():
+                self._look()
+            if self._validation_due():
+                self._validate()
+            done = self.state.step >= self.config.max_steps or self._early()
+            if done or self._is_best() or (every and self.state.step and self.state.step % every == 0):
+                self._save()
+            if done:
+                return
+            self._step()
+
+    def _early(self) -> bool:
+        """Whether validations say that it is enough."""
+        enough = 0 < self.config.stop_after_perfect <= self.state.perfect
+        return enough or 0 < self.config.patience <= self.state.worse
+
+    def _is_best(self) -> bool:
+        """Whether these weights are to be kept because no others did better."""
+        return self._best_step() == self.state.step
+
+    def _step(self) -> None:
+        step, config = self.state.step + 1, self.config
+        batches = self._batches(step)
+        rate = learning_rate(config, step)
+        self.window.add(*self._updater.step(batches, rate))
+        self.state.step = step
+        self.state.tokens += sum(batch.ids.numel() for batch in batches)
+        if step % config.log_every == 0:
+            self._write_log(rate)
+        elif step % self._check_every == 0:
+            self._check()
+            self._reporter.update(step, f"loss {self.window.read()[-1][0]:.4f}")
+
+    def _batches(self, step: int) -> list[Batch]:
+        batches = [self.source.batch(step, micro) for micro in range(self.config.accumulation)]
+        for batch in batches:
+            if batch.ids.device != self.device:
+                raise invalid_argument("source", batch.ids, f"batches on {self.device}, where the model is")
+        return batches
+
+    def _check(self) -> None:
+        """Stop with a dump if a step since the last log line was not finite; waits for the device."""
+        bad = self.window.first_bad()
+        if bad is None:
+            return
+        rows = self.window.read()
+        step = self.state.step - len(rows) + 1 + bad
+        loss, norm = rows[bad]
+        self._remember(rows[:bad], step - 1)
+        self.state.step = step - 1
+        place = dump.write(
+            self.run_dir / "dumps",
+            step,
+            loss=loss,
+            norm=norm,
+            batches=self._batches(step),
+            model=checkpoint.model_tensors(self.model)[0],
+            amplitudes=self._amplitudes(),
+            gradients=dict(zip(named(self.optimizer), self._updater.norms.tolist(), strict=True)),
+            history=list(self._history),
+        )
+        raise NonFiniteError(step, f"the loss is {loss} and the gradient's norm {norm}", place)
+
+    def _remember(self, rows: Sequence[Sequence[float]], last: int) -> None:
+        self._history.extend([last - len(rows) + 1 + i, *row] for i, row in enumerate(rows))
+
+    def _write_log(self, rate: float) -> None:
+        self._check()
+        step, rows = self.state.step, self.window.read()
+        loss, norm = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+        self.state.loss = loss
+        record = {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": self.state.tokens}
+        self._log.write(event="train", step=step, **record)
+        if self._board is not None:
+            self._board.scalars("train", record, step)
+        now = time.perf_counter()
+        # After a resume the window begins with rows that this process did not make.
+        seconds, self._clock = (now - self._clock) / min(len(rows), step - self._began), now
+        tokens = self.state.tokens / step / max(seconds, 1e-9)
+        timing: dict[str, float] = {"seconds_per_step": seconds, "tokens_per_second": tokens}
+        if self.device.type == "cuda":
+            timing["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        self._note(event="timing", step=step, **timing)
+        self._reporter.update(step, f"loss {loss:.4f}  lr {rate:.1e}  {1000 * seconds:.1f} ms/step")
+        self._remember(rows, step)
+        self.window.clear()
+
+    def _validation_due(self) -> bool:
+        step, every = self.state.step, self.config.validate_every
+        return (
+            self.validate is not None and every > 0 and step > 0 and step % every == 0 and step != self.state.validated
+        )
+
+    def _observation_due(self) -> bool:
+        every, step = self._observe_every, self.state.step
+        return self.observe is not None and every > 0 and step % every == 0 and step != self._observed
+
+    def _look(self) -> None:
+        assert self.observe is not None
+        self._check()
+        began = time.perf_counter()
+        self._aside(self.observe)
+        self._observed = self.state.step
+        self._clock += time.perf_counter() - began
+
+    def _validate(self) -> None:
+        assert self.validate is not None
+        # First, because it waits for steps that a GPU has not done yet: their time is not the validation's.
+        self._check()
+        began = time.perf_counter()
+        metrics = files.plain(dict(self._aside(self.validate)))
+        if self.stop.requested:
+            # It may have been cut short. Nothing of it is recorded, so the resumed run does it again.
+            self._leave()
+        self._record(metrics, time.perf_counter() - began)
+
+    def _aside(self, function: Callable[[Any, int], T]) -> T:
+        """Call a function of the model as it is now so that training does not notice; leave if a signal came."""
+        self.model.eval()
+        try:
+            with rng.untouched(self.device), torch.no_grad(), self._updater.autocast():
+                return function(self.model, self.state.step)
+        except Exception as error:
+            if not (self.stop.requested or isinstance(error, Interrupted)):
+                raise
+            self._leave(error.code if isinstance(error, Interrupted) else None)
+        finally:
+            self.model.train()
+
+    def _record(self, metrics: dict[str, Any], seconds: float) -> None:
+        state, accuracy = self.state, metrics.get("accuracy")
+        state.validated, state.validation = state.step, metrics
+        state.perfect = state.perfect + 1 if isinstance(accuracy, (int, float)) and accuracy >= 1.0 else 0
+        if isinstance(loss := metrics.get("loss"), (int, float)):
+            better = state.best is None or loss < state.best[1]
+            state.best, state.worse = ((state.step, loss), 0) if better else (state.best, state.worse + 1)
+        self._log.write(event="validation", step=state.step, metrics=metrics, amplitudes=self._amplitudes())
+        if self._board is not None:
+            self._board.scalars("validation", metrics, state.step)
+        self._note(event="validation", step=state.step, seconds=seconds)
+        self._clock += seconds
+        shown = "  ".join(f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in metrics.items())
+        self._reporter.say(f"step {state.step}: validation {shown}")
+
+    def _amplitudes(self) -> list[list[float]]:
+        """Γ of every gated layer, per head."""
+        return [module.amplitude.tolist() for module in self.model.modules() if isinstance(module, GAPEGates)]
+
+    def _leave(self, code: int | None = None) -> NoReturn:
+        """Save and go: a signal asked for it."""
+        self._save()
+        code = code or self.stop.code or 143
+        raise Interrupted(code, f"stopped by a signal after step {self.state.step}; saved, resume goes on from there")
+
+    def _save(self) -> None:
+        if self._saved == self.state.step:
+            return
+        self._check()
+        began = time.perf_counter()
+        packed = resuming.snapshot(
+            self.model,
+            self.optimizer,
+            self.device,
+            self._identity,
+            self.state,
+            window=self.window.read(),
+            log_bytes=self._log.settle(),
+        )
+        checkpoint.save(self.checkpoints, self.state.step, packed)
+        self._prune()
+        self._saved = self.state.step
+        self._clock += time.perf_counter() - began
+
+    def _best_step(self) -> int | None:
+        return self.state.best[0] if self.state.best is not None and self.config.patience else None
+
+    def _prune(self) -> None:
+        checkpoint.prune(self.checkpoints, keep_last=self.config.keep_last, keep_step=self._best_step())
+
+    def _finish(self) -> dict[str, Any]:
+        self._prune()  # A death may have come between the last save and its own.
+        state = self.state
+        summary = {
+            "status": "stopped early" if self._early() else "finished",
+            "step": state.step,
+            "max_steps": self.config.max_steps,
+            "loss": state.loss,
+            "validation": state.validation,
+            "best": dict(zip(("step", "loss"), state.best, strict=True)) if state.best else None,
+            "tokens": state.tokens,
+            "checkpoint": checkpoint.name(self._saved or 0),
+        }
+        files.replace(self.run_dir / checkpoint.SUMMARY, files.to_json(summary))
+        self._note(event="ended", step=state.step, status=summary["status"])
+        self._reporter.say(f"{summary['status']} at step {state.step}")
+        return summary
+
+    def _checkpoint_bytes(self) -> int:
+        weights = sum(t.nbytes for t in checkpoint.model_tensors(self.model)[0].values())
+        moments = sum(2 * p.nbytes for p in named(self.optimizer).values())
+        return weights + moments + 2**16
+
+    def _warn(self, message: str) -> None:
+        self._reporter.warn(f"warning: {message}")
+        self._note(event="warning", message=message)
+
+    def _note(self, **record: Any) -> None:
+        """A line about this moment; losing it costs nothing."""
+        try:
+            self._runtime.write(time=round(time.time(), 3), **record)
+        except OSError as error:
+            self._reporter.warn(f"warning: runtime.jsonl: {error}")
