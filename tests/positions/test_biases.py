@@ -8,8 +8,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from gape.positions import Scheme, build
-from gape.positions.alibi import slopes
-from gape.positions.t5 import T5
+from gape.positions.biases import T5, slopes
 
 Q = torch.tensor([[0, 5, 700, -3], [40, 900, 1, 2]])
 K = torch.tensor([[0, 4, 699, -9, 12], [40, 0, 901, 1, 30]])

@@ -8,7 +8,7 @@ from torch import Tensor
 from gape import theory
 from gape.analysis.tap import Attended
 from gape.ops.problem import bias_dtype
-from gape.positions.alibi import ALiBi
+from gape.positions.biases import ALiBi
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from gape.models.loss import working_dtype
 from gape.ops.carried import Rows, Step, carried_rows, steps
 from gape.positions import Gated
 from gape.positions.gated import step_under
-from gape.positions.nope import NoPE
+from gape.positions.rotary import NoPE
 
 #: Families whose own rotation turns pairs (x_m, x_{m+D/2}) by cosines and sines whose halves are alike.
 HALVES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")

@@ -12,7 +12,7 @@ from gape.ops import gated_attention
 from gape.ops.carried import Reading, Step
 from gape.ops.prologue import GateReading, OnePass
 from gape.positions.base import Scheme
-from gape.positions.nope import NoPE
+from gape.positions.rotary import NoPE
 from gape.utils.validation import invalid_argument
 
 

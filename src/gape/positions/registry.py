@@ -8,21 +8,11 @@ import torch
 from torch import Tensor
 
 from gape.gates import GAPEGates
-from gape.positions.alibi import ALiBi
 from gape.positions.base import Scheme, keyword_defaults
-from gape.positions.fire import FIRE
+from gape.positions.biases import FIRE, T5, ALiBi, Kerple
 from gape.positions.fox import FoX
 from gape.positions.gated import Gated
-from gape.positions.kerple import Kerple
-from gape.positions.longrope import LongRoPE
-from gape.positions.nope import NoPE
-from gape.positions.ntk import NTK
-from gape.positions.p_rope import PRoPE
-from gape.positions.pi import PI
-from gape.positions.rope import RoPE
-from gape.positions.rotary import Rotary
-from gape.positions.t5 import T5
-from gape.positions.yarn import YaRN
+from gape.positions.rotary import NTK, PI, LongRoPE, NoPE, PRoPE, RoPE, Rotary, YaRN
 from gape.utils.validation import even, invalid_argument, positive_number, suggestion
 
 _SCHEMES: dict[str, type[Scheme]] = {

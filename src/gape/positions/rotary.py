@@ -1,11 +1,13 @@
-"""The rotation that all rotary schemes share; they differ in their frequencies alone.
+"""Schemes that rotate q and k, or leave them alone: NoPE, RoPE, p-RoPE, PI, NTK, YaRN, LongRoPE.
 
-Pair k of a head is (x_k, x_{k+D/2}), the half-split order of `transformers`, and turns by position · inv_freq_k.
+Rotary schemes differ in their frequencies alone. Pair k of a head is (x_k, x_{k+D/2}), the half-split order of
+`transformers`, and turns by position · inv_freq_k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+import math
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -17,7 +19,7 @@ from gape.ops import inputs
 from gape.ops.prologue import OnePass
 from gape.positions.base import Scheme, keyword_defaults, outlasts, stream_of, wide
 from gape.utils.constant import Constant
-from gape.utils.validation import even, invalid_argument, positive_number
+from gape.utils.validation import above, even, finite, invalid_argument, positive_number
 
 #: Inverse frequencies, one per pair, and the factor on cos and sin.
 Spectrum = tuple[list[float], float]
@@ -186,3 +188,153 @@ def spectrum(head_dim: int, theta: float) -> list[float]:
     even("head_dim", head_dim)
     positive_number("theta", theta)
     return [theta ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]
+
+
+class NoPE(Scheme):
+    """NoPE: no position beyond causality (Kazemnejad et al., arXiv 2305.19466). Leaves q, k and the logits alone."""
+
+
+class RoPE(Rotary):
+    """RoPE (Su et al., arXiv 2104.09864): rotates every pair, pair k by position · theta^(−2k/D)."""
+
+    @staticmethod
+    def frequencies(head_dim: int, context_length: float | None = None, *, theta: float = 10000.0) -> Spectrum:
+        """The full spectrum, scale 1."""
+        return spectrum(head_dim, theta), 1.0
+
+
+class PRoPE(Rotary):
+    """p-RoPE (Barbero et al., arXiv 2410.06205): rotates the fastest `fraction` of RoPE's pairs, and no others."""
+
+    @staticmethod
+    def frequencies(
+        head_dim: int, context_length: float | None = None, *, theta: float = 10000.0, fraction: float = 0.75
+    ) -> Spectrum:
+        """RoPE's spectrum with zeros from pair int(fraction · D // 2) on, scale 1.
+
+        Raises:
+            ValueError: fraction lies outside [0, 1].
+        """
+        if not 0 <= finite("fraction", fraction) <= 1:
+            raise invalid_argument("fraction", fraction, "a number from 0 to 1")
+        full = spectrum(head_dim, theta)
+        rotated = int(fraction * head_dim // 2)
+        return full[:rotated] + [0.0] * (len(full) - rotated), 1.0
+
+
+class PI(Rotary):
+    """Position interpolation (Chen et al., arXiv 2306.15595): RoPE at position / factor."""
+
+    @staticmethod
+    def frequencies(
+        head_dim: int, context_length: float | None = None, *, theta: float = 10000.0, factor: float = 4.0
+    ) -> Spectrum:
+        """RoPE's spectrum divided by `factor`, scale 1.
+
+        Raises:
+            ValueError: factor is not positive.
+        """
+        positive_number("factor", factor)
+        return [frequency / factor for frequency in spectrum(head_dim, theta)], 1.0
+
+
+class NTK(Rotary):
+    """NTK-aware scaling, the static form (bloc97, 2023; arXiv 2309.00071): RoPE with a larger base.
+
+    The slowest pair is interpolated by `factor`, the fastest not at all.
+    """
+
+    @staticmethod
+    def frequencies(
+        head_dim: int, context_length: float | None = None, *, theta: float = 10000.0, factor: float = 4.0
+    ) -> Spectrum:
+        """RoPE's spectrum for theta · factor^(D/(D−2)), scale 1.
+
+        Raises:
+            ValueError: factor is not positive, or head_dim is below 4, where the exponent has no value.
+        """
+        even("head_dim", head_dim, at_least=4)
+        stretch = positive_number("factor", factor) ** (head_dim / (head_dim - 2))
+        return spectrum(head_dim, positive_number("theta", theta) * stretch), 1.0
+
+
+class YaRN(Rotary):
+    """YaRN (Peng et al., arXiv 2309.00071): interpolation by wavelength, and a sharper softmax.
+
+    Keeps pairs that turn often within the training length, interpolates those that hardly turn.
+    """
+
+    @staticmethod
+    def frequencies(
+        head_dim: int,
+        context_length: float | None = None,
+        *,
+        theta: float = 10000.0,
+        factor: float = 4.0,
+        fast_rotations: float = 32.0,
+        slow_rotations: float = 1.0,
+        truncate: bool = True,
+    ) -> Spectrum:
+        """RoPE's spectrum, divided by `factor` along a ramp over the pairs; scale 0.1 · ln(factor) + 1.
+
+        The ramp runs from the pair that makes `fast_rotations` turns in `context_length` tokens (kept) to the
+        one that makes `slow_rotations` (divided), both rounded outwards to whole pairs if `truncate`.
+
+        Raises:
+            ValueError: context_length is None, or an option is not positive, or theta is not greater than 1,
+                or fast_rotations does not exceed slow_rotations.
+        """
+        if context_length is None:
+            raise invalid_argument("context_length", None, "the training length, which yarn needs")
+        above("theta", theta, 1.0)
+        positive_number("factor", factor)
+        above("fast_rotations", fast_rotations, positive_number("slow_rotations", slow_rotations))
+        turns_of_first = positive_number("context_length", context_length) / (2 * math.pi)
+
+        def pair_turning(rotations: float) -> float:
+            return head_dim * math.log(turns_of_first / rotations) / (2 * math.log(theta))
+
+        first, last = pair_turning(fast_rotations), pair_turning(slow_rotations)
+        if truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        # A ramp of no width would divide by zero; 0.001 of a pair is a step in all but name.
+        width = last - first or 0.001
+        kept = [1 - min(max((pair - first) / width, 0.0), 1.0) for pair in range(head_dim // 2)]
+        turned = spectrum(head_dim, theta)
+        scaled = [f * keep + f / factor * (1 - keep) for f, keep in zip(turned, kept, strict=True)]
+        return scaled, 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+class LongRoPE(Rotary):
+    """LongRoPE (Ding et al., arXiv 2402.13753): RoPE with each pair's frequency divided by its own factor.
+
+    One list holds for all lengths. The published models switch between a short and a long list when the
+    input passes the training length, which would make cached keys disagree with new ones.
+    """
+
+    @staticmethod
+    def frequencies(
+        head_dim: int,
+        context_length: float | None = None,
+        *,
+        theta: float = 10000.0,
+        factor: float = 1.0,
+        factors: Sequence[float] | None = None,
+    ) -> Spectrum:
+        """RoPE's spectrum divided by `factors`; scale sqrt(1 + ln(factor) / ln(context_length)) above factor 1.
+
+        Raises:
+            ValueError: factors has not D/2 positive entries (None means all ones), or factor is not positive,
+                or factor exceeds 1 and context_length is None or not greater than 1.
+        """
+        full = spectrum(head_dim, theta)
+        divisors = [1.0] * len(full) if factors is None else list(factors)
+        if len(divisors) != len(full):
+            raise invalid_argument("factors", factors, f"head_dim / 2 = {len(full)} numbers")
+        scaled = [f / positive_number("factors", divisor) for f, divisor in zip(full, divisors, strict=True)]
+        if positive_number("factor", factor) <= 1:
+            return scaled, 1.0
+        if context_length is None:
+            raise invalid_argument("context_length", None, "the training length, which longrope needs above factor 1")
+        return scaled, math.sqrt(1 + math.log(factor) / math.log(above("context_length", context_length, 1.0)))

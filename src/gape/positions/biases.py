@@ -1,0 +1,273 @@
+"""Schemes that add a bias on distance to the logits: ALiBi, KERPLE, FIRE and T5's buckets."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any, ClassVar, Unpack
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from gape.ops import attention, gated_attention
+from gape.positions.base import Scheme, Sizes, distance, wide, without_autocast
+from gape.utils.constant import Constant
+from gape.utils.validation import above, even, invalid_argument, positive_number, whole
+
+
+class Biased(Scheme):
+    """Leaves q and k alone and adds `bias(q_positions, k_positions)` to the logits.
+
+    The bias is dense, built for a slice of the queries at a time. It is computed in float32 (float64 where the
+    parameters are float64) whatever the dtype of q, under autocast too.
+    """
+
+    refuses_gates: ClassVar[str | None] = (
+        "it adds a learned bias on distance of its own, and the gated operator takes no dense bias"
+    )
+
+    @abstractmethod
+    def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Additive logits (1 or B, Hq, Nq, Nk)."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_side: Tensor | None,
+        k_side: Tensor | None,
+        *,
+        scale: float,
+        impl: str = "auto",
+        **seen: Any,
+    ) -> Tensor:
+        """Attend under the bias; sides and `impl` are not used. Returns (B, Hq, Nq, Dv)."""
+        return attention(q, k, v, bias=self.bias, scale=scale, **seen)
+
+
+def inverse_softplus(value: Tensor) -> Tensor:
+    """The x with softplus(x) = value > 0."""
+    return value + (-(-value).expm1()).log()
+
+
+class ALiBi(Scheme):
+    """ALiBi (Press et al., arXiv 2108.12409): adds −m_h · (i − j) to the logits, m_h fixed per query head.
+
+    It is the gated operator with every gate 1 and every landmark 0, and runs as such: no Nq × Nk bias exists.
+    """
+
+    refuses_gates: ClassVar[str | None] = "ALiBi already is the gated operator, with constant gates"
+    gated: ClassVar[bool] = True
+
+    def __init__(self, **sizes: Unpack[Sizes]) -> None:
+        super().__init__(**sizes)
+        self._slopes = Constant(slopes(self.n_heads))
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_side: Tensor | None,
+        k_side: Tensor | None,
+        *,
+        scale: float,
+        impl: str = "auto",
+        **seen: Any,
+    ) -> Tensor:
+        """Attend under the penalty; the sides are not used. Returns (B, Hq, Nq, Dv)."""
+        dtype = wide(q.dtype)
+        return gated_attention(
+            q,
+            k,
+            v,
+            torch.ones(q.shape[:3], dtype=dtype, device=q.device),
+            torch.zeros(k.shape[:3], dtype=dtype, device=k.device),
+            self._slopes.on(q.device, dtype),
+            context_length=1.0,
+            scale=scale,
+            impl=impl,
+            **seen,
+        )
+
+    def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """−m_h · (i − j), (1 or B, Hq, Nq, Nk) in float32: what `attend` adds, written out."""
+        slope = self._slopes.on(q_positions.device, torch.float32)
+        return -slope[:, None, None] * distance(q_positions, k_positions)
+
+
+def slopes(n_heads: int) -> list[float]:
+    """The paper's slopes: 2^(−8h/H) for h = 1 … H where H is a power of two.
+
+    Otherwise those of the largest power of two below, then every other slope of the next power.
+    """
+    power = 1 << (n_heads.bit_length() - 1)
+    finer = [2.0 ** (-4 * step / power) for step in range(1, 2 * (n_heads - power), 2)]
+    return [2.0 ** (-8 * head / power) for head in range(1, power + 1)] + finer
+
+
+# Upper ends of the authors' uniform draws for r1 and r2.
+_DRAWS = {"log": (2.0, 1.0), "power": (1.0, 2.0)}
+_MARGIN = 0.01
+
+
+class Kerple(Biased):
+    """KERPLE (Chi et al., arXiv 2205.09921): adds a learned kernel of the distance.
+
+    −r1 · log(1 + r2·|i − j|) ("log") or −r1 · |i − j|^r2 ("power"), r1 and r2 learned per query head.
+
+    r1 and r2 are softplus of the parameters `raw_r1` and `raw_r2`, each (Hq,); the exponent of "power", which
+    must not exceed 2, is twice the sigmoid instead.
+
+    Args:
+        variant: "log" or "power".
+        **sizes: see :class:`gape.positions.Scheme`.
+
+    Raises:
+        ValueError: for another variant.
+    """
+
+    def __init__(self, *, variant: str = "log", **sizes: Unpack[Sizes]) -> None:
+        super().__init__(**sizes)
+        if variant not in _DRAWS:
+            raise invalid_argument("variant", variant, f"one of {sorted(_DRAWS)}")
+        self.variant = variant
+        self.raw_r1 = nn.Parameter(torch.empty(self.n_heads))
+        self.raw_r2 = nn.Parameter(torch.empty(self.n_heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw r1 and r2 as the authors do: "log" from U(0, 2) and U(0, 1), "power" the other way round.
+
+        The draws keep 0.01 away from the ends, the authors' clamp, where the inverses are finite.
+        """
+        most_r1, most_r2 = _DRAWS[self.variant]
+        self.raw_r1.copy_(inverse_softplus(torch.empty_like(self.raw_r1).uniform_(_MARGIN, most_r1 - _MARGIN)))
+        r2 = torch.empty_like(self.raw_r2).uniform_(_MARGIN, most_r2 - _MARGIN)
+        self.raw_r2.copy_((r2 / 2).logit() if self.variant == "power" else inverse_softplus(r2))
+
+    @property
+    def r1(self) -> Tensor:
+        """(Hq,), above 0."""
+        return F.softplus(self.raw_r1.to(wide(self.raw_r1.dtype)))
+
+    @property
+    def r2(self) -> Tensor:
+        """(Hq,), above 0; for "power" below 2 as well."""
+        raw = self.raw_r2.to(wide(self.raw_r2.dtype))
+        return 2 * raw.sigmoid() if self.variant == "power" else F.softplus(raw)
+
+    def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """The kernel of the distance, (1 or B, Hq, Nq, Nk)."""
+        r1, r2 = self.r1[:, None, None], self.r2[:, None, None]
+        away = distance(q_positions, k_positions).abs().to(r1.dtype)
+        return -r1 * (away**r2 if self.variant == "power" else (r2 * away).log1p())
+
+
+class FIRE(Biased):
+    """FIRE (Li et al., arXiv 2310.04418): adds MLP(ψ(|i − j|) / ψ(max(L, i))), with ψ(x) = log(c·x + 1).
+
+    The MLP has one hidden layer and one output per query head. c and the threshold L are learned, shared by the
+    heads and kept positive by a softplus. The normaliser reads the query's own position, never the length at
+    hand, so a cached key needs no correction; being absolute, positions must count from 0.
+
+    Args:
+        hidden: width of the hidden layer.
+        init_c: c at start.
+        init_threshold: L at start; what is learned is a factor on it.
+        **sizes: see :class:`gape.positions.Scheme`.
+
+    Raises:
+        ValueError: an option is not positive.
+    """
+
+    def __init__(
+        self, *, hidden: int = 32, init_c: float = 0.1, init_threshold: float = 512.0, **sizes: Unpack[Sizes]
+    ) -> None:
+        super().__init__(**sizes)
+        self.init_c = positive_number("init_c", init_c)
+        self.init_threshold = positive_number("init_threshold", init_threshold)
+        self.inner_weight = nn.Parameter(torch.empty(whole("hidden", hidden)))
+        self.inner_bias = nn.Parameter(torch.empty(hidden))
+        self.outer_weight = nn.Parameter(torch.empty(self.n_heads, hidden))
+        self.outer_bias = nn.Parameter(torch.empty(self.n_heads))
+        self.raw_c = nn.Parameter(torch.empty(1))
+        self.raw_stretch = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the MLP as `nn.Linear` does, set c and L back."""
+        for inner in (self.inner_weight, self.inner_bias):
+            inner.uniform_(-1.0, 1.0)
+        for outer in (self.outer_weight, self.outer_bias):
+            outer.uniform_(-(self.outer_weight.size(1) ** -0.5), self.outer_weight.size(1) ** -0.5)
+        self.raw_c.copy_(inverse_softplus(torch.full_like(self.raw_c, self.init_c)))
+        self.raw_stretch.copy_(inverse_softplus(torch.ones_like(self.raw_stretch)))
+
+    @property
+    def c(self) -> Tensor:
+        """(1,), above 0: how much of the range nearby distances get."""
+        return F.softplus(self.raw_c.to(wide(self.raw_c.dtype)))
+
+    @property
+    def threshold(self) -> Tensor:
+        """(1,), above 0: L, the position up to which queries share one normaliser."""
+        return self.init_threshold * F.softplus(self.raw_stretch.to(wide(self.raw_stretch.dtype)))
+
+    def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """The MLP of the interpolated distance, (1 or B, Hq, Nq, Nk)."""
+        c = self.c
+        away = distance(q_positions, k_positions).abs().to(c.dtype)
+        reach = torch.maximum(self.threshold, q_positions.to(c.dtype)).unsqueeze(-1)
+        reach = reach.unsqueeze(1) if reach.dim() == 3 else reach
+        x = (c * away).log1p() / (c * reach).log1p()
+        inner_weight, inner_bias = self.inner_weight.to(c.dtype), self.inner_bias.to(c.dtype)
+        with without_autocast(x.device):
+            inner = F.relu(x.unsqueeze(-1) * inner_weight + inner_bias)
+            out = F.linear(inner, self.outer_weight.to(c.dtype), self.outer_bias.to(c.dtype))
+        return out.squeeze(1).movedim(-1, 1)
+
+
+class T5(Biased):
+    """T5's relative bias (Raffel et al., arXiv 1910.10683): adds table[bucket(i − j), h], in T5's causal buckets.
+
+    Half of the buckets hold one distance each, the rest grow geometrically up to `max_distance`, past which all
+    distances share the last. Keys after their query count as distance 0.
+
+    Args:
+        n_buckets: number of buckets, even.
+        max_distance: distance at which the last bucket begins.
+        **sizes: see :class:`gape.positions.Scheme`.
+
+    Raises:
+        ValueError: n_buckets is odd or below 2, or max_distance does not exceed n_buckets / 2.
+    """
+
+    def __init__(self, *, n_buckets: int = 32, max_distance: int = 128, **sizes: Unpack[Sizes]) -> None:
+        super().__init__(**sizes)
+        self.n_buckets = even("n_buckets", n_buckets)
+        self.max_distance = above("max_distance", max_distance, n_buckets // 2)
+        self.table = nn.Parameter(torch.empty(n_buckets, self.n_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the table from a normal of deviation E^(−1/2), as T5 does; E is Hq·D where n_embd is None."""
+        nn.init.normal_(self.table, std=(self.n_embd or self.n_heads * self.head_dim) ** -0.5)
+
+    def buckets(self, away: Tensor) -> Tensor:
+        """The bucket of each distance i − j, int64 from 0 to n_buckets − 1."""
+        away = away.clamp(min=0)
+        exact = self.n_buckets // 2
+        # float32 as in T5: where a bound falls on a whole number, trained tables expect its rounding.
+        octaves = (away.clamp(min=exact).float() / exact).log() / math.log(self.max_distance / exact)
+        coarse = exact + (octaves * (self.n_buckets - exact)).long()
+        return torch.where(away < exact, away, coarse.clamp(max=self.n_buckets - 1))
+
+    def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """The table's entry for each pair, (1 or B, Hq, Nq, Nk)."""
+        buckets = self.buckets(distance(q_positions, k_positions)).squeeze(1)
+        return F.embedding(buckets, self.table.to(wide(self.table.dtype))).movedim(-1, 1)
