@@ -33,7 +33,7 @@ demo: $(INSTALLED)
 	$(BIN)/gape demo
 
 precision: $(INSTALLED)
-	$(BIN)/gape bench precision --quick
+	$(BIN)/python benchmarks/precision.py --quick
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow and not gpu"

@@ -1,4 +1,4 @@
-"""The package as a whole: what README says runs, importing is cheap and silent, pages are drawn from rows."""
+"""The package as a whole: what README says runs, importing is cheap and silent, figures are the stored ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import gape
-from gape.bench import page, precision
 from gape.report.results import read_lines
 
 ROOT = Path(__file__).parent.parent
@@ -43,19 +42,6 @@ def test_public_names_exist_and_are_documented() -> None:
     assert set(gape.__all__) <= set(dir(gape))
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = gape.no_such_name
-
-
-def test_precision_page_is_drawn_from_its_rows() -> None:
-    rows = precision.load(ROOT)
-    assert precision.rendered(rows) in (ROOT / precision.PAGE).read_text(encoding="utf-8")
-    assert precision.verdict(rows) == []
-    promised = [row for row in rows if row["quantity"] == "output" and row["dtype"] == "bfloat16"]
-    assert {int(row["keys"]) for row in promised} >= {1024, 8192, 131072}
-
-
-def test_benchmark_page_is_drawn_from_its_rows() -> None:
-    assert page.rendered(ROOT) in (ROOT / page.PAGE).read_text(encoding="utf-8")
-    assert page.skipping(ROOT) in (ROOT / page.SKIPPING).read_text(encoding="utf-8")
 
 
 def cells(line: str) -> list[str]:

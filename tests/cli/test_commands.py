@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,14 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def gape_exits(*arguments: object) -> int:
     """Run the command in this process; its exit code."""
-    before, sys.argv = sys.argv, ["gape", *map(str, arguments)]
+    return exit_code(gape.cli.main, "gape", *arguments)
+
+
+def exit_code(main: Callable[[], None], *arguments: object) -> int:
+    """Run `main` with a command line; its exit code."""
+    before, sys.argv = sys.argv, [str(argument) for argument in arguments]
     try:
-        gape.cli.main()
+        main()
     except SystemExit as left:
         return int(left.code or 0)
     finally:

@@ -153,7 +153,6 @@ def test_models_that_cannot_be_measured_are_refused_before_any_is(
     [
         (["gated", "--measure", "needle"], "measure: got str 'needle'"),
         (["gated", "--lengths", "96,100000"], "at most 200"),
-        (["gated", "--impl", "split"], "impl"),
         (["nowhere"], "run: got 'nowhere'"),
         (["books"], "run: got 'books'"),
     ],

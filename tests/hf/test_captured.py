@@ -17,9 +17,9 @@ pytest.importorskip("triton")
 from transformers import DynamicCache
 
 import gape.hf
-from gape.bench import forgetting
 from gape.cache import forgetting_rack
 from gape.cache.slots import Slot, Slots
+from gape.experiments import forgetting_timing
 from gape.hf import Captured, ForgettingCache, KeepingCache, LanguageModel, captured, keeping
 from gape.hf.attending import AttendingCache
 from gape.models.skipping import skipping
@@ -367,7 +367,7 @@ def test_keys_carry_the_bias_in_what_autocast_works_in(kind: str) -> None:
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_measurement_decodes_by_graphs(kind: str, played: list[Played]) -> None:
     model = made("llama", num_hidden_layers=1)
-    row = forgetting.decode(LanguageModel(model), CACHES[kind](model), tokens(1, 40), tokens=10, chunk=30)
+    row = forgetting_timing.decode(LanguageModel(model), CACHES[kind](model), tokens(1, 40), tokens=10, chunk=30)
     assert {"record_ms", "launched_ms"} <= row.keys()
     assert "unrecorded" not in row
     assert [graph.replays for graph in played] == [0, 5]
@@ -376,7 +376,7 @@ def test_a_measurement_decodes_by_graphs(kind: str, played: list[Played]) -> Non
 def test_a_measurement_says_why_it_does_not() -> None:
     model = LanguageModel(made("llama", num_hidden_layers=1))
     for cache, said in ((model.new_cache(), "got a FullCache"), (KeepingCache(model.model), "on cpu")):
-        row = forgetting.decode(model, cache, tokens(1, 20), tokens=6, chunk=14)
+        row = forgetting_timing.decode(model, cache, tokens(1, 20), tokens=6, chunk=14)
         assert said in row["unrecorded"]
         assert not {"record_ms", "launched_ms"} & row.keys()
 

@@ -73,7 +73,7 @@ def test_later_tokens_change_nothing_before_them(family):
     ids, changed = tokens(2, 20), tokens(2, 20)
     changed[:, 14:] = tokens(2, 6, seed=5)
     model = opened(tiny(family))
-    for name in ("sdpa", "eager", "gape", "gape_split", "gape_flex"):
+    for name in ("sdpa", "eager", "gape", "gape_split"):
         model.config._attn_implementation = name
         with torch.no_grad():
             for arguments in (dict, lambda: {"use_cache": False}, lambda: {"past_key_values": static(model, 24)}):

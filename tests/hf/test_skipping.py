@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from transformers import DynamicCache
 
 import gape.hf
-from gape.bench import forgetting
+from gape.experiments import forgetting_timing
 from gape.hf.listening import attended
 from gape.models.skipping import skip, skipping
 from gape.ops import detailed_attention, reference
@@ -130,7 +130,7 @@ def test_nothing_of_it_is_saved_or_stays(tmp_path: Any) -> None:
     assert set(model.state_dict()) == state
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
-    assert all(layer.self_attn.skips is None for layer in again.model.layers)
+    assert all(layer.self_attn.skips == 0 for layer in again.model.layers)
     bare = gape.hf.remove(model).model.layers[0].self_attn
     assert vars(bare).keys() == vars(tiny("llama", **SIZES).model.layers[0].self_attn).keys()
 
@@ -184,7 +184,7 @@ def tiles_by_the_rule(problem: Problem, eps: float) -> list[float]:
 
 def test_tiles_are_those_of_the_rule_and_drop_at_most_eps() -> None:
     eps, problems = 1e-3, heard(llama({**FLOOR, "gate_floor": [96.0, 4.0]}), tokens(1, 200))
-    found = forgetting.tiles(problems, eps, "triton")
+    found = forgetting_timing.tiles(problems, eps)
     assert found == [pytest.approx(tiles_by_the_rule(problem, eps)) for problem in problems]
     assert min(found[0]) < 0.5 < max(found[0])
     for p in problems:

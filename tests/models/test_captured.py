@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import gape
-from gape.bench import forgetting
 from gape.cache import forgetting_shelf
 from gape.cache.kv import ForgettingCache, ModelCache
 from gape.cache.slots import Slots
+from gape.experiments import forgetting_timing
 from gape.models import attention
 from gape.models import cuda_graphs as module
 from gape.models.cuda_graphs import LEAST, Captured, why_not
@@ -311,7 +311,9 @@ def test_a_replay_that_breaks_off_does_not_count(played: list[Played]) -> None:
 
 def test_a_measurement_with_looks_is_a_mean() -> None:
     model = small()
-    row = forgetting.decode(model, ForgettingCache(model, eps=1e-2), torch.randint(50, (1, 100)), tokens=64, chunk=36)
+    row = forgetting_timing.decode(
+        model, ForgettingCache(model, eps=1e-2), torch.randint(50, (1, 100)), tokens=64, chunk=36
+    )
     assert row["every"] < 63
     assert row["looked"] == 1
     assert row["lasting_ms"] == row["mean_ms"]
@@ -320,10 +322,12 @@ def test_a_measurement_with_looks_is_a_mean() -> None:
 @pytest.mark.slow
 def test_a_measurement_waits_until_keys_have_moved(played: list[Played], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of 64 tokens is when a small cache looks through its keys."""
-    monkeypatch.setattr(forgetting, "why_not", lambda model, cache: None)
-    monkeypatch.setattr(forgetting, "_LAUNCHED", 32)
+    monkeypatch.setattr(forgetting_timing, "why_not", lambda model, cache: None)
+    monkeypatch.setattr(forgetting_timing, "_LAUNCHED", 32)
     model = small()
-    row = forgetting.decode(model, ForgettingCache(model, eps=1e-2), torch.randint(50, (1, 100)), tokens=64, chunk=36)
+    row = forgetting_timing.decode(
+        model, ForgettingCache(model, eps=1e-2), torch.randint(50, (1, 100)), tokens=64, chunk=36
+    )
     look = row["forget_ms"] + row["record_ms"] + row["launched_ms"] - row["ms"]
     assert row["lasting_ms"] == pytest.approx(row["mean_ms"] + look / row["every"])
     assert [graph.replays for graph in played] == [0, 31]

@@ -84,7 +84,6 @@ def test_gradients_go_through(tiles: list[float]) -> None:
     ("changed", "given", "match"),
     [
         ({}, {"eps": 1.0}, "eps"),
-        ({}, {"eps": 0.1, "impl": "split"}, "impl"),
         ({"position": "rope", "options": {}}, {"eps": 0.1}, "model: .*gates"),
     ],
 )

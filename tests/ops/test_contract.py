@@ -120,7 +120,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "amplitude": draw(tensors((heads,), torch.float32, 0, 3)),
         "context_length": draw(mostly([8, 0.5, 1000.0], [0, -1, None, "8", float("inf")])),
         "scale": draw(mostly([None, 0.3, 2], [0, -1.0, float("nan")])),
-        "impl": draw(mostly(["auto", "reference", "rank2", "split", "anchored", "triton", "decode"], ["fast", 3])),
+        "impl": draw(mostly(["auto", "reference", "rank2", "split", "triton", "decode"], ["fast", 3])),
         "is_causal": draw(mostly([True, False], [None])),
         "eps": draw(mostly([0, 0.0, 1e-3], [-1e-3, 1, None])),
         "check": draw(st.booleans()),

@@ -187,7 +187,6 @@ OTHERS = {
     "hooks on a gate": lambda one: one.gates.gate_projection.register_forward_hook(lambda module, given, out: out * 2),
     "landmarks are kept": lambda one: setattr(one, "keep_landmark", True),
     "others listen": lambda one: setattr(one, "stepwise", True),
-    "flex": lambda one: skip(one, 1e-2, impl="flex"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from gape import heartbeat
-from gape.cli import analyze, bench, data, demo, doctor, forget, hf, lm, niah, report, reproduce, ruler, stopping
+from gape.cli import analyze, data, demo, doctor, forget, hf, lm, niah, report, reproduce, ruler, stopping
 
 app = typer.Typer(
     name="gape",
@@ -33,7 +33,6 @@ app.add_typer(niah.app, name="niah")
 app.add_typer(ruler.app, name="ruler")
 app.add_typer(forget.app, name="forget")
 app.add_typer(analyze.app, name="analyze", short_help="Look into trained language models.")
-app.add_typer(bench.app, name="bench")
 
 
 def _tell(wanted: bool) -> None:
@@ -58,7 +57,12 @@ TRACEBACK = "GAPE_TRACEBACK"
 
 
 def main() -> None:
-    """Run the command and leave with its exit code.
+    """Run the command `gape` and leave with its exit code."""
+    run(app)
+
+
+def run(app: typer.Typer) -> None:
+    """Run a command and leave with its exit code.
 
     0 all went well; 1 the work failed; 2 something that was given is wrong; 130 and 143 stopped by SIGINT and SIGTERM.
     """

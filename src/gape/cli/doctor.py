@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gape.cli.bench import Dim, DType, Heads, KVHeads, device_called
-from gape.cli.options import Device
+from gape.cli.options import Device, Dim, DType, Heads, KVHeads
 
 if TYPE_CHECKING:
     import torch
-
-    from gape.bench.inputs import Shape
 
 
 def doctor(
@@ -29,34 +26,25 @@ def doctor(
     ] = False,
 ) -> None:
     """Say what would run here for a model's shape, and why not the others."""
-    from gape.bench.inputs import Shape  # noqa: PLC0415
-    from gape.bench.settings import Settings  # noqa: PLC0415
-    from gape.utils.validation import whole  # noqa: PLC0415
+    import torch  # noqa: PLC0415
 
-    where = device_called(device)
-    whole("batch", batch)
-    settings = Settings(
-        device=where,
-        impls=(),
-        lengths=(length,),
-        dim=dim,
-        heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
-        dtype=dtype,
-    )
+    from gape.experiments.experiment import pick_device  # noqa: PLC0415
+    from gape.utils.validation import invalid_argument, whole  # noqa: PLC0415
+
+    sizes = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "length": length, "dim": dim}
+    for name, size in {"batch": batch, **sizes}.items():
+        whole(name, size)
+    if heads % sizes["kv_heads"]:
+        raise invalid_argument("kv_heads", kv_heads, f"a divisor of heads = {heads}")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise invalid_argument("dtype", dtype, "bfloat16, float16 or float32")
+    where, kind = pick_device(device), getattr(torch, dtype)
     for name, value in surroundings(where).items():
         typer.echo(f"{name:12} {value}")
-    sizes = {"heads": heads, "kv_heads": settings.kv_heads, "length": length, "dim": dim}
     told = f"batch {batch}, {', '.join(f'{name} {value}' for name, value in sizes.items())}, {dtype}"
-    _say(
-        f"{told}, {'training' if training else 'inference'}",
-        Shape(batch=1, **sizes),
-        settings.torch_dtype,
-        where,
-        training,
-    )
+    _say(f"{told}, {'training' if training else 'inference'}", sizes, length, kind, where, training)
     if not training and length > 1:
-        _say(f"{told}, one new token", Shape(batch=1, queries=1, **sizes), settings.torch_dtype, where, training)
+        _say(f"{told}, one new token", sizes, 1, kind, where, training)
 
 
 def surroundings(device: torch.device) -> dict[str, str]:
@@ -64,16 +52,12 @@ def surroundings(device: torch.device) -> dict[str, str]:
     import torch  # noqa: PLC0415
 
     import gape  # noqa: PLC0415
-    from gape.bench.rows import device_name, installed  # noqa: PLC0415
     from gape.ops.rounding import tf32_allowed  # noqa: PLC0415
+    from gape.utils import run_info  # noqa: PLC0415
 
-    found = {
-        "gape": gape.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": installed("triton"),
-        "device": device_name(device),
-    }
+    made = run_info.stamp(device)
+    found = {"gape": gape.__version__, "python": platform.python_version()}
+    found |= {name: made[name] for name in ("torch", "triton", "device")}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {
@@ -85,20 +69,21 @@ def surroundings(device: torch.device) -> dict[str, str]:
     return found
 
 
-def _say(title: str, shape: Shape, dtype: torch.dtype, device: torch.device, training: bool) -> None:
+def _say(
+    title: str, sizes: dict[str, int], queries: int, dtype: torch.dtype, device: torch.device, training: bool
+) -> None:
     """What would run for one shape. The batch does not matter for the choice, so one sample stands for it."""
     import torch  # noqa: PLC0415
 
     import gape  # noqa: PLC0415
-    from gape.bench.candidates import gated  # noqa: PLC0415
-    from gape.bench.inputs import CONTEXT_LENGTH, draw, problem  # noqa: PLC0415
-    from gape.ops import dispatch  # noqa: PLC0415
 
-    arguments = {name: x.requires_grad_(training) for name, x in draw(shape, "log-normal", dtype, device).items()}
-    with torch.set_grad_enabled(training):
-        plan = gape.explain(*gated(arguments), context_length=CONTEXT_LENGTH)
-        others = dispatch.why_not(problem(arguments))
+    def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=device, requires_grad=training)
+
+    heads, kv_heads, keys, dim = sizes.values()
+    q, k = zeros(1, heads, queries, dim, dtype=dtype), zeros(1, kv_heads, keys, dim, dtype=dtype)
+    gates = zeros(*q.shape[:3]), zeros(*k.shape[:3]), zeros(heads)
+    plan = gape.explain(q, k, k, *gates, context_length=keys)
     typer.echo(f"\n{title}\n  {plan}")
-    for name, reason in others.items():
-        if name != plan.impl:
-            typer.echo(f"  not {name}: {reason}")
+    for name, reason in plan.others.items():
+        typer.echo(f"  not {name}: {reason}")

@@ -57,7 +57,6 @@ def measure(
     last: Annotated[int, typer.Option(help="perplexity: tokens scored at the end of each window.")] = 512,
     samples: Annotated[int, typer.Option(help="needle: sequences per length.")] = 1000,
     chunk: Chunk = 16384,
-    impl: Annotated[str, typer.Option(help="The kernel that skips: triton or flex.")] = "triton",
     seconds: Annotated[float, typer.Option(help="prefill: seconds for each time, about.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Which text.")] = 0,
     device: Device = "auto",
@@ -73,8 +72,7 @@ def measure(
         lengths=numbers("lengths", lengths, int, "65536,131072"), factors=numbers("factors", factors, int, "1,2,4"),
         eps=numbers("eps", eps, float, "1e-3,1e-4"), bounds=tuple(bounds.split(",")),
         batches=numbers("batches", batches, int, "1,8"),
-        tokens=tokens, max_windows=max_windows, last=last, samples=samples, chunk=chunk, impl=impl, seconds=seconds,
-        seed=seed,
+        tokens=tokens, max_windows=max_windows, last=last, samples=samples, chunk=chunk, seconds=seconds, seed=seed,
     )  # fmt: skip
     chosen = None if measures is None else tuple(measures.split(","))
     rows = _measured(runs, data, asked, chosen, device, precision)

@@ -15,6 +15,10 @@ def precision_option(known: str) -> Any:
     return typer.Option("--precision", "--dtype", help=f"{known}, or auto: bfloat16 on a GPU.")
 
 
+DType = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Heads = Annotated[int, typer.Option(help="Query heads.")]
+KVHeads = Annotated[int | None, typer.Option(help="Key heads; as many as query heads by default.")]
+Dim = Annotated[int, typer.Option(help="Coordinates of a head.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
 Precision = Annotated[str, precision_option("float32, bfloat16 (autocast)")]
 Chunk = Annotated[int, typer.Option(help="Tokens that go through the model at once; longer texts take a cache.")]

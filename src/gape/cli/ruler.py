@@ -94,7 +94,6 @@ def evaluate(
         float, typer.Option(help="Read through a forgetting cache: what a query may lose to keys it dropped.")
     ] = 0.0,
     bounds: Annotated[str, typer.Option(help="What the cache forgets by: weights, queries or gates.")] = "weights",
-    impl: Annotated[str, typer.Option(help="The kernel that skips: triton or flex.")] = "triton",
     name: Annotated[str | None, typer.Option(help="What to call a model of transformers in tables.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of its results; runs/ruler/NAME by default.")] = None,
 ) -> None:
@@ -112,7 +111,7 @@ def evaluate(
     settings = Settings(
         template=check_template(template), overlength=overlength, max_length=max_length, generate=generated,
         batch_tokens=batch_tokens, chunk=chunk, precision="bfloat16" if low else "float32",
-        way=Way(skip_eps=skip_eps, forget_eps=forget_eps, bounds=bounds, impl=impl),
+        way=Way(skip_eps=skip_eps, forget_eps=forget_eps, bounds=bounds),
     )  # fmt: skip
     samples, sources = read(data, task_name=task, length=length)
     asked = Asked(

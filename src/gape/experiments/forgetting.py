@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from gape.bench import forgetting
 from gape.cli.console import Board, Voice
+from gape.experiments import forgetting_timing as timing
 from gape.experiments.experiment import Record
 from gape.experiments.forgetting_bench import Bench, Forgetful, Way, setting
 from gape.experiments.recipes import NeedleRun
 from gape.models.gpt import GPT
+from gape.models.skipping import IMPL
 from gape.ops.problem import Problem
 from gape.report.results import pack_hits
 from gape.tasks import measured, niah, perplexity
@@ -52,15 +53,14 @@ def check(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def tiles(bench: Bench) -> None:
-    """Tiles looked at, by layer and head."""
-    impl = bench.asked.impl
-    for length in bench.lengths if bench.able(impl) else ():
+    """Tiles visited, by layer and head."""
+    for length in bench.lengths if bench.skips else ():
         layers = kept_once(partial(bench.layers, length))
         for eps in bench.asked.eps:
-            about = {"kind": "tiles", "length": length, "how": "skipping", "impl": impl, "eps": eps}
+            about = {"kind": "tiles", "length": length, "how": "skipping", "impl": IMPL, "eps": eps}
 
             def make(eps: float = eps, layers: Callable[[], list[Problem]] = layers) -> Record:
-                found = forgetting.tiles(layers(), eps, impl)
+                found = timing.tiles(layers(), eps)
                 mean = float(np.mean([np.mean(layer) for layer in found]))
                 return {"tiles": [[round(x, 5) for x in layer] for layer in found], "mean": mean}
 
@@ -75,35 +75,35 @@ def prefill(bench: Bench) -> None:
 
 
 def _attention(bench: Bench, length: int) -> None:
-    impl, clock = bench.asked.impl, _clock(bench)
+    clock = _clock(bench)
     layers = kept_once(partial(bench.layers, length))
     ways = [("cudnn", 0.0), ("split", 0.0)]
-    if bench.able(impl):
-        ways += [(impl, eps) for eps in (0.0, *bench.asked.eps)]
+    if bench.skips:
+        ways += [(IMPL, eps) for eps in (0.0, *bench.asked.eps)]
     for name, eps in ways:
         about = {"kind": "prefill", "what": "attention", "length": length, "how": "skipping" if eps else "dense"}
 
         def make(name: str = name, eps: float = eps) -> Record:
-            each = forgetting.attention_ms(layers(), name, eps, clock)
+            each = timing.attention_ms(layers(), name, eps, clock)
             return {"ms": sum(each), "layers": [round(ms, 4) for ms in each]}
 
         bench.once(about | {"impl": name, "eps": eps}, make, lambda row: f"{row['ms']:.3f} ms")
 
 
 def _whole_model(bench: Bench, length: int) -> None:
-    impl, clock = bench.asked.impl, _clock(bench)
-    for eps in (0.0, *(bench.asked.eps if bench.able(impl) else ())):
+    clock = _clock(bench)
+    for eps in (0.0, *(bench.asked.eps if bench.skips else ())):
         about = {"kind": "prefill", "what": "model", "length": length, "how": "skipping" if eps else "dense"}
 
         def make(eps: float = eps) -> Record:
-            return {"ms": forgetting.prefill_ms(bench.model, bench.text(length, 1), eps, impl, clock)}
+            return {"ms": timing.prefill_ms(bench.model, bench.text(length, 1), eps, clock)}
 
-        about |= {"impl": impl if eps else bench.subject.impl, "eps": eps}
+        about |= {"impl": IMPL if eps else bench.subject.impl, "eps": eps}
         bench.once(about, make, lambda row: f"{row['ms']:.3f} ms")
 
 
-def _clock(bench: Bench) -> forgetting.Clock:
-    return forgetting.Clock(seconds=bench.asked.seconds, least=5 if bench.device.type == "cuda" else 1)
+def _clock(bench: Bench) -> timing.Clock:
+    return timing.clock(bench.asked.seconds, least=5 if bench.device.type == "cuda" else 1)
 
 
 def decode(bench: Bench) -> None:
@@ -125,7 +125,7 @@ def _decoded(bench: Bench, new_cache: Callable[[], Any], about: Record) -> Recor
     ids, cache = bench.text(about["length"] + tokens, batch), new_cache()
     label = f"{bench.trained.identity['run']}: {setting(about)}"
     with Board(Voice(), "token") as board:
-        found = forgetting.decode(
+        found = timing.decode(
             bench.model, cache, ids, tokens, max(1, about["chunk"] // batch),
             lambda done, total: board.show(label, done, total),
         )  # fmt: skip

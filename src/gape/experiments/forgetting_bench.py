@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +19,17 @@ from torch import Tensor
 
 from gape.analysis.passages import Reader
 from gape.analysis.runs import Trained
-from gape.bench import forgetting
-from gape.bench.rows import stamp
 from gape.cache.kv import BOUNDS, piece
 from gape.experiments.experiment import Record, Say, answers
-from gape.experiments.forgetting_models import Precision
+from gape.experiments.forgetting_models import Precision, Subject
 from gape.experiments.recipes import NeedleRun, Run
 from gape.models.gpt import GPT
-from gape.models.skipping import IMPLS, skipping
+from gape.models.skipping import IMPL, skipping
 from gape.ops import dispatch
 from gape.ops.problem import Problem
 from gape.report.results import read_lines
 from gape.tasks import niah
-from gape.utils import jsonl
+from gape.utils import jsonl, run_info
 from gape.utils.validation import invalid_argument, positive_number, weight, whole
 
 if TYPE_CHECKING:
@@ -55,7 +53,6 @@ class Asked:
         samples: of the needle task.
         seed: which text.
         chunk: tokens that go through the model at once where there is a cache.
-        impl: the kernel that skips.
         seconds: about how long each time is taken.
 
     Raises:
@@ -73,7 +70,6 @@ class Asked:
     samples: int = 1000
     seed: int = 0
     chunk: int = 16384
-    impl: str = "triton"
     seconds: float = 0.5
 
     def __post_init__(self) -> None:
@@ -91,8 +87,6 @@ class Asked:
         for bounds in self.bounds:
             if bounds not in BOUNDS:
                 raise invalid_argument("bounds", bounds, f"some of {', '.join(BOUNDS)}")
-        if self.impl not in IMPLS:
-            raise invalid_argument("impl", self.impl, f"one of {', '.join(IMPLS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +119,12 @@ class Bench:
     """
 
     trained: Trained
-    subject: forgetting.Subject
+    subject: Subject
     run: Run | None
     asked: Asked
     reader: Reader | None
     precision: Precision
     say: Say
-    _refused: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -185,17 +178,24 @@ class Bench:
         return torch.from_numpy(np.stack(rows).astype(np.int64)).to(self.device)
 
     def layers(self, length: int) -> list[Problem]:
-        """What each layer attends with on a text of `length`."""
-        with self._autocast():
-            return forgetting.layers(self.subject, self.text(length, 1), self.precision.products)
+        """What each layer with gates attends with on a text of `length`.
 
-    def able(self, impl: str) -> bool:
-        """Whether an implementation can run here; why not is said once."""
-        if impl not in self._refused:
-            self._refused[impl] = dispatch.cannot(impl, self.layers(16)[0])
-            if self._refused[impl] is not None:
-                self.say(f"{self.trained.identity['run']}: {impl} is left out: it {self._refused[impl]}")
-        return self._refused[impl] is None
+        Values are drawn: no time and no tile depends on them.
+        """
+        dtype = self.precision.products
+        with self._autocast():
+            return [
+                replace(one, q=one.q.to(dtype), k=one.k.to(dtype), v=torch.randn_like(one.v, dtype=dtype))
+                for one in self.subject.attended(self.text(length, 1))
+            ]
+
+    @cached_property
+    def skips(self) -> bool:
+        """Whether the kernel that skips can run here; why not is said once."""
+        reason = dispatch.cannot(IMPL, self.layers(16)[0])
+        if reason is not None:
+            self.say(f"{self.trained.identity['run']}: {IMPL} is left out: it {reason}")
+        return reason is None
 
     def rows(self) -> list[Record]:
         """All rows of the weights that were kept so far."""
@@ -214,8 +214,8 @@ class Bench:
             return
         with self._autocast():
             found = make()
-        made = stamp(self.device, "")
-        made_by = {"machine": made["device"], **{name: made[name] for name in ("torch", "triton", "commit")}}
+        made = run_info.stamp(self.device)
+        made_by = {"machine": made.pop("device")} | made
         jsonl.append(self.trained.directory / ROWS, self.shared | about | found | made_by)
         self.say(f"{self.trained.identity['run']}: {setting(about)}: {told(found)}")
 
@@ -239,9 +239,9 @@ class Bench:
         """The ways to read a text of `length`: dense, skipping, and through forgetting caches."""
         asked, model = self.asked, self.model
         yield Way(told={"how": "dense", "impl": self.subject.impl, "eps": 0.0, "chunk": asked.chunk}, reader=model)
-        for eps in asked.eps if self.able(asked.impl) else ():
-            told = {"how": "skipping", "impl": asked.impl, "eps": eps, "chunk": asked.chunk}
-            yield Way(told=told, reader=model, context=partial(skipping, model, eps, impl=asked.impl))
+        for eps in asked.eps if self.skips else ():
+            told = {"how": "skipping", "impl": IMPL, "eps": eps, "chunk": asked.chunk}
+            yield Way(told=told, reader=model, context=partial(skipping, model, eps))
         chunk = piece(length, asked.chunk)
         for told, make in self.caches(length):
             if told["how"] == "forgetting":

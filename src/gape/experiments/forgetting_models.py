@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from gape.analysis.passages import Reader
 from gape.analysis.runs import Trained, open_run
-from gape.bench.forgetting import Subject, subject
+from gape.analysis.tap import attended
+from gape.cache.kv import ForgettingCache
 from gape.experiments.experiment import SETTINGS, Say, asked_precision, described
 from gape.experiments.recipes import Run
 from gape.models.gpt import GPT
+from gape.ops.problem import Problem
 from gape.utils.jsonl import read_object
+from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
     from gape.hf import LanguageModel
@@ -57,6 +62,45 @@ class Precision(NamedTuple):
             return Precision(name, autocast=False, weights=torch.bfloat16)
         low = asked_precision(name, device, SERVED)
         return Precision("bfloat16" if low else "float32", autocast=low, weights=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A language model as it is measured: a GPT of ours, or one of transformers behind the same interface.
+
+    Attributes:
+        model: in eval mode.
+        impl: the implementation that its attention runs dense.
+        attended: ids (B, N) → what each layer with gates attends with.
+        full_cache: tokens to make room for → an empty cache that keeps everything.
+        forgetting_cache: called as :class:`gape.cache.kv.ForgettingCache` is, without the model.
+        check: refuses, with a ValueError, a model that cannot be measured on texts of so many tokens.
+    """
+
+    model: GPT | LanguageModel
+    impl: str
+    attended: Callable[[Tensor], list[Problem]]
+    full_cache: Callable[[int], Any]
+    forgetting_cache: Callable[..., Any]
+    check: Callable[[int], None]
+
+
+def subject(model: GPT) -> Subject:
+    """A GPT as it is measured."""
+    width = next(model.blocks()).attention.head_dim
+
+    def problems(ids: Tensor) -> list[Problem]:
+        found = (layer.problem(0, layer.seen.n_q) for layer in attended(model, ids, logits_to_keep=1))
+        return [replace(problem, v=problem.k.new_empty(*problem.k.shape[:3], width)) for problem in found]
+
+    def check(longest: int) -> None:
+        if next(model.gates(), None) is None:
+            raise invalid_argument("run", model.config.position, "a scheme with gates, which alone forgets")
+
+    return Subject(
+        model=model, impl=model.config.impl, attended=problems, check=check,
+        full_cache=model.new_cache, forgetting_cache=partial(ForgettingCache, model),
+    )  # fmt: skip
 
 
 class Opened(NamedTuple):
@@ -134,8 +178,9 @@ def _of_transformers(directory: Path, device: torch.device, weights: torch.dtype
 
 def _injected(model: LanguageModel) -> Subject:
     """A model that gates were put into, as it is measured."""
+    from gape import hf  # noqa: PLC0415
     from gape.experiments.finetune import refuse_length  # noqa: PLC0415
-    from gape.hf import ForgettingCache, KeepingCache, attend, listening  # noqa: PLC0415
+    from gape.hf import attend, listening  # noqa: PLC0415
     from gape.hf.keeping import can_keep  # noqa: PLC0415
 
     def check(longest: int) -> None:
@@ -144,12 +189,12 @@ def _injected(model: LanguageModel) -> Subject:
 
     def full_cache(capacity: int) -> Any:
         # That of transformers takes layers without gates, and attention that has no use for keys with a bias.
-        return KeepingCache(model.model, capacity) if can_keep(model.model) else model.new_cache(capacity)
+        return hf.KeepingCache(model.model, capacity) if can_keep(model.model) else model.new_cache(capacity)
 
     return Subject(
         model=model, impl=attend.KNOWN[attend.our_name(model.config._attn_implementation)], check=check,
         attended=partial(listening.attended, model), full_cache=full_cache,
-        forgetting_cache=partial(ForgettingCache, model.model, carried=True),
+        forgetting_cache=partial(hf.ForgettingCache, model.model, carried=True),
     )  # fmt: skip
 
 

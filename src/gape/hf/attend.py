@@ -3,7 +3,6 @@
     sdpa, gape      the implementation that `impl="auto"` picks
     eager           the definition, dense; returns attention weights
     gape_split      through scaled_dot_product_attention alone
-    gape_flex       FlexAttention
     gape_triton     the Triton kernels
     gape_reference  as eager, with bool masks
 
@@ -28,7 +27,7 @@ from transformers.masking_utils import create_causal_mask, sdpa_mask
 
 from gape.hf import masks
 from gape.hf.dense import dense_attention
-from gape.models.skipping import Skipping
+from gape.models.skipping import IMPL
 from gape.ops import attention, gated_attention
 from gape.ops.dispatch import DECODE_QUERIES
 from gape.utils.validation import invalid_argument
@@ -37,14 +36,13 @@ from gape.utils.validation import invalid_argument
 IMPLS = {
     "gape": "auto",
     "gape_split": "split",
-    "gape_flex": "flex",
     "gape_triton": "triton",
     "gape_reference": "reference",
 }
 #: The same, and names of transformers whose masks say all that the operator needs.
 KNOWN = {**IMPLS, "sdpa": "auto", "eager": "reference"}
 #: Names whose masks do not, and what stands for them.
-INSTEAD = {"flex_attention": "gape_flex"}
+INSTEAD = {"flex_attention": "gape"}
 
 
 class Sides(NamedTuple):
@@ -138,7 +136,7 @@ def attend(
     softcap: float | None = None,
     plain: Callable[..., Tensor] = attention,
     auto: str = "auto",
-    skips: Skipping | None = None,
+    skips: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as the mask of `transformers` says, with distances by position.
 
@@ -153,7 +151,7 @@ def attend(
         softcap: content logits are cap · tanh(logit / cap); the bias is not capped.
         plain: attends without gates, called as gape.ops.attention is.
         auto: the implementation that the name `gape` stands for.
-        skips: what more than 16 queries may lose under gates, and to which kernel; it stands in for the name's own.
+        skips: what more than 16 queries may lose under gates; above 0 the kernel that skips runs, whatever the name.
 
     Returns:
         (B, Hq, Nq, Dv), and the weights (B, Hq, Nq, Nk) where the dense form ran, else None.
@@ -166,8 +164,8 @@ def attend(
     if mask is not None:
         mask = masks.checked(mask, k.size(2))
     impl = KNOWN[our_name(name)]
-    skips = skips if sides is not None and q.size(2) > DECODE_QUERIES else None
-    if skips is not None and (softcap is not None or impl == "reference"):
+    skips = skips if sides is not None and q.size(2) > DECODE_QUERIES else 0.0
+    if skips and (softcap is not None or impl == "reference"):
         wanted = "one with kernels and logits without a cap, where tiles are to be skipped; skip(model, 0) goes back"
         raise invalid_argument("attn_implementation", name, wanted)
     additive = mask is not None and mask.dtype != torch.bool
@@ -179,12 +177,12 @@ def attend(
         )
     mask = None if mask is None else masks.visible(mask)
     # A chunk that follows what is cached: causality by index, under which alone a kernel may skip.
-    follows = skips is not None and mask is not None and masks.goes_on(q_positions, k_positions, mask)
+    follows = skips > 0 and mask is not None and masks.goes_on(q_positions, k_positions, mask)
     seen = {} if follows else masks.seen(q_positions, k_positions, mask, q.size(2))
     if sides is None:
         return plain(q, k, v, scale=scale, **seen), None
-    eps, impl = Skipping(0.0, auto if impl == "auto" else impl) if skips is None else skips
-    told = {"context_length": sides.context_length, "scale": scale, "impl": impl, "eps": eps, **seen}
+    impl = IMPL if skips else auto if impl == "auto" else impl
+    told = {"context_length": sides.context_length, "scale": scale, "impl": impl, "eps": skips, **seen}
     return gated_attention(q, k, v, *sides[:3], **told), None
 
 

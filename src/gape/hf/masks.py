@@ -27,7 +27,7 @@ def checked(mask: Any, n_k: int) -> Tensor:
     """
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         raise invalid_argument(
-            "attention_mask", mask, "a tensor (batch, heads, queries, keys), as sdpa, eager, gape, gape_flex, … make it"
+            "attention_mask", mask, "a tensor (batch, heads, queries, keys), as sdpa, eager, gape, … make it"
         )
     # The same tensor where nothing is cut off, so that what is known of it is found again.
     return mask if mask.size(-1) == n_k else mask[..., :n_k]

@@ -222,7 +222,7 @@ class GAPEAttention(Skips, nn.Module):
             learns = self.gates is None or learning(x, *self.qkv.parameters(), *self.scheme.parameters())
             return None if learns else prologue.whole_rows(self.content_dim, self.n_heads, self.head_dim)
         far = self.gates is not None and torch.is_grad_enabled() and x.size(1) > columns.ANCHORED_ROWS
-        if impl != "split" and (impl != "auto" or far):
+        if impl not in ("auto", "split") or far:
             return None
         return self.content_dim if self.gates is None else prologue.room(self.content_dim, self.head_dim)
 

@@ -8,33 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from gape.ops.dispatch import DECODE_QUERIES
 from gape.utils.validation import invalid_argument, weight
 
-#: Implementations that skip.
-IMPLS = ("triton", "flex")
-
-
-class Skipping(NamedTuple):
-    """Attention that a query may lose to tiles of keys that are left away, and the implementation that skips them."""
-
-    eps: float
-    impl: str
+#: The implementation that skips.
+IMPL = "triton"
 
 
 class Skips:
     """Mixed into attention layers, which then can be told to leave tiles of keys away.
 
     Attributes:
-        skips: what may be left away, by which kernel; None leaves nothing away. Chosen by :func:`skip`, never saved.
+        skips: attention that a query may lose to skipped tiles; 0 skips none. Set by :func:`skip`, never saved.
         impl: the implementation of the operator that runs otherwise.
     """
 
-    skips: Skipping | None = None
+    skips: float = 0.0
     impl: str
 
     @property
@@ -49,40 +42,37 @@ class Skips:
 
     def how(self, queries: int) -> dict[str, Any]:
         """The implementation for so many queries, and what it may drop: nothing where there are few."""
-        if self.skips is None or self.gates is None or queries <= DECODE_QUERIES:
+        if not self.skips or self.gates is None or queries <= DECODE_QUERIES:
             return {"impl": self.impl}
-        return {"impl": self.skips.impl, "eps": self.skips.eps}
+        return {"impl": IMPL, "eps": self.skips}
 
 
-def skip(model: nn.Module, eps: float, *, impl: str = "triton") -> None:
+def skip(model: nn.Module, eps: float) -> None:
     """From now on, let every layer with gates leave tiles of keys away: in training, in prefill, chunk by chunk too.
 
-    Up to 16 queries, which is decoding, nothing is skipped. "triton" skips where tokens come in index order without
-    documents or a mask, and elsewhere leaves nothing away; "flex" skips in every layout.
+    The Triton kernel runs, and skips where tokens come in index order without documents or a mask. Up to 16 queries,
+    which is decoding, nothing is skipped.
 
     Args:
         model: a GPT, any module with :class:`gape.GAPEAttention` layers, a :class:`gape.hf.GapeForCausalLM`, or a model
             that :func:`gape.hf.inject` has put gates into.
         eps: the attention that a query may lose in each layer and head, from 0 to below 1; 0 skips nothing.
-        impl: "triton" or "flex".
 
     Raises:
         ValueError: an argument is out of range, no layer has gates, or one that has them cannot skip. The model is then
             as it was.
     """
     eps = weight("eps", eps)
-    if impl not in IMPLS:
-        raise invalid_argument("impl", impl, f"one of {IMPLS}")
     layers = _gated(model)
     reason = next((reason for layer in layers if (reason := layer.never_skips)), None)
     if eps and reason is not None:
         raise ValueError(f"model: got {type(model).__name__} with a layer that {reason}, expected none that does")
     for layer in layers:
-        layer.skips = Skipping(eps, impl) if eps else None
+        layer.skips = eps
 
 
 @contextmanager
-def skipping(model: nn.Module, eps: float, *, impl: str = "triton") -> Iterator[None]:
+def skipping(model: nn.Module, eps: float) -> Iterator[None]:
     """A context in which :func:`skip` holds; each layer then is as it was before.
 
     Raises:
@@ -90,7 +80,7 @@ def skipping(model: nn.Module, eps: float, *, impl: str = "triton") -> Iterator[
     """
     layers = _gated(model)
     before = [layer.skips for layer in layers]
-    skip(model, eps, impl=impl)
+    skip(model, eps)
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from gape.utils import validation
 FUSED: dict[str, Callable[[Problem], Iterator[sdpa.Call]]] = {
     "rank2": rank2.calls,
     "split": split.calls,
-    "anchored": split.anchored_calls,
 }
 
 
@@ -38,7 +37,7 @@ class Details(NamedTuple):
     visited: Tensor
 
 
-# Kernels are imported when they run, so that nothing else needs Triton or waits for FlexAttention's import.
+# Kernels are imported when they run, so that nothing else needs Triton.
 
 
 def _reference(problem: Problem, eps: float) -> Details:
@@ -65,12 +64,6 @@ def _decode(problem: Problem, eps: float) -> Details:
     return Details(out, lse, lse.new_ones(()))
 
 
-def _flex(problem: Problem, eps: float) -> Tensor:
-    from gape.ops import flex  # noqa: PLC0415
-
-    return flex.run(problem, eps)
-
-
 #: Implementations that know more than the output.
 DETAILED: dict[str, Callable[[Problem, float], Details]] = {
     "triton": _detailed_triton,
@@ -81,7 +74,6 @@ DETAILED: dict[str, Callable[[Problem, float], Details]] = {
 #: Implementations that run by themselves; they may drop a weight of eps.
 DIRECT: dict[str, Callable[[Problem, float], Tensor]] = {
     "reference": lambda problem, eps: reference.run(problem),
-    "flex": _flex,
     "triton": _triton,
     "decode": lambda problem, eps: _decode(problem, eps).out,
 }
@@ -103,6 +95,7 @@ class Plan:
         pairs: "full", "causal", "lower-right" or "dense" (a mask tensor, made for a chunk of queries at a time).
         chunks: number of attention calls.
         width, value_width: head dims of q/k and of v as the backend gets them.
+        others: why "auto" takes none of the other implementations; empty where one was asked for by name.
     """
 
     impl: str
@@ -113,6 +106,7 @@ class Plan:
     chunks: int
     width: int
     value_width: int
+    others: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         cost = "quadratic memory" if self.quadratic else "no Nq × Nk matrix"
@@ -253,10 +247,11 @@ def explain(
     with leave_autocast(q, k, v) as (q, k, v):
         problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
         name, reason = _choose(impl, problem, validation.weight("eps", eps))
+        others = dispatch.why_not(problem, eps) if impl == "auto" else {}
         if name not in FUSED:
             return Plan(
                 impl=name, reason=reason, backends=(name,), quadratic=name in QUADRATIC, pairs=problem.seen.kind,
-                chunks=1, width=q.size(-1), value_width=v.size(-1),
+                chunks=1, width=q.size(-1), value_width=v.size(-1), others=others,
             )  # fmt: skip
         backends, count = [], 0
         for call in FUSED[name](problem):
@@ -267,7 +262,7 @@ def explain(
             reason += ", and the definition for queries too far apart"
         return Plan(
             impl=name, reason=reason, backends=distinct, quadratic=not sdpa.QUADRATIC.isdisjoint(distinct),
-            pairs=problem.seen.kind, chunks=count, width=call.q.size(-1), value_width=call.v.size(-1),
+            pairs=problem.seen.kind, chunks=count, width=call.q.size(-1), value_width=call.v.size(-1), others=others,
         )  # fmt: skip
 
 

@@ -79,14 +79,14 @@ def learns_shortly(problem: Problem) -> bool:
 def sides(problem: Problem, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Both sides for queries start … stop − 1 and the keys that any of them may see.
 
-    There is one anchor, the middle query, or one for each half where gates learn shortly and both are near enough.
+    There is one anchor, the middle query, or one for each half where gates learn shortly.
 
     Returns:
         (B, Hq, stop − start, columns) in q's dtype and (B, Hk, n, columns) in k's.
     """
     seen, bits = problem.seen, significand_bits(problem.q)
     middle = (start + stop) // 2
-    near = learns_shortly(problem) and stop - start <= ANCHORED_ROWS
+    near = learns_shortly(problem)
     groups = [(start, middle), (middle, stop)] if near and middle > start else [(start, stop)]
     count = 2 if near and seen.index_order else 3
     n_k = seen.rows(start, stop).n_k

@@ -1,16 +1,15 @@
 """Which implementation `impl="auto"` runs, and why: rules that were measured first, then what is right everywhere.
 
-The measured rules are in `dispatch.toml` beside this file; `gape bench dispatch` writes it from the benchmarks' rows. A
-rule speaks for the device it was measured on, by name, and for lengths from the shortest measured on; where none
+The measured rules are in `dispatch.toml` beside this file; `benchmarks/dispatch.py` writes it from measured rows.
+A rule speaks for the device it was measured on, by name, and for lengths from the shortest measured on; where none
 speaks, the portable choice runs. GAPE_DISPATCH names another table.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -139,7 +138,7 @@ def portable(problem: Problem) -> tuple[str, str]:
         return "triton", "takes distances pair by pair, however far apart explicit positions are"
     if problem.q.dtype in HALVES:
         if problem.gates_learn and problem.seen.n_q > columns.ANCHORED_ROWS:
-            return "anchored", f"exact gate gradients beyond {columns.ANCHORED_ROWS:,} queries"
+            return "split", f"exact bias and gate gradients in {dtype}, in calls of {columns.ANCHORED_ROWS:,} queries"
         return "split", f"exact bias in {dtype}"
     if significand_bits(problem.q) <= 11:
         return "split", "TF32 products would ruin the two-coordinate form"
@@ -184,10 +183,10 @@ def needs_gradient(problem: Problem) -> bool:
 
 def _not_best(impl: str, problem: Problem, measured: bool) -> str:
     """What speaks against an implementation that could run; `measured` where another was chosen by measurement."""
-    if impl in REMARKS and not (measured and impl in ("split", "anchored")):
+    if impl in REMARKS and not (measured and impl == "split"):
         return REMARKS[impl](problem)
     # The table has winners only: who lost to them, and who never took part, the rows know.
-    return f"not measured {'as better ' if measured else ''}for this call here (gape bench attention)"
+    return f"not measured {'as better ' if measured else ''}for this call here (benchmarks/attention.py)"
 
 
 def _anywhere(problem: Problem) -> str | None:
@@ -219,12 +218,6 @@ def _too_large(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _flex_cannot(problem: Problem) -> str | None:
-    if not problem.q.is_cuda and needs_gradient(problem):
-        return "has no backward pass without a GPU"
-    return "has no float64 on a GPU" if problem.q.is_cuda and problem.q.dtype == torch.float64 else None
-
-
 def _decode_cannot(problem: Problem) -> str | None:
     return _few_cannot(problem.q, problem.k, problem.v, learns=needs_gradient(problem))
 
@@ -244,8 +237,6 @@ CANNOT: dict[str, Callable[[Problem], str | None]] = {
     "reference": _anywhere,
     "rank2": _anywhere,
     "split": _anywhere,
-    "anchored": _anywhere,
-    "flex": _flex_cannot,
     "triton": _triton_cannot,
     "decode": _decode_cannot,
 }
@@ -262,17 +253,9 @@ def _rank2_remark(problem: Problem) -> str:
 
 
 def _split_remark(problem: Problem) -> str:
-    if problem.gates_learn and problem.q.dtype in HALVES:
-        return f"gradients of the gates get noisy beyond {columns.ANCHORED_ROWS:,} queries"
     if decodes(problem.q, problem.k, problem.v, learns=needs_gradient(problem)):
         return "copies all keys for a few queries"
     return _FAR if _anywhere_on_gpu(problem) else "takes more coordinates"
-
-
-def _anchored_remark(problem: Problem) -> str:
-    if problem.gates_learn and problem.q.dtype in HALVES:
-        return f"the same as split up to {columns.ANCHORED_ROWS:,} queries"
-    return "the same as split where no gate learns in half precision"
 
 
 #: What speaks against an implementation, measured or not.
@@ -280,27 +263,7 @@ REMARKS: dict[str, Callable[[Problem], str]] = {
     "reference": lambda problem: "keeps an Nq × Nk matrix: the definition, for checks",
     "rank2": _rank2_remark,
     "split": _split_remark,
-    "anchored": _anchored_remark,
 }
-
-
-def written(rules: Iterable[Rule]) -> str:
-    """A table as the file has it."""
-    lines = [
-        '# Which implementation impl="auto" runs, as measured; written by `gape bench dispatch`.',
-        "# The first rule that fits counts. Where none does, the portable choice of dispatch.py runs.",
-    ]
-    for rule in rules:
-        lines += ["", "[[rule]]"]
-        lines += [f"{field.name} = {_toml(getattr(rule, field.name))}" for field in fields(Rule)]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    # A basic string of TOML is a string of JSON.
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
 def _name(dtype: torch.dtype) -> str:

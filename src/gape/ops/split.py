@@ -16,8 +16,8 @@ coordinates too (explicit positions may be anywhere: there three pieces stay, an
     query [−(c·i)₁, −(c·i)₂, c, c, 0, 0] or [−(c·i)₁, −(c·i)₂, 0, 0, c, c]
     key   [u, u, (u·j)₁, (u·j)₂, (u·j′)₁, (u·j′)₂]      i from its own anchor, j from the first, j′ from the second
 
-More queries go in one call all the same, with one anchor, and gate gradients get noisier with length;
-`anchored` takes them in chunks of 2,048, which costs time and keeps them exact. `docs/precision.md` has the figures.
+More queries are cut into calls of 2,048, each with its own copy of the keys: gate gradients stay exact at any length.
+`docs/precision.md` has the figures.
 """
 
 from __future__ import annotations
@@ -32,19 +32,14 @@ from gape.ops.scattered import exact_call
 
 
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
-    """The prepared attention calls: one, or one per chunk of queries where a mask has to be drawn."""
-    rows = min(columns.ANCHORED_ROWS, sdpa.MASK_ROWS) if sdpa.draws_mask(problem.seen, problem.q) else None
-    return _calls(problem, rows)
+    """The prepared attention calls: one, or one per chunk of queries.
 
-
-def anchored_calls(problem: Problem) -> Iterator[sdpa.Call]:
-    """As `calls`, in chunks whose queries are all near an anchor where gates learn through a short backward."""
-    if sdpa.draws_mask(problem.seen, problem.q) or not columns.learns_shortly(problem):
-        return calls(problem)
-    return _calls(problem, columns.ANCHORED_ROWS)
-
-
-def _calls(problem: Problem, rows: int | None) -> Iterator[sdpa.Call]:
+    Chunks are needed where a mask has to be drawn, and where gates learn in half precision: there every query must be
+    near an anchor.
+    """
+    rows = columns.ANCHORED_ROWS if columns.learns_shortly(problem) else None
+    if sdpa.draws_mask(problem.seen, problem.q):
+        rows = min(columns.ANCHORED_ROWS, sdpa.MASK_ROWS)
     spans = sdpa.chunks(problem.seen.n_q, rows)
     k, v = problem.k, problem.v
     if len(spans) > 1:

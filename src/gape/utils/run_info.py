@@ -42,6 +42,22 @@ def manifest(
     }
 
 
+def stamp(device: torch.device) -> dict[str, str]:
+    """What a measured row says about where it was made: device, torch, triton and the short commit."""
+    made = commit() or "unknown"
+    return {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "triton": _versions().get("triton", "none"),
+        "commit": made[:12] + "+" * made.endswith("+changes"),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words, as measured rows name it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """System, device and threads."""
     described: dict[str, Any] = {

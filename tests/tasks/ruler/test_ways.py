@@ -70,15 +70,14 @@ def test_answers_of_a_model_that_forgets(made: Any) -> None:
 @READERS
 def test_a_reader_that_skips_does_so_in_every_layer(made: Any) -> None:
     reader = made()
-    Way(skip_eps=1e-3, impl="flex").take(reader)
+    Way(skip_eps=1e-3).take(reader)
     told = [layer.skips for layer in reader.model.modules() if hasattr(layer, "skips")]
-    assert told == [(1e-3, "flex")] * 2
+    assert told == [1e-3] * 2
 
 
 @pytest.mark.parametrize(
     ("told", "named"),
-    [({"skip_eps": 1.0}, "skip_eps"), ({"forget_eps": -1.0}, "forget_eps"), ({"bounds": "all"}, "bounds"),
-     ({"impl": "split"}, "impl")],
+    [({"skip_eps": 1.0}, "skip_eps"), ({"forget_eps": -1.0}, "forget_eps"), ({"bounds": "all"}, "bounds")],
 )  # fmt: skip
 def test_ways_that_cannot_be(told: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):

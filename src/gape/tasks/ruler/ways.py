@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gape.cache.kv import BOUNDS, ForgettingCache
-from gape.models.skipping import IMPLS, skip
+from gape.models.skipping import IMPL, skip
 from gape.tasks.ruler.readers import GPTReader, TransformersReader
 from gape.utils.validation import invalid_argument, weight
 
@@ -19,7 +19,6 @@ class Way:
         skip_eps: attention that a query may lose to tiles that are left away, as in :func:`gape.models.skipping.skip`.
         forget_eps: the same for keys that a forgetting cache drops. Prompts then are read in eighths at most.
         bounds: what such caches go by.
-        impl: the kernel that skips.
 
     Raises:
         ValueError: a value that cannot be; names it.
@@ -28,19 +27,16 @@ class Way:
     skip_eps: float = 0.0
     forget_eps: float = 0.0
     bounds: str = "weights"
-    impl: str = "triton"
 
     def __post_init__(self) -> None:
         weight("skip_eps", self.skip_eps)
         weight("forget_eps", self.forget_eps)
         if self.bounds not in BOUNDS:
             raise invalid_argument("bounds", self.bounds, f"one of {', '.join(BOUNDS)}")
-        if self.impl not in IMPLS:
-            raise invalid_argument("impl", self.impl, f"one of {', '.join(IMPLS)}")
 
     def settings(self) -> dict[str, Any]:
         """What tells it from the dense way, in rows and manifests; empty for that one."""
-        skips = {"skip_eps": self.skip_eps, "impl": self.impl} if self.skip_eps else {}
+        skips = {"skip_eps": self.skip_eps, "impl": IMPL} if self.skip_eps else {}
         return skips | ({"forget_eps": self.forget_eps, "bounds": self.bounds} if self.forget_eps else {})
 
     def words(self) -> str:
@@ -55,7 +51,7 @@ class Way:
             ValueError: its model has no gates, or none that can skip or forget.
         """
         if self.skip_eps:
-            skip(reader.model, self.skip_eps, impl=self.impl)
+            skip(reader.model, self.skip_eps)
         if self.forget_eps:
             made = self._cache(reader)
             reader.forgetting = lambda: made.fresh(self.forget_eps)

@@ -1,10 +1,10 @@
-"""What forgetting is worth to a trained model: tiles looked at, time of prefill, time and bytes of decoding.
+"""What forgetting is worth to a trained model: tiles visited, time of prefill, time and bytes of decoding.
 
 Attention alone is timed on the queries and keys that the model itself makes of a text, layer by layer:
 
     cudnn      plain causal attention of the same width, no bias; on a CPU whatever backend there is
     split      the gated operator through dense attention, as the model runs without skipping
-    triton, flex   the operator by the kernel that skips, with eps 0 too
+    triton     the operator by the kernel that skips, with eps 0 too
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import mean, median
@@ -23,114 +22,42 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gape.analysis.tap import attended
-from gape.bench.timing import measured
-from gape.cache.kv import ForgettingCache
+from gape.experiments.experiment import Record
 from gape.models.cuda_graphs import Captured, Recorder, why_not
 from gape.models.gpt import GPT
 from gape.models.skipping import skipping
 from gape.ops import gated_attention
 from gape.ops.problem import Problem
 from gape.ops.prologue import whole_rows
-from gape.utils.validation import invalid_argument
+from gape.utils.timing import measured
 
 if TYPE_CHECKING:
     from gape.hf import LanguageModel
 
-Record = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A language model as it is measured: a GPT of ours, or one of transformers behind the same interface.
-
-    Attributes:
-        model: in eval mode.
-        impl: the implementation that its attention runs dense.
-        attended: ids (B, N) → what each layer with gates attends with.
-        full_cache: tokens to make room for → an empty cache that keeps everything.
-        forgetting_cache: called as :class:`gape.cache.kv.ForgettingCache` is, without the model.
-        check: refuses, with a ValueError, a model that cannot be measured on texts of so many tokens.
-    """
-
-    model: GPT | LanguageModel
-    impl: str
-    attended: Callable[[Tensor], list[Problem]]
-    full_cache: Callable[[int], Any]
-    forgetting_cache: Callable[..., Any]
-    check: Callable[[int], None]
-
-
-def subject(model: GPT) -> Subject:
-    """A GPT as it is measured."""
-    width = next(model.blocks()).attention.head_dim
-
-    def problems(ids: Tensor) -> list[Problem]:
-        found = (layer.problem(0, layer.seen.n_q) for layer in attended(model, ids, logits_to_keep=1))
-        return [replace(problem, v=problem.k.new_empty(*problem.k.shape[:3], width)) for problem in found]
-
-    def check(longest: int) -> None:
-        if next(model.gates(), None) is None:
-            raise invalid_argument("run", model.config.position, "a scheme with gates, which alone forgets")
-
-    return Subject(
-        model=model, impl=model.config.impl, attended=problems, check=check,
-        full_cache=model.new_cache, forgetting_cache=partial(ForgettingCache, model),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """How times are taken: about so many seconds for each, and at least so many runs."""
-
-    seconds: float = 0.5
-    least: int = 5
-
-    def ms(self, work: Callable[[], Any], device: torch.device) -> float:
-        """Median milliseconds of a run."""
-        return measured(torch.no_grad()(work), device, seconds=self.seconds, least=self.least).ms
-
-
-def layers(of: Subject, ids: Tensor, dtype: torch.dtype) -> list[Problem]:
-    """What each layer with gates attends with, in `dtype`, when a model reads ids (B, N).
-
-    Values are drawn: no time and no tile depends on them.
-    """
-    return [
-        replace(problem, q=problem.q.to(dtype), k=problem.k.to(dtype), v=torch.randn_like(problem.v, dtype=dtype))
-        for problem in of.attended(ids)
-    ]
-
-
-def tiles(problems: Sequence[Problem], eps: float, impl: str) -> list[list[float]]:
-    """The fraction of the visible key tiles that is looked at, by layer and head; under "flex" one number a layer."""
-    with torch.no_grad():
-        return [_VISITS[impl](problem, eps) for problem in problems]
-
-
-def _triton_visits(problem: Problem, eps: float) -> list[float]:
-    from gape.ops.triton import attention  # noqa: PLC0415
-
-    each: list[float] = attention.visits(problem, eps).mean(0).tolist()
-    return each
-
-
-def _flex_visits(problem: Problem, eps: float) -> list[float]:
-    from gape.ops import flex  # noqa: PLC0415
-
-    return [flex.visited(problem, eps)]
-
+#: Times work on a device: the median milliseconds of a run.
+Clock = Callable[[Callable[[], Any], torch.device], float]
 
 #: Tokens that are launched before a graph is recorded, at most.
 _LAUNCHED = 16
 
-_VISITS: dict[str, Callable[[Problem, float], list[float]]] = {"triton": _triton_visits, "flex": _flex_visits}
+
+def clock(seconds: float, least: int) -> Clock:
+    """Times of about so many seconds each, and at least so many runs."""
+    return lambda work, device: measured(torch.no_grad()(work), device, seconds=seconds, least=least).ms
+
+
+@torch.no_grad()
+def tiles(problems: Sequence[Problem], eps: float) -> list[list[float]]:
+    """The fraction of the visible key tiles that the kernel visits, by layer and head."""
+    from gape.ops.triton import attention  # noqa: PLC0415
+
+    return [attention.visits(problem, eps).mean(0).tolist() for problem in problems]
 
 
 def attention_ms(problems: Sequence[Problem], impl: str, eps: float, clock: Clock) -> list[float]:
     """Milliseconds of each layer's attention; `impl` is one of the operator's, or "cudnn"."""
     work = _plain if impl == "cudnn" else lambda problem: _gated(problem, impl, eps)
-    return [clock.ms(work(problem), problem.q.device) for problem in problems]
+    return [clock(work(problem), problem.q.device) for problem in problems]
 
 
 def _gated(problem: Problem, impl: str, eps: float) -> Callable[[], Tensor]:
@@ -166,10 +93,10 @@ def _plain(problem: Problem) -> Callable[[], Tensor]:
     return run
 
 
-def prefill_ms(model: GPT | LanguageModel, ids: Tensor, eps: float, impl: str, clock: Clock) -> float:
+def prefill_ms(model: GPT | LanguageModel, ids: Tensor, eps: float, clock: Clock) -> float:
     """Milliseconds in which the whole model reads ids (B, N) and says what follows; eps 0 is the dense model."""
-    with skipping(model, eps, impl=impl):
-        return clock.ms(lambda: model(ids, logits_to_keep=1), ids.device)
+    with skipping(model, eps):
+        return clock(lambda: model(ids, logits_to_keep=1), ids.device)
 
 
 @torch.no_grad()

@@ -24,21 +24,21 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gape.bench import rows, settings
-from gape.bench.candidates import attended
-from gape.bench.errors import QUERIES, relative, sample
-from gape.bench.inputs import CONTEXT_LENGTH, Arguments, Shape
-from gape.bench.settings import UnavailableError, on_its_own
-from gape.bench.timing import copy_bandwidth, measured
+import common
+from cases import CONTEXT_LENGTH, QUERIES, Arguments, Shape, attended, relative, sample
+from common import UnavailableError, number
+from gape.cli.options import Device, Dim, DType, Heads, KVHeads
 from gape.ops import columns, prologue, sdpa
 from gape.ops.rounding import significand_bits
 from gape.ops.visibility import Visibility
+from gape.utils.timing import copy_bandwidth, measured
 from gape.utils.validation import invalid_argument, whole
 
 FIELDS = (
-    *rows.STAMP, "impl", "direction", "dtype", "batch", "heads", "kv_heads", "length", "dim",
+    *common.STAMP, "impl", "direction", "dtype", "batch", "heads", "kv_heads", "length", "dim",
     "ms", "gbps", "copy_gbps", "of_copy", "of_fused_rope", "of_compiled_rope", "peak_mib", "error",
 )  # fmt: skip
+SHOWN = ("impl", "direction", "length", "ms", "of_copy", "of_fused_rope", "of_compiled_rope", "peak_mib", "error")
 
 Pair = tuple[Tensor, Tensor]
 
@@ -237,31 +237,26 @@ def _ways() -> dict[str, Candidate]:
 
 
 CANDIDATES = _ways()
-DEFAULT = tuple(name for name in CANDIDATES if not name.startswith("steps"))
 
 #: What candidates with attention are compared with, by column.
 BASELINES = {"of_fused_rope": "fused-rope+attention", "of_compiled_rope": "compiled-rope+attention"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(settings.Settings):
+class Settings(common.Settings):
     """What is measured, beside the sizes.
 
     Attributes:
         tokens: batch · length; the batch is at least 1.
         backward: forward and backward as well as forward alone.
-
-    Raises:
-        ValueError: a value that cannot be; names it.
     """
 
     DTYPES: ClassVar = {"bfloat16": torch.bfloat16, "float16": torch.float16}
     KNOWN: ClassVar[Sequence[str]] = tuple(CANDIDATES)
+    DEFAULT: ClassVar[Sequence[str]] = tuple(name for name in CANDIDATES if not name.startswith("steps"))
 
-    impls: Sequence[str] = DEFAULT
-    lengths: Sequence[int] = (4096, 16384)
-    tokens: int = 16384
-    backward: bool = False
+    tokens: int
+    backward: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -270,8 +265,8 @@ class Settings(settings.Settings):
             raise invalid_argument("dim", self.dim, f"an even number above {columns.COLUMNS}")
 
 
-def measure(settings: Settings, stamp: rows.Row, say: Callable[[str], None]) -> Iterator[rows.Row]:
-    """Rows as they come; `say` hears why a candidate gave none."""
+def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -> Iterator[common.Row]:
+    """Rows as they come; `say` is told why a candidate gave none."""
     copied = copy_bandwidth(settings.device) / 1e9
     for length in settings.lengths:
         shape = Shape(
@@ -282,7 +277,7 @@ def measure(settings: Settings, stamp: rows.Row, say: Callable[[str], None]) -> 
         for impl in settings.impls:
             way = CANDIDATES[impl]
             given = layer(shape, settings.torch_dtype, settings.device, gated=way.gated)
-            with on_its_own(impl, length, say):
+            with common.apart(impl, length, say):
                 for direction in ("forward", "both")[: 1 + (settings.backward and way.learns)]:
                     figures = _one(settings, way, given, impl, direction, copied, times)
                     yield stamp | figures | {"impl": impl, "direction": direction, "dtype": settings.dtype}
@@ -291,7 +286,7 @@ def measure(settings: Settings, stamp: rows.Row, say: Callable[[str], None]) -> 
 def _one(
     settings: Settings, way: Candidate, given: Layer, impl: str, direction: str, copied: float,
     times: dict[tuple[str, str], float],
-) -> rows.Row:  # fmt: skip
+) -> common.Row:  # fmt: skip
     """The figures of one candidate in one direction; `times` keeps those that others are compared with."""
     why = way.needs(given.leaves["q"])
     if why is not None:
@@ -301,19 +296,15 @@ def _one(
     learning = [name for name in given.leaves if way.attends or name != "v"] if direction == "both" else []
     timing = measured(_step(forward, given.leaves, learning), settings.device, seconds=settings.seconds)
     times[impl, direction] = timing.ms
-    figures = {"ms": rows.number(timing.ms), "peak_mib": rows.number(timing.peak_mib, 5)}
-    figures |= {name: str(getattr(given.shape, name)) for name in ("batch", "heads", "kv_heads", "length", "dim")}
+    figures = {"ms": number(timing.ms), "peak_mib": number(timing.peak_mib, 5)}
+    figures |= given.shape.row()
     if way.attends:
         for column, baseline in BASELINES.items():
             if (baseline, direction) in times:
-                figures[column] = rows.number(timing.ms / times[baseline, direction])
-        return figures | {"error": rows.number(error(given, forward), 3)}
+                figures[column] = number(timing.ms / times[baseline, direction])
+        return figures | {"error": number(error(given, forward), 3)}
     gbps = moved_bytes(given, direction) / timing.ms / 1e6
-    return figures | {
-        "gbps": rows.number(gbps),
-        "copy_gbps": rows.number(copied),
-        "of_copy": rows.number(gbps / copied, 3),
-    }
+    return figures | {"gbps": number(gbps), "copy_gbps": number(copied), "of_copy": number(gbps / copied, 3)}
 
 
 def _step(
@@ -359,3 +350,30 @@ def error(given: Layer, forward: Callable[[Arguments], tuple[Tensor, ...]]) -> f
         ready |= {"landmark": landmark, "amplitude": amplitude}
         exact = attended(ready, scale=given.scale, q_positions=at, impl="reference")
         return relative(out[:1, :groups, at], exact)
+
+
+def main(
+    lengths: common.Lengths = "4096,16384",
+    dim: Dim = 64,
+    dtype: DType = "bfloat16",
+    tokens: common.Tokens = 16384,
+    heads: Heads = 16,
+    kv_heads: KVHeads = None,
+    impl: common.Impl = None,
+    backward: common.Backward = False,
+    seconds: common.Seconds = 0.5,
+    device: Device = "auto",
+    trust: common.Trust = False,
+    out: common.Out = None,
+    save: common.Save = True,
+) -> None:
+    """Time what makes q and k ready for attention, alone and together with it."""
+    settings = Settings.from_options(
+        lengths=lengths, dim=dim, dtype=dtype, tokens=tokens, heads=heads, kv_heads=kv_heads, impl=impl,
+        backward=backward, seconds=seconds, device=device,
+    )  # fmt: skip
+    common.benchmark("prologue", FIELDS, measure, settings, SHOWN, trust=trust, out=out, save=save)
+
+
+if __name__ == "__main__":
+    common.script(main)

@@ -1,7 +1,7 @@
 """From measured rows to the table of `impl="auto"`: the fastest implementation that is exact, per kind of call.
 
 Exact means: the output's error is at most twice that of plain attention in the same dtype at the same length, and the
-gates' gradients are within 2%. A row without errors has those of `gape bench precision` on its device. Of rows that
+gates' gradients are within 2%. A row without errors has those of `precision.csv` on its device. Of rows that
 were measured again the newest count, but those beside the newest of a portable implementation, at the same commit, come
 before others: times of two days differ by more than what is decided here. At each length only rows of the batch and
 heads that were measured last are compared. Times within 1% of the best are as good, and the least memory decides.
@@ -10,11 +10,18 @@ Lengths at which no portable implementation was measured beside the others make 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from itertools import groupby
+from pathlib import Path
+from typing import Annotated
 
-from gape.bench.rows import Row
-from gape.ops.dispatch import CANNOT, DECODE_QUERIES, Rule
+import typer
+
+import common
+from common import Row
+from gape.ops.dispatch import CANNOT, DECODE_QUERIES, TABLE, Rule
 
 #: Rows of plain attention, whose error is the measure; the first that is there.
 PLAIN = ("sdpa-cudnn", "sdpa-flash", "sdpa", "flex-causal")
@@ -37,12 +44,12 @@ GATES = {False: "log-normal", True: "trained"}
 #: What rows must share to be compared, besides length and kind.
 SIZES = ("batch", "heads", "kv_heads", "queries")
 
-#: Implementations that are the portable choice, which others are compared with.
+#: Implementations that are the portable choice, which others are compared with; `anchored` is an older name.
 PORTABLE = ("split", "anchored", "rank2")
 
 
 def rules(attention: Iterable[Row], decode: Iterable[Row] = (), precision: Iterable[Row] = ()) -> list[Rule]:
-    """The table for rows of `gape bench attention`, `decode` and `precision`; rules for few queries come first."""
+    """The table for rows of attention, decode and precision; rules for few queries come first."""
     few = [_as_attention(row) for row in decode if int(row["queries"]) <= DECODE_QUERIES]
     measured = [row for row in precision if float(row["strength"]) <= STRENGTH]
     many = [row if row["error"] else row | _errors(row, measured) for row in attention if _counts(row)]
@@ -50,12 +57,12 @@ def rules(attention: Iterable[Row], decode: Iterable[Row] = (), precision: Itera
 
 
 def _errors(row: Row, precision: Iterable[Row]) -> Row:
-    """The errors of a row's implementation by `gape bench precision`, the largest over strengths of the gates.
+    """The errors of a row's implementation in rows of precision, the largest over strengths of the gates.
 
-    They are those at the longest sequence that is no longer than the row's. `anchored` has the output of `split`.
+    They are those at the longest sequence that is no longer than the row's.
     """
     name = "plain" if row["impl"] in PLAIN else row["impl"]
-    columns = {"error": "split" if name == "anchored" else name}
+    columns = {"error": name}
     if row["direction"] == "both":
         columns |= dict.fromkeys(GATE_GRADIENTS, name)
     alike = [other for other in precision if (other["device"], other["dtype"]) == (row["device"], row["dtype"])]
@@ -148,3 +155,44 @@ def _reason(winner: str, length: int, candidates: Mapping[str, Row]) -> str:
     if not others:
         return told
     return f"{told}, {others[0]} {float(candidates[others[0]]['ms']):.3g}"
+
+
+def written(rules: Iterable[Rule]) -> str:
+    """A table as the file has it."""
+    lines = [
+        '# Which implementation impl="auto" runs, as measured; written by `benchmarks/dispatch.py`.',
+        "# The first rule that fits counts. Where none does, the portable choice of dispatch.py runs.",
+    ]
+    for rule in rules:
+        lines += ["", "[[rule]]"]
+        lines += [f"{field.name} = {_toml(getattr(rule, field.name))}" for field in fields(Rule)]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    # A basic string of TOML is a string of JSON.
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Directory of attention.csv, decode.csv, precision.csv.")] = common.DATA,
+    out: Annotated[Path | None, typer.Option(help="File of the table; the library's own by default.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print it, write nothing.")] = False,
+) -> None:
+    """Write the table of impl="auto" from measured rows."""
+    paths = [data / f"{name}.csv" for name in ("attention", "decode", "precision")]
+    if not paths[0].is_file():
+        raise ValueError(f"data: there is no {paths[0]}; python benchmarks/attention.py --backward writes it")
+    table = rules(*(common.load(path) if path.is_file() else [] for path in paths))
+    if show:
+        typer.echo(written(table), nl=False)
+        return
+    path = out or TABLE
+    path.write_text(written(table), encoding="utf-8")
+    typer.echo(f"{len(table)} rules in {path}")
+
+
+if __name__ == "__main__":
+    common.script(main)

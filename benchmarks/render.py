@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from gape.bench import rows
-from gape.bench.rows import Row
+import typer
+
+import common
+from common import Row
 
 PAGE = Path("docs/benchmarks.md")
 SKIPPING = Path("docs/skipping.md")
@@ -58,15 +60,9 @@ def redraw(page: Path, mark: str, text: str) -> None:
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
-def render(root: Path = Path()) -> None:
-    """Redraw the pages of a clone."""
-    redraw(root / PAGE, "benchmarks", rendered(root))
-    redraw(root / SKIPPING, "skipping", skipping(root))
-
-
 def skipping(root: Path = Path()) -> str:
     """How many times as fast as dense cuDNN the skipping kernel is, where both were measured in both directions."""
-    found = [row for row in rows.load(root / rows.DATA / "attention.csv") if float(row["eps"]) > 0]
+    found = [row for row in common.load(root / common.DATA / "attention.csv") if float(row["eps"]) > 0]
     newest = {(row["gates"], int(row["length"]), row["impl"], row["direction"]): row for row in found}
     lines = ["| `--gates` | tokens | tiles visited | forward | forward and backward |", "|---|---:|---:|---:|---:|"]
     for kind in KINDS:
@@ -84,9 +80,9 @@ def rendered(root: Path = Path()) -> str:
     """The tables of every benchmark that has rows."""
     lines = []
     for name in TABLES:
-        path = root / rows.DATA / f"{name}.csv"
+        path = root / common.DATA / f"{name}.csv"
         if path.is_file():
-            found = rows.load(path)
+            found = common.load(path)
             lines += [f"### {name}", "", *(_beside(found) if name == "attention" else []), *_tables(name, found)]
     return "\n".join(lines).rstrip() + "\n" if lines else "Nothing has been measured yet.\n"
 
@@ -158,3 +154,16 @@ def _markdown(found: list[Row], columns: dict[str, str]) -> list[str]:
         cells = (f"{int(row[name]):,}" if name == "length" else row[name] for name in shown)
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def main() -> None:
+    """Redraw docs/benchmarks.md and docs/skipping.md from the stored rows."""
+    if not PAGE.is_file():
+        raise ValueError(f"there is no {PAGE} here, expected the root of a clone")
+    redraw(PAGE, "benchmarks", rendered())
+    redraw(SKIPPING, "skipping", skipping())
+    typer.echo(PAGE)
+
+
+if __name__ == "__main__":
+    common.script(main)

@@ -19,44 +19,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from typing import ClassVar
+from functools import partial
+from typing import Annotated, ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import typer
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-from gape.bench import rows, settings
-from gape.bench.candidates import Work, operator
-from gape.bench.errors import against_float64
-from gape.bench.inputs import CONTEXT_LENGTH, Arguments, Shape, draw, problem
-from gape.bench.settings import UnavailableError, on_its_own
-from gape.bench.timing import copy_bandwidth, measured
+import cases
+import common
+from cases import CONTEXT_LENGTH, Arguments, Shape, Work
+from common import UnavailableError, number
+from gape.cli.options import Device, Dim, DType, Heads, KVHeads
 from gape.ops import columns
 from gape.ops.carried import carried_attention, carry
+from gape.utils.timing import copy_bandwidth, measured
 from gape.utils.validation import whole
 
 FIELDS = (
-    *rows.STAMP, "impl", "dtype", "batch", "heads", "kv_heads", "queries", "length", "dim",
+    *common.STAMP, "impl", "dtype", "batch", "heads", "kv_heads", "queries", "length", "dim",
     "ms", "gbps", "copy_gbps", "of_copy", "peak_mib", "error", "of_sdpa",
 )  # fmt: skip
+SHOWN = ("impl", "length", "batch", "ms", "gbps", "of_copy", "of_sdpa", "peak_mib", "error")
+
+Builder = Callable[[Arguments], Work]
 
 
-def _decode(arguments: Arguments) -> Work:
-    if find_spec("triton") is None:
-        raise UnavailableError("triton is not installed: pip install triton")
-    from gape.ops.triton import decode  # noqa: PLC0415
-
-    return Work(leaves=arguments, forward=lambda leaves: decode.run(problem(leaves)))
+def _operator(impl: str) -> Builder:
+    return partial(cases.operator, impl=impl)
 
 
 def _open(arguments: Arguments) -> Work:
-    return _decode(arguments | {"gate": torch.zeros_like(arguments["gate"])})
-
-
-def _operator(impl: str) -> Callable[[Arguments], Work]:
-    return lambda arguments: operator(impl)(arguments, 0.0)
+    return cases.operator(arguments | {"gate": torch.zeros_like(arguments["gate"])}, "decode")
 
 
 def _carried(arguments: Arguments) -> Work:
@@ -64,40 +59,30 @@ def _carried(arguments: Arguments) -> Work:
     if content < 1:
         raise UnavailableError(f"a head dim of {arguments['q'].size(-1)} has no room for the bias")
     n_q, n_k = arguments["q"].size(2), arguments["k"].size(2)
-    where = torch.arange(n_k, device=arguments["q"].device)
+    positions = torch.arange(n_k, device=arguments["q"].device)
     scale = arguments["q"].size(-1) ** -0.5
     leaves = arguments | {name: arguments[name][..., :content] for name in "qk"}
-    keys = carry(leaves["k"], leaves["landmark"], where, form="split", context_length=CONTEXT_LENGTH)
+    keys = carry(leaves["k"], leaves["landmark"], positions, form="split", context_length=CONTEXT_LENGTH)
 
     def forward(leaves: Arguments) -> Tensor:
         return carried_attention(
-            leaves["q"], keys, leaves["v"], leaves["gate"], leaves["amplitude"], where[n_k - n_q :],
+            leaves["q"], keys, leaves["v"], leaves["gate"], leaves["amplitude"], positions[n_k - n_q :],
             form="split", context_length=CONTEXT_LENGTH, scale=scale,
         )  # fmt: skip
 
     return Work(leaves=leaves, forward=forward, scale=scale)
 
 
-def _sdpa(*backends: SDPBackend) -> Callable[[Arguments], Work]:
+def _sdpa(*backends: SDPBackend) -> Builder:
     def build(arguments: Arguments) -> Work:
-        if SDPBackend.CUDNN_ATTENTION in backends and len(backends) == 1 and not arguments["q"].is_cuda:
-            raise UnavailableError("needs a CUDA device")
         if arguments["q"].size(2) > 1:
             raise UnavailableError("several queries would need a mask")
-        grouped, scale = arguments["q"].size(1) != arguments["k"].size(1), arguments["q"].size(-1) ** -0.5
-
-        def forward(leaves: Arguments) -> Tensor:
-            with sdpa_kernel(list(backends)):
-                return F.scaled_dot_product_attention(
-                    leaves["q"], leaves["k"], leaves["v"], scale=scale, enable_gqa=grouped
-                )
-
-        return Work(leaves={name: arguments[name] for name in "qkv"}, forward=forward)
+        return cases.plain(arguments, backends, is_causal=False)
 
     return build
 
 
-def _captured(build: Callable[[Arguments], Work]) -> Callable[[Arguments], Work]:
+def _captured(build: Builder) -> Builder:
     """The same candidate as a CUDA graph, which has no launches to wait for."""
 
     def capture(arguments: Arguments) -> Work:
@@ -123,7 +108,7 @@ def _captured(build: Callable[[Arguments], Work]) -> Callable[[Arguments], Work]
 ANY = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 #: What is timed, by name.
-CANDIDATES: dict[str, Callable[[Arguments], Work]] = {
+CANDIDATES: dict[str, Builder] = {
     # What others are compared with comes first.
     "sdpa": _sdpa(*ANY),
     "sdpa-graph": _captured(_sdpa(*ANY)),
@@ -131,36 +116,31 @@ CANDIDATES: dict[str, Callable[[Arguments], Work]] = {
     "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
     "carried": _carried,
     "carried-graph": _captured(_carried),
-    "decode": _decode,
-    "decode-graph": _captured(_decode),
+    "decode": _operator("decode"),
+    "decode-graph": _captured(_operator("decode")),
     "decode-open": _open,
     "split": _operator("split"),
     "triton": _operator("triton"),
 }
-DEFAULT = tuple(CANDIDATES)
 
 #: Candidates that read a landmark per key beside the keys.
 READS_LANDMARKS = ("decode", "decode-graph", "decode-open", "split", "triton")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(settings.Settings):
+class Settings(common.Settings):
     """What is measured, beside the sizes; `lengths` are those of the cache, the new tokens among them.
 
     Attributes:
         batch: samples.
         queries: new tokens of each.
-
-    Raises:
-        ValueError: a value that cannot be; names it.
     """
 
     KNOWN: ClassVar[Sequence[str]] = tuple(CANDIDATES)
+    DEFAULT: ClassVar[Sequence[str]] = KNOWN
 
-    impls: Sequence[str] = DEFAULT
-    lengths: Sequence[int] = (65536, 131072)
-    batch: int = 1
-    queries: int = 1
+    batch: int
+    queries: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -169,47 +149,73 @@ class Settings(settings.Settings):
         whole("lengths", min(self.lengths), at_least=self.queries)
 
 
-def measure(settings: Settings, stamp: rows.Row, say: Callable[[str], None]) -> Iterator[rows.Row]:
-    """Rows as they come; `say` hears why a candidate gave none."""
+def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -> Iterator[common.Row]:
+    """Rows as they come; `say` is told why a candidate gave none."""
     copied = copy_bandwidth(settings.device) / 1e9
     for length in settings.lengths:
         shape = Shape(
             batch=settings.batch, heads=settings.heads, kv_heads=settings.kv_heads, length=length, dim=settings.dim,
             queries=settings.queries,
         )  # fmt: skip
-        arguments = draw(shape, "log-normal", settings.torch_dtype, settings.device)
+        arguments = cases.draw(shape, "log-normal", settings.torch_dtype, settings.device)
         times: dict[str, float] = {}
         for impl in settings.impls:
-            with on_its_own(impl, length, say):
+            with common.apart(impl, length, say):
                 nbytes = cache_bytes(arguments, landmarks=impl in READS_LANDMARKS)
                 yield stamp | _one(settings, shape, impl, CANDIDATES[impl](arguments), nbytes, copied, times)
 
 
 def _one(
     settings: Settings, shape: Shape, impl: str, work: Work, nbytes: int, copied: float, times: dict[str, float]
-) -> rows.Row:
+) -> common.Row:
     """The figures of one candidate; `times` keeps those that others are compared with."""
     timing = measured(work.step(backward=False), settings.device, seconds=settings.seconds)
     times[impl] = timing.ms
     plain = times.get("sdpa-graph" if impl.endswith("-graph") else "sdpa")
     gbps = nbytes / timing.ms / 1e6
-    found = against_float64(work, backward=False)
     figures = {
         "impl": impl,
         "dtype": settings.dtype,
         "queries": str(settings.queries),
-        "ms": rows.number(timing.ms),
-        "gbps": rows.number(gbps),
-        "copy_gbps": rows.number(copied),
-        "of_copy": rows.number(gbps / copied, 3),
-        "peak_mib": rows.number(timing.peak_mib, 5),
-        "error": rows.number(found["error"], 3),
-        "of_sdpa": rows.number(None if plain is None else timing.ms / plain),
+        "ms": number(timing.ms),
+        "gbps": number(gbps),
+        "copy_gbps": number(copied),
+        "of_copy": number(gbps / copied, 3),
+        "peak_mib": number(timing.peak_mib, 5),
+        "error": number(cases.against_float64(work, backward=False)["error"], 3),
+        "of_sdpa": number(None if plain is None else timing.ms / plain),
     }
-    return figures | {name: str(getattr(shape, name)) for name in ("batch", "heads", "kv_heads", "length", "dim")}
+    return figures | shape.row()
 
 
 def cache_bytes(arguments: Arguments, *, landmarks: bool) -> int:
     """Bytes of the cache: keys, values, and the landmarks where they lie beside the keys."""
     read = [arguments[name] for name in (("k", "v", "landmark") if landmarks else ("k", "v"))]
     return sum(x.numel() * x.element_size() for x in read)
+
+
+def main(
+    lengths: common.Lengths = "65536,131072",
+    dim: Dim = 64,
+    dtype: DType = "bfloat16",
+    batch: Annotated[int, typer.Option(help="Samples at once.")] = 1,
+    heads: Heads = 16,
+    kv_heads: KVHeads = None,
+    queries: Annotated[int, typer.Option(help="New tokens per sample.")] = 1,
+    impl: common.Impl = None,
+    seconds: common.Seconds = 0.5,
+    device: Device = "auto",
+    trust: common.Trust = False,
+    out: common.Out = None,
+    save: common.Save = True,
+) -> None:
+    """Time a few queries against a long cache, beside the speed of memory."""
+    settings = Settings.from_options(
+        lengths=lengths, dim=dim, dtype=dtype, batch=batch, heads=heads, kv_heads=kv_heads, queries=queries, impl=impl,
+        seconds=seconds, device=device,
+    )  # fmt: skip
+    common.benchmark("decode", FIELDS, measure, settings, SHOWN, trust=trust, out=out, save=save)
+
+
+if __name__ == "__main__":
+    common.script(main)

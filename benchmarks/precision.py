@@ -10,16 +10,22 @@ import csv
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from torch import Tensor
 
-from gape.bench.candidates import attended
-from gape.bench.errors import relative as error
-from gape.bench.page import redraw
-from gape.bench.rows import DATA, Row, commit, device_name
-from gape.bench.rows import load as load_rows
+import common
+from cases import attended
+from cases import relative as error
+from common import DATA, Row
+from gape.cli.console import Voice
+from gape.cli.options import Device
+from gape.experiments.experiment import pick_device
 from gape.ops import attention
+from gape.utils import run_info
+from render import redraw
 
 #: The stored rows, and the page whose tables are drawn from them, in a clone.
 ROWS = DATA / "precision.csv"
@@ -33,7 +39,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 GRADIENTS = {"dgate": "gate", "dlandmark": "landmark", "damplitude": "amplitude", "dq": "q", "dk": "k", "dv": "v"}
 #: Those that attention without a bias does not have.
 GATES = ("dgate", "dlandmark", "damplitude")
-#: Columns of figures: attention without any bias, and implementations of the operator.
+#: Columns of figures: attention without any bias, and implementations of the operator. Stored rows have `anchored`,
+#: which is what `split` is today: it had another name while `split` took any number of queries in one call.
 COLUMNS = ("plain", "rank2", "split", "anchored", "triton")
 FIELDS = ("device", "torch", "commit", "quantity", "dtype", "keys", "strength", *COLUMNS)
 
@@ -52,22 +59,14 @@ def inputs(keys: int, queries: int, heads: int, dtype: torch.dtype, strength: fl
     return tensors | {name: x.to(device) for name, x in gates.items()}
 
 
-def implementations(device: str, *, backward: bool) -> Sequence[str]:
-    """What is measured: `anchored` differs from `split` in gradients only, `triton` wants a GPU."""
-    found = ["rank2", "split"]
-    if backward:
-        found.append("anchored")
-    return [*found, "triton"] if device == "cuda" else found
+def implementations(device: str) -> Sequence[str]:
+    """What is measured; `triton` wants a GPU."""
+    return ("rank2", "split", "triton") if device == "cuda" else ("rank2", "split")
 
 
 def exactly(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same numbers in float64."""
     return {name: x.double() for name, x in tensors.items()}
-
-
-def operator(x: dict[str, Tensor], impl: str) -> Tensor:
-    """The gated operator on one set of arguments."""
-    return attended(x, impl=impl)
 
 
 @cache
@@ -81,17 +80,17 @@ def output_errors(keys: int, dtype: torch.dtype, strength: float, device: str) -
     """Errors of the output by implementation, and of attention without any bias."""
     x = inputs(keys, QUERIES, 4, dtype, strength, device)
     q, k, v = x["q"], x["k"], x["v"]
-    exact = operator(exactly(x), "reference")
+    exact = attended(exactly(x), impl="reference")
     errors = {"plain": error(attention(q, k, v), exact_plain(keys, dtype, device))}
-    for impl in implementations(device, backward=False):
-        errors[impl] = error(operator(x, impl), exact)
+    for impl in implementations(device):
+        errors[impl] = error(attended(x, impl=impl), exact)
     return errors
 
 
 def gradients(tensors: dict[str, Tensor], impl: str | None, cotangent: Tensor) -> dict[str, Tensor]:
     """Gradients of <output, cotangent> by argument; impl None is attention without a bias."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    out = attention(leaves["q"], leaves["k"], leaves["v"]) if impl is None else operator(leaves, impl)
+    out = attention(leaves["q"], leaves["k"], leaves["v"]) if impl is None else attended(leaves, impl=impl)
     wanted = {name: x for name, x in leaves.items() if impl is not None or name in "qkv"}
     grads = torch.autograd.grad(out, list(wanted.values()), cotangent.to(out.dtype))
     return dict(zip(wanted, grads, strict=True))
@@ -109,7 +108,7 @@ def gradient_errors(keys: int, dtype: torch.dtype, strength: float, device: str)
     x = inputs(keys, keys, heads, dtype, strength, device)
     cotangent = random_cotangent(keys, heads, dtype, device)
     exact = by_head(x, "reference", cotangent)
-    found = {impl: gradients(x, impl, cotangent) for impl in implementations(device, backward=True)}
+    found = {impl: gradients(x, impl, cotangent) for impl in implementations(device)}
     plain = plain_gradient_errors(keys, heads, dtype, device)
     return {
         quantity: {"plain": plain.get(name, float("nan"))}
@@ -154,7 +153,8 @@ def by_rows(x: dict[str, Tensor], impl: str | None, cotangent: Tensor) -> dict[s
 
 def measure(device: str, quick: bool) -> Iterator[Row]:
     """The rows of this device, as they come; gradients of long sequences want a GPU."""
-    stamp = {"device": device_name(torch.device(device)), "torch": torch.__version__, "commit": commit()}
+    made = run_info.stamp(torch.device(device))
+    stamp = {name: made[name] for name in FIELDS[:3]}
     most = 8192 if quick else 131072
     lengths = [n for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072) if n <= most]
     for label, dtype in DTYPES.items():
@@ -176,7 +176,7 @@ def _row(stamp: Row, quantity: str, dtype: str, keys: int, strength: float, erro
 
 def load(root: Path = Path()) -> list[Row]:
     """The stored rows of a clone; columns that came later are empty in earlier rows."""
-    return [dict.fromkeys(FIELDS, "") | row for row in load_rows(root / ROWS)]
+    return [dict.fromkeys(FIELDS, "") | row for row in common.load(root / ROWS)]
 
 
 def save(rows: list[Row]) -> None:
@@ -213,11 +213,6 @@ def _markdown(quantity: str, rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def render_page() -> None:
-    """Redraw the tables between the page's two marks."""
-    redraw(PAGE, "precision", rendered(load()))
-
-
 def verdict(rows: list[Row]) -> list[str]:
     """What the operator promises, and whether these rows keep it; each broken promise is a line."""
     broken = []
@@ -244,3 +239,41 @@ def _promised(impl: str, row: Row) -> bool:
     if impl == "triton":
         return mild or row["quantity"] != "damplitude"
     return mild and int(row["keys"]) <= 2048
+
+
+def main(
+    device: Device = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="Outputs to 8,192 keys, gradients to 2,048.")] = False,
+    keep: Annotated[bool, typer.Option("--save/--no-save", help="Keep rows, redraw docs/precision.md.")] = False,
+    render: Annotated[bool, typer.Option("--render", help="Only redraw the page from the stored rows.")] = False,
+    trust: common.Trust = False,
+) -> None:
+    """Measure errors of every implementation against float64; leaves with 1 if one is larger than promised."""
+    if keep and quick:
+        raise ValueError("save: keeps whole tables, leave out --quick")
+    if (keep or render) and not PAGE.is_file():
+        raise ValueError(f"save: there is no {PAGE} here, expected the root of a clone")
+    if not render:
+        place, say, rows = pick_device(device), Voice().say, list[Row]()
+        common.run_tests("precision", trust=trust)
+        for row in measure(place.type, quick):
+            rows.append(row)
+            say(" ".join(row.get(field, "") for field in FIELDS[3:]))
+        common.show("error against float64", rows, FIELDS[3:])
+        if keep:
+            save(rows)
+    if keep or render:
+        redraw(PAGE, "precision", rendered(load()))
+    if render:
+        return
+    broken = verdict(rows)
+    typer.echo(
+        "\n".join(broken)
+        or "outputs, dq, dk and dv within twice plain attention's error, gate gradients under 2% where promised"
+    )
+    if broken:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    common.script(main)

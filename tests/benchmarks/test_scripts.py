@@ -1,22 +1,28 @@
-"""`gape bench` at toy size: rows that say what was measured, and no rows where tests are red."""
+"""The benchmark scripts at toy size: rows that say what was measured, and no rows where tests fail."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from gape.bench import errors, guard, inputs, page, rows
-from gape.bench.attention import FIELDS, flops
-from gape.bench.candidates import CANDIDATES, Work
+import cases
+import common
+import render
+from attention import CANDIDATES, FIELDS, flops
+from cases import Work
 from gape.ops import dispatch
-from tests.cli.test_commands import gape_exits
+from tests.cli.test_commands import exit_code
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-SHAPE = inputs.Shape(batch=1, heads=2, kv_heads=1, length=40, dim=16)
+SHAPE = cases.Shape(batch=1, heads=2, kv_heads=1, length=40, dim=16)
 TINY = ["--device", "cpu", "--dtype", "float32", "--heads", "2", "--seconds", "0.001", "--trust"]
 
 
@@ -25,15 +31,20 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def run(name: str, *arguments: str) -> int:
+    """Run a script in this process; its exit code."""
+    return exit_code(lambda: common.script(importlib.import_module(name).main), name, *arguments)
+
+
 def stored(name: str) -> list[dict[str, str]]:
-    with (rows.DATA / f"{name}.csv").open(encoding="utf-8") as file:
+    with (common.DATA / f"{name}.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def test_attention_appends_a_row_for_each_case(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--lengths", "24,40", "--dim", "16", "--tokens", "80", "--kv-heads", "1"]
-    command = ["bench", "attention", *TINY, *sizes, "--backward", "--impl", "split,split-kept,sdpa-flash,sdpa-cudnn"]
-    assert gape_exits(*command) == 0
+    command = ["attention", *TINY, *sizes, "--backward", "--impl", "split,split-kept,sdpa-flash,sdpa-cudnn"]
+    assert run(*command) == 0
     assert "sdpa-cudnn at 24: skipped, needs a CUDA device" in capsys.readouterr().err
     found = stored("attention")
     kinds = [(row["length"], row["impl"], row["direction"]) for row in found]
@@ -46,7 +57,7 @@ def test_attention_appends_a_row_for_each_case(capsys: pytest.CaptureFixture[str
         assert row["tests"] == "trusted"
         assert row["torch"] == torch.__version__
         assert bool(row["dgate"]) == (row["direction"] == "both" and row["impl"] != "sdpa-flash")
-    assert gape_exits(*command) == 0
+    assert run(*command) == 0
     assert len(stored("attention")) == 2 * len(found)
 
 
@@ -54,13 +65,13 @@ def test_attention_appends_a_row_for_each_case(capsys: pytest.CaptureFixture[str
 def test_decode_and_prologue() -> None:
     impls = ["sdpa", "decode", "decode-open", "split", "carried", "sdpa-flash"]
     sizes = ["--lengths", "40", "--dim", "16"]
-    assert gape_exits("bench", "decode", *TINY, *sizes, "--kv-heads", "1", "--impl", ",".join(impls)) == 0
+    assert run("decode", *TINY, *sizes, "--kv-heads", "1", "--impl", ",".join(impls)) == 0
     found = stored("decode")
     assert [row["impl"] for row in found] == impls
     assert all(float(row["error"]) < 1e-5 and float(row["of_copy"]) > 0 and float(row["of_sdpa"]) > 0 for row in found)
-    half = ["bench", "prologue", *TINY, "--dtype", "float16", "--tokens", "40", *sizes]
-    assert gape_exits(*half, "--impl", "copy,steps-gape,steps-rope+attention,steps-gape+attention", "--backward") == 0
-    assert gape_exits(*half, "--impl", "fused-rope+attention,fused-gape+attention") == 0
+    half = ["prologue", *TINY, "--dtype", "float16", "--tokens", "40", *sizes]
+    assert run(*half, "--impl", "copy,steps-gape,steps-rope+attention,steps-gape+attention", "--backward") == 0
+    assert run(*half, "--impl", "fused-rope+attention,fused-gape+attention") == 0
     found = {(row["impl"], row["direction"]): row for row in stored("prologue")}
     assert len(found) == 9  # a copy has nothing to go back through
     assert found["steps-gape", "both"]["of_copy"]
@@ -69,15 +80,15 @@ def test_decode_and_prologue() -> None:
     assert float(found["fused-gape+attention", "forward"]["of_fused_rope"]) > 0
 
 
-@pytest.mark.parametrize("gates", inputs.GATES)
+@pytest.mark.parametrize("gates", cases.GATES)
 def test_gates_are_of_their_kind_and_nothing_is_zero(gates: str) -> None:
-    shape = inputs.Shape(batch=1, heads=4, kv_heads=4, length=4000, dim=8)
-    drawn = inputs.draw(shape, gates, torch.float32, CPU)
+    shape = cases.Shape(batch=1, heads=4, kv_heads=4, length=4000, dim=8)
+    drawn = cases.draw(shape, gates, torch.float32, CPU)
     assert all(x.any() for name, x in drawn.items() if name != "landmark")
-    rate = drawn["gate"] / inputs.CONTEXT_LENGTH
-    largest = inputs.largest_logit(drawn["q"], drawn["k"])
+    rate = drawn["gate"] / cases.CONTEXT_LENGTH
+    largest = cases.largest_logit(drawn["q"], drawn["k"])
     if gates in ("contracting", "landmarks"):
-        assert float(rate.min()) * inputs.HORIZON == pytest.approx(2 * largest + 17.5, abs=0.01)
+        assert float(rate.min()) * cases.HORIZON == pytest.approx(2 * largest + 17.5, abs=0.01)
         assert float(drawn["landmark"].mean()) == pytest.approx(0.01 * (gates == "landmarks"), abs=0.003)
     if gates.startswith("trained"):
         floor = 4.0 if gates == "trained-floor" else 0.0
@@ -90,12 +101,12 @@ def test_gates_are_of_their_kind_and_nothing_is_zero(gates: str) -> None:
 
 def test_errors_are_those_of_the_whole() -> None:
     """A sample of the queries sees the same error as all of them do, and a wrong answer shows."""
-    work = CANDIDATES["split"](inputs.draw(SHAPE, "log-normal", torch.float32, CPU), 0.0)
-    found = errors.against_float64(work, backward=True, queries=10)
+    work = CANDIDATES["split"](cases.draw(SHAPE, "log-normal", torch.float32, CPU), 0.0)
+    found = cases.against_float64(work, backward=True, queries=10)
     assert set(found) == {"error", "dq", "dk", "dv", "dgate", "dlandmark", "damplitude"}
     assert max(found.values()) < 1e-5
     wrong = Work(leaves=work.leaves, forward=lambda leaves: 1.01 * work.forward(leaves))
-    told = errors.against_float64(wrong, backward=True, queries=10)
+    told = cases.against_float64(wrong, backward=True, queries=10)
     assert all(value == pytest.approx(0.01, rel=1e-2) for value in told.values())
 
 
@@ -103,28 +114,28 @@ def test_operations_are_those_of_the_causal_half() -> None:
     assert flops(SHAPE) == 4 * 1 * 2 * (40 * 40 / 2) * 16
 
 
-def test_red_tests_leave_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    test, *others = (tmp_path / path for path in guard.TESTS["decode"])
+def test_failing_tests_leave_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    test, *others = (tmp_path / path for path in common.TESTS["decode"])
     test.parent.mkdir(parents=True)
     for other in others:
         other.write_text("def test_it():\n    pass\n")
     test.write_text("def test_it():\n    assert False, 'broken kernel'\n")
-    quick = ["bench", "decode", *TINY[:-1], "--lengths", "8", "--dim", "16", "--impl", "sdpa"]
-    assert gape_exits(*quick) == 1
+    quick = ["decode", *TINY[:-1], "--lengths", "8", "--dim", "16", "--impl", "sdpa"]
+    assert run(*quick) == 1
     assert "broken kernel" in capsys.readouterr().err
-    assert not rows.DATA.exists()
+    assert not common.DATA.exists()
     test.write_text("def test_it():\n    pass\n")
-    assert gape_exits(*quick) == 0
+    assert run(*quick) == 0
     assert stored("decode")[0]["tests"] == "passed"
 
 
 def test_the_page_shows_the_newest_rows() -> None:
-    case = ["bench", "attention", *TINY, "--lengths", "24", "--dim", "16", "--tokens", "24", "--impl", "split"]
-    assert gape_exits(*case) == 0
-    assert gape_exits(*case) == 0
-    page.PAGE.parent.mkdir()
-    page.PAGE.write_text("Before\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nafter\n")
-    page.SKIPPING.write_text("Before\n<!-- skipping: begin -->\nold\n<!-- skipping: end -->\nafter\n")
+    case = ["attention", *TINY, "--lengths", "24", "--dim", "16", "--tokens", "24", "--impl", "split"]
+    assert run(*case) == 0
+    assert run(*case) == 0
+    render.PAGE.parent.mkdir()
+    render.PAGE.write_text("Before\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nafter\n")
+    render.SKIPPING.write_text("Before\n<!-- skipping: begin -->\nold\n<!-- skipping: end -->\nafter\n")
     for gates, impl, way, ms, tiles in (
         ("contracting", "triton", "forward", "2", "0.1"),
         ("contracting", "sdpa-cudnn", "forward", "5", ""),
@@ -133,11 +144,11 @@ def test_the_page_shows_the_newest_rows() -> None:
         ("trained", "triton", "forward", "9", "0.9"),
     ):
         measured = {"gates": gates, "impl": impl, "direction": way, "ms": ms, "tiles": tiles, "length": "4096"}
-        with (rows.DATA / "attention.csv").open("a", encoding="utf-8", newline="") as file:
+        with (common.DATA / "attention.csv").open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, FIELDS).writerow(stored("attention")[-1] | measured | {"eps": "0.0001"})
-    assert gape_exits("bench", "render") == 0
-    assert "| `contracting` | 4,096 | 0.1 | 2.50× | 7.50× |\n\n<!--" in page.SKIPPING.read_text()
-    told = page.PAGE.read_text()
+    assert run("render") == 0
+    assert "| `contracting` | 4,096 | 0.1 | 2.50× | 7.50× |\n\n<!--" in render.SKIPPING.read_text()
+    told = render.PAGE.read_text()
     newest = next(row for row in reversed(stored("attention")) if row["impl"] == "split")
     assert f"| split | 24 | 1 | {newest['ms']} | {newest['tflops']} | {newest['error']} |" in told
     assert told.count("| split |") == 1
@@ -159,18 +170,11 @@ def test_the_page_keeps_errors_of_cases_timed_again_and_sets_triton_beside_other
     usual |= {"dtype": "bfloat16", "batch": "1", "heads": "2", "kv_heads": "2", "length": "4096", "direction": "both"}
     for commit, impl, ms, error in (("a", "triton", "3", "0.002"), ("b", "triton", "2", ""), ("b", "fox", "5", "")):
         measured = {"commit": commit, "impl": impl, "ms": ms, "error": error, "dgate": error}
-        rows.append(rows.DATA / "attention.csv", FIELDS, usual | measured)
-    told = page.rendered()
+        common.append(common.DATA / "attention.csv", FIELDS, usual | measured)
+    told = render.rendered()
     assert "| bfloat16 | 64 | 4,096 | both |  |  | 2.50× |  |  |  | b |" in told
     assert "| triton | 4,096 | 1 | 2 |" in told
     assert "| triton | 4,096 | 1 | a | 0.002 | 0.002 |" in told
-
-
-def test_appended_lines_end_as_the_others_do() -> None:
-    path = Path("rows.csv")
-    path.write_bytes(b"a,b\r\n1,2\r\n")
-    rows.append(path, ("a", "b"), {"a": "3", "b": "4"})
-    assert path.read_bytes() == b"a,b\r\n1,2\r\n3,4\r\n"
 
 
 def test_the_table_of_auto_comes_from_rows() -> None:
@@ -178,8 +182,8 @@ def test_the_table_of_auto_comes_from_rows() -> None:
     kind = ("NVIDIA H200", "bfloat16", "forward", "0", "64", "log-normal")
     for impl, ms in (("split", "2"), ("triton", "1")):
         values = (*kind, impl, ms, "4096", "0.002")
-        rows.append(rows.DATA / "attention.csv", fields, dict(zip(fields, values, strict=True)))
-    assert gape_exits("bench", "dispatch", "--out", "table.toml") == 0
+        common.append(common.DATA / "attention.csv", fields, dict(zip(fields, values, strict=True)))
+    assert run("dispatch", "--out", "table.toml") == 0
     (rule,) = dispatch.load(Path("table.toml"))
     assert (rule.impl, rule.length_at_least, rule.device) == ("triton", 4096, "NVIDIA H200")
 
@@ -194,7 +198,7 @@ def test_the_table_of_auto_comes_from_rows() -> None:
         (["attention", *TINY, "--kv-heads", "0"], "kv_heads: got int 0"),
         (["attention", *TINY, "--eps", "1.5"], "eps: got float 1.5"),
         (["attention", *TINY, "--device", "warp"], "device: got str 'warp'"),
-        (["attention", *TINY[:-1]], "run this in a clone, or pass --trust"),
+        (["attention", *TINY[:-1]], "start this in a clone, or pass --trust"),
         (["decode", *TINY, "--dtype", "int8"], "dtype: got str 'int8'"),
         (["prologue", *TINY, "--dtype", "bfloat16", "--dim", "5"], "dim: got int 5"),
         (["precision", "--save", "--quick"], "leave out --quick"),
@@ -205,13 +209,28 @@ def test_the_table_of_auto_comes_from_rows() -> None:
 def test_mistakes_end_with_two_and_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert gape_exits("bench", *arguments) == 2
+    assert run(*arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
-    assert not rows.DATA.exists()
+    assert not common.DATA.exists()
 
 
 def test_a_file_of_other_columns_is_left_alone() -> None:
-    rows.append(rows.DATA / "decode.csv", ("a", "b"), {"a": "1", "b": "2"})
-    before = (rows.DATA / "decode.csv").read_text()
-    assert gape_exits("bench", "decode", *TINY, "--lengths", "8", "--dim", "16") == 2
-    assert (rows.DATA / "decode.csv").read_text() == before
+    common.append(common.DATA / "decode.csv", ("a", "b"), {"a": "1", "b": "2"})
+    before = (common.DATA / "decode.csv").read_text()
+    assert run("decode", *TINY, "--lengths", "8", "--dim", "16") == 2
+    assert (common.DATA / "decode.csv").read_text() == before
+
+
+def test_a_script_runs_from_a_clone() -> None:
+    command = [sys.executable, "benchmarks/dispatch.py", "--show"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert answer.stdout == dispatch.TABLE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["flex-score-mod", "flex-causal"])
+def test_flex_attention_is_exact(name: str) -> None:
+    """Grouped heads, and more than one tile of keys."""
+    shape = cases.Shape(batch=2, heads=4, kv_heads=2, length=300, dim=16)
+    work = CANDIDATES[name](cases.draw(shape, "log-normal", torch.float32, CPU), 0.0)
+    with torch.no_grad():
+        assert cases.against_float64(work, backward=False)["error"] < 1e-5
