@@ -66,5 +66,14 @@ def test_explain_refuses_what_the_operator_refuses() -> None:
     case = random_case()
     with pytest.raises(ValueError, match=r"^dropout: "):
         gape.explain(**case.tensors, **case.options, dropout=0.1)
-    with pytest.raises(ValueError, match=r"^impl: "):
-        gape.explain(**case.tensors, **case.options, impl="fast")
+    for name in ("fast", "flex", "anchored"):
+        with pytest.raises(ValueError, match=r"^impl: "):
+            gape.explain(**case.tensors, **case.options, impl=name)
+
+
+@pytest.mark.parametrize("impl", ["auto", "split"])
+def test_long_training_goes_in_calls_whose_queries_are_near_an_anchor(impl: str) -> None:
+    case = random_case(batch=1, heads=1, kv_heads=1, n_q=2049, n_k=2049, dim=8, value_dim=8, dtype=torch.bfloat16)
+    plan = gape.explain(**case.leaves(), **case.options, impl=impl)
+    assert (plan.impl, plan.chunks) == ("split", 2)
+    assert gape.explain(**case.tensors, **case.options, impl=impl).chunks == 1

@@ -122,7 +122,7 @@ _FOLDERS = ("niah", "lm")
 
 def available() -> dict[str, Path]:
     """The recipes that come with the library, by name such as "niah/demo"."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     # In a source tree they lie beside src/, in an installed package inside it.
     for root in (package / "_recipes", package.parents[1] / "recipes"):
         if root.is_dir():
