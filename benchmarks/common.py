@@ -23,6 +23,7 @@ from gape.cli.lists import numbers
 from gape.cli.options import INTS, NAMES
 from gape.experiments.experiment import pick_device
 from gape.utils import run_info
+from gape.utils.timing import measured
 from gape.utils.validation import invalid_argument, positive_number, whole
 
 Row = dict[str, str]
@@ -228,6 +229,13 @@ def append(path: Path, fields: Sequence[str], row: Row) -> None:
         if fresh:
             writer.writeheader()
         writer.writerow(row)
+
+
+def copy_gbps(device: torch.device) -> float:
+    """GB per second, read and written together, of a plain copy of a large buffer."""
+    source = torch.ones(2**30 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / measured(lambda: target.copy_(source), device, seconds=0.3).ms / 1e6
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -34,7 +34,7 @@ from common import UnavailableError, number
 from gape.cli.options import Device, Dim, DType, Heads, KVHeads
 from gape.ops import columns
 from gape.ops.carried import carried_attention, carry
-from gape.utils.timing import copy_bandwidth, measured
+from gape.utils.timing import measured
 from gape.utils.validation import whole
 
 FIELDS = (
@@ -151,7 +151,7 @@ class Settings(common.Settings):
 
 def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -> Iterator[common.Row]:
     """Rows as they come; `say` is told why a candidate gave none."""
-    copied = copy_bandwidth(settings.device) / 1e9
+    copied = common.copy_gbps(settings.device)
     for length in settings.lengths:
         shape = Shape(
             batch=settings.batch, heads=settings.heads, kv_heads=settings.kv_heads, length=length, dim=settings.dim,

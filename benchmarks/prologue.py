@@ -31,7 +31,7 @@ from gape.cli.options import Device, Dim, DType, Heads, KVHeads
 from gape.ops import columns, prologue, sdpa
 from gape.ops.rounding import significand_bits
 from gape.ops.visibility import Visibility
-from gape.utils.timing import copy_bandwidth, measured
+from gape.utils.timing import measured
 from gape.utils.validation import invalid_argument, whole
 
 FIELDS = (
@@ -267,7 +267,7 @@ class Settings(common.Settings):
 
 def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -> Iterator[common.Row]:
     """Rows as they come; `say` is told why a candidate gave none."""
-    copied = copy_bandwidth(settings.device) / 1e9
+    copied = common.copy_gbps(settings.device)
     for length in settings.lengths:
         shape = Shape(
             batch=max(1, settings.tokens // length), heads=settings.heads, kv_heads=settings.kv_heads, length=length,

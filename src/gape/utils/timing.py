@@ -17,9 +17,6 @@ FLUSH_BYTES = 256 * 2**20
 #: launch it, so that no time is the host's.
 CYCLES_PER_SECOND = 2_000_000_000
 
-#: Bytes copied to measure what the memory gives, by device.
-COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -28,12 +25,10 @@ class Timing:
     Attributes:
         ms: median time of a run in milliseconds.
         peak_mib: memory beyond what was held before, MiB; None on a CPU.
-        runs: how many the median is of.
     """
 
     ms: float
     peak_mib: float | None
-    runs: int
 
 
 def measured(
@@ -55,7 +50,7 @@ def measured(
     head_start = 1.5 * (time.perf_counter() - begin) + 1e-4
     one = _once(work, device, head_start)
     runs = max(least, min(most, int(seconds * 1000 / max(one, 1e-3))))
-    return Timing(ms=median(_once(work, device, head_start) for _ in range(runs)), peak_mib=peak, runs=runs)
+    return Timing(ms=median(_once(work, device, head_start) for _ in range(runs)), peak_mib=peak)
 
 
 def peak_mib(work: Callable[[], Any], device: torch.device) -> float | None:
@@ -68,14 +63,6 @@ def peak_mib(work: Callable[[], Any], device: torch.device) -> float | None:
     work()
     torch.cuda.synchronize(device)
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written together, of a plain copy of a large buffer."""
-    nbytes = COPY_BYTES[device.type]
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * nbytes / (measured(lambda: target.copy_(source), device, seconds=0.3).ms / 1000)
 
 
 _flush: dict[torch.device, torch.Tensor] = {}
