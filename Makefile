@@ -21,7 +21,7 @@ help:
 	@echo "make precision what each implementation loses in bfloat16 and float16"
 	@echo "make test      the tests that fit in five minutes on two cores"
 	@echo "make test-all  the same and the slow ones, and gape.hf with both majors of transformers"
-	@echo "make lint      ruff and mypy"
+	@echo "make lint      ruff, mypy and the import contracts"
 	@echo "make format    let ruff rewrite the files"
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
@@ -54,6 +54,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -20,11 +20,11 @@ import common
 from cases import attended
 from cases import relative as error
 from common import DATA, Row
-from gape.cli.console import Voice
 from gape.cli.options import Device
 from gape.experiments.experiment import pick_device
 from gape.ops import attention
 from gape.utils import run_info
+from gape.utils.console import Voice
 from render import redraw
 
 #: The stored rows, and the page whose tables are drawn from them, in a clone.

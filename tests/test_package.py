@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import gape
-from gape.report.results import read_lines
+from gape.report.results import read_rows
 
 ROOT = Path(__file__).parent.parent
 
@@ -104,11 +104,11 @@ def test_landmark_figures_are_the_stored_ones() -> None:
     kinds = ("digit", "filler", "key", "equals")
     landmarks: dict[tuple[str, str], list[Any]] = {}
     right: dict[tuple[str, str], list[float]] = {}
-    for r in read_lines(stored / "analysis.jsonl"):
+    for r in read_rows(stored / "analysis.jsonl"):
         if r["target"] == "first":
             means = [np.mean(r["gates"]["landmark"][kind], axis=0)[0] for kind in kinds]
             landmarks.setdefault((r["variant"], r["position"]), []).append(means)
-    for r in read_lines(stored / "results.jsonl"):
+    for r in read_rows(stored / "results.jsonl"):
         if (r["target"], r["factor"]) == ("first", 1):
             right.setdefault((r["variant"], r["position"]), []).append(r["accuracy"])
     page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
@@ -134,7 +134,7 @@ def test_middle_needle_figures_are_the_stored_ones() -> None:
 def test_precision_figures_are_the_stored_ones() -> None:
     rows = [
         r
-        for r in read_lines(ROOT / "results" / "niah" / "precision" / "results.jsonl")
+        for r in read_rows(ROOT / "results" / "niah" / "precision" / "results.jsonl")
         if (r["position"], r["target"]) == ("nope+gape", "last")
     ]
     page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")

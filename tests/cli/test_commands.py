@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import gape.cli
-from gape.cli.console import Voice
 from gape.experiments import experiment, needle
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.report import catalogue
 from gape.train import BusyError
 from gape.utils import jsonl
+from gape.utils.console import Voice
 
 TOY = """
 description = "toy"
@@ -264,7 +264,7 @@ def test_a_directory_that_is_in_use_is_told_in_one_line(
 
 def test_letters_that_an_encoding_lacks_do_not_end_a_command(toy: Path) -> None:
     environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
-    command = [sys.executable, "-m", "gape.cli", "niah", "train", str(toy), "--jobs", "1"]
+    command = [sys.executable, "-m", "gape", "niah", "train", str(toy), "--jobs", "1"]
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert b"RoPE ? RoPE+GAPE" in done.stdout
@@ -318,7 +318,7 @@ def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, 
     command = [
         sys.executable,
         "-m",
-        "gape.cli",
+        "gape",
         "niah",
         "train",
         str(toy),
@@ -340,7 +340,7 @@ def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, 
 
 @pytest.mark.slow
 def test_children_end_when_their_sweep_is_killed(toy: Path) -> None:
-    command = [sys.executable, "-m", "gape.cli", "niah", "train", str(toy), "train.max_steps=100000", "--jobs", "2"]
+    command = [sys.executable, "-m", "gape", "niah", "train", str(toy), "train.max_steps=100000", "--jobs", "2"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (Path("runs/toy/rope/log.jsonl").is_file() and Path("runs/toy/rope/log.jsonl").stat().st_size):

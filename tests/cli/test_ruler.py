@@ -181,7 +181,7 @@ def test_killed_at_ten_moments_the_table_is_the_same(here: Path, capsys: pytest.
     run = ["ruler", "eval", "runs/p-rope", "--data", "samples", *EVAL]
     assert gape_exits(*run, "--out", "whole") == 0
     whole = capsys.readouterr().out
-    command = [sys.executable, "-m", "gape.cli", *run, "--out", "parts"]
+    command = [sys.executable, "-m", "gape", *run, "--out", "parts"]
     draw = random.Random(0)
     for _ in range(10):
         before = written()

@@ -12,16 +12,16 @@ import time
 import pytest
 from rich.console import Console
 
-from gape import heartbeat
-from gape.cli import stopping
-from gape.cli.console import Board, Voice
 from gape.train import StopFlag
+from gape.utils import heartbeat, stopping
+from gape.utils.console import Board, Voice
 from tests.cli.test_commands import gape_exits
 
 #: Work in one call of C, during which no line of Python runs.
 CHILD = """
 import hashlib, sys
-from gape.cli import main, report, stopping
+from gape.cli import main, report
+from gape.utils import stopping
 stopping.GRACE = 0.1
 def work(*given):
     print("began", flush=True)

@@ -163,7 +163,7 @@ def command(*arguments: str) -> None:
         RuntimeError: it failed; says what it printed.
     """
     done = subprocess.run(
-        [sys.executable, "-c", "from gape.cli import main; main()", *arguments],
+        [sys.executable, "-m", "gape", *arguments],
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     if done.returncode:

@@ -68,7 +68,7 @@ def test_real_weights_in_the_format_of_llama2c(tmp_path: Path) -> None:
 def test_the_script_that_extends_a_model(model: Path) -> None:
     sizes = {"LENGTH": "16", "STEPS": "2", "BATCH": "2", "NATIVE": "128", "FAR": "256", "CONTEXTS": "16,256"}
     sizes |= {"LAST": "8", "WINDOWS": "4", "WARMUP": "0", "VALIDATE": "0", "OMP_NUM_THREADS": "1"}
-    command = f"{sys.executable} -m gape.cli"
+    command = f"{sys.executable} -m gape"
     text, held = model / "text.txt", model / "held.txt"
     held.write_text("a dog sat on a mat and a cat on a log. " * 60)
     prepare = ("data", "prepare", text, "--heldout", held, "--tokenizer", model / "model", "--out", model / "corpus")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from gape.report.lm_summary import far_back_differences, name, perplexity_differences
-from gape.report.results import Record, read_lines
+from gape.report.results import Record, read_rows
 from gape.report.ruler import columns, difference, methods
 from tests.report.test_language_results import DISTANCES, books, page, signed, told, with_interval
 
@@ -23,7 +23,7 @@ PAPER = {
 
 
 def stored(kind: str) -> list[Record]:
-    return read_lines(RESULTS / "lm" / "ablations" / f"{kind}.jsonl")
+    return read_rows(RESULTS / "lm" / "ablations" / f"{kind}.jsonl")
 
 
 def aligned() -> list[Record]:
@@ -42,7 +42,7 @@ def test_they_saw_the_tokens_of_the_full_model() -> None:
 
 
 def test_ruler() -> None:
-    by = {method.label: method for method in methods(read_lines(RESULTS / "ruler" / "ablation" / "ruler.jsonl"))}
+    by = {method.label: method for method in methods(read_rows(RESULTS / "ruler" / "ablation" / "ruler.jsonl"))}
     found = {}
     for place, column in enumerate(columns([by[FULL]])):
         losses = by[FULL].values(column, "nll")
@@ -57,13 +57,13 @@ def test_ruler() -> None:
 
 
 def test_the_full_model_is_that_of_the_table_of_schemes() -> None:
-    rows = [read_lines(RESULTS / "ruler" / which / "ruler.jsonl") for which in ("44m", "ablation")]
+    rows = [read_rows(RESULTS / "ruler" / which / "ruler.jsonl") for which in ("44m", "ablation")]
     kept, own = ([row for row in each if row["run"] == "p-rope+gape_seed0"] for each in rows)
     assert own == kept
 
 
 def test_gate_fixed_is_worse_than_p_rope_on_ruler() -> None:
-    rows = [row for which in ("44m", "ablation") for row in read_lines(RESULTS / "ruler" / which / "ruler.jsonl")]
+    rows = [row for which in ("44m", "ablation") for row in read_rows(RESULTS / "ruler" / which / "ruler.jsonl")]
     by = {method.label: method for method in methods(rows)}
     paired = [difference(by[GATE], by["p-RoPE"], column) for column in columns([by[GATE]])]
     assert [p and p.verdict for p in paired] == ["worse"] * 8

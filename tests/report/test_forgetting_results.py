@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from gape.experiments import recipes
-from gape.report.results import Record, read_lines
+from gape.report.results import Record, read_rows
 from gape.report.series import TARGET_ORDER
 from gape.report.style import label
 from tests.report.test_language_results import ROOT, books, cells, page, table
 
 RESULTS = ROOT / "results" / "forgetting"
 RUN = "p-rope+gape_floor4_seed0"
-STORED = read_lines(RESULTS / "forgetting.jsonl")
+STORED = read_rows(RESULTS / "forgetting.jsonl")
 ROWS = [each for each in STORED if each["run"] == RUN]
 EPS, LENGTHS = (1e-3, 1e-2), (65536, 131072)
 PAIRS = [("dense", 0.0), *(("forgetting", eps) for eps in EPS)]
@@ -152,7 +152,7 @@ def test_what_the_docs_say_of_prefill() -> None:
 def test_retrieval_by_floor() -> None:
     found = {
         (each["variant"], each["position"], each["target"], each["factor"]): each["accuracy"]
-        for each in read_lines(RESULTS / "results.jsonl")
+        for each in read_rows(RESULTS / "results.jsonl")
     }
     expected = {
         f"{floor}, {label(scheme)}": [
@@ -201,7 +201,7 @@ def test_what_the_docs_say_of_needles() -> None:
     assert f"In the other {len(guessed)} of {len(floored)} runs with a floor" in told
     assert f"accuracy is that of a guess ({min(guessed):.2f} to {max(guessed):.2f})" in told
     ages: dict[int, list[float]] = {}
-    for run in read_lines(RESULTS / "analysis.jsonl"):
+    for run in read_rows(RESULTS / "analysis.jsonl"):
         floor = int(run["variant"].removeprefix("floor"))
         largest = max(gamma for sample in run["gates"]["amplitude"] for layer in sample for gamma in layer)
         if floor:
@@ -224,21 +224,21 @@ def test_how_little_needles_let_skip() -> None:
 
 def test_what_other_runs_say_of_the_first_needle() -> None:
     told = part("Needles")
-    paper = [each for each in read_lines(ROOT / "results/niah/paper/results.jsonl")
+    paper = [each for each in read_rows(ROOT / "results/niah/paper/results.jsonl")
              if each["position"] == each["evaluated"] and each["target"] == "first"]  # fmt: skip
     far = sorted(e["accuracy"] for e in paper if e["position"] == "nope+gape" and e["factor"] == 4)
     assert f"{far[0]:.3f}, {far[1]:.3f} and {far[2]:.3f} at 8,192 tokens" in told
     near = [each["accuracy"] for each in paper if each["position"] == "p-rope+gape" and each["factor"] == 1]
     assert min(near) >= 0.999
     (again,) = [
-        each["accuracy"] for each in read_lines(ROOT / "results/niah/landmarks/results.jsonl")
+        each["accuracy"] for each in read_rows(ROOT / "results/niah/landmarks/results.jsonl")
         if (each["variant"], each["position"], each["target"], each["factor"]) == ("floor", "p-rope+gape", "first", 1)
     ]  # fmt: skip
     assert f"another run of the same settings in `results/niah/landmarks` {again:.3f}" in told
 
 
 def test_the_recipe_is_the_run_that_was_measured() -> None:
-    (measured,) = [each for each in read_lines(RESULTS / "runs.jsonl") if each["run"] == RUN]
+    (measured,) = [each for each in read_rows(RESULTS / "runs.jsonl") if each["run"] == RUN]
     (trained,) = recipes.load("lm/floor4").runs
     settings, own = measured["settings"], trained.to_dict()
     assert [settings[name] for name in ("model", "task", "batch_size", "seed")] == [

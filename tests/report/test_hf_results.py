@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gape.report.results import Record, read_lines
+from gape.report.results import Record, read_rows
 from gape.tasks.measured import difference
 from gape.utils.jsonl import read_object
 from tests.report.test_language_results import ROOT, page, table
@@ -23,7 +23,7 @@ CONTEXTS = (1024, 4096, 16384, 65536)
 
 
 def rows(file: str, name: str = "smollm2", /, **about: Any) -> list[Record]:
-    stored = read_lines(HF / name / f"{file}.jsonl")
+    stored = read_rows(HF / name / f"{file}.jsonl")
     return [row for row in stored if all(row.get(key) == value for key, value in about.items())]
 
 

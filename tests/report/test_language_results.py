@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from gape.report.lm_summary import Difference, far_back_differences, name, perplexity_differences
-from gape.report.results import Record, read_lines
+from gape.report.results import Record, read_rows
 from gape.report.ruler import columns, difference, methods
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def told(start: str) -> dict[str, list[str]]:
 
 
 def books(kind: str) -> list[Record]:
-    return read_lines(LM / "books" / f"{kind}.jsonl")
+    return read_rows(LM / "books" / f"{kind}.jsonl")
 
 
 def signed(text: str) -> str:
@@ -101,7 +101,7 @@ def test_the_best_of_ruler_stand_out() -> None:
 
 
 def test_differences_of_ruler() -> None:
-    by = {method.label: method for method in methods(read_lines(ROOT / "results" / "ruler" / "44m" / "ruler.jsonl"))}
+    by = {method.label: method for method in methods(read_rows(ROOT / "results" / "ruler" / "44m" / "ruler.jsonl"))}
     shown = told("| difference | cwe_4k |")
     assert len(shown) == 9
     for pair, row in shown.items():
@@ -147,7 +147,7 @@ def test_entropy_and_reach() -> None:
 def test_throughput() -> None:
     for scheme, row in told("| million tokens per second |").items():
         for at, way in enumerate(("graphs", "auto")):
-            rows = read_lines(LM / "speed" / f"{scheme.lower()}_{way}" / "runtime.jsonl")
+            rows = read_rows(LM / "speed" / f"{scheme.lower()}_{way}" / "runtime.jsonl")
             rates = [r["tokens_per_second"] / 1e6 for r in rows if r["event"] == "timing" and r["step"] > 15]
             wanted = [f"{median(rates):.3f}", f"{min(rates):.3f} … {max(rates):.3f}"]
             assert row[2 * at : 2 * at + 2] == wanted, (scheme, way)

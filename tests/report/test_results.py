@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gape.report import summary
 from gape.report.digits import digit_table
-from gape.report.results import Results, gather, pack_hits, read_lines, store, unpack_hits
+from gape.report.results import Results, gather, pack_hits, read_rows, store, unpack_hits
 from gape.report.write import tables
 from gape.tasks import niah
 from tests.report.stored import row, stored
@@ -54,7 +54,7 @@ def test_a_broken_line_before_the_end_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\n{"b"\n{"c": 2}\n')
     with pytest.raises(ValueError, match="line 2"):
-        read_lines(path)
+        read_rows(path)
 
 
 NESTED = '{"run": ' + '{"a": ' * 200 + "1" + "}" * 200 + "}"

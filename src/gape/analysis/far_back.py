@@ -17,10 +17,9 @@ import torch
 
 from gape.analysis.passages import Ids, long_documents, number, text_of
 from gape.analysis.runs import Record, Trained
-from gape.report.results import read_lines
 from gape.tasks.far_back import FarBackConfig, Found, measure, summary
 from gape.utils import files
-from gape.utils.jsonl import append
+from gape.utils.jsonl import append, read_lines
 from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from gape.models.gpt import GPT
-from gape.report.rows import fault
 from gape.train import checkpoint
 from gape.train.load import model_of
 from gape.utils import files
 from gape.utils.jsonl import read_object
+from gape.utils.stored_rows import fault
 from gape.utils.validation import invalid_argument
 
 Record = dict[str, Any]

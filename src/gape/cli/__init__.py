@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from gape import heartbeat
-from gape.cli import analyze, data, demo, doctor, forget, hf, lm, niah, report, reproduce, ruler, stopping
+from gape.cli import analyze, data, demo, doctor, forget, hf, lm, niah, report, reproduce, ruler
+from gape.utils import heartbeat, stopping
 
 app = typer.Typer(
     name="gape",

@@ -11,6 +11,7 @@ import typer
 
 from gape.cli.lists import numbers
 from gape.cli.options import INTS, NAMES, Chunk, Device, Precision, Split, Stratum
+from gape.utils import locks
 
 if TYPE_CHECKING:
     from gape.analysis.passages import Passages, Reader
@@ -224,9 +225,9 @@ def _over(
 ) -> None:
     """Open the runs in turn and look into each; a directory that is not there is refused before the first."""
     from gape.analysis.runs import open_run  # noqa: PLC0415
-    from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.experiments.experiment import pick_device  # noqa: PLC0415
-    from gape.train import checkpoint, guards  # noqa: PLC0415
+    from gape.train import checkpoint  # noqa: PLC0415
+    from gape.utils.console import Board, Voice  # noqa: PLC0415
 
     voice, chosen = Voice(), pick_device(device)
     for directory in runs:
@@ -235,7 +236,7 @@ def _over(
     with Board(voice, "run") as board:
         for number, directory in enumerate(runs):
             board.show("looked into", number, len(runs))
-            with guards.alone(directory, "measured"):
+            with locks.locked(directory, "measured"):
                 run = open_run(directory, chosen, voice.say)
                 run.accept(reader.tokenizer)
                 look(run, voice.say)

@@ -14,8 +14,8 @@ from gape.cli.lists import numbers
 from gape.cli.options import INTS
 
 if TYPE_CHECKING:
-    from gape.cli.console import Voice
     from gape.data.pipeline import Progress
+    from gape.utils.console import Voice
 
 app = typer.Typer(help="Corpora of tokens.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -69,8 +69,8 @@ def prepare(
     """Tokenise documents into shards with an index, hashes and a card. Stop it and start it again as you like."""
     # What is None was not given, and stays as the recipe or the default has it.
     given = {name: value for name, value in locals().items() if name not in ("inputs", "out", "workers")}
-    from gape.cli.console import Voice  # noqa: PLC0415
     from gape.data.pipeline import prepare as make  # noqa: PLC0415
+    from gape.utils.console import Voice  # noqa: PLC0415
 
     config = settings(inputs or [], {name: value for name, value in given.items() if value is not None})
     voice = Voice()
@@ -82,8 +82,8 @@ def prepare(
 @app.command()
 def verify(directory: Annotated[Path, typer.Argument(help="A prepared corpus.")]) -> None:
     """Read a whole corpus and compare it with the hashes in its card."""
-    from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.data import open_corpus  # noqa: PLC0415
+    from gape.utils.console import Board, Voice  # noqa: PLC0415
 
     corpus = open_corpus(directory)
     with Board(Voice(), "file") as board:

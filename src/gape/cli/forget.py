@@ -10,6 +10,7 @@ import typer
 
 from gape.cli.lists import numbers
 from gape.cli.options import FLOATS, INTS, NAMES, Chunk, Device, precision_option
+from gape.utils import locks
 
 if TYPE_CHECKING:
     import torch
@@ -86,18 +87,17 @@ def _measured(
     """Measure what is missing of every run, once all of them are known to be measurable; all their rows."""
     import torch  # noqa: PLC0415
 
-    from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.experiments.experiment import pick_device  # noqa: PLC0415
     from gape.experiments.forgetting import MEASURES, check  # noqa: PLC0415
     from gape.experiments.forgetting_models import Precision, corpus  # noqa: PLC0415
-    from gape.train import guards  # noqa: PLC0415
+    from gape.utils.console import Board, Voice  # noqa: PLC0415
 
     voice, where, rows = Voice(), pick_device(device), []
     how, reader = Precision.asked(precision, where), corpus(runs, data)
     for directory in runs:
         check(_bench(directory, reader, asked, torch.device("cpu"), how, lambda _: None), measures)
     for directory in runs:
-        with guards.alone(directory, "measured"), Board(voice, "measure") as board:
+        with locks.locked(directory, "measured"), Board(voice, "measure") as board:
             bench = _bench(directory, reader, asked, where, how, voice.say)
             names = check(bench, measures)
             for number, name in enumerate(names):

@@ -72,11 +72,11 @@ def measure(
     precision: Precision = "auto",
 ) -> None:
     """Measure trained runs at several contexts. What was measured before is not measured again."""
-    from gape.cli.console import Voice  # noqa: PLC0415
     from gape.data import open_corpus  # noqa: PLC0415
     from gape.experiments import experiment, language  # noqa: PLC0415
     from gape.experiments.recipes.lm import Evaluation  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
+    from gape.utils.console import Voice  # noqa: PLC0415
 
     corpus, voice = open_corpus(data), Voice()
     evaluation = Evaluation(

@@ -50,10 +50,10 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Measure trained runs at several lengths. What was measured before is not measured again."""
-    from gape.cli.console import Voice  # noqa: PLC0415
     from gape.experiments import needle  # noqa: PLC0415
     from gape.experiments.experiment import pick_device  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
+    from gape.utils.console import Voice  # noqa: PLC0415
 
     voice, where = Voice(), pick_device(device)
     # Every run is asked about before the first is measured.

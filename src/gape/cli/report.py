@@ -28,9 +28,9 @@ def write_report(runs: list[Path], out: Path, title: str | None = None, without:
     Raises:
         ValueError: a path without results, or a kind that there is not.
     """
-    from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.report import lm_results, write  # noqa: PLC0415
-    from gape.report.rows import usable  # noqa: PLC0415
+    from gape.utils.console import Board, Voice  # noqa: PLC0415
+    from gape.utils.stored_rows import usable  # noqa: PLC0415
 
     voice = Voice()
     with Board(voice, "page") as board, usable(runs):

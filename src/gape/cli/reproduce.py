@@ -30,8 +30,8 @@ def reproduce(
     from dataclasses import replace  # noqa: PLC0415
 
     from gape.report import catalogue  # noqa: PLC0415
-    from gape.report.rows import usable  # noqa: PLC0415
     from gape.report.series import NoData  # noqa: PLC0415
+    from gape.utils.stored_rows import usable  # noqa: PLC0415
 
     if listing or name is None:
         for entry in catalogue.FIGURES.values():
@@ -86,8 +86,7 @@ def _committed(entry: Entry, results: Path) -> Results:
 
 def _run(entry: Entry, runs: Path | None, jobs: int) -> Results:
     from gape.cli.niah import run_all  # noqa: PLC0415
-    from gape.cli.runs import RUNS  # noqa: PLC0415
-    from gape.experiments import recipes  # noqa: PLC0415
+    from gape.experiments import RUNS, recipes  # noqa: PLC0415
     from gape.report.results import gather  # noqa: PLC0415
 
     if entry.command:

@@ -44,8 +44,8 @@ def generate(
     out: Annotated[Path, typer.Option(help="Directory that gets TASK_LENGTH.jsonl and manifest.json.")] = Path("ruler"),
 ) -> None:
     """Make samples of exact length for a tokenizer, the same bytes for the same seed. Needs no network."""
-    from gape.cli.console import Board, Voice  # noqa: PLC0415
     from gape.experiments.ruler_samples import Order, write  # noqa: PLC0415
+    from gape.utils.console import Board, Voice  # noqa: PLC0415
 
     questions = {name: path for name, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path is not None}
     each = tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192")))
@@ -98,13 +98,13 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Directory of its results; runs/ruler/NAME by default.")] = None,
 ) -> None:
     """Score models: NLL per token of right answers, string match of generated ones. Stop and start as you like."""
-    from gape.cli.console import Voice  # noqa: PLC0415
     from gape.experiments.experiment import asked_precision, pick_device  # noqa: PLC0415
     from gape.experiments.ruler_models import Asked, measure  # noqa: PLC0415
     from gape.tasks.ruler.evaluation import Settings  # noqa: PLC0415
     from gape.tasks.ruler.prompts import check_template  # noqa: PLC0415
     from gape.tasks.ruler.sources import read  # noqa: PLC0415
     from gape.tasks.ruler.ways import Way  # noqa: PLC0415
+    from gape.utils.console import Voice  # noqa: PLC0415
 
     where = pick_device(device)
     low = asked_precision(precision, where)
@@ -141,7 +141,7 @@ def table(
 
     from gape.report import ruler  # noqa: PLC0415
     from gape.report.lm_results import gather  # noqa: PLC0415
-    from gape.report.rows import usable  # noqa: PLC0415
+    from gape.utils.stored_rows import usable  # noqa: PLC0415
     from gape.utils.validation import invalid_argument  # noqa: PLC0415
 
     if form not in ruler.FORMATS:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gape.cli.options import Resume
+from gape.experiments import RUNS
 
 if TYPE_CHECKING:
     from gape.experiments.recipes import Recipe
     from gape.train import StopFlag
-
-RUNS = Path("runs")
 
 RecipeName = Annotated[
     str, typer.Argument(help="A TOML file, or the name of one that ships, such as niah/demo or lm/toy.")
@@ -38,9 +37,9 @@ def run_one(
     directory: Annotated[Path, typer.Argument(help="A directory with run.json.")], resume: Resume = "auto"
 ) -> None:
     """Bring one run to its end: what a sweep starts for each of several at once."""
-    from gape.cli.console import Voice  # noqa: PLC0415
     from gape.experiments.experiment import described, perform  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
+    from gape.utils.console import Voice  # noqa: PLC0415
 
     run, voice, stop = described(directory), Voice(), StopFlag()
     _end_with_parent(stop)
@@ -49,8 +48,8 @@ def run_one(
 
 def sweep_all(recipe: Recipe, directory: Path, jobs: int, resume: str) -> tuple[list[Path], dict[str, str]]:
     """Run a recipe; the directories of the runs that are done, and why others failed, by name."""
-    from gape.cli.console import Voice  # noqa: PLC0415
     from gape.experiments.sweep import sweep  # noqa: PLC0415
+    from gape.utils.console import Voice  # noqa: PLC0415
 
     voice = Voice()
     tally = sweep(recipe.runs, directory, jobs=jobs, resume=resume, voice=voice)

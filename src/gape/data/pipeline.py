@@ -21,8 +21,8 @@ from gape.data.parts import LISTED, Cursor, Entry, Parts, Tally, with_end
 from gape.data.pool import Encoded, Pool
 from gape.data.readers import EMPTY, Fields, Record
 from gape.data.tokenizer import Tokenizer, load_tokenizer
-from gape.train import StopFlag, guards
-from gape.utils import files
+from gape.utils import files, locks
+from gape.utils.signals import StopFlag
 from gape.utils.validation import invalid_argument, whole
 
 SETTINGS = "prepare.json"
@@ -126,7 +126,7 @@ def prepare(
         probe(job.sources, job.fields, stop.check)
         claim(directory, job.settings())
         parts = Parts(directory, config.shard_tokens)
-        with guards.alone(parts.records, "prepared"):
+        with locks.locked(parts.records, "prepared"):
             files.sweep(directory)
             # Asked only now: whoever held the directory a moment ago may have come to the end.
             if (directory / CARD).is_file():

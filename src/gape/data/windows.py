@@ -10,7 +10,7 @@ import torch
 
 from gape.data.corpus import Corpus
 from gape.data.order import below, key, permuted
-from gape.train.source import Batch
+from gape.data.source import Batch
 from gape.utils.validation import invalid_argument, whole
 
 Places = npt.NDArray[np.int64]

@@ -13,7 +13,6 @@ import torch
 import transformers
 
 import gape.hf
-from gape.cli.console import Voice
 from gape.data import Corpus, PrepareConfig, Tokenizer, WindowSource, load_tokenizer, open_corpus, prepare
 from gape.experiments import experiment
 from gape.hf.card import write_card
@@ -27,6 +26,7 @@ from gape.hf.settings import LEARN
 from gape.train import StopFlag, TrainConfig, Trainer, checkpoint
 from gape.train.resume import choose
 from gape.utils import files
+from gape.utils.console import Voice
 from gape.utils.validation import invalid_argument, whole
 
 #: Files that make a tokenizer; a model is written with those it came with.

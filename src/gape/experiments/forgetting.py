@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from gape.cli.console import Board, Voice
 from gape.experiments import forgetting_timing as timing
 from gape.experiments.experiment import Record
 from gape.experiments.forgetting_bench import Bench, Forgetful, Way, setting
@@ -22,6 +21,7 @@ from gape.models.skipping import IMPL
 from gape.ops.problem import Problem
 from gape.report.results import pack_hits
 from gape.tasks import measured, niah, perplexity
+from gape.utils.console import Board, Voice
 from gape.utils.validation import invalid_argument
 
 #: What is measured of a run of each kind unless asked otherwise.

@@ -27,7 +27,7 @@ from gape.models.gpt import GPT
 from gape.models.skipping import IMPL, skipping
 from gape.ops import dispatch
 from gape.ops.problem import Problem
-from gape.report.results import read_lines
+from gape.report.results import read_rows
 from gape.tasks import niah
 from gape.utils import jsonl, run_info
 from gape.utils.validation import invalid_argument, positive_number, weight, whole
@@ -201,7 +201,7 @@ class Bench:
         """All rows of the weights that were kept so far."""
         path = self.trained.directory / ROWS
         own = [self.trained.identity.get(key) for key in ("step", "weights")]
-        stored = read_lines(path) if path.is_file() else []
+        stored = read_rows(path) if path.is_file() else []
         return [row for row in stored if [row.get(key) for key in ("step", "weights")] == own]
 
     def missing(self, about: Record) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 import gape.hf
-from gape.cli.console import Board, Voice
 from gape.data import Corpus, open_corpus
 from gape.experiments import experiment
 from gape.experiments.experiment import Record
@@ -24,11 +23,11 @@ from gape.experiments.finetune import MODEL, RUN, base_of, described, load, refu
 from gape.experiments.recipes.lm import Evaluation
 from gape.hf.reading import read_config
 from gape.report.hf import UNTRAINED
-from gape.report.results import read_lines
+from gape.report.results import read_rows
 from gape.report.tables import Table
 from gape.tasks import measured, perplexity
-from gape.train import guards
-from gape.utils import files, jsonl
+from gape.utils import files, jsonl, locks
+from gape.utils.console import Board, Voice
 from gape.utils.jsonl import read_object
 from gape.utils.run_info import manifest
 from gape.utils.validation import invalid_argument
@@ -87,10 +86,10 @@ def table(directories: Sequence[Path], asked: Asked, attention: str | None = Non
 
 def _measured(directory: Path, asked: Asked, attention: str | None) -> tuple[str, ...]:
     """A row of the table."""
-    with guards.alone(directory, "measured"):
+    with locks.locked(directory, "measured"):
         reader, cells, voice = None, [str(directory)], Voice()
         about = asked.question() | {"weights": digest(directory), "attention": attention}
-        stored = read_lines(directory / ROWS) if (directory / ROWS).is_file() else []
+        stored = read_rows(directory / ROWS) if (directory / ROWS).is_file() else []
         for plan in asked.plans:
             wanted = about | {"plan": plan.identity()} | plan.protocol.settings()
             rows = [row for row in stored if experiment.answers(row, wanted)]

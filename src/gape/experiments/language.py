@@ -13,18 +13,18 @@ import torch
 from rich.console import Console
 
 from gape.analysis.routing import routing_variables
-from gape.cli.console import Board, Voice
 from gape.data import Corpus, WindowSource, open_corpus
 from gape.experiments import experiment
 from gape.experiments.experiment import Record, Say, answers, low_precision, model_step, named_device
 from gape.experiments.recipes import LanguageRun
 from gape.experiments.recipes.lm import Evaluation
 from gape.models.gpt import GPT
-from gape.report.results import read_lines
+from gape.report.results import read_rows
 from gape.tasks import measured, perplexity
-from gape.train import StopFlag, Trainer, checkpoint, guards
+from gape.train import StopFlag, Trainer, checkpoint
 from gape.train.load import model_of
-from gape.utils import files, jsonl
+from gape.utils import files, jsonl, locks
+from gape.utils.console import Board, Voice
 from gape.utils.validation import invalid_argument
 
 ROWS, POSITIONS, ROUTING, CONFIG = "perplexity.jsonl", "positions.jsonl", "routing.jsonl", "config.json"
@@ -126,7 +126,7 @@ def measure_perplexity(
     contexts = {context: run.evaluation.at(context) for context in run.evaluation.contexts}
     for protocol in contexts.values():
         perplexity.fits(corpus, protocol, split=split, stratum=stratum)
-    with guards.alone(directory, "measured"):
+    with locks.locked(directory, "measured"):
         chosen = checkpoint.resolve(directory, say)
         asked = _asked(run, corpus, chosen.step, device, low, split, stratum)
         left = _unmeasured(run, directory, asked)
@@ -205,7 +205,7 @@ class RoutingLog:
     def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Add the records of a step."""
         if not self._begun and self.path.is_file():
-            before = [row for row in read_lines(self.path) if row["step"] < step]
+            before = [row for row in read_rows(self.path) if row["step"] < step]
             files.replace(self.path, b"".join(files.to_json(row, indent=None) for row in before))
         self._begun = True
         jsonl.append(self.path, *(self.identity | {"step": step} | dict(record) for record in records))
@@ -262,7 +262,7 @@ def _unmeasured(run: LanguageRun, directory: Path, asked: Record) -> list[int]:
 
 def _latest(path: Path, wanted: Record) -> list[Record]:
     """The rows of a file that have these values, the later of two for one stratum."""
-    found = read_lines(path) if path.is_file() else []
+    found = read_rows(path) if path.is_file() else []
     return list({row.get("stratum"): row for row in found if answers(row, wanted)}.values())
 
 

@@ -8,16 +8,16 @@ import torch
 from rich.console import Console
 
 from gape.analysis.niah import look_inside
-from gape.cli.console import Board, Voice
 from gape.experiments.experiment import Record, Say, answers, how, model_step, named_device
 from gape.experiments.recipes import NeedleRun
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
-from gape.report.results import pack_hits, read_lines
+from gape.report.results import pack_hits, read_rows
 from gape.tasks import niah
-from gape.train import StopFlag, Trainer, checkpoint, guards
+from gape.train import StopFlag, Trainer, checkpoint
 from gape.train.load import model_of
-from gape.utils import files, jsonl
+from gape.utils import files, jsonl, locks
+from gape.utils.console import Board, Voice
 from gape.utils.validation import invalid_argument
 
 ROWS, LOOKS = "eval.jsonl", "analysis.json"
@@ -74,7 +74,7 @@ def measure(run: NeedleRun, directory: Path, device: torch.device, stop: StopFla
     Raises:
         BusyError: another process trains or measures the run.
     """
-    with guards.alone(directory, "measured"):
+    with locks.locked(directory, "measured"):
         chosen = checkpoint.resolve(directory, say)
         model: GPT = model_of(chosen, device=device)
         _evaluate(run, model, directory, chosen.step, stop, say)
@@ -89,7 +89,7 @@ def evaluate(run: NeedleRun, directory: Path, device: torch.device, *, stop: Sto
         BusyError: another process trains or measures the run.
         CheckpointError: the run has no valid checkpoint.
     """
-    with guards.alone(directory, "measured"):
+    with locks.locked(directory, "measured"):
         chosen = checkpoint.resolve(directory, say)
         if _missing(run, directory, device, chosen.step):
             _evaluate(run, model_of(chosen, device=device), directory, chosen.step, stop, say)
@@ -188,7 +188,7 @@ def _schemes(run: NeedleRun) -> list[str]:
 
 
 def _rows(directory: Path) -> list[Record]:
-    return read_lines(directory / ROWS, ("evaluated", "factor")) if (directory / ROWS).is_file() else []
+    return read_rows(directory / ROWS, ("evaluated", "factor")) if (directory / ROWS).is_file() else []
 
 
 def _look(run: NeedleRun) -> Record:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import gape.hf
-from gape.cli.console import Board, Voice
 from gape.experiments import experiment
 from gape.experiments.finetune import base_of, refuse_missing
 from gape.hf import heads
@@ -22,6 +21,7 @@ from gape.tasks.ruler import opening, prompts, sources
 from gape.tasks.ruler.readers import TransformersReader
 from gape.tasks.ruler.sources import Sample
 from gape.utils import files
+from gape.utils.console import Board, Voice
 from gape.utils.validation import finite, invalid_argument, positive_number, whole
 
 #: The key of the floors in a file, as gates know them.

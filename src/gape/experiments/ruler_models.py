@@ -9,17 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from gape.cli.console import Board, Voice
-from gape.cli.runs import RUNS
-from gape.experiments import experiment
+from gape.experiments import RUNS, experiment
 from gape.experiments.experiment import Record, Say
-from gape.report.results import read_lines
+from gape.report.results import read_rows
 from gape.tasks.ruler import evaluation, opening, prompts
 from gape.tasks.ruler.evaluation import Settings
 from gape.tasks.ruler.prompts import Prepared
 from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
-from gape.train import guards
+from gape.utils import locks
+from gape.utils.console import Board, Voice
 from gape.utils.jsonl import append
 
 ROWS, HOME = "ruler.jsonl", "ruler"
@@ -116,14 +115,14 @@ def _measured(opened: _Opened, items: Sequence[Prepared], asked: Asked, say: Say
         "overlength": asked.settings.overlength,
     }  # fmt: skip
     opened.home.mkdir(parents=True, exist_ok=True)
-    with guards.alone(opened.home, "measured"), Board(Voice(), "sample") as board:
+    with locks.locked(opened.home, "measured"), Board(Voice(), "sample") as board:
         rows = evaluation.evaluate(
             opened.reader, items, asked.settings, opened.home / HOME / key, asked=question,
             progress=lambda done, total: board.show(name, done, total),
         )  # fmt: skip
         board.drop(name)
         made = [about | row for row in evaluation.summarise(rows)]
-        known = read_lines(path) if path.is_file() else []
+        known = read_rows(path) if path.is_file() else []
         append(path, *(row for row in made if row not in known))
     _tell(name, made, say)
     return [row for row in made if row["samples"]]

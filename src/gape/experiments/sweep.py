@@ -15,11 +15,11 @@ from typing import IO
 
 import torch
 
-from gape.cli.console import Board, Voice
 from gape.experiments.experiment import check, claim, finished, perform, pick_device
 from gape.experiments.recipes import Run
 from gape.train import DiskFullError, Interrupted, StopFlag
 from gape.utils import files
+from gape.utils.console import Board, Voice
 from gape.utils.validation import whole
 
 OUTPUT = "output.log"
@@ -131,7 +131,7 @@ def _start(run: Run, directory: Path, jobs: int, resume: str) -> _Child:
     threads = max(1, (os.cpu_count() or 1) // jobs)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     output = files.add_to(home / OUTPUT)
-    command = [sys.executable, "-m", "gape.cli", run.kind, "run", str(home), "--resume", resume]
+    command = [sys.executable, "-m", "gape", run.kind, "run", str(home), "--resume", resume]
     # Apart from the terminal: Ctrl-C reaches the parent alone, which passes one signal on; two would cut a child short.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True

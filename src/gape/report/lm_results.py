@@ -20,8 +20,8 @@ from gape.report.results import (
     Record,
     Results,
     experiment_of,
-    read_lines,
     read_row,
+    read_rows,
     refuse_differing,
     scheme_order,
     shared_settings,
@@ -151,8 +151,8 @@ def _report(path: Path) -> tuple[dict[str, list[Record]], list[Record]]:
     for kind in KINDS:
         file = path / f"{kind}.jsonl"
         if file.is_file():
-            found[kind] = _rounded(kind, read_lines(file, NEEDED[kind]))
-    return found, read_lines(path / RUNS, ("run",))
+            found[kind] = _rounded(kind, read_rows(file, NEEDED[kind]))
+    return found, read_rows(path / RUNS, ("run",))
 
 
 def _sweep(path: Path) -> dict[Path, tuple[dict[str, list[Record]], list[Record]]]:
@@ -174,7 +174,7 @@ def _run(home: Path) -> dict[str, list[Record]]:
         file = home / name
         if file.is_file():
             needed = NEEDED[kind]
-            rows = read_lines(file, needed) if file.suffix == ".jsonl" else [read_row(file, needed)]
+            rows = read_rows(file, needed) if file.suffix == ".jsonl" else [read_row(file, needed)]
             found[kind] = _rounded(kind, rows)
     measured = [row.get("step") or 0 for kind, rows in found.items() if kind != "routing" for row in rows]
     newest = max(measured, default=0)

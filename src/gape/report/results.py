@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gape.report.rows import fault
 from gape.train.config import MAY_CHANGE
 from gape.utils import files
-from gape.utils.jsonl import read_object
+from gape.utils.jsonl import read_lines, read_object
+from gape.utils.stored_rows import fault
 
 Record = dict[str, Any]
 
@@ -124,28 +124,13 @@ def store(results: Results, directory: Path) -> None:
         files.replace(directory / name, text.encode())
 
 
-def read_lines(path: Path, needed: Iterable[str] = ()) -> list[Record]:
+def read_rows(path: Path, needed: Iterable[str] = ()) -> list[Record]:
     """The rows of a JSONL file, all with the keys that are needed; a last line that was cut short is left out.
 
     Raises:
         ValueError: any other line is not a JSON object, or holds what no row of ours holds; names file and line.
     """
-    # Bytes: a line may have been cut in the middle of a letter.
-    lines = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = files.from_json(line)
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}: line {number} is no JSON object: {error}") from error
-        if wrong := fault(record, needed):
-            raise ValueError(f"{path}: line {number} {wrong}")
-        records.append(record)
-    return records
+    return read_lines(path, lambda row: fault(row, needed))
 
 
 def read_row(path: Path, needed: Iterable[str] = ()) -> Record:
@@ -179,7 +164,7 @@ def _add(known: dict[tuple[Any, ...], Record], found: dict[tuple[Any, ...], Reco
 
 def _report(path: Path) -> Results:
     def lines(name: str, needed: Iterable[str]) -> tuple[Record, ...]:
-        return tuple(read_lines(path / name, needed)) if (path / name).is_file() else ()
+        return tuple(read_rows(path / name, needed)) if (path / name).is_file() else ()
 
     return Results(rows=lines(ROWS, ROW_KEYS), analyses=lines(ANALYSES, LOOK_KEYS), runs=lines(RUNS, ("run",)))
 
@@ -192,7 +177,7 @@ def _sweep(path: Path) -> dict[Path, Results]:
 
 def _run(home: Path) -> Results:
     """What one run left: the rows and the look of the weights that were measured last."""
-    rows = read_lines(home / "eval.jsonl", ROW_KEYS)
+    rows = read_rows(home / "eval.jsonl", ROW_KEYS)
     if not rows:
         return Results(rows=(), analyses=(), runs=())
     step = rows[-1].get("step")

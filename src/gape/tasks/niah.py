@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gape.data.source import Batch
 from gape.models.loss import IGNORED
 from gape.tasks.counter import below, words
-from gape.train.source import Batch
 from gape.utils.validation import invalid_argument, whole
 
 N_FILLERS = 14

@@ -9,9 +9,9 @@ from typing import Any
 from safetensors.torch import save as pack_tensors
 from torch import Tensor
 
+from gape.data.source import Batch
 from gape.models.loss import IGNORED
 from gape.train import checkpoint
-from gape.train.source import Batch
 from gape.utils import files
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from gape.data.source import Batch
 from gape.train.optimizer import set_rate
-from gape.train.source import Batch
 
 #: Updates before the one that is recorded: they compile, and make the optimiser's state and what libraries keep.
 WARM = 3

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from gape.data.source import Source
 from gape.train import checkpoint, rng
 from gape.train.checkpoint import Checkpoint
 from gape.train.config import TrainConfig, changes
 from gape.train.optimizer import load_state_tensors, state_tensors
-from gape.train.source import Source
 from gape.utils import files
 from gape.utils.errors import CheckpointError
 from gape.utils.validation import invalid_argument

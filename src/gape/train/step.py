@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gape.data.source import Batch
 from gape.gates import GAPEGates
 from gape.models.loss import IGNORED
 from gape.models.skipping import skip
 from gape.train.config import TrainConfig
 from gape.train.optimizer import named, set_rate
 from gape.train.replay import Replay
-from gape.train.source import Batch
 from gape.utils.validation import invalid_argument
 
 

@@ -13,14 +13,14 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from gape.data.source import Batch, Source
 from gape.gates import GAPEGates
 from gape.train import checkpoint, dump, guards, rng
 from gape.train import resume as resuming
 from gape.train.config import TrainConfig
 from gape.train.optimizer import build, learning_rate, named
-from gape.train.source import Batch, Source
 from gape.train.step import Updater, Window
-from gape.utils import files
+from gape.utils import files, locks
 from gape.utils.errors import NonFiniteError
 from gape.utils.jsonl import JSONLines, TensorBoard
 from gape.utils.progress import Reporter
@@ -112,7 +112,7 @@ class Trainer:
             raise RuntimeError("a Trainer runs once; make another, with a new model, to go on from a checkpoint")
         guards.refuse_foreign(self.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        with guards.alone(self.run_dir), self.stop, guards.determinism(self.config.deterministic, self.device):
+        with locks.locked(self.run_dir), self.stop, guards.determinism(self.config.deterministic, self.device):
             self._log, self._runtime = (JSONLines(self.run_dir / f"{name}.jsonl") for name in ("log", "runtime"))
             self._board: TensorBoard | None = None
             try:

@@ -88,6 +88,34 @@ def append(path: Path, *records: Mapping[str, Any]) -> None:
         lines.close()
 
 
+def read_lines(path: Path, fault: Callable[[dict[str, Any]], str | None] = lambda row: None) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; a last line that was cut short is left out.
+
+    Args:
+        path: the file.
+        fault: says what is wrong with an object, None for nothing.
+
+    Raises:
+        ValueError: any other line is not a JSON object, or has a fault; names file and line.
+    """
+    # Bytes: a line may have been cut in the middle of a letter.
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = files.from_json(line)
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}: line {number} is no JSON object: {error}") from error
+        if wrong := fault(record):
+            raise ValueError(f"{path}: line {number} {wrong}")
+        records.append(record)
+    return records
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is none.
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gape import heartbeat
+from gape.utils import heartbeat
 
 # Lines in a log file should be readable next morning.
 SECONDS_BETWEEN_LINES = 2.0

@@ -9,7 +9,7 @@ from typing import ClassVar
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from gape import heartbeat
+from gape.utils import heartbeat
 from gape.utils.progress import SteadyConsole
 
 #: Lines in a log file should be readable next morning.

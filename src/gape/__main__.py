@@ -1,0 +1,5 @@
+"""`python -m gape`, the same as the command `gape`."""
+
+from gape.cli import main
+
+main()

@@ -1,5 +1,0 @@
-"""`python -m gape.cli`."""
-
-from gape.cli import main
-
-main()

@@ -1,0 +1,61 @@
+"""A lock on a directory, so that two processes never write to one run or corpus at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gape.utils import files
+from gape.utils.errors import BusyError
+
+
+@contextlib.contextmanager
+def locked(directory: Path, action: str = "trained") -> Iterator[None]:
+    """Lock a directory. The system releases the lock when the process ends, however it ends.
+
+    Temporary files (`.tmp-*`) that a killed process left in a run are removed. Locks do not nest: leaving the inner one
+    releases both.
+
+    Args:
+        directory: it must exist.
+        action: what is being done to it, for the error of another process.
+
+    Raises:
+        BusyError: another process holds the lock; says what it does, and its number.
+    """
+    if os.name == "nt":
+        _remove_leftovers(directory)
+        yield
+        return
+    import fcntl  # noqa: PLC0415
+
+    with files.add_to(directory / ".lock") as handle:
+        try:
+            # Not flock: a forked worker that outlives its parent would go on holding that one.
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise BusyError(f"{directory} is being {_holder(directory)}; wait for it or use another") from error
+        except OSError:
+            # A file system without locks: better to work unguarded than not at all.
+            pass
+        # For the error of another process; a full disk prevents this note, not the work.
+        with contextlib.suppress(OSError):
+            handle.truncate(0)
+            handle.write(f"{action} {os.getpid()}".encode())
+        _remove_leftovers(directory)
+        yield
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove temporary files of a run; in a directory of another kind nothing is known to be ours."""
+    if (directory / "checkpoints").is_dir():
+        for place in (directory, directory / "checkpoints"):
+            files.sweep(place)
+
+
+def _holder(directory: Path) -> str:
+    """What the process that holds the lock is doing; it may not have written it yet."""
+    action, _, process = (directory / ".lock").read_text(encoding="utf-8", errors="replace").partition(" ")
+    return f"{action or 'trained'} by another process" + (f" ({process})" if process else "")
