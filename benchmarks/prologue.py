@@ -129,10 +129,10 @@ def compact(x: Tensor, reading: prologue.GateReading | None) -> Tensor:
     return torch.cat([x[..., :low], x[..., edge : edge + low]], dim=-1)
 
 
-def filled(content: Tensor, columns: Tensor) -> Tensor:
+def filled(content: Tensor, bias: Tensor) -> Tensor:
     """Content and the bias's six coordinates in the order of the fused pass."""
     one, other = content.chunk(2, dim=-1)
-    return torch.cat([one, columns[..., :3], other, columns[..., 3:]], dim=-1)
+    return torch.cat([one, bias[..., :3], other, bias[..., 3:]], dim=-1)
 
 
 def by_steps(q: Tensor, k: Tensor, angles: Pair, reading: prologue.GateReading | None, scale: float) -> Pair:

@@ -62,8 +62,8 @@ def test_what_is_wrong_leaves_with_2(
 
 @pytest.mark.parametrize("name", recipe.available())
 def test_recipes_are_whole_and_explained(name: str) -> None:
-    config = PrepareConfig(**recipe.load(name))
-    for spec in (*config.inputs, *config.heldout):
+    prepared = PrepareConfig(**recipe.load(name))
+    for spec in (*prepared.inputs, *prepared.heldout):
         hub.parse(spec)
     lines = recipe.available()[name].read_text(encoding="utf-8").splitlines()
     for above, line in itertools.pairwise(lines):
@@ -72,8 +72,8 @@ def test_recipes_are_whole_and_explained(name: str) -> None:
 
 
 def test_an_option_wins_over_a_recipe() -> None:
-    config = settings(["data/longmino"], {"tokenizer": "bytes", "strata": "64"})
-    assert (config.tokenizer, config.strata, config.seed) == ("bytes", (64,), 0)
+    prepared = settings(["data/longmino"], {"tokenizer": "bytes", "strata": "64"})
+    assert (prepared.tokenizer, prepared.strata, prepared.seed) == ("bytes", (64,), 0)
     assert config.inputs[0].startswith("hf:allenai/dolma3_longmino_mix-50B-1025@")
 
 

@@ -155,6 +155,7 @@ def routing(runs: Runs) -> None:
     """The routing variables at the end of training, by layer, from the routing.jsonl that training left."""
     from gape.report.lm_results import collect  # noqa: PLC0415
     from gape.report.lm_tables import routing_table  # noqa: PLC0415
+    from gape.report.rows import usable  # noqa: PLC0415
 
     found = collect(runs).measured.get("routing", ())
     if not found:
@@ -162,7 +163,9 @@ def routing(runs: Runs) -> None:
             f"routing: got {', '.join(map(str, runs))}, expected runs with routing.jsonl, which gape lm train writes "
             "for schemes with gates where analysis.routing_every is not 0"
         )
-    typer.echo(routing_table(found).text())
+    with usable(runs):
+        table = routing_table(found)
+    typer.echo(table.text())
 
 
 @app.command("far-back")

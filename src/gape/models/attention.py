@@ -229,10 +229,10 @@ class GAPEAttention(Skips, nn.Module):
     def _project_with_gaps(self, x: Tensor, width: int) -> Tensor:
         """The projection of x with q and k as the prologue wants them: the gaps are columns of zero weights."""
 
-        def spread(columns: Tensor) -> Tensor:
+        def spread(weights: Tensor) -> Tensor:
             content = sum(self._widths[:2])
-            heads = columns[..., :content].reshape(*columns.shape[:-1], -1, self.content_dim)
-            return torch.cat([prologue.spread(heads, width).flatten(-2), columns[..., content:]], dim=-1)
+            heads = weights[..., :content].reshape(*weights.shape[:-1], -1, self.content_dim)
+            return torch.cat([prologue.spread(heads, width).flatten(-2), weights[..., content:]], dim=-1)
 
         bias = None if self.qkv.bias is None else spread(self.qkv.bias)
         return F.linear(x, spread(self.qkv.weight.mT).mT, bias)

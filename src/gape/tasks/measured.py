@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from gape.models.gpt import GPT
 
 Record = dict[str, Any]
-Floats = npt.NDArray[np.float64]
 
 
 class Scored(NamedTuple):
