@@ -18,11 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 import gape.cli
-from gape.cli.lists import numbers
-from gape.cli.options import INTS, NAMES
+from gape.cli.options import INTS, NAMES, numbers
 from gape.experiments.experiment import pick_device
 from gape.utils import run_info
-from gape.utils.console import Voice
+from gape.utils.progress import Voice
 from gape.utils.timing import measured
 from gape.utils.validation import invalid_argument, positive_number, whole
 

@@ -24,7 +24,7 @@ from gape.cli.options import Device
 from gape.experiments.experiment import pick_device
 from gape.ops import attention
 from gape.utils import run_info
-from gape.utils.console import Voice
+from gape.utils.progress import Voice
 from render import redraw
 
 #: The stored rows, and the page whose tables are drawn from them, in a clone.

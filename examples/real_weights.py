@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import gape.hf
-from gape.hf.gguf_header import MAGIC
+from gape.hf.formats import MAGIC
 
 
 def smollm2() -> Path:

@@ -12,7 +12,7 @@ from gape.analysis import attended, attention_map, entropy, statistics, tap
 from gape.analysis.routing import horizon
 from gape.analysis.tap import Attended
 from gape.ops import reference
-from gape.ops.visibility import Visibility
+from gape.ops.inputs import Visibility
 from gape.positions import build
 
 SCHEMES = gape.positions.available()

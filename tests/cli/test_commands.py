@@ -24,7 +24,7 @@ from gape.models.gpt import GPT
 from gape.report import catalogue
 from gape.train import BusyError
 from gape.utils import jsonl
-from gape.utils.console import Voice
+from gape.utils.progress import Voice
 
 TOY = """
 description = "toy"

@@ -11,7 +11,7 @@ import typer
 
 import gape
 from gape.cli import app
-from gape.cli.lists import numbers
+from gape.cli.options import numbers
 from gape.experiments.experiment import asked_precision, pick_device
 from tests.cli.test_commands import gape_exits
 

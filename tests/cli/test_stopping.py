@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from gape.train import StopFlag
-from gape.utils import heartbeat, stopping
-from gape.utils.console import Board, Voice
+from gape.utils import heartbeat, signals
+from gape.utils.progress import Board, Voice
 from tests.cli.test_commands import gape_exits
 
 #: Work in one call of C, during which no line of Python runs.
@@ -65,11 +65,11 @@ def test_a_signal_is_not_taken_for_an_error(
 
 
 def test_training_ends_in_good_order_and_measurements_at_once() -> None:
-    with stopping.at_once():
+    with signals.at_once():
         with StopFlag() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.requested
-        with StopFlag() as stop, pytest.raises(stopping.Stopped), stop.at_once():
+        with StopFlag() as stop, pytest.raises(signals.Stopped), stop.at_once():
             os.kill(os.getpid(), signal.SIGTERM)
 
 

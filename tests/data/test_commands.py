@@ -11,7 +11,7 @@ import pytest
 
 import gape.cli
 from gape.cli.data import settings
-from gape.data import PrepareConfig, hub, recipe
+from gape.data import PrepareConfig, config, inputs
 from tests.data.books import texts, write_lines
 
 
@@ -60,12 +60,12 @@ def test_what_is_wrong_leaves_with_2(
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("name", recipe.available())
+@pytest.mark.parametrize("name", config.available())
 def test_recipes_are_whole_and_explained(name: str) -> None:
-    prepared = PrepareConfig(**recipe.load(name))
+    prepared = PrepareConfig(**config.load(name))
     for spec in (*prepared.inputs, *prepared.heldout):
-        hub.parse(spec)
-    lines = recipe.available()[name].read_text(encoding="utf-8").splitlines()
+        inputs.parse(spec)
+    lines = config.available()[name].read_text(encoding="utf-8").splitlines()
     for above, line in itertools.pairwise(lines):
         if " = " in line and not line.startswith(("#", " ")):
             assert above.startswith("#"), line
@@ -90,13 +90,13 @@ def test_mistakes_in_a_recipe_are_named(tmp_path: Path, text: str, message: str)
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
-        recipe.load(str(path))
+        config.load(str(path))
 
 
 def test_the_parts_of_a_datasets_name() -> None:
-    assert hub.parse("hf:a/b") == ("a/b", None, None, None)
-    assert hub.parse("hf:a/b@main:sample-10BT") == ("a/b", "main", "sample-10BT", None)
-    assert hub.parse("hf:a/b@1f#data/*-2e13/*.zst") == ("a/b", "1f", None, "data/*-2e13/*.zst")
+    assert inputs.parse("hf:a/b") == ("a/b", None, None, None)
+    assert inputs.parse("hf:a/b@main:sample-10BT") == ("a/b", "main", "sample-10BT", None)
+    assert inputs.parse("hf:a/b@1f#data/*-2e13/*.zst") == ("a/b", "1f", None, "data/*-2e13/*.zst")
 
 
 def test_the_example_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gape.data import open_corpus
-from gape.data.index import RECORD
+from gape.data.shards import RECORD
 from tests.data.books import contents, make, texts, write_lines
 
 

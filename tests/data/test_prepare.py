@@ -12,7 +12,7 @@ from typing import IO
 import numpy as np
 import pytest
 
-from gape.data import WindowSource, hub, open_corpus
+from gape.data import WindowSource, inputs, open_corpus
 from tests.data.books import contents, make, read, texts, write_lines
 
 ROWS = texts(40)
@@ -108,7 +108,7 @@ def test_a_dataset_is_streamed(tmp_path: Path, lines: Path, monkeypatch: pytest.
     corpus = make(tmp_path / "c", f"hf:{home}")
     assert corpus.fingerprint() == make(tmp_path / "d", lines).fingerprint()
     # What a resume reads.
-    assert [row["id"] for row in hub.stream(f"hf:{home}", None, 37)] == ["doc-37", "doc-38", "doc-39"]
+    assert [row["id"] for row in inputs.stream(f"hf:{home}", None, 37)] == ["doc-37", "doc-38", "doc-39"]
 
 
 class Hub:
@@ -135,8 +135,8 @@ def test_files_of_a_dataset_are_read_in_order(tmp_path: Path, lines: Path, monke
         (data / folder).mkdir(parents=True)
         packed = lzma.compress(write_lines(tmp_path / "plain", rows).read_bytes())
         (data / folder / "0.jsonl.xz").write_bytes(packed)
-    monkeypatch.setattr(hub, "filesystem", lambda: Hub(tmp_path / "hub"))
-    monkeypatch.setattr(hub, "revision", lambda spec: "abc123")
+    monkeypatch.setattr(inputs, "filesystem", lambda: Hub(tmp_path / "hub"))
+    monkeypatch.setattr(inputs, "revision", lambda spec: "abc123")
     corpus = make(tmp_path / "c", "hf:a/b#data/*-2e13/*")
     assert corpus.fingerprint() == make(tmp_path / "d", lines).fingerprint()
     assert [(source["name"], source["revision"]) for source in corpus.card["sources"]] == [

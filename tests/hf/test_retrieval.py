@@ -248,7 +248,7 @@ def test_heads_are_pruned_where_that_is_asked_for(here: Path, capsys: pytest.Cap
 def test_the_tokens_of_the_answer_are_found(here: Path) -> None:
     from gape.experiments import retrieval_heads
     from gape.tasks.ruler import opening, sources
-    from gape.utils.console import Voice
+    from gape.utils.progress import Voice
 
     reader, (samples, _) = opening.open_transformers("llama"), sources.read(["data"])
     one, other = retrieval_heads.locate(reader, samples, 2, Voice())

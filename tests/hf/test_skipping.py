@@ -19,7 +19,7 @@ from gape.experiments import forgetting_timing
 from gape.hf.listening import attended
 from gape.models.skipping import skip, skipping
 from gape.ops import detailed_attention, reference
-from gape.ops.problem import Problem
+from gape.ops.inputs import Problem
 from gape.ops.triton import attention
 from tests.hf.test_forgetting import FLOOR, injected, ours
 from tests.hf.tiny import tiny, tokens

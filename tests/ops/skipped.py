@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gape.ops.problem import Problem
+from gape.ops.inputs import Problem
 from gape.ops.triton import attention
 
 

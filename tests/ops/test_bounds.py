@@ -6,9 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from gape.ops.triton.bounds import SLACK, bounds
 from gape.ops.triton.configs import tiles_for
-from gape.ops.triton.tiles import LOG2E
+from gape.ops.triton.tiles import LOG2E, SLACK, bounds
 from tests.ops.test_prologue import DEVICE, DTYPES
 
 SCALE = 0.3

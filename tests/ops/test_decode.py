@@ -8,7 +8,7 @@ import torch
 from gape import gated_attention
 from gape.ops import reference
 from gape.ops.api import _problem
-from gape.ops.problem import Problem
+from gape.ops.inputs import Problem
 from tests.ops.cases import Case, layouts, random_case
 
 pytest.importorskip("triton")

@@ -7,7 +7,7 @@ import torch
 
 from gape import gated_attention
 from gape.ops import reference
-from gape.ops.problem import Problem
+from gape.ops.inputs import Problem
 from tests.ops.cases import Case, random_case
 from tests.ops.test_decode import BOUNDS, DEVICE, distance, problem, three_ways
 

@@ -7,7 +7,7 @@ import torch
 
 from gape.ops import dispatch
 from gape.ops.api import _problem, available_implementations
-from gape.ops.problem import Problem
+from gape.ops.inputs import Problem
 from tests.ops.cases import random_case
 
 GPU = "NVIDIA H200"

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import gape
 from gape.ops import attention, sdpa
-from gape.ops.visibility import Visibility
+from gape.ops.inputs import Visibility
 from tests.ops.cases import layouts, random_case
 
 LAYOUTS = layouts()

@@ -12,8 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gape.ops import attention, dispatch, sdpa
-from gape.ops.problem import Problem
-from gape.ops.visibility import Visibility
+from gape.ops.inputs import Problem, Visibility
 from tests.ops.cases import Case, layouts, random_case
 from tests.ops.test_decode import BOUNDS, DEVICE, distance, last_queries
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gape.report.results import Record
-from gape.tasks.measured import difference
+from gape.tasks.perplexity_rows import difference
 from tests.report.test_hf_results import (
     CONTEXTS,
     EVERY,

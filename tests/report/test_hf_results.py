@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gape.report.results import Record, read_rows
-from gape.tasks.measured import difference
+from gape.tasks.perplexity_rows import difference
 from gape.utils.jsonl import read_object
 from tests.report.test_language_results import ROOT, page, table
 

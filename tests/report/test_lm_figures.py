@@ -13,7 +13,7 @@ from gape.report.lm_figures import looks
 from gape.report.lm_results import collect, gather, store, without
 from gape.report.results import Results
 from gape.report.series import NoData
-from gape.tasks import measured
+from gape.tasks import perplexity_rows
 from tests.report import stored as needle
 from tests.report.lm_stored import DISTANCES, identity, stored
 
@@ -122,7 +122,7 @@ def test_differences_are_those_of_gape_lm_perplexity() -> None:
     rows = stored(schemes=("p-rope", "p-rope+gape")).measured["perplexity"]
     found = lm_summary.perplexity_differences(rows)[0]
     base, gated = (next(row for row in rows if row["position"] == p) for p in ("p-rope", "p-rope+gape"))
-    other = measured.difference(gated, base)
+    other = perplexity_rows.difference(gated, base)
     assert (found.difference, found.low, found.high) == pytest.approx((other.nll, other.low, other.high))
 
 

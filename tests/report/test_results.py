@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gape.report import summary
-from gape.report.digits import digit_table
 from gape.report.results import Results, gather, pack_hits, read_rows, store, unpack_hits
+from gape.report.tables import digit_table
 from gape.report.write import tables
 from gape.tasks import niah
 from tests.report.stored import row, stored

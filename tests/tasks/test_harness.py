@@ -128,18 +128,18 @@ def test_arguments_are_checked(home: Path) -> None:
 
 @pytest.mark.slow
 def test_rulers_own_wording_from_lm_eval(tmp_path: Path) -> None:
-    from gape.tasks.ruler import exact
+    from gape.tasks.ruler import generator
     from gape.tasks.ruler.sources import sample
     from tests.tasks.ruler import small
 
     folder = small.random_gpt2(tmp_path)
-    made = exact.samples("fwe", 4096, str(folder), 2, seed=0)
+    made = generator.samples("fwe", 4096, str(folder), 2, seed=0)
     assert len(made) == 2
     found = sample(made[0], where="here", source="s", number=1)
     assert (found.task, found.length, found.budget) == ("fwe", 4096, 50)
     assert found.prefix.startswith(" Answer:")
     assert all(output in found.input for output in found.outputs)
     with pytest.raises(ValueError, match="length: got int 1024, expected at least 4096 for the wording of lm-eval"):
-        exact.samples("fwe", 1024, str(folder), 2)
+        generator.samples("fwe", 1024, str(folder), 2)
     with pytest.raises(ValueError, match="cwe: lm-eval cannot make it"):
-        exact.samples("cwe", 4096, "nowhere/at-all", 2)
+        generator.samples("cwe", 4096, "nowhere/at-all", 2)

@@ -13,9 +13,9 @@ import torch.nn.functional as F  # noqa: N812
 
 import gape
 from gape.data import Corpus
-from gape.tasks import measured, perplexity
-from gape.tasks.intervals import weighted_interval
+from gape.tasks import perplexity, perplexity_rows
 from gape.tasks.perplexity import PROTOCOLS, Protocol
+from gape.tasks.perplexity_rows import weighted_interval
 from tests.tasks import text
 
 
@@ -65,7 +65,7 @@ def test_aligned_contexts_score_the_same_tokens(books: Corpus) -> None:
 @pytest.mark.parametrize("position", ["p-rope+gape", "alibi"])
 def test_it_is_the_plain_computation(books: Corpus, name: str, position: str) -> None:
     model, plan = text.gpt(position), perplexity.plan(books, protocol(name))
-    scored = measured.score_all(model, books, plan, store=Path(books.directory) / "scores", of="")
+    scored = perplexity_rows.score_all(model, books, plan, store=Path(books.directory) / "scores", of="")
     (Path(books.directory) / "scores").unlink()
     by_position = np.zeros(32)
     for number, (document, start, length, last) in enumerate(plan.windows.tolist()):
@@ -84,7 +84,7 @@ def test_it_is_the_plain_computation(books: Corpus, name: str, position: str) ->
 def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(books: Corpus, tmp_path: Path) -> None:
     model, plan = text.gpt(), perplexity.plan(books, protocol("strided"))
     torch.nn.init.zeros_(model.embedding.weight)
-    (row,) = measured.rows(plan, measured.score_all(model, books, plan, store=tmp_path / "s", of=""))
+    (row,) = perplexity_rows.rows(plan, perplexity_rows.score_all(model, books, plan, store=tmp_path / "s", of=""))
     assert row["perplexity"] == pytest.approx(text.VOCAB)
     assert (row["std"], row["low"]) == pytest.approx((0.0, row["high"]), abs=1e-6)
     assert row["tokens"] == sum(n - 1 for n in text.LENGTHS)
@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_finite_is_no_result(books: Corpus) -> None:
     sums = np.ones(len(plan.windows))
     sums[3] = np.nan
     with pytest.raises(ValueError, match=r"loss: got one that is not finite in 1 of"):
-        measured.rows(plan, measured.Scored(sums, np.ones(1)))
+        perplexity_rows.rows(plan, perplexity_rows.Scored(sums, np.ones(1)))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_logits_never_exist_whole(books: Corpus, monkeypatch: pytest.MonkeyPatch
 def test_stopped_and_resumed_is_the_same(books: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perplexity, "BATCH_TOKENS", 100)
     model, plan = text.gpt(), perplexity.plan(books, protocol("strided"))
-    whole = measured.score_all(model, books, plan, store=tmp_path / "whole", of="run")
+    whole = perplexity_rows.score_all(model, books, plan, store=tmp_path / "whole", of="run")
     left = 7
 
     def check() -> None:
@@ -147,11 +147,11 @@ def test_stopped_and_resumed_is_the_same(books: Corpus, tmp_path: Path, monkeypa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measured.score_all(model, books, plan, store=tmp_path / "parts", of="run", check=check)
+        perplexity_rows.score_all(model, books, plan, store=tmp_path / "parts", of="run", check=check)
     with (tmp_path / "parts").open("ab") as file:
         file.write(b'{"sums": [1.')
     done = []
-    again = measured.score_all(
+    again = perplexity_rows.score_all(
         model, books, plan, store=tmp_path / "parts", of="run", progress=lambda n, of: done.append((n, of))
     )
     assert (again.sums == whole.sums).all()
@@ -159,7 +159,7 @@ def test_stopped_and_resumed_is_the_same(books: Corpus, tmp_path: Path, monkeypa
     assert done[-1] == (len(plan.windows), len(plan.windows))
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
     # Of other weights: begun anew.
-    measured.score_all(model, books, plan, store=tmp_path / "parts", of="another")
+    perplexity_rows.score_all(model, books, plan, store=tmp_path / "parts", of="another")
     assert b"another" in (tmp_path / "parts").read_bytes()[:200]
 
 
@@ -173,7 +173,7 @@ def test_short_documents_are_named_and_none_at_all_is_refused(books: Corpus) -> 
 def test_strata_get_rows_of_their_own(tmp_path: Path) -> None:
     books = text.corpus(tmp_path, lengths=(51, 61, 120, 130), strata=(50, 100))
     plan = perplexity.plan(books, protocol("non-overlapping"))
-    rows = measured.rows(plan, measured.score_all(text.gpt(), books, plan, store=tmp_path / "s", of=""))
+    rows = perplexity_rows.rows(plan, perplexity_rows.score_all(text.gpt(), books, plan, store=tmp_path / "s", of=""))
     assert [(row["stratum"], row["documents"], row["tokens"]) for row in rows] == [
         ("50", 2, 110), ("100", 2, 248), (None, 4, 358),
     ]  # fmt: skip
@@ -183,7 +183,7 @@ def test_strata_get_rows_of_their_own(tmp_path: Path) -> None:
 def test_overlapping_strata_have_no_row_over_all(tmp_path: Path) -> None:
     books = text.corpus(tmp_path, lengths=(101, 121), strata=(40, 80), excerpts=True)
     plan = perplexity.plan(books, protocol("non-overlapping"))
-    rows = measured.rows(plan, measured.score_all(text.gpt(), books, plan, store=tmp_path / "s", of=""))
+    rows = perplexity_rows.rows(plan, perplexity_rows.score_all(text.gpt(), books, plan, store=tmp_path / "s", of=""))
     assert [(row["stratum"], row["documents"]) for row in rows] == [("40", 2), ("80", 2)]
 
 
@@ -203,18 +203,18 @@ def test_windows_of_one_document_count_as_one() -> None:
 
 def test_runs_are_compared_window_by_window(books: Corpus, tmp_path: Path) -> None:
     plan = perplexity.plan(books, protocol("strided"))
-    scored = measured.score_all(text.gpt(), books, plan, store=tmp_path / "s", of="")
-    worse = measured.Scored(scored.sums + 0.1 * plan.windows[:, 3], scored.by_position)
-    (one,), (other,) = (measured.rows(plan, s) for s in (worse, scored))
-    found = measured.difference(one | {"run": "a"}, other | {"run": "b"})
+    scored = perplexity_rows.score_all(text.gpt(), books, plan, store=tmp_path / "s", of="")
+    worse = perplexity_rows.Scored(scored.sums + 0.1 * plan.windows[:, 3], scored.by_position)
+    (one,), (other,) = (perplexity_rows.rows(plan, s) for s in (worse, scored))
+    found = perplexity_rows.difference(one | {"run": "a"}, other | {"run": "b"})
     assert found.separable
     # Between documents they differ far more than that.
     assert (found.nll, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1), abs=1e-4)
-    assert not measured.difference(one | {"run": "a"}, one | {"run": "a"}).separable
+    assert not perplexity_rows.difference(one | {"run": "a"}, one | {"run": "a"}).separable
     with pytest.raises(ValueError, match="same windows"):
-        measured.difference(one | {"run": "a"}, other | {"run": "b", "plan": "other"})
+        perplexity_rows.difference(one | {"run": "a"}, other | {"run": "b", "plan": "other"})
     single = {"window_document": [0] * len(one["window_document"])}
-    found = measured.difference(one | single | {"run": "a"}, other | {"run": "b"})
+    found = perplexity_rows.difference(one | single | {"run": "a"}, other | {"run": "b"})
     assert (found.low, found.high, found.separable) == (None, None, False)
 
 

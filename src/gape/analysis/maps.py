@@ -1,4 +1,4 @@
-"""Attention maps small enough to print: cells that hold the mean over their queries of the weight on their keys."""
+"""Attention maps and the paper's mask M, as small grids of cells and sums over pairs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gape.analysis.entropy import blocks
 from gape.analysis.tap import Attended
-from gape.utils.validation import whole
+from gape.utils.validation import invalid_argument, whole
 
 
 @torch.no_grad()
@@ -40,3 +40,62 @@ def attention_map(attended: Attended, size: int = 64, block: int | None = None) 
     if total is None:
         return attended.q.new_zeros(*attended.q.shape[:2], 0, columns)
     return total / torch.bincount(row, minlength=rows).unsqueeze(-1)
+
+
+@torch.no_grad()
+def mean_mask(attended: Attended) -> Tensor:
+    """The mean of M over the pairs j ≤ i, (B, Hq) in float64.
+
+    Raises:
+        ValueError: a layer without gates, or tokens out of index order.
+    """
+    total, pairs = _cells(attended, 1, 1)
+    return (total / pairs)[..., 0, 0]
+
+
+@torch.no_grad()
+def mask_map(attended: Attended, size: int = 64) -> Tensor:
+    """M by cells of queries and keys, (B, Hq, rows, columns) in float64, NaN where no key of a cell is seen.
+
+    Queries and keys are cut into `size` nearly equal spans (or as many as there are); a cell is the mean of M over
+    its pairs with j ≤ i.
+
+    Raises:
+        ValueError: size below 1, a layer without gates, or tokens out of index order.
+    """
+    size = whole("size", size)
+    total, pairs = _cells(attended, min(size, attended.seen.n_q), min(size, attended.seen.n_k))
+    return torch.where(pairs > 0, total / pairs.clamp(min=1), torch.nan)
+
+
+def _cells(attended: Attended, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Sums of M and numbers of pairs by cell: (B, Hq, rows, columns) and (rows, columns), float64."""
+    landmark, rate = attended.landmark, attended.rate
+    if landmark is None or rate is None or not attended.seen.index_order:
+        raise invalid_argument(
+            "attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order"
+        )
+    n_q, n_k, device = attended.seen.n_q, attended.seen.n_k, attended.q.device
+    i = torch.arange(n_k - n_q, n_k, device=device)
+    j = torch.arange(n_k, dtype=torch.float64, device=device)
+    landmark = landmark.double().repeat_interleave(attended.q.size(1) // attended.k.size(1), dim=1)
+    placed, spared = (_running(x) for x in (j * (1 - landmark), landmark))
+    starts = torch.arange(columns, device=device) * n_k // columns
+    stops = torch.arange(1, columns + 1, device=device) * n_k // columns
+    sums, counts = [], []
+    for row in range(rows):
+        chosen = slice(row * n_q // rows, (row + 1) * n_q // rows)
+        # A query sees the keys up to its own: where a cell ends for it.
+        ends = torch.minimum(stops, i[chosen, None] + 1).clamp(min=starts)
+        inside = (ends - starts).double()
+        first = placed[..., ends] - placed[..., starts].unsqueeze(-2)
+        second = spared[..., ends] - spared[..., starts].unsqueeze(-2)
+        masks = rate.double()[:, :, chosen, None] * (first + i[chosen, None] * second)
+        sums.append(masks.sum(2))
+        counts.append(inside.sum(0))
+    return torch.stack(sums, dim=2), torch.stack(counts)
+
+
+def _running(x: Tensor) -> Tensor:
+    """Sums of x (B, H, N) over the keys before each place, (B, H, N + 1)."""
+    return torch.cat((torch.zeros_like(x[..., :1]), x.cumsum(-1)), dim=-1)

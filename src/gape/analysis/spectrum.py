@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gape.analysis.tap import Attended
-from gape.ops.problem import bias_dtype
+from gape.ops.inputs import bias_dtype
 from gape.positions.base import Scheme
 from gape.positions.gated import Gated
 from gape.positions.rotary import Rotary

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from gape.analysis.tap import Attended
 from gape.ops import reference
-from gape.ops.problem import bias_dtype
-from gape.ops.visibility import Visibility
+from gape.ops.inputs import Visibility, bias_dtype
 from gape.positions.fox import FoX
 from gape.utils.validation import invalid_argument, whole
 

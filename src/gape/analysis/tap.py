@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from gape.models.attention import GAPEAttention
 from gape.ops import inputs, reference
-from gape.ops.problem import Problem, bias_dtype
-from gape.ops.visibility import Visibility
+from gape.ops.inputs import Problem, Visibility, bias_dtype
 from gape.positions.base import Scheme
 from gape.positions.fox import FoX
 from gape.positions.gated import Gated

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from gape.cli import analyze, data, demo, doctor, forget, hf, lm, niah, report, reproduce, ruler
-from gape.utils import heartbeat, stopping
+from gape.utils import heartbeat, signals
 
 app = typer.Typer(
     name="gape",
@@ -70,9 +70,9 @@ def run(app: typer.Typer) -> None:
         # Where the encoding lacks ± or → a ? stands for it; it should not be what ends hours of work.
         sys.stdout.reconfigure(errors="replace")
     try:
-        with stopping.at_once(), heartbeat.beating():
+        with signals.at_once(), heartbeat.beating():
             app()
-    except stopping.Stopped as signal:
+    except signals.Stopped as signal:
         print(f"gape: {signal}", file=sys.stderr)
         sys.exit(signal.code)
     except Exception as error:

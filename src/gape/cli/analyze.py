@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gape.cli.lists import numbers
-from gape.cli.options import INTS, NAMES, Chunk, Device, Precision, Split, Stratum
+from gape.cli.options import INTS, NAMES, Chunk, Device, Precision, Split, Stratum, numbers
 from gape.utils import locks
 
 if TYPE_CHECKING:
@@ -230,7 +229,7 @@ def _over(
     from gape.analysis.runs import open_run  # noqa: PLC0415
     from gape.experiments.experiment import pick_device  # noqa: PLC0415
     from gape.train import checkpoint  # noqa: PLC0415
-    from gape.utils.console import Board, Voice  # noqa: PLC0415
+    from gape.utils.progress import Board, Voice  # noqa: PLC0415
 
     voice, chosen = Voice(), pick_device(device)
     for directory in runs:

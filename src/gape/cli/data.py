@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gape.cli.lists import numbers
-from gape.cli.options import INTS
+from gape.cli.options import INTS, numbers
 
 if TYPE_CHECKING:
     from gape.data.pipeline import Progress
-    from gape.utils.console import Voice
+    from gape.utils.progress import Voice
 
 app = typer.Typer(help="Corpora of tokens.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -70,7 +69,7 @@ def prepare(
     # What is None was not given, and stays as the recipe or the default has it.
     given = {name: value for name, value in locals().items() if name not in ("inputs", "out", "workers")}
     from gape.data.pipeline import prepare as make  # noqa: PLC0415
-    from gape.utils.console import Voice  # noqa: PLC0415
+    from gape.utils.progress import Voice  # noqa: PLC0415
 
     config = settings(inputs or [], {name: value for name, value in given.items() if value is not None})
     voice = Voice()
@@ -83,7 +82,7 @@ def prepare(
 def verify(directory: Annotated[Path, typer.Argument(help="A prepared corpus.")]) -> None:
     """Read a whole corpus and compare it with the hashes in its card."""
     from gape.data import open_corpus  # noqa: PLC0415
-    from gape.utils.console import Board, Voice  # noqa: PLC0415
+    from gape.utils.progress import Board, Voice  # noqa: PLC0415
 
     corpus = open_corpus(directory)
     with Board(Voice(), "file") as board:
@@ -97,13 +96,13 @@ def settings(inputs: list[str], given: dict[str, Any]) -> Any:
     Raises:
         ValueError: a recipe beside other inputs, or a setting that is wrong.
     """
-    from gape.data import recipe  # noqa: PLC0415
+    from gape.data import config  # noqa: PLC0415
     from gape.data.config import PrepareConfig  # noqa: PLC0415
 
-    named = [name for name in inputs if recipe.is_recipe(name)]
+    named = [name for name in inputs if config.is_recipe(name)]
     if named and len(inputs) > 1:
         raise ValueError(f"inputs: got the recipe {named[0]} beside others, expected it alone")
-    base = recipe.load(named[0]) if named else {"inputs": tuple(inputs)}
+    base = config.load(named[0]) if named else {"inputs": tuple(inputs)}
     if "strata" in given:
         given["strata"] = numbers("strata", given["strata"], int, "8192,16384") if given["strata"] else ()
     if "heldout" in given:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gape.cli.lists import numbers
-from gape.cli.options import FLOATS, INTS, NAMES, Chunk, Device, precision_option
+from gape.cli.options import FLOATS, INTS, NAMES, Chunk, Device, numbers, precision_option
 from gape.utils import locks
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def _measured(
     from gape.experiments.experiment import pick_device  # noqa: PLC0415
     from gape.experiments.forgetting import MEASURES, check  # noqa: PLC0415
     from gape.experiments.forgetting_models import Precision, corpus  # noqa: PLC0415
-    from gape.utils.console import Board, Voice  # noqa: PLC0415
+    from gape.utils.progress import Board, Voice  # noqa: PLC0415
 
     voice, where, rows = Voice(), pick_device(device), []
     how, reader = Precision.asked(precision, where), corpus(runs, data)

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gape.cli.lists import numbers
-from gape.cli.options import INTS, Device, Precision, Resume, Split
+from gape.cli.options import INTS, Device, Precision, Resume, Split, numbers
 
 app = typer.Typer(help="Models of transformers.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from gape.cli.lists import numbers
-from gape.cli.options import INTS, Chunk, Device, Precision, Resume, Split, Stratum
+from gape.cli.options import INTS, Chunk, Device, Precision, Resume, Split, Stratum, numbers
 from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, run_one
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def measure(
     from gape.experiments import experiment, language  # noqa: PLC0415
     from gape.experiments.recipes.lm import Evaluation  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
-    from gape.utils.console import Voice  # noqa: PLC0415
+    from gape.utils.progress import Voice  # noqa: PLC0415
 
     corpus, voice = open_corpus(data), Voice()
     evaluation = Evaluation(
@@ -131,7 +130,7 @@ def _differences(at: list[dict[int, dict[str, Any]]], where: str) -> Table:
     """A row per run but the first and context."""
     from gape.report.lm_tables import interval  # noqa: PLC0415
     from gape.report.tables import Table  # noqa: PLC0415
-    from gape.tasks.measured import difference  # noqa: PLC0415
+    from gape.tasks.perplexity_rows import difference  # noqa: PLC0415
 
     cells = []
     for rows in at[1:]:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from gape.cli.lists import numbers
-from gape.cli.options import INTS, Device, Resume
+from gape.cli.options import INTS, Device, Resume, numbers
 from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, run_one
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def evaluate(
     from gape.experiments import needle  # noqa: PLC0415
     from gape.experiments.experiment import pick_device  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
-    from gape.utils.console import Voice  # noqa: PLC0415
+    from gape.utils.progress import Voice  # noqa: PLC0415
 
     voice, where = Voice(), pick_device(device)
     # Every run is asked about before the first is measured.

@@ -1,8 +1,8 @@
-"""Options that mean the same in every command that has them."""
+"""Options that mean the same in every command that has them, and lists of numbers as they are typed: 4096,8192."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -25,3 +25,25 @@ Chunk = Annotated[int, typer.Option(help="Tokens that go through the model at on
 Split = Annotated[str, typer.Option(help="Documents of the corpus: heldout or train.")]
 Stratum = Annotated[str | None, typer.Option(help="Only documents of this stratum of the corpus.")]
 Resume = Annotated[str, typer.Option(help="auto: go on with what is there. never: refuse to.")]
+
+
+Number = TypeVar("Number", int, float)
+
+
+def numbers(name: str, text: str, kind: type[Number], such_as: str) -> tuple[Number, ...]:
+    """The numbers of a text, in its order; spaces around them and underscores inside them do not matter.
+
+    Args:
+        name: of the option, for the message.
+        text: numbers with commas.
+        kind: int or float.
+        such_as: a list that would do, for the message.
+
+    Raises:
+        ValueError: something in it is no number of that kind.
+    """
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        wanted = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{name}: got {text!r}, expected {wanted} with commas, such as {such_as}") from error

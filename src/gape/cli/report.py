@@ -29,7 +29,7 @@ def write_report(runs: list[Path], out: Path, title: str | None = None, without:
         ValueError: a path without results, or a kind that there is not.
     """
     from gape.report import lm_results, write  # noqa: PLC0415
-    from gape.utils.console import Board, Voice  # noqa: PLC0415
+    from gape.utils.progress import Board, Voice  # noqa: PLC0415
     from gape.utils.stored_rows import usable  # noqa: PLC0415
 
     voice = Voice()

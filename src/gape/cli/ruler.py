@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gape.cli.lists import numbers
-from gape.cli.options import INTS, NAMES, Chunk, Device, precision_option
+from gape.cli.options import INTS, NAMES, Chunk, Device, numbers, precision_option
 
 if TYPE_CHECKING:
     from gape.report.results import Results
@@ -44,8 +43,8 @@ def generate(
     out: Annotated[Path, typer.Option(help="Directory that gets TASK_LENGTH.jsonl and manifest.json.")] = Path("ruler"),
 ) -> None:
     """Make samples of exact length for a tokenizer, the same bytes for the same seed. Needs no network."""
-    from gape.experiments.ruler_samples import Order, write  # noqa: PLC0415
-    from gape.utils.console import Board, Voice  # noqa: PLC0415
+    from gape.experiments.ruler import Order, write  # noqa: PLC0415
+    from gape.utils.progress import Board, Voice  # noqa: PLC0415
 
     questions = {name: path for name, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path is not None}
     each = tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192")))
@@ -99,12 +98,11 @@ def evaluate(
 ) -> None:
     """Score models: NLL per token of right answers, string match of generated ones. Stop and start as you like."""
     from gape.experiments.experiment import asked_precision, pick_device  # noqa: PLC0415
-    from gape.experiments.ruler_models import Asked, measure  # noqa: PLC0415
-    from gape.tasks.ruler.evaluation import Settings  # noqa: PLC0415
+    from gape.experiments.ruler import Asked, measure  # noqa: PLC0415
+    from gape.tasks.ruler.evaluation import Settings, Way  # noqa: PLC0415
     from gape.tasks.ruler.prompts import check_template  # noqa: PLC0415
     from gape.tasks.ruler.sources import read  # noqa: PLC0415
-    from gape.tasks.ruler.ways import Way  # noqa: PLC0415
-    from gape.utils.console import Voice  # noqa: PLC0415
+    from gape.utils.progress import Voice  # noqa: PLC0415
 
     where = pick_device(device)
     low = asked_precision(precision, where)

@@ -39,7 +39,7 @@ def run_one(
     """Bring one run to its end: what a sweep starts for each of several at once."""
     from gape.experiments.experiment import described, perform  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
-    from gape.utils.console import Voice  # noqa: PLC0415
+    from gape.utils.progress import Voice  # noqa: PLC0415
 
     run, voice, stop = described(directory), Voice(), StopFlag()
     _end_with_parent(stop)
@@ -49,7 +49,7 @@ def run_one(
 def sweep_all(recipe: Recipe, directory: Path, jobs: int, resume: str) -> tuple[list[Path], dict[str, str]]:
     """Run a recipe; the directories of the runs that are done, and why others failed, by name."""
     from gape.experiments.sweep import sweep  # noqa: PLC0415
-    from gape.utils.console import Voice  # noqa: PLC0415
+    from gape.utils.progress import Voice  # noqa: PLC0415
 
     voice = Voice()
     tally = sweep(recipe.runs, directory, jobs=jobs, resume=resume, voice=voice)

@@ -9,8 +9,7 @@ import numpy as np
 
 from gape.data.config import PrepareConfig
 from gape.data.corpus import CARD, FORMAT, file_sha256
-from gape.data.index import INDEX, NAMES, RECORD, SPLITS, Records, Summed, name_line, records
-from gape.data.parts import Parts, Tally
+from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Parts, Records, Summed, Tally, name_line, records
 from gape.utils import files
 
 TEXT, SUMS = "card.md", "SHA256SUMS"

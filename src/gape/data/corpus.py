@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gape.data.config import DTYPES
-from gape.data.index import INDEX, NAMES, RECORD, SPLITS, Names, Records
+from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Names, Records
 
 CARD = "card.json"
 FORMAT = 1
@@ -173,7 +173,7 @@ class Corpus:
         return np.flatnonzero(chosen).astype(np.int64)
 
     def record(self, index: int | npt.NDArray[np.int64]) -> Any:
-        """The records of documents by number, as `gape.data.index.RECORD`."""
+        """The records of documents by number, as `gape.data.shards.RECORD`."""
         if np.min(index, initial=0) < 0 or np.max(index, initial=0) >= len(self._records):
             raise ValueError(f"document: got number {index}, expected 0 to {len(self._records) - 1}")
         return self._records[index]

@@ -1,14 +1,14 @@
-"""What a corpus is made of: files and datasets, found and identified before anything is read."""
+"""Inputs of a corpus, identified before anything is read: files, folders, and datasets of the Hugging Face hub."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
-from gape.data import hub
 from gape.data.config import PrepareConfig
 from gape.data.readers import COMPRESSED, READERS, Fields, Record, kind_of
 
@@ -46,7 +46,7 @@ class _Found(NamedTuple):
     name: str
     group: int
     split: str | None
-    where: Path | hub.File | None
+    where: Path | File | None
 
 
 def find(config: PrepareConfig, tick: Tick) -> list[Input]:
@@ -64,7 +64,7 @@ def find(config: PrepareConfig, tick: Tick) -> list[Input]:
     found = [
         _Found(name, group, split, where)
         for group, (spec, split) in enumerate(given)
-        for name, where in (_remote(spec) if spec.startswith(hub.PREFIX) else _local(spec))
+        for name, where in (_remote(spec) if spec.startswith(PREFIX) else _local(spec))
     ]
     seen: set[Path | str] = set()
     for one in found:
@@ -94,11 +94,11 @@ def records(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Re
     yield from READERS[source.kind].records(source, fields, skip, tick)
 
 
-def _remote(spec: str) -> Iterator[tuple[str, hub.File | None]]:
-    if hub.parse(spec).files is None:
+def _remote(spec: str) -> Iterator[tuple[str, File | None]]:
+    if parse(spec).files is None:
         yield spec, None
         return
-    for file in hub.files(spec):
+    for file in files(spec):
         kind_of(file.name)
         yield file.name, file
 
@@ -110,7 +110,7 @@ def _local(spec: str) -> Iterator[tuple[str, Path]]:
         yield path.name, path
         return
     if not path.is_dir():
-        raise ValueError(f"inputs: got {spec!r}, expected a file, a folder or {hub.PREFIX}DATASET; there is none")
+        raise ValueError(f"inputs: got {spec!r}, expected a file, a folder or {PREFIX}DATASET; there is none")
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_input(path, file)]
     if not files:
         known = f"files .txt, .md, .jsonl, .json lines ({', '.join(COMPRESSED)} after them) or .parquet"
@@ -133,8 +133,8 @@ def _identified(found: _Found, tick: Tick) -> Input:
     name, group, split, where = found
     facts: dict[str, Any] = {"name": name, "split": split}
     if where is None:
-        return Input(name, group, "dataset", split, 0, None, facts | {"revision": hub.revision(name)})
-    if isinstance(where, hub.File):
+        return Input(name, group, "dataset", split, 0, None, facts | {"revision": revision(name)})
+    if isinstance(where, File):
         facts |= {"bytes": where.size, "revision": where.revision}
         return Input(name, group, kind_of(name), split, where.size, where.open, facts)
     digest, size = hashlib.sha256(), where.stat().st_size
@@ -144,3 +144,125 @@ def _identified(found: _Found, tick: Tick) -> Input:
             tick()
     facts |= {"bytes": size, "sha256": digest.hexdigest()}
     return Input(name, group, kind_of(name), split, size, lambda: where.open("rb"), facts)
+
+
+PREFIX = "hf:"
+_FORM = re.compile(r"hf:(?P<dataset>[^@:#]+)(@(?P<revision>[^:#]+))?(:(?P<config>[^#]+)|#(?P<files>.+))?")
+
+
+class Spec(NamedTuple):
+    """The parts of a name: the dataset, a revision, and a configuration or a pattern of files in it."""
+
+    dataset: str
+    revision: str | None
+    config: str | None
+    files: str | None
+
+
+class File(NamedTuple):
+    """A file of a dataset's repository: its name with the dataset's, its size, the commit, and how to open it."""
+
+    name: str
+    size: int
+    revision: str | None
+    open: Callable[[], IO[bytes]]
+
+
+def parse(spec: str) -> Spec:
+    """The parts of a name.
+
+    Raises:
+        ValueError: it has not the form.
+    """
+    match = _FORM.fullmatch(spec)
+    if match is None:
+        raise ValueError(
+            f"inputs: got {spec!r}, expected hf:DATASET[@REVISION][:CONFIG] or hf:DATASET[@REVISION]#FILES"
+        )
+    return Spec(match["dataset"], match["revision"], match["config"], match["files"])
+
+
+def revision(spec: str) -> str | None:
+    """The commit a dataset is read at, so that a resume reads the same; None for a folder on this machine.
+
+    Raises:
+        ValueError: the hub does not have it, or cannot be reached.
+        ImportError: the libraries are missing.
+    """
+    dataset, asked, _, _ = parse(spec)
+    if Path(dataset).exists():
+        return None
+    try:
+        commit: str | None = _hub().HfApi().dataset_info(dataset, revision=asked).sha
+    # Whatever the network or the hub says.
+    except Exception as error:
+        raise ValueError(f"inputs: got {spec!r}, which the hub does not give: {error}") from error
+    return commit
+
+
+def files(spec: str) -> list[File]:
+    """The files of a dataset that match the pattern, by sorted path. They are read as files here are, line by line.
+
+    Unlike the library's loader this does not mind files whose other fields differ, and a resume opens none of the
+    files that are done with.
+
+    Raises:
+        ValueError: there is no such dataset, or no such file in it.
+    """
+    dataset, _, _, pattern = parse(spec)
+    commit = revision(spec)
+    system, root = filesystem(), f"datasets/{dataset}@{commit}/"
+    found = system.glob(f"{root}{pattern}", detail=True)
+    chosen = sorted((path, info["size"]) for path, info in found.items() if info["type"] == "file")
+    if not chosen:
+        raise ValueError(f"inputs: got {spec!r}, expected a pattern of files that the dataset has")
+
+    def opener(path: str) -> Callable[[], IO[bytes]]:
+        return lambda: system.open(path, "rb")
+
+    return [File(f"{PREFIX}{dataset}#{path.removeprefix(root)}", size, commit, opener(path)) for path, size in chosen]
+
+
+def stream(spec: str, commit: str | None, skip: int) -> Iterator[dict[str, Any]]:
+    """The examples of the split "train" after the first `skip`, in the dataset's order.
+
+    Raises:
+        ValueError: the dataset cannot be loaded, for instance for want of a configuration, or breaks off.
+    """
+    dataset, _, config, _ = parse(spec)
+    try:
+        loaded = _datasets().load_dataset(dataset, config, split="train", streaming=True, revision=commit)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ValueError(f"inputs: got {spec!r}, which cannot be loaded: {error}") from error
+    examples = iter(loaded.skip(skip) if skip else loaded)
+    while True:
+        try:
+            example = next(examples, None)
+        except Exception as error:
+            raise ValueError(f"inputs: {spec} broke off, the same command goes on: {error}") from error
+        if example is None:
+            return
+        yield example
+
+
+def filesystem() -> Any:
+    """The hub as a file system."""
+    return _hub().HfFileSystem()
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("datasets of the hub need huggingface-hub: pip install 'gape[hub]'") from error
+    return huggingface_hub
+
+
+def _datasets() -> Any:
+    try:
+        import datasets  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("datasets of the hub need the library datasets: pip install 'gape[hub]'") from error
+    return datasets

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from gape.data import hub
+from gape.data import inputs
 
 if TYPE_CHECKING:
     from gape.data.inputs import Input
@@ -165,14 +165,14 @@ class DatasetReader:
 
     def probe(self, source: Input, fields: Fields) -> None:
         """Look at the first example."""
-        for value in hub.stream(source.name, source.identity.get("revision"), 0):
+        for value in inputs.stream(source.name, source.identity.get("revision"), 0):
             need(source.name, value, fields)
             return
         raise ValueError(f"inputs: {source.name} has no examples")
 
     def records(self, source: Input, fields: Fields, skip: int, tick: Callable[[], None]) -> Iterator[Record]:
         """A record for each example."""
-        examples = hub.stream(source.name, source.identity.get("revision"), skip)
+        examples = inputs.stream(source.name, source.identity.get("revision"), skip)
         for number, value in enumerate(examples, start=skip + 1):
             yield document(value, fields, source.name, number, 0)
 

@@ -16,17 +16,15 @@ import gape.hf
 from gape.data import Corpus, PrepareConfig, Tokenizer, WindowSource, load_tokenizer, open_corpus, prepare
 from gape.experiments import experiment
 from gape.hf.card import write_card
-from gape.hf.gguf import read_gguf
-from gape.hf.gguf_header import MAGIC
+from gape.hf.formats import MAGIC, read_gguf, read_llama2c
 from gape.hf.gpt2 import extend_positions
 from gape.hf.learn import freeze, has_gates
-from gape.hf.llama2c import read_llama2c
 from gape.hf.reading import read, read_model
 from gape.hf.settings import LEARN
 from gape.train import StopFlag, TrainConfig, Trainer, checkpoint
 from gape.train.resume import choose
 from gape.utils import files
-from gape.utils.console import Voice
+from gape.utils.progress import Voice
 from gape.utils.validation import invalid_argument, whole
 
 #: Files that make a tokenizer; a model is written with those it came with.

@@ -18,10 +18,10 @@ from gape.experiments.forgetting_bench import Bench, Forgetful, Way, setting
 from gape.experiments.recipes import NeedleRun
 from gape.models.gpt import GPT
 from gape.models.skipping import IMPL
-from gape.ops.problem import Problem
+from gape.ops.inputs import Problem
 from gape.report.results import pack_hits
-from gape.tasks import measured, niah, perplexity
-from gape.utils.console import Board, Voice
+from gape.tasks import niah, perplexity, perplexity_rows
+from gape.utils.progress import Board, Voice
 from gape.utils.validation import invalid_argument
 
 #: What is measured of a run of each kind unless asked otherwise.
@@ -160,13 +160,13 @@ def _scored(bench: Bench, plan: perplexity.Plan, about: Record, way: Way) -> Rec
     store = bench.trained.directory / f".forgetting-{about['how']}-{about['length']}.jsonl"
     label = f"{bench.trained.identity['run']}: {setting(about)}"
     with Board(Voice(), "window") as board, way.context():
-        scored = measured.score_all(
+        scored = perplexity_rows.score_all(
             cast(GPT, way.reader), bench.reader.corpus, plan, store=store,
             of=repr(sorted((bench.shared | about).items(), key=str)), chunk=about["chunk"],
             progress=lambda done, total: board.show(label, done, total),
         )  # fmt: skip
         board.drop(label)
-    rows = measured.rows(plan, scored, bench.asked.seed)
+    rows = perplexity_rows.rows(plan, scored, bench.asked.seed)
     store.unlink()
     return next((row for row in rows if row["stratum"] is None), rows[-1])
 

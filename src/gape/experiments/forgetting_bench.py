@@ -26,7 +26,7 @@ from gape.experiments.recipes import NeedleRun, Run
 from gape.models.gpt import GPT
 from gape.models.skipping import IMPL, skipping
 from gape.ops import dispatch
-from gape.ops.problem import Problem
+from gape.ops.inputs import Problem
 from gape.report.results import read_rows
 from gape.tasks import niah
 from gape.utils import jsonl, run_info

@@ -18,7 +18,7 @@ from gape.cache.kv import ForgettingCache
 from gape.experiments.experiment import SETTINGS, Say, asked_precision, described
 from gape.experiments.recipes import Run
 from gape.models.gpt import GPT
-from gape.ops.problem import Problem
+from gape.ops.inputs import Problem
 from gape.utils.jsonl import read_object
 from gape.utils.validation import invalid_argument
 

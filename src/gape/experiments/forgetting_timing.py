@@ -27,7 +27,7 @@ from gape.models.cuda_graphs import Captured, Recorder, why_not
 from gape.models.gpt import GPT
 from gape.models.skipping import skipping
 from gape.ops import gated_attention
-from gape.ops.problem import Problem
+from gape.ops.inputs import Problem
 from gape.ops.prologue import whole_rows
 from gape.utils.timing import measured
 

@@ -25,10 +25,10 @@ from gape.hf.reading import read_config
 from gape.report.hf import UNTRAINED
 from gape.report.results import read_rows
 from gape.report.tables import Table
-from gape.tasks import measured, perplexity
+from gape.tasks import perplexity, perplexity_rows
 from gape.utils import files, jsonl, locks
-from gape.utils.console import Board, Voice
 from gape.utils.jsonl import read_object
+from gape.utils.progress import Board, Voice
 from gape.utils.run_info import manifest
 from gape.utils.validation import invalid_argument
 
@@ -113,12 +113,12 @@ def _score(
     """Score the windows of a plan and keep the rows."""
     store, label = _store(directory, plan), f"{directory} at {plan.protocol.context:,}"
     with Board(Voice(), "window") as board, torch.autocast(asked.device.type, torch.bfloat16, enabled=asked.low):
-        scored = measured.score_all(
+        scored = perplexity_rows.score_all(
             reader, asked.corpus, plan, store=store, of=repr(sorted(about.items(), key=str)),  # type: ignore[arg-type]
             chunk=asked.evaluation.chunk, progress=lambda done, total: board.show(label, done, total),
         )  # fmt: skip
     about = identity(directory, reader.config) | about
-    rows = [about | row for row in measured.rows(plan, scored, asked.evaluation.seed)]
+    rows = [about | row for row in perplexity_rows.rows(plan, scored, asked.evaluation.seed)]
     if not (directory / MANIFEST).is_file():
         more = {"precision": about["precision"], "transformers": version("transformers")}
         record = manifest(asked.device, seed=asked.evaluation.seed, data={"corpus": about["corpus"]}, more=more)

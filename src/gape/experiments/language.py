@@ -20,11 +20,11 @@ from gape.experiments.recipes import LanguageRun
 from gape.experiments.recipes.lm import Evaluation
 from gape.models.gpt import GPT
 from gape.report.results import read_rows
-from gape.tasks import measured, perplexity
+from gape.tasks import perplexity, perplexity_rows
 from gape.train import StopFlag, Trainer, checkpoint
 from gape.train.load import model_of
 from gape.utils import files, jsonl, locks
-from gape.utils.console import Board, Voice
+from gape.utils.progress import Board, Voice
 from gape.utils.validation import invalid_argument
 
 ROWS, POSITIONS, ROUTING, CONFIG = "perplexity.jsonl", "positions.jsonl", "routing.jsonl", "config.json"
@@ -166,16 +166,16 @@ def _measure_plan(
         say(f"{run.name}: {short} documents have fewer than {protocol.needed:,} tokens and are left out: {names}")
     label = f"{run.name} at {protocol.context:,}"
     with Board(Voice(), "window") as board, torch.autocast(device.type, torch.bfloat16, enabled=low):
-        scored = measured.score_all(
+        scored = perplexity_rows.score_all(
             model, corpus, plan, store=store, of=repr(sorted(asked.items(), key=str)), chunk=run.evaluation.chunk,
             check=stop.check, progress=lambda done, total: board.show(label, done, total),
         )  # fmt: skip
         board.drop(label)
     about = experiment.identity(run) | asked | protocol.settings()
-    rows = [about | row for row in measured.rows(plan, scored, run.evaluation.seed)]
+    rows = [about | row for row in perplexity_rows.rows(plan, scored, run.evaluation.seed)]
     jsonl.append(directory / ROWS, *rows)
     # Last: its row says that the others are there.
-    jsonl.append(directory / POSITIONS, about | measured.position_row(plan, scored))
+    jsonl.append(directory / POSITIONS, about | perplexity_rows.position_row(plan, scored))
     store.unlink()
     last = rows[-1]
     plural = "s" * (last["documents"] != 1)

@@ -17,7 +17,7 @@ from gape.tasks import niah
 from gape.train import StopFlag, Trainer, checkpoint
 from gape.train.load import model_of
 from gape.utils import files, jsonl, locks
-from gape.utils.console import Board, Voice
+from gape.utils.progress import Board, Voice
 from gape.utils.validation import invalid_argument
 
 ROWS, LOOKS = "eval.jsonl", "analysis.json"

@@ -21,7 +21,7 @@ from gape.tasks.ruler import opening, prompts, sources
 from gape.tasks.ruler.readers import TransformersReader
 from gape.tasks.ruler.sources import Sample
 from gape.utils import files
-from gape.utils.console import Board, Voice
+from gape.utils.progress import Board, Voice
 from gape.utils.validation import finite, invalid_argument, positive_number, whole
 
 #: The key of the floors in a file, as gates know them.

@@ -19,7 +19,7 @@ from gape.experiments.experiment import check, claim, finished, perform, pick_de
 from gape.experiments.recipes import Run
 from gape.train import DiskFullError, Interrupted, StopFlag
 from gape.utils import files
-from gape.utils.console import Board, Voice
+from gape.utils.progress import Board, Voice
 from gape.utils.validation import whole
 
 OUTPUT = "output.log"

@@ -19,13 +19,12 @@ from gape.hf.auto import register
 if TYPE_CHECKING:
     from gape.hf.captured import Captured
     from gape.hf.forgetting import ForgettingCache
-    from gape.hf.gguf import read_gguf
+    from gape.hf.formats import read_gguf, read_llama2c
     from gape.hf.gpt2 import extend_positions
     from gape.hf.injection import inject, plan, remove
     from gape.hf.keeping import KeepingCache
     from gape.hf.language import LanguageModel
     from gape.hf.learn import lora_config, parameters
-    from gape.hf.llama2c import read_llama2c
     from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM
     from gape.hf.planning import Plan
     from gape.hf.saving import gate_checksum

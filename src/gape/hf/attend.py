@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, sdpa_mask
 
 from gape.hf import masks
-from gape.hf.dense import dense_attention
+from gape.hf.masks import dense_attention
 from gape.models.skipping import IMPL
 from gape.ops import attention, gated_attention
 from gape.ops.dispatch import DECODE_QUERIES

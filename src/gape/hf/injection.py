@@ -24,7 +24,7 @@ from gape.hf.saving import Saved
 from gape.hf.settings import Settings
 from gape.hf.version import OLD
 from gape.hf.wrap import Injected, Wiring, injected
-from gape.models.options import of_layer
+from gape.models.config import of_layer
 from gape.utils.validation import invalid_argument, whole
 
 log = logging.getLogger("gape.hf")
@@ -55,7 +55,7 @@ def inject(
             nothing that was not frozen.
         start: "identity" begins with exactly the model's own logits (of its own positions), "paper" with Γ = 1.
         gates: options of :class:`gape.GAPEGates`, such as {"gate_floor": 1.0}; floors may be a list for each layer of
-            the model, as :func:`gape.models.options.of_layer` says.
+            the model, as :func:`gape.models.config.of_layer` says.
         dry_run: print what would be done, and do nothing.
         **options: options of the scheme, such as fraction or theta; theta is the model's own by default.
 

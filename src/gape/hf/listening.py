@@ -14,7 +14,7 @@ from gape.hf.forgetting import has_window
 from gape.hf.language import LanguageModel
 from gape.hf.wrap import Injected
 from gape.ops import inputs
-from gape.ops.problem import Problem, bias_dtype
+from gape.ops.inputs import Problem, bias_dtype
 from gape.utils.validation import invalid_argument
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a GPT: what is saved beside its weights."""
+"""The configuration of a GPT, saved beside its weights, and options that differ from layer to layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GPTConfig:
         tied: whether the embedding also is the output layer.
         dropout: on embeddings and on what each block adds; attention weights are never dropped.
         impl: which implementation of the gated operator runs.
-        options: of the scheme and its gates, such as {"gate_floor": 4.0}; :func:`gape.models.options.of_layer`.
+        options: of the scheme and its gates, such as {"gate_floor": 4.0}; :func:`gape.models.config.of_layer`.
 
     Raises:
         ValueError: for a value out of range; names the argument. Options are checked where a model is built.
@@ -107,3 +107,33 @@ class GPTConfig:
         if missing:
             raise ValueError(f"{missing[0]}: missing, expected a value")
         return cls(**values)
+
+
+#: Options that may be given as one list for each layer.
+BY_LAYER = ("gate_floor",)
+
+
+def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, Any]:
+    """The options of one layer.
+
+    A number holds for all heads of all layers, a list for the heads of every layer. A list of lists has one for each
+    layer: as many numbers as heads, or one number for all of them.
+
+    Args:
+        options: of a model.
+        layer: which, from 0.
+        n_layer: how many there are.
+
+    Raises:
+        ValueError: lists for another number of layers, or numbers among them.
+    """
+    chosen = dict(options)
+    for name in BY_LAYER:
+        given = options.get(name)
+        if not isinstance(given, list | tuple) or not any(isinstance(each, list | tuple) for each in given):
+            continue
+        if len(given) != n_layer or not all(isinstance(each, list | tuple) and each for each in given):
+            raise invalid_argument(name, given, f"a list of numbers for each of the {n_layer} layers")
+        own = given[layer]
+        chosen[name] = own[0] if len(own) == 1 else list(own)
+    return chosen

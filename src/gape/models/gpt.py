@@ -20,10 +20,9 @@ from gape import positions as schemes
 from gape.cache.kv import LayerCache, ModelCache
 from gape.gates import GAPEGates
 from gape.models.attention import GAPEAttention
-from gape.models.config import GPTConfig
+from gape.models.config import GPTConfig, of_layer
 from gape.models.generate import generate
 from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
-from gape.models.options import of_layer
 from gape.utils.validation import invalid_argument, whole
 
 #: Vocabularies above this many tokens are trained without whole logits.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gape.ops import dispatch, inputs, rank2, reference, sdpa, split
-from gape.ops.problem import Problem, bias_dtype
+from gape.ops.inputs import Problem, bias_dtype
 from gape.utils import validation
 
 #: Implementations that go through `scaled_dot_product_attention`: what turns a problem into prepared calls.

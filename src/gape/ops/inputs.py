@@ -1,14 +1,194 @@
-"""Arguments of the operators: what is accepted, and a ValueError that names the argument where it is not."""
+"""Arguments of the operators: checks of tensors, who may see whom, and the checked call that is then run."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gape.ops.visibility import Visibility
 from gape.utils.validation import flag, invalid_argument
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visibility:
+    """The pairs (query, key) that attention may use, as described by the caller.
+
+    Without positions the order is that of the tensors: keys 0 … n_k − 1, queries the last n_q of those.
+    That case is known without looking at any data, so causality there needs no mask tensor.
+
+    Attributes:
+        n_q, n_k: numbers of queries and keys.
+        device: where masks are built.
+        q_positions, k_positions: int64, (N,) or (B, N); both None in index order, both set otherwise.
+        q_documents, k_documents: integer (B, N), or both None.
+        attn_mask: bool, 4-dimensional, broadcastable to (B, Hq, Nq, Nk); True may attend.
+        is_causal: a key is seen only from its own position or a later one.
+    """
+
+    n_q: int
+    n_k: int
+    device: torch.device
+    q_positions: Tensor | None = None
+    k_positions: Tensor | None = None
+    q_documents: Tensor | None = None
+    k_documents: Tensor | None = None
+    attn_mask: Tensor | None = None
+    is_causal: bool = True
+
+    @property
+    def index_order(self) -> bool:
+        """Whether positions are those of the tensors, queries last."""
+        return self.q_positions is None
+
+    @property
+    def kind(self) -> str:
+        """How the pairs are described to a kernel: "full", "causal", "lower-right" or "dense".
+
+        "causal" is the square triangle; "lower-right" the triangle of n_q < n_k queries that come last;
+        "dense" needs a mask tensor.
+        """
+        if self.q_documents is not None or self.attn_mask is not None:
+            return "dense"
+        if not self.is_causal:
+            return "full"
+        if not self.index_order:
+            return "dense"
+        if self.n_q == 1:
+            return "full"
+        return "causal" if self.n_q == self.n_k else "lower-right"
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Query and key positions as int64 tensors of shape (N,) or (B, N)."""
+        if self.q_positions is not None and self.k_positions is not None:
+            return self.q_positions, self.k_positions
+        keys = torch.arange(self.n_k, device=self.device)
+        return keys[self.n_k - self.n_q :], keys
+
+    def anchor(self, start: int, stop: int) -> int | Tensor:
+        """A position among queries start … stop − 1 to count from: an int in index order, else (1,) or (B, 1).
+
+        It is the middle one, or the median: pads may have any position without moving it much.
+        """
+        if self.q_positions is None:
+            return self.n_k - self.n_q + (start + stop) // 2
+        if start == stop:
+            return 0
+        return self.q_positions[..., start:stop].median(dim=-1, keepdim=True).values
+
+    def rows(self, start: int, stop: int) -> Visibility:
+        """The same for queries start … stop − 1, without the keys that causality hides from all of them."""
+        n_k = self.n_k
+        if self.index_order and self.is_causal:
+            n_k += stop - self.n_q
+        return replace(
+            self,
+            n_q=stop - start,
+            n_k=n_k,
+            q_positions=None if self.q_positions is None else self.q_positions[..., start:stop],
+            q_documents=None if self.q_documents is None else self.q_documents[:, start:stop],
+            k_documents=None if self.k_documents is None else self.k_documents[:, :n_k],
+            attn_mask=_cut(_cut(self.attn_mask, -2, start, stop), -1, 0, n_k),
+        )
+
+    def mask(self) -> Tensor | None:
+        """The pairs as a bool tensor broadcastable to (B, Hq, Nq, Nk); None where every pair is seen."""
+        parts = []
+        if self.is_causal and not (self.index_order and self.n_q == 1):
+            q_positions, k_positions = self.positions()
+            earlier = k_positions.unsqueeze(-2) <= q_positions.unsqueeze(-1)
+            parts.append(earlier[None, None] if earlier.dim() == 2 else earlier[:, None])
+        if self.q_documents is not None and self.k_documents is not None:
+            parts.append((self.q_documents.unsqueeze(-1) == self.k_documents.unsqueeze(-2))[:, None])
+        if self.attn_mask is not None:
+            parts.append(self.attn_mask)
+        if not parts:
+            return None
+        mask = parts[0]
+        for part in parts[1:]:
+            mask = mask & part
+        return mask
+
+
+def _cut(mask: Tensor | None, dim: int, start: int, stop: int) -> Tensor | None:
+    """Slice a mask along one axis, which may be broadcast."""
+    if mask is None or mask.size(dim) == 1:
+        return mask
+    return mask.narrow(dim, start, stop - start)
+
+
+def bias_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of gates, rate and bias beside content of `dtype`: float32, or float64 beside float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def learning(*tensors: Tensor | None) -> bool:
+    """Whether a gradient will be asked of any of them."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def beside_heads(positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positions (N,) or (B, N) in `dtype`, in a shape that broadcasts against (B, H, N)."""
+    positions = positions.to(dtype)
+    return positions if positions.dim() == 1 else positions.unsqueeze(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Checked arguments. Shapes: B batch, Hq / Hk query / key heads, Nq / Nk tokens, D and Dv head dims.
+
+    Attributes:
+        q, k, v: (B, Hq, Nq, D), (B, Hk, Nk, D), (B, Hk, Nk, Dv) of one floating dtype.
+        gate, landmark, amplitude: (B, Hq, Nq), (B, Hk, Nk), (Hq,) in `bias_dtype(q.dtype)`.
+        context_length: T.
+        scale: the softmax scale.
+        seen: which pairs may be used.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    landmark: Tensor
+    amplitude: Tensor
+    context_length: float
+    scale: float
+    seen: Visibility
+
+    def rows(self, start: int, stop: int) -> Problem:
+        """The same for queries start … stop − 1 and the keys that any of them may see."""
+        seen = self.seen
+        if seen.index_order and not seen.is_causal:
+            # Of all keys, these queries are no longer the last.
+            q_positions, k_positions = seen.positions()
+            seen = replace(seen, q_positions=q_positions, k_positions=k_positions)
+        seen = seen.rows(start, stop)
+        return replace(
+            self,
+            q=self.q[:, :, start:stop],
+            k=self.k[:, :, : seen.n_k],
+            v=self.v[:, :, : seen.n_k],
+            gate=self.gate[:, :, start:stop],
+            landmark=self.landmark[:, :, : seen.n_k],
+            seen=seen,
+        )
+
+    @property
+    def rate(self) -> Tensor:
+        """c_i = Γ_h · g_i / T, the logits a query loses per token of distance, (B, Hq, Nq)."""
+        return self.amplitude[:, None] * self.gate / self.context_length
+
+    @property
+    def gates_learn(self) -> bool:
+        """Whether a gradient will be asked of the gates."""
+        return learning(self.gate, self.landmark, self.amplitude)
+
+    @property
+    def exposure(self) -> Tensor:
+        """u_j = 1 − l_j, how unprotected a key is, (B, Hk, Nk)."""
+        return 1 - self.landmark
+
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gape.ops import columns, sdpa
+from gape.ops import sdpa, split
 from gape.ops.dispatch import HALVES, HAS_TRITON, MOST_PROGRAMS, TRITON_WIDTH
-from gape.ops.rounding import UNIT
-from gape.ops.visibility import Visibility
+from gape.ops.inputs import Visibility
+from gape.ops.split import UNIT
 from gape.utils.validation import invalid_argument, weight
 
 #: Numbers of a row that a kernel loads at once: what Triton knows to be a multiple of it, it loads without looking at
@@ -75,7 +75,7 @@ def room(content: int, width: int | None = None) -> int | None:
 
     Without a width it is the next multiple of 8. Both halves need a gap of three.
     """
-    least = content + columns.COLUMNS
+    least = content + split.COLUMNS
     width = -(-least // 8) * 8 if width is None else width
     return width if content % 2 == 0 and width % 2 == 0 and width >= least else None
 
@@ -190,7 +190,7 @@ def _where(q: Tensor) -> tuple[int, int, int, int]:
     else one anchor and three.
     """
     n = q.size(2)
-    if not torch.is_grad_enabled() or not 1 < n <= columns.ANCHORED_ROWS:
+    if not torch.is_grad_enabled() or not 1 < n <= split.ANCHORED_ROWS:
         return 1, -(n // 2), n, 0
     middle = n // 2
     anchors = middle // 2, (middle + n) // 2
@@ -202,7 +202,7 @@ def _check(
     k: Tensor,
     angles: tuple[Tensor, Tensor] | None,
     reading: GateReading | None,
-    least: int = columns.COLUMNS,
+    least: int = split.COLUMNS,
 ) -> None:
     """Refuse what does not fit together: kernels read as much as they are told to. Gaps are of at least `least`."""
     if not isinstance(q, Tensor) or q.dim() != 4 or not ready(q.device, q.dtype) or q.size(3) % 2:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gape.ops import sdpa
-from gape.ops.problem import Problem, beside_heads, bias_dtype
+from gape.ops.inputs import Problem, beside_heads, bias_dtype
 from gape.ops.scattered import exact_call
 
 #: Width of the columns.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gape.ops.problem import Problem, bias_dtype
+from gape.ops.inputs import Problem, bias_dtype
 
 
 def logits(problem: Problem) -> Tensor:

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gape.ops.dispatch import DECODE_QUERIES
-from gape.ops.problem import learning
-from gape.ops.visibility import Visibility
+from gape.ops.inputs import Visibility, learning
 
 log = logging.getLogger("gape.ops")
 

@@ -12,7 +12,7 @@ from gape.report.results import Record, Results
 from gape.report.series import Data, NoData
 from gape.report.style import FAINT
 from gape.report.tables import Table
-from gape.tasks.measured import difference
+from gape.tasks.perplexity_rows import difference
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gape.report.results import Record, scheme_order
 from gape.report.style import label
 from gape.report.summary import mean_of, student
-from gape.tasks.intervals import paired_interval
+from gape.tasks.perplexity_rows import paired_interval
 
 Floats = NDArray[np.float64]
 

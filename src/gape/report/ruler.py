@@ -16,7 +16,7 @@ from gape.report.results import Record, Results
 from gape.report.series import Data, NoData
 from gape.report.style import FAINT, new_figure
 from gape.report.tables import Table
-from gape.tasks.intervals import Floats, weighted_interval
+from gape.tasks.perplexity_rows import Floats, weighted_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gape.report import catalogue, forgetting, hf, lm_tables, ruler
-from gape.report.digits import digit_table
 from gape.report.lm_results import store
 from gape.report.page import page
 from gape.report.results import Results
 from gape.report.series import NoData
 from gape.report.style import matplotlib
-from gape.report.tables import Table, accuracy_tables, comparison_table
+from gape.report.tables import Table, accuracy_tables, comparison_table, digit_table
 from gape.utils import files
 from gape.utils.jsonl import read_object
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gape.data.source import Batch
+from gape.data.windows import Batch
 from gape.models.loss import IGNORED
 from gape.tasks.counter import below, words
 from gape.utils.validation import invalid_argument, whole

@@ -1,6 +1,6 @@
 """Training that loses nothing. `docs/training.md` has the formats and the rules."""
 
-from gape.data.source import Batch, Source
+from gape.data.windows import Batch, Source
 from gape.train.checkpoint import verify
 from gape.train.config import TrainConfig
 from gape.train.load import load_model

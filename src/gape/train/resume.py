@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gape.data.source import Source
+from gape.data.windows import Source
 from gape.train import checkpoint, rng
 from gape.train.checkpoint import Checkpoint
 from gape.train.config import TrainConfig, changes

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from gape.data.source import Batch, Source
+from gape.data.windows import Batch, Source
 from gape.gates import GAPEGates
-from gape.train import checkpoint, dump, guards, rng
+from gape.train import checkpoint, guards, rng
 from gape.train import resume as resuming
 from gape.train.config import TrainConfig
 from gape.train.optimizer import build, learning_rate, named
@@ -236,7 +236,7 @@ class Trainer:
         loss, norm = rows[bad]
         self._remember(rows[:bad], step - 1)
         self.state.step = step - 1
-        place = dump.write(
+        place = guards.write(
             self.run_dir / "dumps",
             step,
             loss=loss,

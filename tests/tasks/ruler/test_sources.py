@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gape.tasks.ruler import scoring
+from gape.tasks.ruler import tasks
 from gape.tasks.ruler.sources import read, sample
 from gape.tasks.ruler.tasks import TASKS, task
 from tests.tasks.ruler import small
@@ -147,7 +147,7 @@ def test_nothing_and_twice_are_refused(tmp_path: Path) -> None:
 )
 def test_string_match_as_ruler_defines_it(output: str, references: list[str], match: str, score: float) -> None:
     """Parts of words count, case does not; control characters are line breaks."""
-    assert scoring.score(output, references, match) == score
+    assert tasks.score(output, references, match) == score
 
 
 def test_tasks_are_matched_as_ruler_matches_them() -> None:
@@ -162,4 +162,4 @@ def test_scores_are_those_of_lm_eval() -> None:
     references = ["alpha", "Beta", "gamma"]
     for output in ("alpha beta", "GAMMA\x07alpha", "none"):
         theirs = common.string_match_all(common.postprocess_pred([output]), [references])
-        assert scoring.score(output, references, "all") == theirs
+        assert tasks.score(output, references, "all") == theirs

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from gape.data import load_tokenizer
-from gape.tasks.ruler.evaluation import Settings, question
+from gape.tasks.ruler.evaluation import Settings, Way, question
 from gape.tasks.ruler.readers import GPTReader, TransformersReader
-from gape.tasks.ruler.ways import Way
 from tests.tasks import text
 from tests.tasks.ruler.test_readers import rows
 

@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gape.ops.problem import Problem
+from gape.ops.inputs import Problem
 from gape.ops.prologue import PIECE, GateReading
 from gape.ops.triton import attention_bwd, attention_fwd
-from gape.ops.triton.bounds import SLACK, bounds
 from gape.ops.triton.configs import tiles_for
 from gape.ops.triton.custom_ops import in_parts, operator, traceable
 from gape.ops.triton.prologue import prepare_bounded
-from gape.ops.triton.tiles import LOG2E
+from gape.ops.triton.tiles import LOG2E, SLACK, bounds
 
 
 class Layout(NamedTuple):

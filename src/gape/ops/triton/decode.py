@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gape.ops import inputs
-from gape.ops.problem import Problem
+from gape.ops.inputs import Problem
 from gape.ops.triton.custom_ops import direct, operator, traceable
 from gape.ops.triton.decode_kernels import combine
 from gape.ops.triton.decode_plan import Call, planned, power_of_two

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: A power of two between the two sides of a product, as in :mod:`gape.ops.rounding`.
+#: A power of two between the two sides of a product, as in :mod:`gape.ops.split`.
 UNIT = tl.constexpr(256.0)
 
 #: 1 / UNIT and 1 / UNIT². Products with powers of two are exact, and cost less than quotients.

@@ -5,9 +5,8 @@ from gape.tasks.ruler.generator import Generator
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.prompts import prepare
 from gape.tasks.ruler.readers import GPTReader, TransformersReader
-from gape.tasks.ruler.scoring import score
 from gape.tasks.ruler.sources import Sample, read
-from gape.tasks.ruler.tasks import TASKS, Task
+from gape.tasks.ruler.tasks import TASKS, Task, score
 
 __all__ = [
     "TASKS",

@@ -1,21 +1,149 @@
-"""Samples of RULER's tasks at any length, for any tokenizer, without a network and without an end that may not come."""
+"""Samples of RULER's tasks at an exact length for any tokenizer, in our wording or in that of `lm-eval`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gape.data import Tokenizer
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from gape.data.order import key
 from gape.tasks.ruler.builders import BUILDERS, Draft
-from gape.tasks.ruler.fitting import Room, TooShortError
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.tasks import Task, task
 from gape.utils.validation import invalid_argument, whole
 
-if TYPE_CHECKING:
-    from gape.data import Tokenizer
+#: Measurements of one search at most; interpolation needs three, halving after that ends long before.
+_MOST = 48
+_INTERPOLATED = 6
+
+
+class TooShortError(Exception):
+    """A prompt without any filler is longer than its room.
+
+    Attributes:
+        prompt: tokens of the shortest prompt.
+        answer: tokens of the answer.
+    """
+
+    def __init__(self, prompt: int, answer: int) -> None:
+        super().__init__(f"{prompt} tokens of prompt and {answer} of answer")
+        self.prompt, self.answer = prompt, answer
+
+
+class Room:
+    """The tokens that a prompt may have.
+
+    Args:
+        tokenizer: counts them.
+        room: how many.
+        answer: tokens of the answer, for the error.
+        slack: so many may stay unused; fewer where a search gets there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, room: int, answer: int, slack: int) -> None:
+        self.tokenizer, self.room, self.answer, self.slack = tokenizer, room, answer, slack
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self.tokenizer.encode(text))
+
+    def fill(self, render: Callable[[int], str], most: int, *, least: int = 0) -> int:
+        """How many units of filler make a prompt fill the room.
+
+        Args:
+            render: the prompt with so many units; more units are more tokens, on the whole.
+            most: units there are.
+            least: units that must be in it.
+
+        Returns:
+            A number from `least` to `most` whose prompt fits, with less than `slack` tokens or one unit to spare.
+
+        Raises:
+            TooShortError: the prompt with the fewest units does not fit.
+        """
+        low, low_tokens = least, self.count(render(least))
+        if low_tokens > self.room:
+            raise TooShortError(low_tokens, self.answer)
+        high, rate = most + 1, 0.0
+        # A small step first: it is cheap to measure and says what a unit costs.
+        guess = least + max(1, min((most - least) // 16, 64))
+        for turn in range(_MOST):
+            if high - low <= 1 or self.room - low_tokens <= self.slack:
+                break
+            guess = min(max(guess, low + 1), high - 1)
+            tokens = self.count(render(guess))
+            rate = max((tokens - low_tokens) / (guess - low), rate / 8, 1e-3)
+            if tokens <= self.room:
+                low, low_tokens = guess, tokens
+            else:
+                high = guess
+            left = self.room - self.slack / 2 - low_tokens
+            guess = low + int(left / rate) if turn < _INTERPOLATED else (low + high) // 2
+        return low
+
+
+#: Generators of that package are made for this length and more; below it some never end.
+SHORTEST = 4096
+_NAMES = {"vt": "ruler_vt", "cwe": "ruler_cwe", "fwe": "ruler_fwe", "qa_1": "ruler_qa_squad", "qa_2": "ruler_qa_hotpot"}
+WORDING = "lm-eval"
+
+
+def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Samples of a task as `lm-eval` makes them, in our fields. It makes 500 of them and may want the network.
+
+    Args:
+        name: one of RULER's tasks.
+        length: at least 4,096.
+        tokenizer: a folder or a name that `transformers` can load.
+        count: at most 500.
+        seed: of the random numbers that package draws.
+
+    Raises:
+        ValueError: a length below 4,096, or what that package needs cannot be had.
+        ImportError: it is missing; says how to install it.
+    """
+    own = task(name)
+    if length < SHORTEST:
+        raise invalid_argument(
+            "length", length, f"at least {SHORTEST} for the wording of lm-eval; our own has shorter ones"
+        )
+    try:
+        from lm_eval.tasks import TaskManager  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("RULER's own wording needs lm-eval: pip install 'gape[eval]'") from error
+    called = _NAMES.get(own.name, own.name)
+    # It draws from the generators of the whole process.
+    before, beside = random.getstate(), np.random.get_state()  # noqa: NPY002
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    try:
+        manager = TaskManager(metadata={"tokenizer": tokenizer, "max_seq_lengths": [length]})
+        found = manager.load([called])["tasks"][called].dataset["test"]
+    # Data that it fetches, resources of nltk, a tokenizer: whatever is missing.
+    except Exception as error:
+        raise ValueError(f"{own.name}: lm-eval cannot make it: {type(error).__name__}: {error}") from error
+    finally:
+        random.setstate(before)
+        np.random.set_state(beside)  # noqa: NPY002
+    rows = [dict(row) for row in found.select(range(min(count, len(found))))]
+    return [
+        {
+            "task": own.name, "index": number, "input": row["input"], "answer_prefix": f" {row['gen_prefix']}",
+            "outputs": list(row["outputs"]), "length": row["length"], "max_seq_length": length, "budget": own.budget,
+            "wording": WORDING,
+        }
+        for number, row in enumerate(rows)
+    ]  # fmt: skip
+
 
 #: Changes with the wording, so that samples of another one are told apart.
 WORDING = "gape-1"

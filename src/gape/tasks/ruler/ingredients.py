@@ -1,17 +1,200 @@
-"""What samples are made of: word lists, haystacks and questions, and what identifies them."""
+"""Ingredients of RULER's samples: word lists, haystacks, and questions from files of SQuAD and HotpotQA."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gzip
+import json
+import lzma
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
-from gape.tasks.ruler.haystacks import Text, noise, read_text
-from gape.tasks.ruler.questions import Questions, read_questions
 from gape.tasks.ruler.tasks import Task
 from gape.utils.files import sha256
+
+NOISE = "Rain fell on the roof. A door stood open. The clock struck nine. Somebody laughed far away. Then it was quiet."
+_END = re.compile(r"[.!?][\"')\]]*$")
+
+
+class Text:
+    """Running text as words, begun anew where it ends, with the places between its sentences.
+
+    Args:
+        text: at least one word.
+        name: where it is from.
+        digest: SHA-256 of it.
+
+    Raises:
+        ValueError: there is no word in it.
+    """
+
+    def __init__(self, text: str, name: str = "noise", digest: str | None = None) -> None:
+        self.words = text.split()
+        if not self.words:
+            raise ValueError(f"haystack: got {name}, which has no words, expected a text")
+        self.name, self.digest = name, digest or sha256(text.encode())
+        ends = [place for place, word in enumerate(self.words, 1) if _END.search(word)]
+        # Without sentences that can be told, any word may end one: all lines would come first otherwise.
+        self.ends = ends or list(range(1, len(self.words) + 1))
+
+    def start(self, rng: Random) -> int:
+        """A place at which some sentence begins."""
+        return rng.choice(self.ends) % len(self.words)
+
+    def passage(self, start: int, count: int) -> list[str]:
+        """So many words from a place on."""
+        whole, rest = divmod(start + count, len(self.words))
+        if not whole:
+            return self.words[start:rest]
+        return self.words[start:] + self.words * (whole - 1) + self.words[:rest]
+
+    def boundary(self, start: int, place: int) -> int:
+        """The last end of a sentence that comes at most `place` words after `start`, as words from there; or 0."""
+        turns, at = divmod(start + place, len(self.words))
+        found = bisect_right(self.ends, at)
+        end = self.ends[found - 1] if found else self.ends[-1] - len(self.words)
+        return max(0, turns * len(self.words) + end - start)
+
+    def hide(self, start: int, count: int, lines: Sequence[str], depths: Sequence[float]) -> str:
+        """A passage with each line put between sentences, at its depth from 0 to 1 of the passage."""
+        words = self.passage(start, count)
+        places = [self.boundary(start, round(depth * count)) for depth in depths]
+        parts, before = [], 0
+        for place, line in sorted(zip(places, lines, strict=True), key=lambda pair: pair[0]):
+            parts += [*words[before:place], line]
+            before = place
+        return " ".join(parts + words[before:])
+
+
+def noise() -> Text:
+    """The same few sentences over and over."""
+    return Text(NOISE)
+
+
+def read_text(path: Path) -> Text:
+    """A haystack of any text file, also `.gz` and `.xz`.
+
+    Raises:
+        ValueError: it is no UTF-8 text.
+    """
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    with openers.get(path.suffix, open)(path, "rb") as file:
+        data: bytes = file.read()
+    try:
+        return Text(data.decode("utf-8"), path.name, sha256(data))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"haystack: {path} is no UTF-8 text: {error}") from error
+
+
+class Question(NamedTuple):
+    """question: what is asked; answers: references; gold: numbers of the documents that an answer needs."""
+
+    question: str
+    answers: tuple[str, ...]
+    gold: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """Questions and the documents they and others are about.
+
+    Attributes:
+        name: the file's.
+        digest: its SHA-256.
+        documents: all of them, each once, sorted.
+        items: the questions.
+    """
+
+    name: str
+    digest: str
+    documents: tuple[str, ...]
+    items: tuple[Question, ...]
+
+
+def read_questions(path: Path, kind: str) -> Questions:
+    """Questions of a file, also `.gz` and `.xz`.
+
+    Args:
+        path: JSON, or JSON lines with context, question and answer (or answers).
+        kind: "squad" or "hotpotqa".
+
+    Raises:
+        ValueError: the file is not of that format, or has no question with an answer.
+    """
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    with openers.get(path.suffix, open)(path, "rb") as file:
+        data: bytes = file.read()
+    try:
+        found = list(_READERS[kind](_parsed(data)))
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{kind}: {path} is no {kind} file, {_FORMATS[kind]}: {type(error).__name__} {error}"
+        ) from error
+    documents = sorted({document for _, _, gold, others in found for document in (*gold, *others)})
+    number = {document: place for place, document in enumerate(documents)}
+    items = tuple(
+        Question(question, answers, tuple(number[document] for document in dict.fromkeys(gold)))
+        for question, answers, gold, _ in found
+        if answers
+    )
+    if not items:
+        raise ValueError(f"{kind}: {path} has no question with an answer")
+    return Questions(name=path.name, digest=sha256(data), documents=tuple(documents), items=items)
+
+
+#: question, answers, documents that are needed, other documents.
+_Found = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except json.JSONDecodeError:
+        return [json.loads(line) for line in data.splitlines() if line.strip()]
+
+
+def _squad(value: Any) -> Iterable[_Found]:
+    """The tree of SQuAD, or a list of triples; an answer is part of its paragraph."""
+    if isinstance(value, list):
+        for row in value:
+            yield row["question"].strip(), _texts(row), (row["context"].strip(),), ()
+        return
+    for article in value["data"]:
+        for paragraph in article["paragraphs"]:
+            context = paragraph["context"].strip()
+            for asked in paragraph["qas"]:
+                if not asked.get("is_impossible"):
+                    yield asked["question"].strip(), _texts(asked), (context,), ()
+
+
+def _texts(row: Any) -> tuple[str, ...]:
+    answers = row["answers"] if "answers" in row else [row["answer"]]
+    if isinstance(answers, dict):
+        answers = answers["text"]
+    texts = (answer["text"] if isinstance(answer, dict) else answer for answer in answers)
+    return tuple(dict.fromkeys(text.strip() for text in texts if text.strip()))
+
+
+def _hotpotqa(value: Any) -> Iterable[_Found]:
+    """Paragraphs with titles; those of the supporting facts are needed, or all where a file does not name them."""
+    for row in value:
+        titled = {title: f"{title}\n{''.join(text).strip()}" for title, text in row["context"]}
+        named = [title for title, *_ in row.get("supporting_facts") or [] if title in titled]
+        gold = tuple(dict.fromkeys(titled[title] for title in named or titled))
+        yield row["question"].strip(), (row["answer"].strip(),), gold, tuple(titled.values())
+
+
+_READERS: dict[str, Callable[[Any], Iterable[_Found]]] = {"squad": _squad, "hotpotqa": _hotpotqa}
+_FORMATS = {
+    "squad": "a tree of data, paragraphs and qas, or lines with context, question and answer",
+    "hotpotqa": "a list of objects with question, answer and context (pairs of a title and sentences)",
+}
 
 
 class Names(NamedTuple):

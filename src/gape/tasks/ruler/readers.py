@@ -78,7 +78,7 @@ class _Reading:
     Attributes:
         chunk: tokens that go through the model at once.
         forgetting: makes an empty cache that forgets; None for the model's own caches. See
-            :class:`gape.tasks.ruler.ways.Way`.
+            :class:`gape.tasks.ruler.evaluation.Way`.
     """
 
     chunk: int

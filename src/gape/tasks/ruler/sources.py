@@ -133,14 +133,14 @@ def _file(path: Path, name: str, asked: Asked) -> tuple[list[Sample], Source]:
 
 def _hub(spec: str, asked: Asked) -> Iterator[tuple[list[Sample], Source]]:
     """Every split of a configuration, or of all of them."""
-    from gape.data import hub  # noqa: PLC0415
+    from gape.data import inputs  # noqa: PLC0415
 
     try:
         import datasets  # noqa: PLC0415
     except ImportError as error:
         raise ImportError("datasets of the hub need the library datasets: pip install 'gape[hub]'") from error
-    dataset, _, config, _ = hub.parse(spec)
-    commit = hub.revision(spec)
+    dataset, _, config, _ = inputs.parse(spec)
+    commit = inputs.revision(spec)
     try:
         configs = [config] if config else datasets.get_dataset_config_names(dataset, revision=commit)
         loaded = {name: datasets.load_dataset(dataset, name, revision=commit) for name in configs}

@@ -1,22 +1,183 @@
-"""Models of llama2.c: model.bin, the float32 weights behind seven numbers, and tokenizer.bin, as transformers has them.
-
-The format is that of llama2.c's first `export.py` ("version 0"), which TinyStories comes in. Some packages keep both
-files in one, the tokenizer after the weights.
-"""
+"""Models of other formats as `transformers` has them: GGUF files of llama.cpp, and model.bin of llama2.c."""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gape.hf.version import OLD
 from gape.utils.validation import invalid_argument
+
+MAGIC = b"GGUF"
+#: Types of single values by their numbers, as struct writes them; 8 are strings, 9 arrays.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+#: The least that an element of each type takes: lengths of strings are eight bytes.
+_LEAST = {_STRING: 8, **{kind: struct.calcsize(f"<{code}") for kind, code in _SCALARS.items()}}
+
+
+@dataclass(frozen=True)
+class Header:
+    """Settings by name (of arrays their length) and elements of the tensors by name."""
+
+    settings: dict[str, Any]
+    tensors: dict[str, int]
+
+    @property
+    def elements(self) -> int:
+        """Numbers in all tensors."""
+        return sum(self.tensors.values())
+
+    def refuse_rotation(self) -> None:
+        """Refuse rotations that transformers does not read from such files: the model would be another one.
+
+        Raises:
+            ValueError: names what is not read.
+        """
+        kind = self.settings.get(f"{self.settings.get('general.architecture')}.rope.scaling.type", "none")
+        if kind != "none":
+            raise ValueError(f"its rotation is scaled ({kind}), which transformers does not read from GGUF files")
+        for name in self.tensors:
+            if name.startswith("rope_"):
+                raise ValueError(f"{name} holds rotary frequencies, which transformers does not read from GGUF files")
+
+
+def read_header(path: Path) -> Header:
+    """The header of a GGUF file of version 2 or 3.
+
+    Raises:
+        ValueError: the file ends before what it announces, or has values of an unknown kind.
+    """
+    with path.open("rb") as file:
+        source = _Source(file, path.stat().st_size)
+        source.take(len(MAGIC))
+        version = source.number("I")
+        if version not in (2, 3):
+            raise ValueError(f"version {version}, expected 2 or 3")
+        tensors, fields = source.number("Q"), source.number("Q")
+        settings = {}
+        for _ in range(fields):
+            name = source.text()
+            settings[name] = source.value(source.number("I"))
+        found = dict(source.tensor() for _ in range(tensors))
+    return Header(settings, found)
+
+
+class _Source:
+    """A file of a known size, read from the front."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+
+    def left(self) -> int:
+        return self._size - self._file.tell()
+
+    def take(self, count: int) -> bytes:
+        if count > self.left():
+            raise ValueError(f"it ends after {self._size:,} bytes, where {count:,} more than it has were announced")
+        return self._file.read(count)
+
+    def number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def text(self) -> str:
+        return self.take(self.number("Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        """A setting: a number, a text, or the length of an array."""
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            return self.number(_known(kind))
+        inner, count = self.number("I"), self.number("Q")
+        if inner != _STRING:
+            self.take(count * struct.calcsize(f"<{_known(inner)}"))
+            return count
+        if count * _LEAST[inner] > self.left():
+            raise ValueError(f"it ends before the {count:,} texts that it announces")
+        for _ in range(count):
+            self.text()
+        return count
+
+    def tensor(self) -> tuple[str, int]:
+        """The name of a tensor and its elements, for which the file has to be long enough."""
+        name, shape = self.text(), [self.number("Q") for _ in range(self.number("I"))]
+        kind, offset = self.number("I"), self.number("Q")
+        elements = math.prod(shape)
+        # Every type takes more than a bit for an element.
+        if offset + elements // 8 > self._size:
+            raise ValueError(f"{name}: {elements:,} elements of type {kind} from byte {offset:,} on do not fit into it")
+        return name, elements
+
+
+def _known(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"a setting of kind {kind}, which is none of GGUF's")
+    return _SCALARS[kind]
+
+
+def read_gguf(path: str | Path) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer from a GGUF file.
+
+    Returns:
+        The model in float32 and its tokenizer.
+
+    Raises:
+        ValueError: another format, a file that was cut short or that lacks tensors, an architecture, a rotation or a
+            type of numbers that transformers does not read, or transformers 4, which makes another tokenizer of the
+            file than the model was trained with.
+        ImportError: the package gguf is missing.
+    """
+    file = Path(path)
+    with file.open("rb") as opened:
+        if opened.read(len(MAGIC)) != MAGIC:
+            raise invalid_argument("path", str(path), "a GGUF file")
+    if OLD:
+        raise ValueError("path: GGUF files are read with transformers 5: pip install 'transformers>=5'")
+    try:
+        import gguf  # noqa: F401, PLC0415
+    except ImportError as error:
+        raise ImportError("GGUF files need the package gguf: pip install 'gape[gguf]'") from error
+    try:
+        model, tokenizer = _read(file, read_header(file))
+    # What a damaged file leads to has no class of its own.
+    except Exception as error:
+        raise ValueError(f"path: {path} cannot be read: {error}") from error
+    # It counts as quantised and could not be saved, though its weights are plain numbers by now.
+    for name in ("hf_quantizer", "quantization_method"):
+        delattr(model, name)
+    model.is_quantized = False
+    del model.config.quantization_config
+    return model.eval(), tokenizer
+
+
+def _read(file: Path, header: Header) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    header.refuse_rotation()
+    told: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(file.parent, **told)
+    if config.num_hidden_layers > len(header.tensors):
+        raise ValueError(f"got {config.num_hidden_layers} layers in {len(header.tensors)} tensors")
+    with torch.device("meta"):
+        sizes = AutoModelForCausalLM.from_config(config)
+    if sizes.num_parameters() > header.elements:
+        raise ValueError(f"its settings ask for {sizes.num_parameters():,} numbers, it has {header.elements:,}")
+    model, info = AutoModelForCausalLM.from_pretrained(
+        file.parent, dtype=torch.float32, output_loading_info=True, **told
+    )
+    if info["missing_keys"]:
+        raise ValueError(f"{sorted(info['missing_keys'])[0]} is missing")
+    return model, AutoTokenizer.from_pretrained(file.parent, **told)
+
 
 _HEADER = struct.Struct("<7i")
 #: The first ids of every tokenizer, which tokenizer.bin writes in other words; llama2.c knows the bytes by number too.
