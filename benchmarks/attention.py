@@ -34,7 +34,7 @@ import gape
 from cases import CONTEXT_LENGTH, GATES, Arguments, Shape, Work
 from common import UnavailableError, number
 from gape.cli.options import Device, Dim, DType, Heads, KVHeads
-from gape.ops import available_implementations, split
+from gape.ops import available_implementations, columns
 from gape.utils.timing import measured
 from gape.utils.validation import invalid_argument, weight, whole
 
@@ -54,9 +54,9 @@ def _plain(backend: SDPBackend) -> Builder:
 
 def _split_kept(arguments: Arguments, eps: float) -> Work:
     dim = arguments["q"].size(-1)
-    if dim <= split.COLUMNS:
-        raise UnavailableError(f"head dim {dim} leaves nothing beside {split.COLUMNS} coordinates")
-    content = {name: arguments[name][..., : dim - split.COLUMNS].contiguous() for name in "qk"}
+    if dim <= columns.COLUMNS:
+        raise UnavailableError(f"head dim {dim} leaves nothing beside {columns.COLUMNS} coordinates")
+    content = {name: arguments[name][..., : dim - columns.COLUMNS].contiguous() for name in "qk"}
     scale = dim**-0.5
     forward = partial(cases.attended, scale=scale, impl="split")
     return Work(leaves=arguments | content, forward=forward, scale=scale)

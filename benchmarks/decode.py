@@ -32,7 +32,7 @@ import common
 from cases import CONTEXT_LENGTH, Arguments, Shape, Work
 from common import UnavailableError, number
 from gape.cli.options import Device, Dim, DType, Heads, KVHeads
-from gape.ops import split
+from gape.ops import columns
 from gape.ops.carried import carried_attention, carry
 from gape.utils.timing import measured
 from gape.utils.validation import whole
@@ -55,7 +55,7 @@ def _open(arguments: Arguments) -> Work:
 
 
 def _carried(arguments: Arguments) -> Work:
-    content = arguments["q"].size(-1) - split.COLUMNS
+    content = arguments["q"].size(-1) - columns.COLUMNS
     if content < 1:
         raise UnavailableError(f"a head dim of {arguments['q'].size(-1)} has no room for the bias")
     n_q, n_k = arguments["q"].size(2), arguments["k"].size(2)

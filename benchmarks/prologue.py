@@ -28,9 +28,9 @@ import common
 from cases import CONTEXT_LENGTH, QUERIES, Arguments, Shape, attended, relative, sample
 from common import UnavailableError, number
 from gape.cli.options import Device, Dim, DType, Heads, KVHeads
-from gape.ops import prologue, sdpa, split
+from gape.ops import columns, prologue, sdpa
+from gape.ops.columns import significand_bits
 from gape.ops.inputs import Visibility
-from gape.ops.split import significand_bits
 from gape.utils.timing import measured
 from gape.utils.validation import invalid_argument, whole
 
@@ -62,7 +62,7 @@ class Layer:
     @property
     def content(self) -> int:
         """Coordinates of q and k."""
-        return self.shape.dim - split.COLUMNS * self.gated
+        return self.shape.dim - columns.COLUMNS * self.gated
 
     @property
     def scale(self) -> float:
@@ -81,7 +81,7 @@ class Layer:
 def layer(shape: Shape, dtype: torch.dtype, device: torch.device, *, gated: bool) -> Layer:
     """Random inputs; gates as they are early in training, none zero."""
     g = torch.Generator(device).manual_seed(0)
-    content = shape.dim - split.COLUMNS * gated
+    content = shape.dim - columns.COLUMNS * gated
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
     sizes = [h * shape.dim for h in heads]
 
@@ -144,8 +144,8 @@ def by_steps(q: Tensor, k: Tensor, angles: Pair, reading: prologue.GateReading |
     gate, landmark = gates(q, k, reading)
     where, bits = torch.arange(q.size(2), device=q.device) - q.size(2) // 2, significand_bits(q)
     rate = reading.amplitude[:, None] * gate / reading.context_length
-    q_columns = split.query_columns(rate, [where], scale, q.dtype, bits)
-    k_columns = split.key_columns(1 - landmark, [where], k.dtype, bits)
+    q_columns = columns.query_columns(rate, [where], scale, q.dtype, bits)
+    k_columns = columns.key_columns(1 - landmark, [where], k.dtype, bits)
     return filled(turned_q, q_columns), filled(turned_k, k_columns)
 
 
@@ -261,8 +261,8 @@ class Settings(common.Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("tokens", self.tokens)
-        if self.dim % 2 or self.dim <= split.COLUMNS:
-            raise invalid_argument("dim", self.dim, f"an even number above {split.COLUMNS}")
+        if self.dim % 2 or self.dim <= columns.COLUMNS:
+            raise invalid_argument("dim", self.dim, f"an even number above {columns.COLUMNS}")
 
 
 def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -> Iterator[common.Row]:

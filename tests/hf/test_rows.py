@@ -22,7 +22,7 @@ from gape.hf import Captured, KeepingCache, captured, rows
 from gape.hf.captured import SlotLayer
 from gape.hf.forgetting import places_of
 from gape.ops import prologue
-from gape.ops.split import UNIT, significand_bits
+from gape.ops.columns import UNIT, significand_bits
 from gape.ops.triton import step
 from gape.positions import rotary
 from tests.hf.test_captured import PLAIN, made, one_by_one

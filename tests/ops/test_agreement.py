@@ -42,8 +42,8 @@ def test_chunked_queries_equal_reference(impl: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_anchors_equal_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What half precision does where gates learn, in float64: several chunks, two anchors each."""
-    monkeypatch.setattr("gape.ops.split.SHORT_BITS", 53)
-    monkeypatch.setattr("gape.ops.split.ANCHORED_ROWS", 25)
+    monkeypatch.setattr("gape.ops.columns.SHORT_BITS", 53)
+    monkeypatch.setattr("gape.ops.columns.ANCHORED_ROWS", 25)
     expected, got = run(LAYOUTS[name], "reference"), run(LAYOUTS[name], "split")
     for key, value in expected.items():
         torch.testing.assert_close(got[key], value, atol=1e-9, rtol=1e-9, msg=lambda m, k=key: f"{k}: {m}")

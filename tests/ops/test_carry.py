@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gape.ops import carried, split
-from gape.ops.split import significand_bits
+from gape.ops import carried, columns
+from gape.ops.columns import significand_bits
 
 pytest.importorskip("triton")
 from gape.ops.triton import carry
@@ -30,9 +30,9 @@ def test_numbers_are_those_of_torch(dtype: torch.dtype, strength: float, positio
     landmark[0, 0, :3] = torch.tensor([0.0, 0.5, 1.0])
     amplitude, positions = torch.rand(3, generator=g).to(DEVICE) * strength, positions.to(DEVICE)
     bits, width = significand_bits(x), 72
-    keys = split.key_columns(1 - landmark, [positions], dtype, bits)
+    keys = columns.key_columns(1 - landmark, [positions], dtype, bits)
     assert torch.equal(carry.joined_keys(x, landmark, positions, width), carried._joined(x, keys, width))
-    queries = split.query_columns(amplitude[:, None] * gate / 1024, [positions], 0.125, dtype, bits)
+    queries = columns.query_columns(amplitude[:, None] * gate / 1024, [positions], 0.125, dtype, bits)
     got = carry.joined_queries(x, gate, amplitude, positions, width, context_length=1024, scale=0.125)
     assert torch.equal(got, carried._joined(x, queries, width))
 

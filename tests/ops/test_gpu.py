@@ -7,7 +7,7 @@ import torch
 
 import gape
 from gape.ops import attention
-from gape.ops.split import UNIT
+from gape.ops.columns import UNIT
 from tests.ops.cases import Case, layouts, random_case
 
 pytestmark = pytest.mark.gpu

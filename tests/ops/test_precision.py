@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gape
-from gape.ops import attention, split
-from gape.ops.split import pieces, round_significand
+from gape.ops import attention, columns
+from gape.ops.columns import pieces, round_significand
 from tests.ops.cases import Case, random_case
 
 HALF = [torch.bfloat16, torch.float16]
@@ -152,7 +152,7 @@ def test_anchors_are_what_keeps_gate_gradients(monkeypatch: pytest.MonkeyPatch) 
     exact = gate_gradients(case, "reference", torch.float64)["gate"]
     errors = []
     for rows in (256, 4096):
-        monkeypatch.setattr(split, "ANCHORED_ROWS", rows)
+        monkeypatch.setattr(columns, "ANCHORED_ROWS", rows)
         errors.append(distance(gate_gradients(case, "split", torch.bfloat16)["gate"], exact))
     assert errors[0] < 0.02
     assert errors[1] > 3 * errors[0]
@@ -208,7 +208,7 @@ def test_tf32_is_seen_in_both_ways_of_setting_it(way: str) -> None:
         "new": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
         "old": "torch.backends.cuda.matmul.allow_tf32 = True",
     }[way]
-    code = f"import torch; from gape.ops.split import tf32_allowed as t; a = t(); {script}; print(a, t())"
+    code = f"import torch; from gape.ops.columns import tf32_allowed as t; a = t(); {script}; print(a, t())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["False", "True"]
 

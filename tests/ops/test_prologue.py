@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import gape
-from gape.ops import prologue, split
+from gape.ops import columns, prologue
 from gape.positions import build
 from gape.positions.gated import Gated
 from gape.positions.rotary import Rotary
@@ -74,8 +74,8 @@ def by_steps(scheme: Gated, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     anchors = [(a + b) // 2 for a, b in groups]
     count, bits = (2 if len(groups) == 2 else 3), 11 if q.dtype == torch.float16 else 8
     i = [where[a:b] - anchor for (a, b), anchor in zip(groups, anchors, strict=True)]
-    q_columns = split.query_columns(rate, i, SCALE, q.dtype, bits, count)
-    k_columns = split.key_columns(1 - landmark, [where - anchor for anchor in anchors], k.dtype, bits, count)
+    q_columns = columns.query_columns(rate, i, SCALE, q.dtype, bits, count)
+    k_columns = columns.key_columns(1 - landmark, [where - anchor for anchor in anchors], k.dtype, bits, count)
     return torch.cat([turned, q_columns], -1), torch.cat([turned_k, k_columns], -1)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gape import positions as schemes
-from gape.ops import carried, split
-from gape.ops.split import UNIT, significand_bits
+from gape.ops import carried, columns
+from gape.ops.columns import UNIT, significand_bits
 
 pytest.importorskip("triton")
 
@@ -86,17 +86,17 @@ def test_rows_are_those_of_the_steps(
     bits = significand_bits(q)
     rate = scheme.gates.amplitude[:, None] * gate / 64
     near = 2.0 ** (1 - bits)
-    expected = split.query_columns(rate, [asked], SCALE, dtype, bits)
+    expected = columns.query_columns(rate, [asked], SCALE, dtype, bits)
     c = got.queries[..., CONTENT + 3].float()
     torch.testing.assert_close(c, expected[..., 3].float(), atol=0, rtol=near)
-    again = split.query_columns(c * (SCALE / UNIT), [asked], SCALE, dtype, bits)
+    again = columns.query_columns(c * (SCALE / UNIT), [asked], SCALE, dtype, bits)
     assert torch.equal(got.queries[..., CONTENT : CONTENT + 6], again)
 
-    expected = split.key_columns(1 - landmark, [where], dtype, bits)
+    expected = columns.key_columns(1 - landmark, [where], dtype, bits)
     u = got.keys[..., CONTENT].float()
     # What a key is not spared is a difference to 1, whose last bit is large beside a small one.
     torch.testing.assert_close(u, expected[..., 0].float(), atol=UNIT * 2**-22, rtol=near)
-    assert torch.equal(got.keys[..., CONTENT : CONTENT + 6], split.key_columns(u / UNIT, [where], dtype, bits))
+    assert torch.equal(got.keys[..., CONTENT : CONTENT + 6], columns.key_columns(u / UNIT, [where], dtype, bits))
     assert not got.queries[..., CONTENT + 6 :].any()
     assert not got.keys[..., CONTENT + 6 :].any()
 

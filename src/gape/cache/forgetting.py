@@ -18,7 +18,7 @@ from gape.cache.forgetting_seen import Seen
 from gape.cache.forgetting_shelf import Shelf, plans
 from gape.cache.slots import Held
 from gape.ops.carried import Rows, carried_form, carry
-from gape.ops.split import SHORT_BITS, significand_bits
+from gape.ops.columns import SHORT_BITS, significand_bits
 from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:

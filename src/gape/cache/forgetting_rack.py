@@ -15,8 +15,8 @@ from gape.cache.slots import Block, Held
 from gape.ops import attention as plain_attention
 from gape.ops import gated_attention
 from gape.ops.carried import carried_queries
+from gape.ops.columns import UNIT
 from gape.ops.inputs import bias_dtype
-from gape.ops.split import UNIT
 from gape.utils.validation import described, invalid_argument
 
 #: u of keys (B, H, N, D) with so many coordinates of content, as attention reads it, by the form of the keys.

@@ -52,7 +52,7 @@ def surroundings(device: torch.device) -> dict[str, str]:
     import torch  # noqa: PLC0415
 
     import gape  # noqa: PLC0415
-    from gape.ops.split import tf32_allowed  # noqa: PLC0415
+    from gape.ops.columns import tf32_allowed  # noqa: PLC0415
     from gape.utils import run_info  # noqa: PLC0415
 
     made = run_info.stamp(device)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gape.ops import inputs
+from gape.ops.columns import pieces
 from gape.ops.inputs import bias_dtype
-from gape.ops.split import pieces
 
 #: Dtype → bits of a piece, pieces of a landmark, base of a position's digits and how many there are.
 _FORMS = {

@@ -15,7 +15,7 @@ from gape.cache.slots import Slot
 from gape.gates import GAPEGates
 from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
-from gape.ops import attention, available_implementations, inputs, prologue, split
+from gape.ops import attention, available_implementations, columns, inputs, prologue
 from gape.ops.carried import (
     carried_attention,
     carried_form,
@@ -221,7 +221,7 @@ class GAPEAttention(Skips, nn.Module):
         if impl == "triton":
             learns = self.gates is None or learning(x, *self.qkv.parameters(), *self.scheme.parameters())
             return None if learns else prologue.whole_rows(self.content_dim, self.n_heads, self.head_dim)
-        far = self.gates is not None and torch.is_grad_enabled() and x.size(1) > split.ANCHORED_ROWS
+        far = self.gates is not None and torch.is_grad_enabled() and x.size(1) > columns.ANCHORED_ROWS
         if impl not in ("auto", "split") or far:
             return None
         return self.content_dim if self.gates is None else prologue.room(self.content_dim, self.head_dim)

@@ -22,15 +22,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gape.ops import inputs, prologue, rank2, split
+from gape.ops import columns, inputs, prologue, rank2
+from gape.ops.columns import UNIT, significand_bits
 from gape.ops.dispatch import DECODE_QUERIES, MOST_PROGRAMS
 from gape.ops.inputs import bias_dtype, learning
 from gape.ops.plain import attention
-from gape.ops.split import UNIT, significand_bits
 from gape.utils import validation
 
 #: Coordinates that each form takes.
-COLUMNS = {"rank2": rank2.COLUMNS, "split": split.COLUMNS}
+COLUMNS = {"rank2": rank2.COLUMNS, "split": columns.COLUMNS}
 
 #: How a gate reads content: weights (H, C) and biases (H,), or the number that a fixed one takes in their place.
 Reading = tuple[Tensor, Tensor] | float
@@ -159,7 +159,7 @@ def carry(
         from gape.ops.triton.carry import joined_keys  # noqa: PLC0415
 
         return joined_keys(k, landmark, positions, width)
-    return _joined(k, split.key_columns(1 - landmark, [positions], k.dtype, significand_bits(k)), width)
+    return _joined(k, columns.key_columns(1 - landmark, [positions], k.dtype, significand_bits(k)), width)
 
 
 def carried_attention(
@@ -225,7 +225,7 @@ def carried_queries(
 
         return joined_queries(q, gate, amplitude, positions, width, context_length=context_length, scale=scale)
     rate = amplitude[:, None] * gate / context_length
-    return _joined(q, split.query_columns(rate, [positions], scale, q.dtype, significand_bits(q)), width)
+    return _joined(q, columns.query_columns(rate, [positions], scale, q.dtype, significand_bits(q)), width)
 
 
 def uncarried(k: Tensor, content: int) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gape.ops import split
+from gape.ops import columns
+from gape.ops.columns import significand_bits
 from gape.ops.inputs import Problem, learning
-from gape.ops.split import significand_bits
 from gape.utils.validation import invalid_argument
 
 #: The table that comes with the library.
@@ -137,8 +137,8 @@ def portable(problem: Problem) -> tuple[str, str]:
     if _anywhere_on_gpu(problem) and cannot("triton", problem) is None:
         return "triton", "takes distances pair by pair, however far apart explicit positions are"
     if problem.q.dtype in HALVES:
-        if problem.gates_learn and problem.seen.n_q > split.ANCHORED_ROWS:
-            return "split", f"exact bias and gate gradients in {dtype}, in calls of {split.ANCHORED_ROWS:,} queries"
+        if problem.gates_learn and problem.seen.n_q > columns.ANCHORED_ROWS:
+            return "split", f"exact bias and gate gradients in {dtype}, in calls of {columns.ANCHORED_ROWS:,} queries"
         return "split", f"exact bias in {dtype}"
     if significand_bits(problem.q) <= 11:
         return "split", "TF32 products would ruin the two-coordinate form"

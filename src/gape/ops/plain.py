@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gape.ops import dispatch, inputs, sdpa
 from gape.ops.api import leave_autocast
+from gape.ops.columns import UNIT, pieces, significand_bits
 from gape.ops.inputs import Problem, Visibility, bias_dtype, learning
-from gape.ops.split import UNIT, pieces, significand_bits
 from gape.utils import validation
 from gape.utils.constant import Constant
 

@@ -1,7 +1,7 @@
 """From q and k as projected to what attention takes, in one pass over memory: rows that carry the bias, or bounds.
 
-Without Triton or a GPU the same numbers come from a scheme's own steps and :mod:`gape.ops.split`, several passes; this
-module is what replaces them where it can run. `docs/precision.md` says what the coordinates are.
+Without Triton or a GPU the same numbers come from a scheme's own steps and :mod:`gape.ops.columns`, in several passes;
+this module is what replaces them where it can run. `docs/precision.md` says what the coordinates are.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gape.ops import sdpa, split
+from gape.ops import columns, sdpa
+from gape.ops.columns import UNIT
 from gape.ops.dispatch import HALVES, HAS_TRITON, MOST_PROGRAMS, TRITON_WIDTH
 from gape.ops.inputs import Visibility
-from gape.ops.split import UNIT
 from gape.utils.validation import invalid_argument, weight
 
 #: Numbers of a row that a kernel loads at once: what Triton knows to be a multiple of it, it loads without looking at
@@ -75,7 +75,7 @@ def room(content: int, width: int | None = None) -> int | None:
 
     Without a width it is the next multiple of 8. Both halves need a gap of three.
     """
-    least = content + split.COLUMNS
+    least = content + columns.COLUMNS
     width = -(-least // 8) * 8 if width is None else width
     return width if content % 2 == 0 and width % 2 == 0 and width >= least else None
 
@@ -186,11 +186,11 @@ def bounded_attention(
 def _where(q: Tensor) -> tuple[int, int, int, int]:
     """Anchors, token 0 from the first anchor, first token of the second group, and how far anchors are apart.
 
-    As in :mod:`gape.ops.split`: two anchors and two pieces where gates may learn and queries are near their anchor,
+    As in :mod:`gape.ops.columns`: two anchors and two pieces where gates may learn and queries are near their anchor,
     else one anchor and three.
     """
     n = q.size(2)
-    if not torch.is_grad_enabled() or not 1 < n <= split.ANCHORED_ROWS:
+    if not torch.is_grad_enabled() or not 1 < n <= columns.ANCHORED_ROWS:
         return 1, -(n // 2), n, 0
     middle = n // 2
     anchors = middle // 2, (middle + n) // 2
@@ -202,7 +202,7 @@ def _check(
     k: Tensor,
     angles: tuple[Tensor, Tensor] | None,
     reading: GateReading | None,
-    least: int = split.COLUMNS,
+    least: int = columns.COLUMNS,
 ) -> None:
     """Refuse what does not fit together: kernels read as much as they are told to. Gaps are of at least `least`."""
     if not isinstance(q, Tensor) or q.dim() != 4 or not ready(q.device, q.dtype) or q.size(3) % 2:

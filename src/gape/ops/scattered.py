@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gape.ops import inputs, reference, sdpa
+from gape.ops.columns import UNIT
 from gape.ops.inputs import Problem, beside_heads
-from gape.ops.split import UNIT
 
 #: c·|i − anchor| in logits up to which coordinates are used: beyond it, what is lost shows beside a dtype's rounding.
 MOST_LOST = {torch.float64: 2.0**23, torch.float32: 2.0**10, torch.bfloat16: 2.0**17, torch.float16: 2.0**14}

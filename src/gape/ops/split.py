@@ -1,165 +1,34 @@
-"""The portable default: six extra coordinates carry −c_i·u_j·(i − j) to working precision at any length."""
+"""The portable default: six extra coordinates carry −c_i·u_j·(i − j) to working precision at any length.
+
+The rate c (over the softmax scale) and the exposure u are rounded once to the working dtype, the same on both
+sides; the products c·i and u·j are then carried exactly, each in three pieces of the working dtype:
+
+    query [−(c·i)₁, −(c·i)₂, −(c·i)₃, c, c, c]      key [u, u, u, (u·j)₁, (u·j)₂, (u·j)₃]
+
+Positions are counted from an anchor among the queries (softmax does not see a common shift), and a power of two,
+UNIT, moves magnitude between the sides so that float16 does not overflow. Rounding is straight-through for gradients.
+
+A fused backward returns dq and dk in the working dtype, and the gradient of a gate is the difference of two such
+columns, so it loses what the distance to the anchor costs. Where gates learn, up to 2,048 queries therefore have two
+anchors, one for each half. In index order both are near their queries and two pieces are enough, so this takes six
+coordinates too (explicit positions may be anywhere: there three pieces stay, and it takes nine):
+
+    query [−(c·i)₁, −(c·i)₂, c, c, 0, 0] or [−(c·i)₁, −(c·i)₂, 0, 0, c, c]
+    key   [u, u, (u·j)₁, (u·j)₂, (u·j′)₁, (u·j′)₂]      i from its own anchor, j from the first, j′ from the second
+
+More queries are cut into calls of 2,048, each with its own copy of the keys: gate gradients stay exact at any length.
+`docs/precision.md` has the figures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from gape.ops import sdpa
-from gape.ops.inputs import Problem, beside_heads
+from gape.ops import columns, sdpa
+from gape.ops.inputs import Problem
 from gape.ops.scattered import exact_call
-
-#: A power of two that moves magnitude between the two sides of a product, so that float16 does not overflow.
-UNIT = 256.0
-
-_SIGNIFICAND = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
-
-
-def significand_bits(x: Tensor) -> int:
-    """Bits of significand that a matrix product of x's dtype keeps; TF32 keeps 11 of float32's 24."""
-    if x.dtype == torch.float32 and x.is_cuda and tf32_allowed():
-        return 11
-    return _SIGNIFICAND[x.dtype]
-
-
-def tf32_allowed() -> bool:
-    """Whether matrix products in float32 may run in TF32 on a GPU, in whichever way that was set."""
-    matmul = torch.backends.cuda.matmul
-    if not hasattr(matmul, "fp32_precision"):
-        return bool(matmul.allow_tf32)
-    # Asking the older switch raises once the newer one was used.
-    chosen = matmul.fp32_precision
-    if chosen == "none":
-        chosen = getattr(torch.backends, "fp32_precision", "none")
-    return bool(chosen == "tf32")
-
-
-def round_significand(x: Tensor, bits: int) -> Tensor:
-    """x (float32 or float64) rounded to `bits` of significand, half to even, same dtype and no gradient.
-
-    Done on the integer view: a cast there and back is what a compiler removes.
-    """
-    size, whole = (torch.int32, 24) if x.dtype == torch.float32 else (torch.int64, 53)
-    drop = whole - bits
-    if drop <= 0:
-        return x.detach()
-    raw = x.detach().view(size)
-    odd = (raw >> drop) & 1
-    return ((raw + ((1 << (drop - 1)) - 1) + odd) & -(1 << drop)).view(x.dtype)
-
-
-def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    """The value of `rounded` with the gradient of x."""
-    return x + (rounded - x).detach()
-
-
-def pieces(x: Tensor, bits: int, count: int = 3) -> list[Tensor]:
-    """Tensors of `bits` significand that add up to x, to `count` times as many bits.
-
-    The first carries x's gradient: all of them meet the same partner, so one has the whole of it.
-    """
-    rest, parts = x.detach(), []
-    for _ in range(count):
-        parts.append(round_significand(rest, bits))
-        rest = rest - parts[-1]
-    return [straight_through(x, parts[0]), *parts[1:]]
-
-
-#: Queries that two anchors are near enough to, 1,024 each, for gates that learn through a half-precision backward.
-ANCHORED_ROWS = 2048
-
-#: Significands up to which a backward pass is too short for one anchor.
-SHORT_BITS = 11
-
-#: Width of the columns of one anchor and three pieces, or of two and two.
-COLUMNS = 6
-
-
-def query_columns(
-    rate: Tensor, positions: Sequence[Tensor], scale: float, dtype: torch.dtype, bits: int, count: int = 3
-) -> Tensor:
-    """The query side for rate (B, Hq, Nq).
-
-    Args:
-        rate: c, in float32 or float64.
-        positions: of consecutive groups of the queries, each (n,) or (B, n) and counted from the group's own anchor;
-            one group, or two.
-        scale: the softmax scale.
-        dtype: of the columns.
-        bits: significand that each piece may use.
-        count: pieces of a product.
-
-    Returns:
-        (B, Hq, Nq, count · (groups + 1)) in `dtype`.
-    """
-    i = _wide(torch.cat(list(positions), dim=-1), dtype)
-    c = rate.to(i.dtype) * (UNIT / scale)
-    # A rate that float16 cannot hold saturates, consistently for every key of the query.
-    limit = torch.finfo(dtype).max / 2
-    c = torch.minimum(c, limit / (i.abs() / UNIT**2).clamp(min=1.0))
-    c = straight_through(c, round_significand(c, bits))
-    split = [-piece for piece in pieces(c * (i / UNIT**2), bits, count)]
-    if len(positions) == 1:
-        split += [c] * count
-    else:
-        first = torch.arange(rate.size(-1), device=rate.device) < positions[0].size(-1)
-        split += [c * first] * count + [c * ~first] * count
-    return torch.stack(split, dim=-1).to(dtype)
-
-
-def key_columns(exposure: Tensor, positions: Sequence[Tensor], dtype: torch.dtype, bits: int, count: int = 3) -> Tensor:
-    """The key side for exposure (B, Hk, Nk), whose `positions` are given once for every anchor.
-
-    Returns:
-        (B, Hk, Nk, count · (anchors + 1)) in `dtype`.
-    """
-    counted = [_wide(j, dtype) for j in positions]
-    u = exposure.to(counted[0].dtype)
-    u = straight_through(u, round_significand(u, bits))
-    limit = torch.finfo(dtype).max / 2
-    split = [u * UNIT] * count
-    for j in counted:
-        split += pieces((u * (j / UNIT)).clamp(-limit, limit), bits, count)
-    return torch.stack(split, dim=-1).to(dtype)
-
-
-def learns_shortly(problem: Problem) -> bool:
-    """Whether gates learn through a backward pass too short for one anchor."""
-    return significand_bits(problem.q) <= SHORT_BITS and problem.gates_learn
-
-
-def sides(problem: Problem, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Both sides for queries start … stop − 1 and the keys that any of them may see.
-
-    There is one anchor, the middle query, or one for each half where gates learn shortly.
-
-    Returns:
-        (B, Hq, stop − start, columns) in q's dtype and (B, Hk, n, columns) in k's.
-    """
-    seen, bits = problem.seen, significand_bits(problem.q)
-    middle = (start + stop) // 2
-    near = learns_shortly(problem)
-    groups = [(start, middle), (middle, stop)] if near and middle > start else [(start, stop)]
-    count = 2 if near and seen.index_order else 3
-    n_k = seen.rows(start, stop).n_k
-    anchors = [seen.anchor(*group) for group in groups]
-    q_positions, k_positions = seen.positions()
-    i = [q_positions[..., a:b] - anchor for (a, b), anchor in zip(groups, anchors, strict=True)]
-    j = [k_positions[..., :n_k] - anchor for anchor in anchors]
-    return (
-        query_columns(problem.rate[:, :, start:stop], i, problem.scale, problem.q.dtype, bits, count),
-        key_columns(problem.exposure[:, :, :n_k], j, problem.k.dtype, bits, count),
-    )
-
-
-def _wide(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positions as floats wide enough for products with numbers of `dtype`, broadcastable to (B, H, N)."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    # Apple's GPUs have no float64.
-    wide = torch.float32 if half or positions.device.type == "mps" else torch.float64
-    return beside_heads(positions, wide)
 
 
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
@@ -168,9 +37,9 @@ def calls(problem: Problem) -> Iterator[sdpa.Call]:
     Chunks are needed where a mask has to be drawn, and where gates learn in half precision: there every query must be
     near an anchor.
     """
-    rows = ANCHORED_ROWS if learns_shortly(problem) else None
+    rows = columns.ANCHORED_ROWS if columns.learns_shortly(problem) else None
     if sdpa.draws_mask(problem.seen, problem.q):
-        rows = min(ANCHORED_ROWS, sdpa.MASK_ROWS)
+        rows = min(columns.ANCHORED_ROWS, sdpa.MASK_ROWS)
     spans = sdpa.chunks(problem.seen.n_q, rows)
     k, v = problem.k, problem.v
     if len(spans) > 1:
@@ -182,7 +51,7 @@ def calls(problem: Problem) -> Iterator[sdpa.Call]:
         if exact is not None:
             yield exact
             continue
-        q_columns, k_columns = sides(problem, start, stop)
+        q_columns, k_columns = columns.sides(problem, start, stop)
         yield sdpa.prepare(
             torch.cat([problem.q[:, :, start:stop], q_columns], dim=-1),
             torch.cat([k[:, :, : seen.n_k].to(problem.k.dtype), k_columns], dim=-1),

@@ -1,6 +1,6 @@
 """What a cache keeps of a key, and what a query brings to it, in one launch each: content and coordinates side by side.
 
-The numbers are, one for one, those of :func:`gape.ops.split.key_columns` and :func:`gape.ops.split.query_columns`
+The numbers are, one for one, those of :func:`gape.ops.columns.key_columns` and :func:`gape.ops.columns.query_columns`
 with one anchor, 0. A step of decoding has one token, so that time goes by launches; there they are some forty each.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gape.ops.split import UNIT, significand_bits
+from gape.ops.columns import UNIT, significand_bits
 from gape.ops.triton.custom_ops import direct
 from gape.ops.triton.prologue_kernels import rounded, within
 

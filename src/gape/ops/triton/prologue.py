@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gape.ops.split import significand_bits
+from gape.ops.columns import significand_bits
 from gape.ops.triton import prologue_kernels
 from gape.ops.triton.custom_ops import in_parts, operator, traceable
 

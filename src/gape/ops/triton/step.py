@@ -1,7 +1,7 @@
 """A step of decoding: from q and k of a few tokens as projected to rows that carry the bias, in one launch for both.
 
 Rotation and pieces are, one for one, those of :meth:`gape.positions.rotary.Rotary.rotate` and
-:mod:`gape.ops.split`; the gates are summed in another order, so that they may differ in their last bits.
+:mod:`gape.ops.columns`; the gates are summed in another order, so that they may differ in their last bits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gape.ops.columns import UNIT, significand_bits
 from gape.ops.dispatch import DECODE_QUERIES
-from gape.ops.split import UNIT, significand_bits
 from gape.ops.triton.carry import key_numbers, near, query_numbers
 from gape.ops.triton.custom_ops import direct
 from gape.ops.triton.decode_plan import power_of_two
