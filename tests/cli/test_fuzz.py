@@ -76,20 +76,12 @@ VALID: dict[str, tuple[str, ...]] = {
     "analyze masks": ("run", "--data", "corpus", "--size", "4"),
     "analyze routing": ("run",),
     "analyze far-back": ("run", "--data", "corpus", "--context", "64", "--distances", "8", "--kinds", "ngram"),
-    "bench attention": ("--trust", "--no-save", "--lengths", "0"),
-    "bench decode": ("--trust", "--no-save", "--lengths", "0"),
-    "bench prologue": ("--trust", "--no-save", "--lengths", "0"),
-    "bench precision": ("--save", "--trust"),
-    "bench render": (),
-    "bench dispatch": ("--show",),
 }
 #: Of a command on which a wrong value would let it go to work for long: options that are left as they are.
 KEPT = {
-    "bench attention": ("lengths", "trust", "save"), "bench decode": ("lengths", "trust", "save"),
-    "bench prologue": ("lengths", "trust", "save"), "bench precision": ("keep", "quick", "render", "trust"),
     "demo": ("jobs",), "data prepare": ("workers",), "report": ("runs",), "lm train": ("overrides", "recipe"),
     "reproduce": ("run", "results", "listing"),
-    "niah train": ("dry", "recipe"), "hf finetune": ("length",), "bench dispatch": ("show", "out"),
+    "niah train": ("dry", "recipe"), "hf finetune": ("length",),
 }  # fmt: skip
 
 
@@ -254,7 +246,6 @@ READ = {
     "model.gguf": ("hf import model.gguf --out new",),
     "model.bin": ("hf import model.bin --out new",),
     "tokens/tokenizer.json": ("data prepare books/held.jsonl --tokenizer tokens --out new",),
-    "data/attention.csv": ("bench dispatch --data data --show",),
 }  # fmt: skip
 
 

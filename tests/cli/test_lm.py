@@ -92,7 +92,7 @@ def test_stopped_in_training_it_resumes_bit_for_bit(corpus: Path, monkeypatch: p
     write = language.RoutingLog.write
 
     def stopping(log: language.RoutingLog, step: int, records: list[dict[str, object]]) -> None:
-        write(jsonl, step, records)
+        write(log, step, records)
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 

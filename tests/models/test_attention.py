@@ -84,7 +84,7 @@ def test_bias_at_decode_is_missed_when_absent(position: str, reserve: int, monke
     def without_bias(q, k, v, *_, **keywords):
         return plain(q, k, v, **{name: value for name, value in keywords.items() if name not in drop})
 
-    for module in ("gated", "alibi"):
+    for module in ("gated", "biases"):
         monkeypatch.setattr(f"gape.positions.{module}.gated_attention", without_bias)
     monkeypatch.setattr("gape.positions.fox.attention", without_bias)
     monkeypatch.setattr("gape.ops.carried._joined", lambda x, _, width: F.pad(x, (0, width - x.size(-1))))

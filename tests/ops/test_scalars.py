@@ -15,7 +15,7 @@ SCRIPT = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gape.ops.triton import backward, bounds, decode_lone, forward, step
+from gape.ops.triton import attention_bwd, attention_fwd, decode_lone, step, tiles
 
 FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "context_length", "factor", "stretch")
 FLOATS += ("fixed_gate", "fixed_landmark")
@@ -39,10 +39,10 @@ def compiled(kernel, told):
     compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
 
 
-for kernel in (forward.attend, backward.by_rows, backward.by_columns):
+for kernel in (attention_fwd.attend, attention_bwd.by_rows, attention_bwd.by_columns):
     for skips in (False, True):
         compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS)
-for kernel in (bounds.of_queries, bounds.of_keys):
+for kernel in (tiles.of_queries, tiles.of_keys):
     compiled(kernel, {"BLOCK": 64} | BLOCKS)
 rows = {"K_ROW": 8, "V_ROW": 8, "HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
 for gated in (False, True):

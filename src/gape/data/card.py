@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from gape.data.config import PrepareConfig
-from gape.data.corpus import CARD, FORMAT, file_sha256
+from gape.data.corpus import CARD, FORMAT
 from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Parts, Records, Summed, Tally, name_line, records
 from gape.utils import files
+from gape.utils.files import file_sha256
 
 TEXT, SUMS = "card.md", "SHA256SUMS"
 #: Sources that the card for people lists.

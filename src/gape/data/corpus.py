@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from gape.data.config import DTYPES
 from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Names, Records
+from gape.utils.files import file_sha256
 
 CARD = "card.json"
 FORMAT = 1
@@ -246,12 +247,6 @@ def open_corpus(directory: str | Path) -> Corpus:
             has = f"has {file.stat().st_size} bytes" if file.is_file() else "is missing"
             raise ValueError(f"corpus: {file} {has}, expected {size} bytes; prepare the corpus again")
     return Corpus(directory, card)
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file in hex."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _known_sha256(path: Path) -> str:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gape.data.corpus import file_sha256
 from gape.utils import files
+from gape.utils.files import file_sha256
 
 #: Bad lines that are named in the card; the rest are counted.
 LISTED = 100

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gape.ops import dispatch, inputs, rank2, reference, sdpa
+from gape.ops import dispatch, inputs, rank2, reference, sdpa, split
 from gape.ops.inputs import Problem, bias_dtype
 from gape.utils import validation
 

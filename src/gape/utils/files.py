@@ -137,6 +137,12 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file in hex."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
 def to_json(value: Any, *, indent: int | None = 2) -> bytes:
     """UTF-8 JSON, keys in the order given, floats exact; what JSON has no number for becomes "nan" or "inf"."""
     text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
