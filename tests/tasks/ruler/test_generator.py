@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from gape.data import Tokenizer, load_tokenizer
-from gape.tasks.ruler.generator import Generator, Room, TooShortError
+from gape.tasks.ruler.fitting import Room, TooShortError
+from gape.tasks.ruler.generator import Generator
 from gape.tasks.ruler.ingredients import Ingredients, Text
 from gape.tasks.ruler.tasks import TASKS
 from tests.tasks.ruler import small

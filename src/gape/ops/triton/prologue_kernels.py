@@ -6,10 +6,10 @@ bias's coordinates in the gaps behind them, so that every access is aligned:
     [ content, first half | 3 coordinates | content, second half | 3 coordinates ]
 
 The coordinates' numbers are, one for one, those that :mod:`gape.ops.columns` makes of the same gates; the docstring of
-`gape.ops.split` says what they are. A program takes a block of tokens of one sample and goes through some heads of q
-or some of k, so that cosines and sines are read once for all of them. Programs that run side by side have the same tokens, so that cosines
-and sines come from the cache. The backward pass takes one head and several blocks, and leaves sums over their tokens
-for the parameters: no atomics, so two runs give the same bits.
+`gape.ops.split` says what they are. A program takes a block of tokens of one sample and goes through some heads of q or
+some of k, so that cosines and sines are read once for all of them. Programs that run side by side have the same tokens,
+so that cosines and sines come from the cache. The backward pass takes one head and several blocks, and leaves sums over
+their tokens for the parameters: no atomics, so two runs give the same bits.
 
 Attention that makes the bias itself gets rate and exposure beside the rows, whose gaps then hold zeros, and where it
 skips tiles of keys the norms by which :func:`gape.ops.triton.tiles.needed` judges them: `prepare_bounded`.

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from random import Random
 from typing import Any, NamedTuple
 
-from gape.tasks.ruler.generator import Room, TooShortError
+from gape.tasks.ruler.fitting import Room, TooShortError
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.tasks import Task
 
