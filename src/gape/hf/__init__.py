@@ -43,8 +43,8 @@ _HOMES = {
     "lora_config": "learn",
     "parameters": "learn",
     "plan": "injection",
-    "read_gguf": "gguf",
-    "read_llama2c": "llama2c",
+    "read_gguf": "formats",
+    "read_llama2c": "formats",
     "remove": "injection",
 }
 
