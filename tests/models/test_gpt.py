@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +300,17 @@ def test_a_wrong_number_to_keep_leaves_the_cache_alone(keep: object) -> None:
     with pytest.raises(ValueError, match=r"^keep: "):
         gpt.hidden(tokens(2, 4), cache=cache, keep=keep)
     assert cache.length == 0
+
+
+@torch.no_grad()
+def test_a_cache_can_be_pickled_and_copied() -> None:
+    one, other, ids = model(), model(), tokens(1, 6)
+    cache = one.new_cache()
+    one(ids, cache=cache)
+    expected = one(ids[:, :1], cache=deepcopy(cache)).logits
+    assert torch.equal(one(ids[:, :1], cache=pickle.loads(pickle.dumps(cache))).logits, expected)
+    with pytest.raises(ValueError, match="cache"):
+        other(ids[:, :1], cache=deepcopy(cache))
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import nn
 
 from gape.train import CheckpointError, DiskFullError, checkpoint, load_model, verify
 from gape.utils import files
+from gape.utils.locks import locked
 from tests.train.toy import gpt, lines, outcome, trainer
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
@@ -237,6 +238,17 @@ def test_a_link_under_the_name_of_a_file_in_the_making_is_not_followed(tmp_path)
     files.replace(tmp_path / "config.json", b"new")
     assert (tmp_path / "victim").read_text() == "precious"
     assert (tmp_path / "config.json").read_bytes() == b"new"
+
+
+def test_a_lock_removes_nothing_through_a_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / ".tmp-notes").write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(victim)
+    with locked(run, "measured"):
+        assert (victim / ".tmp-notes").exists()
 
 
 def test_a_directory_of_somebody_elses_files_is_left_alone(tmp_path):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -177,6 +177,16 @@ class ModelCache:
 
     def __init__(self, n_layer: int, capacity: int = 0) -> None:
         self.layers: Sequence[KVCache | ForgettingLayer] = [KVCache(capacity) for _ in range(n_layer)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A reference to a model cannot be pickled; who unpickles a cache says which model it is for.
+        return {name: value for name, value in self.__dict__.items() if name != "_model"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelCache:
+        made = copy(self)
+        made.__dict__ = deepcopy(self.__getstate__(), memo)
+        made._model = self._model
+        return made
 
     @classmethod
     def of(cls, layers: Sequence[KVCache | ForgettingLayer]) -> ModelCache:

@@ -83,7 +83,7 @@ class Corpus:
         self.end_of_text: int | None = self.tokenizer["end_of_text"] if card["end_of_text"] else None
         self.strata: tuple[str, ...] = tuple(card["strata"])
         self._dtype = np.dtype(card["dtype"]).newbyteorder("<")
-        self._compare([card["index"], card["names"]], file_sha256)
+        self._compare([card["index"], card["names"]], _known_sha256)
         self._records: Records = np.asarray(np.memmap(directory / INDEX, RECORD, mode="r"))
         self._refuse_outside()
         self._names = Names(directory / NAMES)

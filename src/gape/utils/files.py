@@ -54,8 +54,9 @@ def foreign(directory: Path, mark: str) -> bool:
     """Whether what is in a directory's place is not ours: anything but a directory that is empty or holds `mark`."""
     if (directory / mark).is_file() or not directory.exists():
         return False
-    # A death at the very start leaves the mark under a name for the time being, and nothing else.
-    return not directory.is_dir() or any(not entry.name.startswith(f".tmp-{mark}") for entry in directory.iterdir())
+    # A death at the very start leaves the mark under a temporary name. File managers leave .DS_Store.
+    ours = (f".tmp-{mark}", ".DS_Store")
+    return not directory.is_dir() or any(not entry.name.startswith(ours) for entry in directory.iterdir())
 
 
 def replace(path: Path, data: bytes) -> None:

@@ -26,7 +26,6 @@ def locked(directory: Path, action: str = "trained") -> Iterator[None]:
         BusyError: another process holds the lock; says what it does, and its number.
     """
     if os.name == "nt":
-        _remove_leftovers(directory)
         yield
         return
     import fcntl  # noqa: PLC0415
@@ -39,7 +38,8 @@ def locked(directory: Path, action: str = "trained") -> Iterator[None]:
             raise BusyError(f"{directory} is being {_holder(directory)}; wait for it or use another") from error
         except OSError:
             # A file system without locks: better to work unguarded than not at all.
-            pass
+            yield
+            return
         # For the error of another process; a full disk prevents this note, not the work.
         with contextlib.suppress(OSError):
             handle.truncate(0)
@@ -49,10 +49,11 @@ def locked(directory: Path, action: str = "trained") -> Iterator[None]:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove temporary files of a run; in a directory of another kind nothing is known to be ours."""
+    """Remove temporary files of a run, never through links; a directory of another kind is left alone."""
     if (directory / "checkpoints").is_dir():
         for place in (directory, directory / "checkpoints"):
-            files.sweep(place)
+            if not place.is_symlink():
+                files.sweep(place)
 
 
 def _holder(directory: Path) -> str:
