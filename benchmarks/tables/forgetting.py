@@ -113,3 +113,24 @@ def without_floor() -> str:
         found = [only(stored(ROWS), run=run, kind="tiles", length=length, eps=0.01) for length in LENGTHS]
         lines.append([name, *(f"{row['mean']:.3f}" for row in found)])
     return table(["tiles visited", *(f"{length:,} tokens" for length in LENGTHS)], lines)
+
+
+def details() -> str:
+    """What stands behind the gains of the 44M model: cached keys, layers, and the cost of eviction passes."""
+    lines, batches = [], (32, 8, 1)
+    for eps in EPS:
+        for length in LENGTHS:
+            caches = [_row("decode", "forgetting", length, eps, batch=batch) for batch in batches]
+            kept = [keys for row in caches for layer in row["kept"] for keys in layer]
+            full = [_row("decode", "dense", length, batch=batch)["ms"] for batch in batches]
+            lost = [ms / row["ms"] - ms / row["lasting_ms"] for ms, row in zip(full, caches, strict=True)]
+            tiles = _row("tiles", "skipping", length, eps)["tiles"][0]
+            own = _row("prefill", "skipping", length, eps, what="attention")["layers"]
+            dense = _row("prefill", "dense", length, what="attention", impl="cudnn")["layers"]
+            cells = [
+                f"{min(kept):,} … {max(kept):,}", f"{min(lost):.2f} … {max(lost):.2f}",
+                f"{sum(tiles) / len(tiles):.2f}", f"{dense[0] / own[0]:.2f}", f"{sum(dense[1:]) / sum(own[1:]):.2f}",
+            ]  # fmt: skip
+            lines.append([f"{length:,}, eps {eps:g}", *cells])
+    head = ["keys cached per head", "speed lost to eviction passes", "tiles of the first layer"]
+    return table(["tokens", *head, "× cuDNN, first layer", "× cuDNN, other layers"], lines)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gape.tasks.perplexity_rows import difference
-from tables.markdown import Record, only, select, signed, stored, table, thousands
+from tables.markdown import Record, interval, only, select, signed, stored, table, thousands
 
 FIRST, SECOND, LEARNED = "smollm2", "smollm2-forgetting", "smollm2-landmarks"
 #: Runs with floors by how many key heads are free and how those were chosen.
@@ -181,3 +181,38 @@ def needle_changes(home: str) -> str:
         lines.append([name, found, f"{lost}, {won}", losses])
     head = ["4,096 tokens, 128 texts", "found, dense / forgetting", "lost, won", "NLL, dense / skipping / forgetting"]
     return table(head, lines)
+
+
+def free_heads() -> str:
+    """Tiles visited and keys cached in free heads and in the others, 14 free heads, 131,072 tokens, eps 1e-2."""
+    run = TIMED["14 key heads free"]
+    settings = next(row["settings"] for row in rows("runs", SECOND, run=run) if "settings" in row)
+    # Three query heads share a key head.
+    free = ~np.array(settings["model"]["gates"]["gate_floor"], dtype=np.bool_)[:, ::3]
+    tiles = np.array(only(rows("forgetting", SECOND, run=run, kind="tiles", eps=0.01), length=131072)["tiles"])
+    decoded = {"run": run, "kind": "decode", "batch": 8, "length": 131072}
+    cache = only(rows("forgetting", SECOND, **decoded), how="forgetting", eps=0.01)
+    lines = []
+    for name, which in (("free", free), ("with a floor", ~free)):
+        kept = np.array(cache["kept"])[which]
+        visited = tiles[np.repeat(which, 3, axis=1)].mean()
+        lines.append([name, str(which.sum()), f"{visited:.3f}", f"{kept.min():,} … {kept.max():,}"])
+    return table(
+        ["key heads", "number", "tiles visited", f"keys cached of {cache['length'] + cache['tokens']:,}"], lines
+    )
+
+
+def nats(home: str) -> str:
+    """Differences of loss from YaRN alone, nats per token; below zero floors are better."""
+    pairs = [("yarn+gape_floors12", "yarn_factor16"), ("yarn+gape_floors12", "yarn")]
+    if home == SECOND:
+        pairs = [(run, "yarn_factor16") for run in TIMED.values()]
+    lines = []
+    for run, other in pairs:
+        cells = []
+        for context in CONTEXTS:
+            own, base = (only(rows("perplexity", home, run=name, context=context)) for name in (run, other))
+            ends = difference(own, base)
+            cells.append(interval(own["nll"] - base["nll"], ends.low, ends.high, "+.2f"))
+        lines.append([f"{run} − {other}", *cells])
+    return table(["nats per token at", *thousands(CONTEXTS)], lines)
