@@ -44,6 +44,14 @@ def test_links_lead_somewhere(page: str) -> None:
             assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
+def test_pages_that_code_names_exist() -> None:
+    files = [path for part in ("src", "recipes", "benchmarks") for path in (ROOT / part).rglob("*.*")]
+    for path in files:
+        if path.suffix in {".py", ".toml"}:
+            for page in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
+                assert (ROOT / page).is_file(), (path, page)
+
+
 def command_lines(text: str) -> Iterator[list[str]]:
     """The words of every command in code that calls `gape` or a script of benchmarks/."""
     code = "\n".join(
