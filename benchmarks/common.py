@@ -43,7 +43,7 @@ TESTS = {
 
 Lengths = Annotated[str, typer.Option(metavar=INTS, help="Tokens.")]
 Tokens = Annotated[int, typer.Option(help="Tokens in all: batch times length.")]
-Impl = Annotated[str | None, typer.Option(metavar=NAMES, help="What to run; see docs/benchmarks.md.")]
+Impl = Annotated[str | None, typer.Option(metavar=NAMES, help="What to run; see docs/guide/benchmarks.md.")]
 Backward = Annotated[bool, typer.Option("--backward", help="Forward and backward together, too.")]
 Seconds = Annotated[float, typer.Option(help="Seconds for each case, about.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Do not run the tests first; rows say so.")]

@@ -25,11 +25,9 @@ from gape.experiments.experiment import pick_device
 from gape.ops import attention
 from gape.utils import run_info
 from gape.utils.progress import Voice
-from render import redraw
 
-#: The stored rows, and the page whose tables are drawn from them, in a clone.
+#: The stored rows, in a clone.
 ROWS = DATA / "precision.csv"
-PAGE = Path("docs/precision.md")
 
 HEAD_DIM, QUERIES = 64, 64
 #: Pairs of a query and a key whose float64 logits are held at once: a gigabyte for each tensor of that shape.
@@ -192,27 +190,6 @@ def save(rows: list[Row]) -> None:
     temporary.replace(ROWS)
 
 
-def rendered(rows: list[Row]) -> str:
-    """The page's tables in Markdown: outputs and gate gradients of every device."""
-    lines = []
-    for device in sorted({row["device"] for row in rows}):
-        mine = [row for row in rows if row["device"] == device]
-        lines += [f"### {device} (torch {mine[0]['torch']}, commit {mine[0]['commit']})", ""]
-        for quantity in ("output", *GRADIENTS):
-            lines += _markdown(quantity, [row for row in mine if row["quantity"] == quantity])
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _markdown(quantity: str, rows: list[Row]) -> list[str]:
-    shown = [name for name in COLUMNS if any(row[name] for row in rows)]
-    head = ["dtype", "keys", "Γg", *("plain, no bias" if name == "plain" else name for name in shown)]
-    lines = [f"**{quantity}**", "", "| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    for row in rows:
-        cells = [row["dtype"], f"{int(row['keys']):,}", row["strength"], *(row[name] for name in shown)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, ""]
-
-
 def verdict(rows: list[Row]) -> list[str]:
     """What the operator promises, and whether these rows keep it; each broken promise is a line."""
     broken = []
@@ -244,28 +221,22 @@ def _promised(impl: str, row: Row) -> bool:
 def main(
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Outputs to 8,192 keys, gradients to 2,048.")] = False,
-    keep: Annotated[bool, typer.Option("--save/--no-save", help="Keep rows, redraw docs/precision.md.")] = False,
-    render: Annotated[bool, typer.Option("--render", help="Only redraw the page from the stored rows.")] = False,
+    keep: Annotated[bool, typer.Option("--save/--no-save", help="Keep rows in place of those of this device.")] = False,
     trust: common.Trust = False,
 ) -> None:
     """Measure errors of every implementation against float64; leaves with 1 if one is larger than promised."""
     if keep and quick:
         raise ValueError("save: keeps whole tables, leave out --quick")
-    if (keep or render) and not PAGE.is_file():
-        raise ValueError(f"save: there is no {PAGE} here, expected the root of a clone")
-    if not render:
-        place, say, rows = pick_device(device), Voice().say, list[Row]()
-        common.run_tests("precision", trust=trust)
-        for row in measure(place.type, quick):
-            rows.append(row)
-            say(" ".join(row.get(field, "") for field in FIELDS[3:]))
-        common.show("error against float64", rows, FIELDS[3:])
-        if keep:
-            save(rows)
-    if keep or render:
-        redraw(PAGE, "precision", rendered(load()))
-    if render:
-        return
+    if keep and not DATA.is_dir():
+        raise ValueError(f"save: there is no {DATA} here, expected the root of a clone")
+    place, say, rows = pick_device(device), Voice().say, list[Row]()
+    common.run_tests("precision", trust=trust)
+    for row in measure(place.type, quick):
+        rows.append(row)
+        say(" ".join(row.get(field, "") for field in FIELDS[3:]))
+    common.show("error against float64", rows, FIELDS[3:])
+    if keep:
+        save(rows)
     broken = verdict(rows)
     typer.echo(
         "\n".join(broken)

@@ -25,18 +25,18 @@ read="--contexts ${CONTEXTS:-1024,2048,4096,8192,16384,32768,65536} --last ${LAS
 
 # begin NAME POSITION: the model that a run starts from, as a directory.
 begin() {
-    local place="$runs/begin/$1" told
+    local place="$runs/begin/$1" options
     [ "$1" = rope ] && { echo "$model"; return; }
-    told="--position $2 --context-length $length"
+    options="--position $2 --context-length $length"
     # Gates alone leave the model's own rotation in place; YaRN stretches the context the model was made for.
-    [ "$2" = rope+gape ] && told="--context-length $length"
-    [ "${2%+gape}" = yarn ] && told="--position $2 --context-length $native --option factor=$factor"
+    [ "$2" = rope+gape ] && options="--context-length $length"
+    [ "${2%+gape}" = yarn ] && options="--position $2 --context-length $native --option factor=$factor"
     case ${1#*_} in
-        floors*) told="$told --floors ${FLOORS:-floors}/${1#*_}.json" ;;
-        floor* | *_floor*) told="$told --gate gate_floor=${1#*_floor}" ;;
+        floors*) options="$options --floors ${FLOORS:-floors}/${1#*_}.json" ;;
+        floor* | *_floor*) options="$options --gate gate_floor=${1#*_floor}" ;;
     esac
-    [ "${2%+gape}" = "$2" ] || told="$told ${GATES:-}"
-    [ -e "$place/config.json" ] || $gape hf inject "$model" $told --start paper --out "$place" >&2 || return
+    [ "${2%+gape}" = "$2" ] || options="$options ${GATES:-}"
+    [ -e "$place/config.json" ] || $gape hf inject "$model" $options --start paper --out "$place" >&2 || return
     echo "$place"
 }
 

@@ -84,27 +84,27 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--last", type=int, default=256)
     parser.add_argument("--contexts", default="1024,8192,32768")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    contexts = [int(context) for context in given.contexts.split(",")]
+    contexts = [int(context) for context in arguments.contexts.split(",")]
     rows = {}
     for gated in (False, True):
-        model, tokenizer = load(given.model)
-        ids = torch.tensor(tokenizer(given.text.read_text(encoding="utf-8"))["input_ids"])
+        model, tokenizer = load(arguments.model)
+        ids = torch.tensor(tokenizer(arguments.text.read_text(encoding="utf-8"))["input_ids"])
         read, kept = ids[: len(ids) * 9 // 10], ids[len(ids) * 9 // 10 :]
         torch.manual_seed(0)
         if gated:
-            gape.hf.inject(model, context_length=given.length)
+            gape.hf.inject(model, context_length=arguments.length)
         print("with gates" if gated else "without gates", flush=True)
-        train(model, read, given.length, given.steps, given.batch, device)
-        rows["gates" if gated else "none"] = {c: perplexity(model, kept, c, given.last, device) for c in contexts}
+        train(model, read, arguments.length, arguments.steps, arguments.batch, device)
+        rows["gates" if gated else "none"] = {c: perplexity(model, kept, c, arguments.last, device) for c in contexts}
         name = "gated" if gated else "plain"
-        model.save_pretrained(given.out / name)
-        tokenizer.save_pretrained(given.out / name)
+        model.save_pretrained(arguments.out / name)
+        tokenizer.save_pretrained(arguments.out / name)
         prompt = kept[None, :32].to(device)
         written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
         print(tokenizer.decode(written[0, 32:]))
-    (given.out / "perplexity.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    (arguments.out / "perplexity.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     for name, values in rows.items():
         print(f"{name:6}", "  ".join(f"{context:,}: {value:.2f}" for context, value in values.items()))
 

@@ -44,12 +44,12 @@ def read(file: Path) -> tuple[Any, Any]:
 def written(model: Any, tokenizer: Any, prompt: str, count: int) -> str:
     """The likeliest tokens after a prompt, which a model that was taught to talk gets as a question."""
     if tokenizer.chat_template:
-        asked = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    told = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        messages = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
-        ids = model.generate(**told, max_new_tokens=count, do_sample=False, pad_token_id=model.config.eos_token_id)
-    return str(tokenizer.decode(ids[0, told["input_ids"].size(1) :], skip_special_tokens=True))
+        ids = model.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=model.config.eos_token_id)
+    return str(tokenizer.decode(ids[0, inputs["input_ids"].size(1) :], skip_special_tokens=True))
 
 
 def main() -> None:
@@ -60,14 +60,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--start", default="identity", choices=("identity", "paper"))
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    model, tokenizer = read(given.file or smollm2())
-    print(f"without gates: {written(model, tokenizer, given.prompt, given.tokens)}\n")
-    gape.hf.inject(model, context_length=model.config.max_position_embeddings, start=given.start)
-    print(f"with gates ({given.start}): {written(model, tokenizer, given.prompt, given.tokens)}")
-    if given.out is not None:
-        model.save_pretrained(given.out)
-        tokenizer.save_pretrained(given.out)
+    arguments = parser.parse_args()
+    model, tokenizer = read(arguments.file or smollm2())
+    print(f"without gates: {written(model, tokenizer, arguments.prompt, arguments.tokens)}\n")
+    gape.hf.inject(model, context_length=model.config.max_position_embeddings, start=arguments.start)
+    print(f"with gates ({arguments.start}): {written(model, tokenizer, arguments.prompt, arguments.tokens)}")
+    if arguments.out is not None:
+        model.save_pretrained(arguments.out)
+        tokenizer.save_pretrained(arguments.out)
 
 
 if __name__ == "__main__":

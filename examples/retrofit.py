@@ -27,17 +27,17 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--learn", default="gates+qk", choices=("gates", "gates+qk", "all"))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(device)
     torch.manual_seed(0)
-    print(gape.hf.plan(model, context_length=given.length, learn=given.learn))
-    gape.hf.inject(model, context_length=given.length, learn=given.learn)
+    print(gape.hf.plan(model, context_length=arguments.length, learn=arguments.learn))
+    gape.hf.inject(model, context_length=arguments.length, learn=arguments.learn)
 
-    ids = torch.tensor(tokenizer(given.text.read_text(encoding="utf-8"))["input_ids"])
-    windows = ids[: len(ids) // given.length * given.length].view(-1, given.length)
+    ids = torch.tensor(tokenizer(arguments.text.read_text(encoding="utf-8"))["input_ids"])
+    windows = ids[: len(ids) // arguments.length * arguments.length].view(-1, arguments.length)
     gates = {id(parameter) for parameter in gape.hf.parameters(model, "gates")}
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -46,20 +46,20 @@ def main() -> None:
     ]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]])
     model.train()
-    for step in range(given.steps):
-        batch = windows[torch.randint(len(windows), (given.batch,))].to(device)
+    for step in range(arguments.steps):
+        batch = windows[torch.randint(len(windows), (arguments.batch,))].to(device)
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learning, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 0 or step == given.steps - 1:
+        if step % 10 == 0 or step == arguments.steps - 1:
             print(f"step {step + 1}: loss {loss.item():.4f}")
-    model.save_pretrained(given.out)
-    tokenizer.save_pretrained(given.out)
+    model.save_pretrained(arguments.out)
+    tokenizer.save_pretrained(arguments.out)
 
-    loaded = AutoModelForCausalLM.from_pretrained(given.out).eval()
-    prompt = windows[:1, : min(16, given.length)]
+    loaded = AutoModelForCausalLM.from_pretrained(arguments.out).eval()
+    prompt = windows[:1, : min(16, arguments.length)]
     written = loaded.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False)
     print(tokenizer.decode(written[0]))
 

@@ -14,10 +14,10 @@ import torch
 
 import cases
 import common
-import render
 from attention import CANDIDATES, FIELDS, flops
 from cases import Work
 from gape.ops import dispatch
+from tables import speed
 from tests.cli.test_commands import exit_code
 
 ROOT = Path(__file__).parents[2]
@@ -129,13 +129,10 @@ def test_failing_tests_leave_no_figures(tmp_path: Path, capsys: pytest.CaptureFi
     assert stored("decode")[0]["tests"] == "passed"
 
 
-def test_the_page_shows_the_newest_rows() -> None:
+def test_tables_show_the_newest_rows() -> None:
     case = ["attention", *TINY, "--lengths", "24", "--dim", "16", "--tokens", "24", "--impl", "split"]
     assert run(*case) == 0
     assert run(*case) == 0
-    render.PAGE.parent.mkdir()
-    render.PAGE.write_text("Before\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nafter\n")
-    render.SKIPPING.write_text("Before\n<!-- skipping: begin -->\nold\n<!-- skipping: end -->\nafter\n")
     for gates, impl, way, ms, tiles in (
         ("contracting", "triton", "forward", "2", "0.1"),
         ("contracting", "sdpa-cudnn", "forward", "5", ""),
@@ -146,35 +143,43 @@ def test_the_page_shows_the_newest_rows() -> None:
         measured = {"gates": gates, "impl": impl, "direction": way, "ms": ms, "tiles": tiles, "length": "4096"}
         with (common.DATA / "attention.csv").open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, FIELDS).writerow(stored("attention")[-1] | measured | {"eps": "0.0001"})
-    assert run("render") == 0
-    assert "| `contracting` | 4,096 | 0.1 | 2.50× | 7.50× |\n\n<!--" in render.SKIPPING.read_text()
-    told = render.PAGE.read_text()
+    assert "| `contracting` | 4,096 | 0.1 | 2.50× | 7.50× |\n" in speed.skipping(Path())
+    text = speed.benchmarks(Path())
     newest = next(row for row in reversed(stored("attention")) if row["impl"] == "split")
-    assert f"| split | 24 | 1 | {newest['ms']} | {newest['tflops']} | {newest['error']} |" in told
-    assert told.count("| split |") == 1
-    assert told.startswith("Before")
-    assert told.endswith("after\n")
-    assert "old" not in told
+    assert f"| split | 24 | 1 | {newest['ms']} | {newest['tflops']} | {newest['error']} |" in text
+    assert text.count("| split |") == 1
 
 
-def test_the_page_keeps_errors_of_cases_timed_again_and_sets_triton_beside_others() -> None:
+def test_tables_keep_errors_of_cases_timed_again_and_compare_triton_with_others() -> None:
     usual = {
-        "device": "GPU",
-        "torch": "2",
-        "triton": "3",
-        "tests": "trusted",
-        "gates": "log-normal",
-        "eps": "0",
-        "dim": "64",
-    }
-    usual |= {"dtype": "bfloat16", "batch": "1", "heads": "2", "kv_heads": "2", "length": "4096", "direction": "both"}
+        "device": "GPU", "torch": "2", "triton": "3", "tests": "trusted", "gates": "log-normal", "eps": "0",
+        "dim": "64", "dtype": "bfloat16", "batch": "1", "heads": "2", "kv_heads": "2", "length": "4096",
+        "direction": "both",
+    }  # fmt: skip
     for commit, impl, ms, error in (("a", "triton", "3", "0.002"), ("b", "triton", "2", ""), ("b", "fox", "5", "")):
         measured = {"commit": commit, "impl": impl, "ms": ms, "error": error, "dgate": error}
         common.append(common.DATA / "attention.csv", FIELDS, usual | measured)
-    told = render.rendered()
-    assert "| bfloat16 | 64 | 4,096 | both |  |  | 2.50× |  |  |  | b |" in told
-    assert "| triton | 4,096 | 1 | 2 |" in told
-    assert "| triton | 4,096 | 1 | a | 0.002 | 0.002 |" in told
+    text = speed.benchmarks(Path())
+    assert "| bfloat16 | 64 | 4,096 | both |  |  | 2.50× |  |  |  | b |" in text
+    assert "| triton | 4,096 | 1 | 2 |" in text
+    assert "| triton | 4,096 | 1 | a | 0.002 | 0.002 |" in text
+
+
+def test_render_draws_what_is_between_marks(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("docs").mkdir()
+    text = "Before\n<!-- table: speed-layer -->\nold\n<!-- end -->\nafter\n"
+    Path("docs/page.md").write_text(text, encoding="utf-8")
+    Path("README.md").write_text("No table.\n", encoding="utf-8")
+    assert run("render", "--check") == 1
+    assert Path("docs/page.md").read_text(encoding="utf-8") == text
+    assert run("render") == 0
+    assert capsys.readouterr().out.split() == ["docs/page.md", "docs/page.md"]
+    drawn = Path("docs/page.md").read_text(encoding="utf-8")
+    assert drawn.startswith("Before\n<!-- table: speed-layer -->\n\n| tokens |")
+    assert drawn.endswith(" |\n\n<!-- end -->\nafter\n")
+    Path("docs/page.md").write_text(text.replace("speed-layer", "no-such-table"), encoding="utf-8")
+    assert run("render") == 2
+    assert "no-such-table" in capsys.readouterr().err
 
 
 def test_the_table_of_auto_comes_from_rows() -> None:
@@ -202,7 +207,8 @@ def test_the_table_of_auto_comes_from_rows() -> None:
         (["decode", *TINY, "--dtype", "int8"], "dtype: got str 'int8'"),
         (["prologue", *TINY, "--dtype", "bfloat16", "--dim", "5"], "dim: got int 5"),
         (["precision", "--save", "--quick"], "leave out --quick"),
-        (["precision", "--render"], "expected the root of a clone"),
+        (["precision", "--save"], "expected the root of a clone"),
+        (["render"], "expected the root of a clone"),
         (["dispatch"], "there is no benchmarks/data/attention.csv"),
     ],
 )

@@ -97,10 +97,3 @@ def test_the_parts_of_a_datasets_name() -> None:
     assert inputs.parse("hf:a/b") == ("a/b", None, None, None)
     assert inputs.parse("hf:a/b@main:sample-10BT") == ("a/b", "main", "sample-10BT", None)
     assert inputs.parse("hf:a/b@1f#data/*-2e13/*.zst") == ("a/b", "1f", None, "data/*-2e13/*.zst")
-
-
-def test_the_example_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(example, "docs/data.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("book ")

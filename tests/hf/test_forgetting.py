@@ -287,10 +287,10 @@ def test_what_cannot_be_promised_is_refused(model: Any, given: dict[str, Any], m
 
 @pytest.mark.parametrize("name", ["forgetting", "hf"])
 def test_examples_in_the_docs_run(name: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/guide" / f"{name}.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(compile(block, f"docs/{name}.md", "exec"), names)
+        exec(compile(block, f"docs/guide/{name}.md", "exec"), names)
     assert names["cache"].get_seq_length() > 20
 
 

@@ -31,7 +31,7 @@ def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def kept_tiles(
     q: Tensor, k: Tensor, rate: Tensor, u: Tensor, scale: float, eps: float, tile: tuple[int, int]
 ) -> Tensor:
-    """The rule of docs/skipping.md in float64 and dense: which tiles are kept, bool (H, tiles of rows, of columns).
+    """The rule of docs/results/proofs.md in float64, dense: which tiles are kept, bool (H, tiles of rows, of columns).
 
     Args:
         q, k, rate, u: (H, Nq, D), (H, Nk, D), (H, Nq) and (H, Nk); the queries are the last of the keys.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -198,11 +196,3 @@ def test_words_are_spread_evenly() -> None:
 def test_words_stop_where_they_would_repeat() -> None:
     with pytest.raises(ValueError, match="start"):
         words("end", 2, start=2**32 - 1)
-
-
-def test_examples_in_the_docs_run() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "needle.md").read_text(encoding="utf-8")
-    names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(compile(block, "docs/needle.md", "exec"), names)
-    assert "picture" in names

@@ -1,4 +1,4 @@
-"""The cache of a layer that lets go of keys which no future query can give weight; `docs/forgetting.md` has the proof.
+"""The cache of a layer that lets go of keys which no future query can give weight; proof: `docs/results/proofs.md`.
 
 Shapes: B batch, Hq query heads, Hk key heads, G = Hq / Hk, n new tokens, D and Dv widths of cached keys and values.
 """

@@ -1,6 +1,6 @@
 """What no future query of a layer can exceed: the numbers on which forgetting for good rests.
 
-`docs/forgetting.md` has the proof. Shapes: Hq query heads, Hk key heads, d content coordinates, E model width.
+`docs/results/proofs.md` has the proof. Shapes: Hq query heads, Hk key heads, d content coordinates, E model width.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class Forgets:
 
 
 class ForgettingCache(Forgets, ModelCache):
-    """The caches of a GPT that drop keys for good once no future query can give them weight: `docs/forgetting.md`.
+    """The caches of a GPT that drop keys for good once no future query can give them weight: `docs/results/proofs.md`.
 
     Every query of every layer and head attends within eps, in total variation, of what it would with all keys. Made
     for one model and its weights as they are; for any batch size, chunked prefill and left padding. Positions may

@@ -1,4 +1,4 @@
-"""Corpora: documents to token shards, and training windows out of them. `docs/data.md` has the formats and the rules.
+"""Corpora: documents to token shards, and training windows out of them. `docs/guide/data.md` has the formats.
 
 The names are imported when they are first used: the processes that only tokenise never wait for torch.
 """

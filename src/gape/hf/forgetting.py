@@ -1,4 +1,4 @@
-"""A cache for `generate` that lets go of keys which no future query can give weight: `docs/forgetting.md`.
+"""A cache for `generate` that lets go of keys which no future query can give weight: `docs/results/proofs.md`.
 
 Each layer with gates keeps its keys in a :class:`gape.cache.forgetting.ForgettingLayer`. What no query of a layer can
 exceed follows from its weights here too: from the norm before its projections, or from the norms of q and k behind them

@@ -1,7 +1,7 @@
 """Attention that leaves away what provably has no weight, for a whole model: how it is run, not what it is.
 
 Under plain causality a kernel skips tiles of keys that can hold no more than eps of a query's attention, forward and
-backward alike: `docs/skipping.md` has the proof. Nothing of it is saved with a model.
+backward alike: `docs/results/proofs.md` has the proof. Nothing of it is saved with a model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One operator, several implementations that agree. `docs/operator.md` tells them apart."""
+"""One operator, several implementations that agree. `docs/guide/operator.md` tells them apart."""
 
 from gape.ops.api import Details, Plan, available_implementations, detailed_attention, explain, gated_attention
 from gape.ops.plain import attention

@@ -162,7 +162,7 @@ def gated_attention(
             bias passes that of its full head dim.
         impl: "auto", or one of :func:`available_implementations`.
         eps: weight that may be dropped, in all and for any query; 0 drops nothing. Kernels that skip tiles leave away
-            what provably has no more (`docs/skipping.md`), others ignore it. Forward and backward agree.
+            what provably has no more (`docs/results/proofs.md`), others ignore it. Forward and backward agree.
         check: also check the values of the gates, and of positions on a GPU (this waits for the device).
         strict: refuse an implementation or backend that keeps an Nq × Nk matrix.
 

@@ -10,7 +10,7 @@ choose anew for each call cannot be chosen here: positions are counted from 0, t
 c·i and u·j are good to 24 bits, in half precision too, so a logit is off by about 2⁻²⁴·c·i. Beside the rounding of half
 precision that is nothing while c·i = Γ·g·i/T, what a query would lose at position 0, stays below 100,000. Positions
 beyond :func:`furthest` are refused where they can be read without waiting for a device. Elsewhere, on a GPU and in a
-compiled graph, their rows are not a number, and neither is what attends to them. `docs/model.md` has the figures.
+compiled graph, their rows are not a number, and neither is what attends to them. Figures: `docs/results/precision.md`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The six coordinates that carry −c_i·u_j·(i − j) in pieces of the working dtype: one side for queries, one for keys.
 
-:mod:`gape.ops.split` says how they work and when there are two anchors; `docs/precision.md` has the figures.
+:mod:`gape.ops.split` says how they work and when there are two anchors; `docs/results/precision.md` has the figures.
 """
 
 from __future__ import annotations

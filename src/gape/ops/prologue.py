@@ -1,7 +1,7 @@
 """From q and k as projected to what attention takes, in one pass over memory: rows that carry the bias, or bounds.
 
 Without Triton or a GPU the same numbers come from a scheme's own steps and :mod:`gape.ops.columns`, in several passes;
-this module is what replaces them where it can run. `docs/precision.md` says what the coordinates are.
+this module is what replaces them where it can run. `docs/results/precision.md` says what the coordinates are.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def bounded_attention(
         q, k: as :func:`prologue` takes them, in rows of :func:`whole_rows`, with gaps of any size or none.
         v: (B, Hk, N, Dv).
         angles, reading, scale: as :func:`prologue` takes them.
-        eps: what a query may lose to tiles of keys that are left away (`docs/skipping.md`); 0 leaves nothing away.
+        eps: what a query may lose to tiles of keys that are skipped (`docs/results/proofs.md`); 0 skips nothing.
 
     Returns:
         (B, Hq, N, Dv) in q's dtype.

@@ -17,7 +17,7 @@ coordinates too (explicit positions may be anywhere: there three pieces stay, an
     key   [u, u, (u·j)₁, (u·j)₂, (u·j′)₁, (u·j′)₂]      i from its own anchor, j from the first, j′ from the second
 
 More queries are cut into calls of 2,048, each with its own copy of the keys: gate gradients stay exact at any length.
-`docs/precision.md` has the figures.
+`docs/results/precision.md` has the figures.
 """
 
 from __future__ import annotations

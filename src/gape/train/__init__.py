@@ -1,4 +1,4 @@
-"""Training that loses nothing. `docs/training.md` has the formats and the rules."""
+"""Training that loses nothing. `docs/guide/training.md` has the formats and the rules."""
 
 from gape.data.windows import Batch, Source
 from gape.train.checkpoint import verify

@@ -227,9 +227,3 @@ def test_a_search_ends_below_the_room(cost: int) -> None:
     assert counted < 48
     with pytest.raises(TooShortError):
         Room(load_tokenizer("bytes"), 19, 4, slack=0).fill(render, most=10)
-
-
-def test_the_example_of_the_page_runs() -> None:
-    page = (Path(__file__).parents[3] / "docs/ruler.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(example, "docs/ruler.md", "exec"), {})

@@ -49,7 +49,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of a few queries over a long cache.
 
-    One query per key head in half precision leaves values unread that have no weight: see docs/skipping.md.
+    One query per key head in half precision leaves values unread that have no weight: see docs/results/proofs.md.
 
     Args:
         problem: q, k, v in bfloat16, float16 or float32, every layout; any number of queries, meant for few.

@@ -205,7 +205,7 @@ def needed(reach, c, low, k_reach, u_least, distance):
     """1 where a key tile may matter to a query: its best possible logit against what the query has already seen.
 
     reach: scale·‖q‖ (≥ 0); k_reach: the largest ‖k‖ of the tile; u_least: its smallest exposure; distance: to the
-    tile's last key; low: what the forward pass found that this query can spare. The proof: `docs/skipping.md`.
+    tile's last key; low: what the forward pass found that this query can spare. The proof: `docs/results/proofs.md`.
     A bound that is not a number shows nothing, so such a tile is kept.
     """
     return tl.where(reach * k_reach - c * u_least * distance <= low, 0, 1)

@@ -1,4 +1,4 @@
-"""RULER: long-context tasks for models of any size. `docs/ruler.md` has the tasks, formats and rules."""
+"""RULER: long-context tasks for models of any size. `docs/guide/ruler.md` has the tasks, formats and rules."""
 
 from gape.tasks.ruler.evaluation import Settings, evaluate, summarise
 from gape.tasks.ruler.generator import Generator

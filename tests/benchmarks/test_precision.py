@@ -1,4 +1,4 @@
-"""What pages and verdicts say is what the stored rows say."""
+"""Errors of the operator: what is promised, and how float64 gradients are computed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,15 @@ import pytest
 import torch
 
 import precision
-import render
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_precision_page_is_drawn_from_its_rows() -> None:
+def test_stored_errors_keep_what_is_promised() -> None:
     rows = precision.load(ROOT)
-    assert precision.rendered(rows) in (ROOT / precision.PAGE).read_text(encoding="utf-8")
     assert precision.verdict(rows) == []
-    promised = [row for row in rows if row["quantity"] == "output" and row["dtype"] == "bfloat16"]
-    assert {int(row["keys"]) for row in promised} >= {1024, 8192, 131072}
-
-
-def test_benchmark_page_is_drawn_from_its_rows() -> None:
-    assert render.rendered(ROOT) in (ROOT / render.PAGE).read_text(encoding="utf-8")
-    assert render.skipping(ROOT) in (ROOT / render.SKIPPING).read_text(encoding="utf-8")
+    outputs = [row for row in rows if row["quantity"] == "output" and row["dtype"] == "bfloat16"]
+    assert {int(row["keys"]) for row in outputs} >= {1024, 8192, 131072}
 
 
 @pytest.mark.parametrize("impl", ["reference", None])

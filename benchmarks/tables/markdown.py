@@ -1,0 +1,59 @@
+"""What all tables share: stored rows, Markdown, signs and intervals."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+#: The root of the clone.
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def stored(path: str) -> tuple[Record, ...]:
+    """The rows of a file of JSON lines, by its path under the root."""
+    with (ROOT / path).open(encoding="utf-8") as file:
+        return tuple(json.loads(line) for line in file if line.strip())
+
+
+def select(rows: Iterable[Record], **wanted: Any) -> list[Record]:
+    """The rows whose fields have these values."""
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def only(rows: Iterable[Record], **wanted: Any) -> Record:
+    """The one row whose fields have these values."""
+    (row,) = select(rows, **wanted)
+    return row
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table: first column left, the others right."""
+    lines = [list(head), *([*row] for row in rows)]
+    if any(len(line) != len(head) for line in lines):
+        raise ValueError(f"rows: got lengths {sorted({len(line) for line in lines})}, expected {len(head)} cells each")
+    text = ["| " + " | ".join(line) + " |" for line in lines]
+    text.insert(1, "|---|" + "---:|" * (len(head) - 1))
+    return "\n".join(text) + "\n"
+
+
+def signed(text: str) -> str:
+    """Numbers with a minus sign in place of a hyphen."""
+    return re.sub(r"-(?=\d)", "−", text)
+
+
+def interval(value: float, low: float | None, high: float | None, form: str = "+.4f") -> str:
+    """A difference with its 95% interval."""
+    ends = "no interval" if low is None or high is None else f"{low:{form}} … {high:{form}}"
+    return signed(f"{value:{form}} ({ends})")
+
+
+def thousands(values: Iterable[int]) -> list[str]:
+    """Numbers as column heads."""
+    return [f"{value:,}" for value in values]
