@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import gape.hf
-from gape.hf.version import OLD
+from gape.hf.families import TRANSFORMERS_4
 from tests.hf.test_forgetting import FLOOR, injected, made, ours
 from tests.hf.tiny import opened, tiny, tokens
 
@@ -92,6 +92,22 @@ def test_a_layer_with_gates_notices_unevenness_of_others() -> None:
         model(tokens(1, 1), past_key_values=cache)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gape", "llama"])
+@torch.no_grad()
+def test_a_token_with_a_static_cache_does_not_wait_for_the_device(name: str) -> None:
+    model = made(name).cuda()
+    ids, cache = tokens(1, 12).cuda(), StaticCache(config=model.config, max_cache_len=32)
+    given = {"attention_mask": torch.ones(1, 1, 1, 32, dtype=torch.bool).cuda(), "position_ids": ids[:, :1] * 0 + 12}
+    model(ids, past_key_values=cache)
+    model(ids[:, :1], past_key_values=cache, **given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(ids[:, :1], past_key_values=cache, **given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_pads_inside_a_prompt_are_refused_by_name() -> None:
     model, ids = injected("llama"), tokens(1, 12)
     ids[0, 5] = 0
@@ -100,7 +116,7 @@ def test_pads_inside_a_prompt_are_refused_by_name() -> None:
         model.generate(ids, past_key_values=gape.hf.ForgettingCache(model, eps=1e-3), **settings)
 
 
-@pytest.mark.skipif(OLD, reason="transformers 4 refuses it by the name of the attention implementation")
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 refuses it by the name of the attention implementation")
 @pytest.mark.parametrize("model", [lambda: opened(tiny("llama")), ours])
 def test_pages_of_continuous_batching_are_refused(model: Callable[[], Any]) -> None:
     from transformers import ContinuousBatchingConfig

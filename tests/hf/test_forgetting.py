@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 import gape.hf
 from gape.hf import attending, forgetting
+from gape.hf.families import TRANSFORMERS_4
 from gape.hf.forgetting import ForgettingCache
-from gape.hf.version import OLD
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from tests.hf.tiny import tiny, tokens
@@ -108,7 +108,7 @@ def test_tokens_are_taken_back(kind: Any) -> None:
     model, ids = injected("llama"), tokens(1, 30)
     cache = kind(model, **({"eps": 1e-3} if kind is ForgettingCache else {}))
     model(ids[:, :24], past_key_values=cache)
-    for told, left in ((-4, 20), (18, 18), (40, 18), (0, 0 if OLD else 18)):
+    for told, left in ((-4, 20), (18, 18), (40, 18), (0, 0 if TRANSFORMERS_4 else 18)):
         cache.crop(told)
         assert {layer.get_seq_length() for layer in cache.layers} == {left}
 
@@ -178,9 +178,9 @@ def limits_and_extremes(model: Any) -> tuple[Any, Any, Any]:
     seat, limits = cache.layers[0].seat, cache.layers[0].held._fixed
     x = 50 * torch.randn(1, 4000, 32, generator=torch.Generator().manual_seed(1)) + 20
     with torch.no_grad():
-        q, k, _ = module.gape_wiring.family.layout.project(module, norm(x.to(next(model.parameters()).dtype)))
+        q, k, _ = module.project(norm(x.to(next(model.parameters()).dtype)))
         angles = model.model.rotary_emb(x, torch.arange(1)[None]) if hasattr(model, "model") else None
-        q, k = (turned.double() for turned in module._rotate(q, k, torch.zeros(1, dtype=torch.int64), angles))
+        q, k = (part.double() for part in module.rotate(q, k, torch.zeros(1, dtype=torch.int64), x, angles)[:2])
     k = k.repeat_interleave(seat.n_heads // seat.n_kv_heads, dim=1)
     return limits, seat.scale * q.norm(dim=-1).amax((0, 2)), -seat.scale * (q * k).sum(-1).amin((0, 2))
 
@@ -230,7 +230,7 @@ LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_e
 HALF = {**LONG, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.0], "long_factor": [1.0, 1.0]}
 
 
-@pytest.mark.skipif(OLD, reason="transformers 4 keeps rotations under other names")
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 keeps rotations under other names")
 @pytest.mark.parametrize(
     ("family", "rope"),
     [("llama", YARN), ("llama", {**YARN, "attention_factor": 0.5}), ("phi3", HALF), ("smollm3", YARN)],

@@ -12,9 +12,9 @@ pytest.importorskip("transformers")
 import transformers
 
 import gape.hf
-from gape.hf.attend import attend
+from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import RetrofitGates
-from gape.hf.version import OLD
+from gape.hf.implementations import masked_attention
 from tests.hf.tiny import opened, tiny, tokens
 
 
@@ -58,7 +58,7 @@ def test_what_is_wrong_is_refused_and_the_model_stays(family, arguments, said):
 
 def test_another_position_is_refused_where_a_part_of_each_head_turns():
     part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    model = tiny("phi3", **({"partial_rotary_factor": 0.5} if OLD else {"rope_parameters": part}))
+    model = tiny("phi3", **({"partial_rotary_factor": 0.5} if TRANSFORMERS_4 else {"rope_parameters": part}))
     with pytest.raises(ValueError, match="rotates a part of each head"):
         gape.hf.inject(model, context_length=16, position="p-rope+gape")
     gape.hf.inject(model, context_length=16)
@@ -258,7 +258,9 @@ def test_the_models_implementation_is_honoured():
             torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-3)
     q = torch.zeros(1, 1, 3, 4)
     with pytest.raises(ValueError, match="attention_mask"):
-        attend(q, q, q, None, name="gape", q_positions=ids[0, :3], k_positions=ids[0, :3], mask=ids, scale=1.0)
+        masked_attention(
+            q, q, q, None, name="gape", q_positions=ids[0, :3], k_positions=ids[0, :3], mask=ids, scale=1.0
+        )
     flash = tiny("llama")
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash_attention_2"):
@@ -276,8 +278,8 @@ def test_weights_come_with_the_dense_form():
 
 def test_a_name_that_shows_later_tokens_is_stopped(monkeypatch):
     model = opened(tiny("llama"))
-    monkeypatch.setattr("gape.hf.attend._TRIED", set())
-    monkeypatch.setattr("gape.hf.masks.seen", lambda q, k, mask, n: {"is_causal": False})
+    monkeypatch.setattr("gape.hf.implementations._CHECKED", set())
+    monkeypatch.setattr("gape.hf.masks.visibility", lambda q, k, mask, n: {"is_causal": False})
     with pytest.raises(RuntimeError, match="later"):
         model(tokens())
 

@@ -33,7 +33,7 @@ def additive(mask: Tensor) -> Tensor:
 def test_pads_are_found_and_everything_else_is_refused(
     slab: int, form: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masks, "SLAB", slab)
+    monkeypatch.setattr(masks, "ROWS", slab)
     assert masks.real_tokens(None, ROWS, 2) is None
     assert masks.real_tokens(form(causal()), ROWS, 2) is None
     assert masks.real_tokens(form(causal(2)), ROWS, 2).tolist() == [[True] * 7] * 2
@@ -50,12 +50,12 @@ def test_pads_are_found_and_everything_else_is_refused(
 
 @pytest.mark.parametrize("slab", [2, 1024])
 def test_a_chunk_goes_on_where_nothing_but_later_tokens_is_hidden(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "SLAB", slab)
+    monkeypatch.setattr(masks, "ROWS", slab)
     keys = torch.arange(KEYS)
-    assert masks.goes_on(keys[-ROWS:], keys, causal())
-    assert not masks.goes_on(keys[-ROWS:], keys, causal(1))
-    assert not masks.goes_on(keys[-ROWS:] + 1, keys, causal())
-    assert not masks.goes_on(keys[-ROWS:], torch.where(keys > 2, keys + 1, keys), causal())
+    assert masks.is_next_chunk(keys[-ROWS:], keys, causal())
+    assert not masks.is_next_chunk(keys[-ROWS:], keys, causal(1))
+    assert not masks.is_next_chunk(keys[-ROWS:] + 1, keys, causal())
+    assert not masks.is_next_chunk(keys[-ROWS:], torch.where(keys > 2, keys + 1, keys), causal())
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
 from gape.cache.slots import Slot, Slots
-from gape.hf import Captured, KeepingCache, captured, rows
+from gape.hf import Captured, KeepingCache, captured
 from gape.hf.captured import SlotLayer
 from gape.hf.forgetting import places_of
 from gape.ops import prologue
@@ -50,6 +50,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 class Heard:
     """Stands in for what a layer holds, and keeps what it is given."""
 
+    length = 0
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
         self.given = (q, k, v)
         return torch.empty(*q.shape[:3], v.size(-1), dtype=v.dtype, device=v.device)
@@ -70,7 +72,7 @@ def in_one_launch() -> Iterator[list[Any]]:
     stepped = step.stepped
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
-            patch.setattr(rows, "steps", lambda q, k, dtype: prologue.ready(q.device, dtype))
+            patch.setattr(captured, "steps", lambda q, k, dtype: prologue.ready(q.device, dtype))
         patch.setattr(step, "stepped", lambda q, k, told, **how: (taken.append(told), stepped(q, k, told, **how))[1])
         yield taken
 
@@ -78,7 +80,7 @@ def in_one_launch() -> Iterator[list[Any]]:
 @contextmanager
 def one_by_one_launches() -> Iterator[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "steps", lambda *_: False)
+        patch.setattr(captured, "steps", lambda *_: False)
         yield []
 
 
@@ -207,7 +209,7 @@ def test_a_layer_that_others_listen_to_goes_step_by_step() -> None:
     for listened in (False, True):
         attention.stepwise = listened
         with in_one_launch():
-            found.append(rows.rows_of(attention, q, k, torch.tensor([3], device=DEVICE), None))
+            found.append(captured.rows_of(attention, q, k, torch.tensor([3], device=DEVICE), None))
     assert [each is None for each in found] == [False, True]
 
 
@@ -217,7 +219,7 @@ def test_launches_between_projections_and_attention(case: str, monkeypatch: pyte
     """Four products and one kernel are all that a layer launches, its attention aside."""
     model, kernels = built(case).half(), []
     attended(model, in_one_launch)
-    monkeypatch.setattr(rows, "steps", lambda *_: True)
+    monkeypatch.setattr(captured, "steps", lambda *_: True)
     monkeypatch.setattr(step, "direct", lambda kernel: defaultdict(lambda: lambda *_, **__: kernels.append(kernel)))
     where, x = torch.tensor([[9]], device=DEVICE), torch.randn(2, 1, 32, device=DEVICE).half()
     embeddings, layer, cache = model.model.rotary_emb(x, where), model.model.layers[0].self_attn, Cache(model)

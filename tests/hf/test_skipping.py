@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import gape.hf
 from gape.experiments import forgetting_timing
-from gape.hf.listening import attended
+from gape.hf.language import attention_inputs
 from gape.models.skipping import skip, skipping
 from gape.ops import detailed_attention, reference
 from gape.ops.inputs import Problem
@@ -159,7 +159,7 @@ def test_an_implementation_without_kernels_is_refused_when_it_attends() -> None:
 
 
 def heard(model: Any, ids: Tensor) -> list[Problem]:
-    return attended(gape.hf.LanguageModel(model), ids)
+    return attention_inputs(gape.hf.LanguageModel(model), ids)
 
 
 def test_what_is_heard_is_what_attends() -> None:

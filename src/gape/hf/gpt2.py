@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gape.hf.version import OLD
+from gape.hf.families import TRANSFORMERS_4
 from gape.utils.validation import invalid_argument, whole
 
 
@@ -78,7 +78,7 @@ def take_positions(model: Any, *, replaced: bool) -> dict[str, Any]:
     """Guard a GPT-2's table of positions, or put nothing in its place; what undoes it."""
     transformer = model.transformer
     # Transformers 4 does not tell the blocks which positions they work at.
-    hooks = [transformer.register_forward_pre_hook(_tell_blocks, with_kwargs=True)] if OLD else []
+    hooks = [transformer.register_forward_pre_hook(_tell_blocks, with_kwargs=True)] if TRANSFORMERS_4 else []
     table = transformer.wpe
     if replaced:
         transformer.wpe = NoPositions()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gape.hf.families import family_of
 from gape.hf.injection import inject, remove
-from gape.hf.saving import Saved
+from gape.hf.save_load import InjectedModel
 from gape.utils.validation import invalid_argument, positive_number, whole
 
 #: Tokens of a prompt that go through the model at once; `eager` makes a weight for each of them and each key.
@@ -32,7 +32,7 @@ def sizes(model: Any) -> tuple[int, int, int]:
     Raises:
         ValueError: it has gates, or is of a family that is not known here.
     """
-    if isinstance(model, Saved):
+    if isinstance(model, InjectedModel):
         raise ValueError("model: got one with gates, expected one without; gape.hf.remove takes them out")
     family = family_of(model)
     modules = family.modules(model)
