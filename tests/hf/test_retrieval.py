@@ -117,7 +117,7 @@ def test_the_cheapest_head_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.0 + sum(prices[head] for head in floored)
 
     monkeypatch.setattr(heads, "_loss", loss)
-    found = heads.pruned(model, [], ALL, 1, **TRIAL, told=lambda head, cost: heard.append((head, cost)))
+    found = heads.pruned(model, [], ALL, 1, **TRIAL, report=lambda head, cost: heard.append((head, cost)))
     # Of the two that cost the same, the last.
     assert found.removed == [(0, 1), (1, 0), (1, 1)]
     assert (found.heads, found.losses) == ([(0, 0)], [1.0, 1.25, 1.75, 2.25])

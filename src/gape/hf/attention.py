@@ -64,9 +64,9 @@ class AttentionLayer(Protocol):
         """Rotated q and k, the queries' gate (B, Hq, N) and the keys' landmark (B, Hk, N); None without gates."""
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **where: Any
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, Hq, N, Dv), and weights where the dense form ran; `where` is for :func:`masked_attention`."""
+        """(B, Hq, N, Dv), and weights where the dense form ran; `visibility` is for :func:`masked_attention`."""
 
     def merge(self, y: Tensor) -> Tensor:
         """(B, Hq, N, Dv) → (B, N, E)."""
@@ -242,7 +242,7 @@ class InjectedAttention(Skips):
         return q, k, gate, landmark
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **where: Any
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend under the gates, if there are some."""
         values = None
@@ -250,7 +250,7 @@ class InjectedAttention(Skips):
             values = GateValues(gate, landmark, self.gape.amplitude, self.gape_wiring.context_length)
         return masked_attention(
             q, k, v, values, name=self.config._attn_implementation, scale=self.gape_wiring.family.layout.scale(self),
-            softcap=self.softcap, skips=self.skips, **where,
+            softcap=self.softcap, skips=self.skips, **visibility,
         )  # fmt: skip
 
     def merge(self, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Families of attention modules in `transformers`: where q, k and v come from, and where the answer goes.
+"""Families of attention modules in `transformers`: their projections, sizes and scales.
 
 A family that shares a layout needs one line in `ATTENTION`, and its tiny config in `tests/hf/tiny.py`.
 
@@ -170,10 +170,10 @@ def rope_theta(config: Any) -> float:
     Raises:
         ValueError: it has none, or several, or rescales them.
     """
-    given = getattr(config, "rope_parameters", None) or {"rope_theta": getattr(config, "rope_theta", None)}
-    scaling = getattr(config, "rope_scaling", None) or given
+    parameters = getattr(config, "rope_parameters", None) or {"rope_theta": getattr(config, "rope_theta", None)}
+    scaling = getattr(config, "rope_scaling", None) or parameters
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else "default"
-    theta = given.get("rope_theta")
+    theta = parameters.get("rope_theta")
     several = getattr(config, "rope_local_base_freq", None) is not None
     if theta is None or several or kind not in (None, "default"):
         raise ValueError(

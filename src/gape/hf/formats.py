@@ -89,7 +89,7 @@ def _gguf_elements(file: Path) -> dict[str, int]:
     """
     from gguf import GGUFReader  # noqa: PLC0415
 
-    class Reader(GGUFReader):  # type: ignore[misc]
+    class Reader(GGUFReader):
         # gguf's own reads nothing behind the end of a file, without an error: where an array announces more numbers
         # than there are, its list grows until memory ends.
         def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:

@@ -230,7 +230,7 @@ def warn_of_idle(model: nn.Module, state: Mapping[str, Tensor] | None = None) ->
         log.warning("gates cannot act: no strength is above %.1g, so nothing fades; %s", largest, REMEDY)
 
 
-def refuse_other_length(stored: Tensor | None, own: int, where: str) -> None:
+def refuse_other_length(stored: Tensor | None, own: int, source: str) -> None:
     """Refuse gates that were trained with another T.
 
     Raises:
@@ -240,16 +240,16 @@ def refuse_other_length(stored: Tensor | None, own: int, where: str) -> None:
         return
     length = int(stored.reshape(-1)[0])
     if length != own:
-        raise ValueError(f"context_length: {where} was trained with T = {length}, expected {own}")
+        raise ValueError(f"context_length: {source} was trained with T = {length}, expected {own}")
 
 
-def refuse_other_settings(stored: Tensor | None, own: Settings | None, where: str) -> None:
+def refuse_other_settings(stored: Tensor | None, own: Settings | None, source: str) -> None:
     """Refuse gates that were trained under other settings of an injection than the model's.
 
     Args:
         stored: hashes of the settings, saved beside the gates; None accepts all.
         own: the model's settings; None accepts all.
-        where: the layer, for the message.
+        source: the layer or adapter, for the message.
 
     Raises:
         ValueError: names the layer, the settings that differ and the model's values of them.
@@ -265,7 +265,9 @@ def refuse_other_settings(stored: Tensor | None, own: Settings | None, where: st
     if other:
         values = own.to_dict()
         words = ", ".join(f"{name} = {values[name]!r}" for name in other)
-        raise ValueError(f"{where} was trained under other settings than the model's {words}; inject with those it had")
+        raise ValueError(
+            f"{source} was trained under other settings than the model's {words}; inject with those it had"
+        )
 
 
 def parameters(model: Any, which: str = "gates") -> list[nn.Parameter]:

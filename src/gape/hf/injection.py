@@ -105,7 +105,7 @@ def install(model: Any, settings: Settings) -> None:
     family = family_of(model)
     undo: dict[str, Any] = {"implementation": model.config._attn_implementation, "hooks": []}
     if family.model_type == "gpt2":
-        undo |= gpt2.take_positions(model, replaced=settings.position is not None)
+        undo |= gpt2.limit_positions(model, replaced=settings.position is not None)
     modules = family.modules(model)
     numbers = settings.layers if settings.layers is not None else range(len(modules))
     scheme = _scheme(family, settings, model)
@@ -134,7 +134,7 @@ def remove(model: Any) -> Any:
         raise invalid_argument("model", type(model).__name__, "a model that gape.hf.inject has put gates into")
     undo: dict[str, Any] = model.gape_undo
     if family_of(model).model_type == "gpt2":
-        gpt2.give_positions_back(model, undo)
+        gpt2.restore_positions(model, undo)
     for module in family_of(model).modules(model):
         if isinstance(module, InjectedAttention):
             _unwrap(module)

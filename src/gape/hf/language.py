@@ -189,7 +189,7 @@ def _recorded(layers: list[Any], problems: list[Problem]) -> Iterator[None]:
     def recording(layer: InjectedAttention) -> Any:
         attend = layer.attend
 
-        def record(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, landmark: Tensor, **where: Any) -> Any:
+        def record(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, landmark: Tensor, **visibility: Any) -> Any:
             amplitude, wiring, dtype = layer.gates.amplitude, layer.gape_wiring, bias_dtype(q.dtype)
             problem = Problem(
                 q=q, k=k, v=v, gate=gate.to(dtype), landmark=landmark.to(dtype), amplitude=amplitude.to(dtype),
@@ -197,7 +197,7 @@ def _recorded(layers: list[Any], problems: list[Problem]) -> Iterator[None]:
                 seen=inputs.visibility(q, k),
             )  # fmt: skip
             problems.append(problem)
-            return attend(q, k, v, gate, landmark, **where)
+            return attend(q, k, v, gate, landmark, **visibility)
 
         return record
 

@@ -346,19 +346,19 @@ class GPTLayer:
         return q, k, q_side, k_side
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **where: Any
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as the scheme does, with the numbers of queries and keys that :meth:`rotate` gave."""
         attention, values = self.attention, None
         if self.gates is not None and gate is not None and landmark is not None:
             values = GateValues(gate, landmark, self.gates.amplitude, attention.context_length)
 
-        def plain(q: Tensor, k: Tensor, v: Tensor, **visibility: Any) -> Tensor:
-            return attention.scheme.attend(q, k, v, gate, landmark, **visibility)
+        def plain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+            return attention.scheme.attend(q, k, v, gate, landmark, **arguments)
 
         return masked_attention(
             q, k, v, values, name=self.config._attn_implementation, scale=attention.scale, plain=plain,
-            auto=attention.impl, skips=attention.skips, **where,
+            auto=attention.impl, skips=attention.skips, **visibility,
         )  # fmt: skip
 
     def merge(self, y: Tensor) -> Tensor:
