@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,6 @@ from gape.experiments import forgetting_timing
 from gape.hf import Captured, ForgettingCache, KeepingCache, LanguageModel, captured, keeping
 from gape.hf.attending import AttendingCache
 from gape.models.skipping import skipping
-from gape.ops.triton import decode_grouped, deposit
 from tests.hf.test_forgetting import injected, ours
 from tests.hf.tiny import tiny, tokens
 from tests.models.played import Played, playing
@@ -153,29 +151,6 @@ def test_a_step_neither_waits_for_the_host_nor_brings_anything_from_it(
         step._replayed(ids[:, :1], slots.begin(), slots)
     assert "mm" in heard.names
     assert not heard.names & {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "lift_fresh", "item"}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", CACHES | MEASURING)
-def test_a_layer_writes_in_one_launch_and_attends_in_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its heads lie on several shelves, two queries share a key, and queries are noted."""
-    model, ids = made("llama"), tokens(2, 58)
-    cache: AttendingCache = (CACHES | MEASURING)[kind](model)
-    for part in ids[:, :57].split(56, dim=1):
-        model(part, past_key_values=cache)
-    step, together, kernels = Captured(model, cache), cache.together, []
-    held = [layer.held() for layer in together.layers]
-    assert [len(layer.blocks) > 1 for layer in held] == [kind != "keeping"] * 2
-    assert [layer.notes is not None for layer in held] == [kind == "measuring"] * 2
-    slots = Slots(held, together.length, 2, ids.device)
-    for module in (deposit, decode_grouped):
-        launched = lambda kernel: defaultdict(lambda: lambda *_, **__: kernels.append(kernel))  # noqa: E731
-        monkeypatch.setattr(module, "direct", launched)
-    with Operations() as heard:
-        step._replayed(ids[:, 57:], slots.begin(), slots)
-    assert kernels == [deposit.write_token, decode_grouped.partial_grouped] * 2
-    assert "mm" in heard.names
-    assert not heard.names & {"index_copy", "index_copy_", "index_select", "index_put_"}
 
 
 @torch.no_grad()

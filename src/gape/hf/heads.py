@@ -202,7 +202,8 @@ def pruned(
         gates: other options of :class:`gape.GAPEGates`.
         seed: of the gates' first values.
         check: called before each trial; may raise to stop.
-        report: called with None and the loss with all of `heads` free, then with each head that got a floor and the loss.
+        report: called with None and the loss with all of `heads` free, then with each head that got a floor and its
+            loss.
 
     Raises:
         ValueError: a value out of range, gates in the model, or a loss that is not finite. The model is as it was.
