@@ -23,11 +23,11 @@ def test_what_is_packed_comes_back(dtype):
     positions = torch.randint(-5, 4_000_000, (2, 50), generator=generator)
     packed = pack(k, landmark, positions)
     assert packed.shape == (2, 3, 50, 8 + extra_width(dtype))
-    keys, found, where = unpack(packed, 8)
+    keys, actual, where = unpack(packed, 8)
     assert torch.equal(keys, k)
     assert torch.equal(where, positions)
-    torch.testing.assert_close(found, landmark, atol=6e-8 if dtype == torch.float16 else 0, rtol=0)
-    found.sum().backward()
+    torch.testing.assert_close(actual, landmark, atol=6e-8 if dtype == torch.float16 else 0, rtol=0)
+    actual.sum().backward()
     assert torch.equal(landmark.grad, torch.ones_like(landmark))
 
 

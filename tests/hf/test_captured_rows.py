@@ -69,7 +69,9 @@ def in_one_launch() -> Iterator[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(captured, "steps", lambda q, k, dtype: prologue.ready(q.device, dtype))
-        patch.setattr(step, "stepped", lambda q, k, told, **how: (taken.append(told), stepped(q, k, told, **how))[1])
+        patch.setattr(
+            step, "stepped", lambda q, k, options, **how: (taken.append(options), stepped(q, k, options, **how))[1]
+        )
         yield taken
 
 
@@ -82,8 +84,8 @@ def one_by_one_launches() -> Iterator[list[Any]]:
 
 def built(case: str, **injected: Any) -> Any:
     """A model with gates of every strength, also none at all."""
-    family, changes, told = CASES[case]
-    model = opened(tiny(family, **changes), start="paper", **told, **injected)
+    family, changes, options = CASES[case]
+    model = opened(tiny(family, **changes), start="paper", **options, **injected)
     with torch.no_grad():
         for module in model.modules():
             if hasattr(module, "strength"):
@@ -118,15 +120,15 @@ def assert_rows_agree(got: Attended, expected: Attended, turned: dict[str, float
     assert (got.launches, expected.launches) == (1, 0)
     assert torch.equal(got.v, expected.v)
     near = 2.0 ** (1 - significand_bits(expected.q))
-    for found, wanted, once, pieces in ((got.q, expected.q, 3, 0), (got.k, expected.k, 0, 3)):
-        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-        torch.testing.assert_close(found[..., :CONTENT], wanted[..., :CONTENT], **turned)
-        bias, right = (x[..., CONTENT : CONTENT + 6].double() for x in (found, wanted))
+    for actual, wanted, once, pieces in ((got.q, expected.q, 3, 0), (got.k, expected.k, 0, 3)):
+        assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
+        torch.testing.assert_close(actual[..., :CONTENT], wanted[..., :CONTENT], **turned)
+        bias, right = (x[..., CONTENT : CONTENT + 6].double() for x in (actual, wanted))
         for part, size in ((slice(once, once + 3), UNIT), (slice(pieces, pieces + 3), 1.0)):
             # What a key is not spared is a difference to 1, whose last bit is large beside a small one.
             close = {"atol": size * 2**-16, "rtol": 2 * near}
             torch.testing.assert_close(bias[..., part].sum(-1), right[..., part].sum(-1), **close)
-        assert not found[..., CONTENT + 6 :].any()
+        assert not actual[..., CONTENT + 6 :].any()
 
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -189,24 +191,24 @@ def test_replayed_tokens_equal_the_model(name: str, monkeypatch: pytest.MonkeyPa
     for each in (plain, cache):
         model(ids[:, :20], past_key_values=each)
     with in_one_launch() as taken:
-        found = one_by_one(Captured(model, cache), ids[:, 20:])
+        actual = one_by_one(Captured(model, cache), ids[:, 20:])
     expected = one_by_one(lambda token: model(token, past_key_values=plain).logits, ids[:, 20:])
     assert [graph.replays for graph in played] == [1]
     # Once for the graph, and once by it.
     assert len(taken) == 2 * 2
-    assert float((found - expected).norm() / expected.norm()) < 2**-7
+    assert float((actual - expected).norm() / expected.norm()) < 2**-7
 
 
 @torch.no_grad()
 def test_a_layer_that_others_listen_to_goes_step_by_step() -> None:
     attention = next(made("gape").half().to(DEVICE).gpt.blocks()).attention
     q, k = (torch.randn(1, heads, 1, attention.content_dim, device=DEVICE).half() for heads in (4, 2))
-    found = []
+    actual = []
     for listened in (False, True):
         attention.stepwise = listened
         with in_one_launch():
-            found.append(captured.rows_of(attention, q, k, torch.tensor([3], device=DEVICE), None))
-    assert [each is None for each in found] == [False, True]
+            actual.append(captured.rows_of(attention, q, k, torch.tensor([3], device=DEVICE), None))
+    assert [each is None for each in actual] == [False, True]
 
 
 @pytest.mark.gpu

@@ -48,8 +48,8 @@ def test_generation_says_the_same_with_fewer_keys(name: str) -> None:
     model, ids = made(name), tokens(2, 60)
     settings = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     cache = ForgettingCache(model, eps=1e-6)
-    found = model.generate(ids, past_key_values=cache, **settings)
-    assert torch.equal(found, model.generate(ids, **settings))
+    actual = model.generate(ids, past_key_values=cache, **settings)
+    assert torch.equal(actual, model.generate(ids, **settings))
     assert cache.get_seq_length() == 79
     assert max(max(kept) for kept in cache.kept) < 75
     assert cache.nbytes > 0
@@ -107,8 +107,8 @@ def test_tokens_are_taken_back(kind: Any) -> None:
     model, ids = injected("llama"), tokens(1, 30)
     cache = kind(model, **({"eps": 1e-3} if kind is ForgettingCache else {}))
     model(ids[:, :24], past_key_values=cache)
-    for told, left in ((-4, 20), (18, 18), (40, 18), (0, 0 if TRANSFORMERS_4 else 18)):
-        cache.crop(told)
+    for count, left in ((-4, 20), (18, 18), (40, 18), (0, 0 if TRANSFORMERS_4 else 18)):
+        cache.crop(count)
         assert {layer.get_seq_length() for layer in cache.layers} == {left}
 
 
@@ -183,9 +183,9 @@ def test_no_input_exceeds_the_limits_of_a_layer(family: str) -> None:
 
 
 def test_weights_beside_large_biases_count_in_half_precision() -> None:
-    told = {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 2}
-    exact = limits_and_extremes(shaken(injected("qwen2", **told), "proj.bias", 100.0))[0]
-    rough = limits_and_extremes(shaken(injected("qwen2", **told), "proj.bias", 100.0).to(torch.bfloat16))[0]
+    arguments = {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 2}
+    exact = limits_and_extremes(shaken(injected("qwen2", **arguments), "proj.bias", 100.0))[0]
+    rough = limits_and_extremes(shaken(injected("qwen2", **arguments), "proj.bias", 100.0).to(torch.bfloat16))[0]
     torch.testing.assert_close(rough.reach, exact.reach, rtol=1e-2, atol=0.0)
     torch.testing.assert_close(rough.own, exact.own, rtol=1e-2, atol=0.0)
 

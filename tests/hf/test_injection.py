@@ -204,8 +204,8 @@ def test_distances_are_of_positions_and_divided_by_t():
         q, k, v, gate, landmark, at.gape.amplitude, context_length=16, q_positions=where, k_positions=where,
         impl="reference",
     )  # fmt: skip
-    found, _ = at(x, position_embeddings=embeddings, attention_mask=None, position_ids=positions)
-    torch.testing.assert_close(found, at.o_proj(expected.transpose(1, 2).flatten(2)), atol=1e-5, rtol=1e-4)
+    actual, _ = at(x, position_embeddings=embeddings, attention_mask=None, position_ids=positions)
+    torch.testing.assert_close(actual, at.o_proj(expected.transpose(1, 2).flatten(2)), atol=1e-5, rtol=1e-4)
 
 
 ROTATIONS = {
@@ -355,10 +355,10 @@ def test_half_precision_keeps_gates_exact_and_decodes_as_it_reads(dtype):
         whole = model(ids, use_cache=False).logits
         first = model(ids[:, :20], use_cache=True)
         steps = [model(ids[:, i : i + 1], past_key_values=first.past_key_values).logits for i in range(20, 40)]
-        found = torch.cat([first.logits, *steps], dim=1)
+        actual = torch.cat([first.logits, *steps], dim=1)
         exact = opened(tiny("llama"), context_length=8).to(torch.float32)(ids, use_cache=False).logits
     off = (whole.float() - exact).abs().max()
-    assert (found.float() - exact).abs().max() < 2 * off + 1e-3
+    assert (actual.float() - exact).abs().max() < 2 * off + 1e-3
 
 
 def test_gates_are_in_the_mode_of_their_layer():

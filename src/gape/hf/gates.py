@@ -89,15 +89,13 @@ class Settings:
         """The scheme without gates, or None."""
         return None if self.position is None else self.position.removesuffix("+gape")
 
-    def hashes(self, *, verbatim: bool = False) -> list[int]:
-        """A number for each of :data:`HASHED`, saved beside the gates.
+    def hashes(self) -> list[int]:
+        """A number for each of :data:`HASHED`, saved beside the gates; 4 and 4.0 have the same.
 
-        Each is below 2²⁴, so that it stays exact in float32. 4 and 4.0 have one hash, unless `verbatim`, as older
-        models were hashed.
+        Each is below 2²⁴, so that it stays exact in float32.
         """
         values = self.to_dict()
-        plain = (values[name] if verbatim else _plain(values[name]) for name in HASHED)
-        texts = (json.dumps(value, sort_keys=True).encode() for value in plain)
+        texts = (json.dumps(_plain(values[name]), sort_keys=True).encode() for name in HASHED)
         return [int.from_bytes(hashlib.sha256(text).digest()[:3]) for text in texts]
 
     def to_dict(self) -> dict[str, Any]:
@@ -257,11 +255,9 @@ def refuse_other_settings(stored: Tensor | None, own: Settings | None, source: s
     if stored is None or own is None or stored.device.type == "meta":
         return
     hashes = stored.to(torch.int64).tolist()
-    accepted = zip(own.hashes(), own.hashes(verbatim=True), strict=True)
+    other = list(HASHED)
     if len(hashes) == len(HASHED):
-        other = [name for name, was, now in zip(HASHED, hashes, accepted, strict=True) if was not in now]
-    else:
-        other = list(HASHED)
+        other = [name for name, was, now in zip(HASHED, hashes, own.hashes(), strict=True) if was != now]
     if other:
         values = own.to_dict()
         words = ", ".join(f"{name} = {values[name]!r}" for name in other)

@@ -168,7 +168,7 @@ def _checked(
     options: Mapping[str, Any],
 ) -> tuple[Settings, Family]:
     """The settings and the family, after every check that needs no change of the model."""
-    if isinstance(model, InjectedModel) or any(isinstance(module, RetrofitGates) for module in _modules(model)):
+    if isinstance(model, nn.Module) and any(isinstance(m, InjectedAttention) for m in model.modules()):
         raise ValueError("model: got one with gates, expected one without; gape.hf.remove takes them out")
     family = family_of(model)
     count = len(family.modules(model))
@@ -302,10 +302,6 @@ def _unwrap(module: Any) -> None:
     del module.gape_wiring
     vars(module).pop("skips", None)
     module.__class__ = base
-
-
-def _modules(model: Any) -> Iterable[nn.Module]:
-    return model.modules() if isinstance(model, nn.Module) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
