@@ -13,12 +13,12 @@ import gape.hf  # noqa: F401
 def main(directory: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    ids, found = torch.load(directory / "ids.pt", weights_only=True), {}
+    ids, actual = torch.load(directory / "ids.pt", weights_only=True), {}
     for place in sorted(path for path in directory.iterdir() if path.is_dir()):
         model = AutoModelForCausalLM.from_pretrained(place).eval()
         with torch.no_grad():
-            found[place.name] = model(ids).logits
-    torch.save(found, directory / "logits.pt")
+            actual[place.name] = model(ids).logits
+    torch.save(actual, directory / "logits.pt")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import gape.hf
-from gape.hf.version import OLD
+from gape.hf.families import TRANSFORMERS_4
 from tests.hf.test_forgetting import FLOOR, injected, made, ours
 from tests.hf.tiny import opened, tiny, tokens
 
@@ -100,17 +100,17 @@ def test_pads_inside_a_prompt_are_refused_by_name() -> None:
         model.generate(ids, past_key_values=gape.hf.ForgettingCache(model, eps=1e-3), **settings)
 
 
-@pytest.mark.skipif(OLD, reason="transformers 4 refuses it by the name of the attention implementation")
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 refuses it by the name of the attention implementation")
 @pytest.mark.parametrize("model", [lambda: opened(tiny("llama")), ours])
 def test_pages_of_continuous_batching_are_refused(model: Callable[[], Any]) -> None:
     from transformers import ContinuousBatchingConfig
 
-    told = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    arguments = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     prompts = tokens(2, 6).tolist()
-    found = model().generate_batch(prompts, told, continuous_batching_config=sizes, warmup=False)
-    assert len(found) == 2
-    for result in found.values():
+    actual = model().generate_batch(prompts, arguments, continuous_batching_config=sizes, warmup=False)
+    assert len(actual) == 2
+    for result in actual.values():
         assert result.error.startswith("cache: ")
         assert result.generated_tokens == []
 
@@ -128,6 +128,6 @@ def test_keys_without_gates_are_cached_as_they_are(model: Callable[[], Any]) -> 
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    found = gpt.generate(ids, past_key_values=cache, **settings)
-    assert torch.equal(found, gpt.generate(ids, use_cache=False, **settings))
+    actual = gpt.generate(ids, past_key_values=cache, **settings)
+    assert torch.equal(actual, gpt.generate(ids, use_cache=False, **settings))
     assert {layer.keys.size(-1) for layer in cache.layers} == {8}

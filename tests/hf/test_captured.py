@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,6 @@ from gape.experiments import forgetting_timing
 from gape.hf import Captured, ForgettingCache, KeepingCache, LanguageModel, captured, keeping
 from gape.hf.attending import AttendingCache
 from gape.models.skipping import skipping
-from gape.ops.triton import decode_grouped, deposit
 from tests.hf.test_forgetting import injected, ours
 from tests.hf.tiny import tiny, tokens
 from tests.models.played import Played, playing
@@ -77,9 +75,9 @@ def test_replayed_tokens_equal_the_model(name: str, kind: str, played: list[Play
     plain, cache = ((CACHES | MEASURING)[kind](model) for _ in range(2))
     for each in (plain, cache):
         model(ids[:, :56], past_key_values=each)
-    found = one_by_one(Captured(model, cache), ids[:, 56:58])
+    actual = one_by_one(Captured(model, cache), ids[:, 56:58])
     expected = one_by_one(lambda token: model(token, past_key_values=plain).logits, ids[:, 56:58])
-    torch.testing.assert_close(found, expected, **NEAR)
+    torch.testing.assert_close(actual, expected, **NEAR)
     assert [graph.replays for graph in played] == [1]
     # What was written counts for the model itself, too.
     rest = [model(ids[:, 58:], past_key_values=each).logits for each in (cache, plain)]
@@ -97,8 +95,8 @@ def test_keys_of_64_are_80_wide(played: list[Played]) -> None:
     model, ids = made("llama", num_hidden_layers=1, head_dim=64), tokens(2, 12)
     cache = KeepingCache(model, 16)
     model(ids[:, :8], past_key_values=cache)
-    found = one_by_one(Captured(model, cache), ids[:, 8:])
-    torch.testing.assert_close(found, model(ids, use_cache=False).logits[:, 8:], **NEAR)
+    actual = one_by_one(Captured(model, cache), ids[:, 8:])
+    torch.testing.assert_close(actual, model(ids, use_cache=False).logits[:, 8:], **NEAR)
     assert [graph.replays for graph in played] == [3]
     ((block,),) = (layer.held().blocks for layer in cache.together.layers)
     assert (block.k.size(-1), block.v.size(-1)) == (80, 64)
@@ -117,9 +115,9 @@ def test_a_cache_that_grows_or_looks_is_recorded_again(
     plain, cache = (KeepingCache(model, 6) if kind == "keeping" else CACHES[kind](model) for _ in range(2))
     for each in (plain, cache):
         model(ids[:, :prompt], past_key_values=each)
-    found = one_by_one(Captured(LanguageModel(model), cache), ids[:, prompt:])
+    actual = one_by_one(Captured(LanguageModel(model), cache), ids[:, prompt:])
     expected = one_by_one(lambda token: model(token, past_key_values=plain).logits, ids[:, prompt:])
-    torch.testing.assert_close(found, expected, **NEAR)
+    torch.testing.assert_close(actual, expected, **NEAR)
     assert [graph.replays for graph in played] == replays
 
 
@@ -156,36 +154,13 @@ def test_a_step_neither_waits_for_the_host_nor_brings_anything_from_it(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", CACHES | MEASURING)
-def test_a_layer_writes_in_one_launch_and_attends_in_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its heads lie on several shelves, two queries share a key, and queries are noted."""
-    model, ids = made("llama"), tokens(2, 58)
-    cache: AttendingCache = (CACHES | MEASURING)[kind](model)
-    for part in ids[:, :57].split(56, dim=1):
-        model(part, past_key_values=cache)
-    step, together, kernels = Captured(model, cache), cache.together, []
-    held = [layer.held() for layer in together.layers]
-    assert [len(layer.blocks) > 1 for layer in held] == [kind != "keeping"] * 2
-    assert [layer.notes is not None for layer in held] == [kind == "measuring"] * 2
-    slots = Slots(held, together.length, 2, ids.device)
-    for module in (deposit, decode_grouped):
-        launched = lambda kernel: defaultdict(lambda: lambda *_, **__: kernels.append(kernel))  # noqa: E731
-        monkeypatch.setattr(module, "direct", launched)
-    with Operations() as heard:
-        step._replayed(ids[:, 57:], slots.begin(), slots)
-    assert kernels == [deposit.write_token, decode_grouped.partial_grouped] * 2
-    assert "mm" in heard.names
-    assert not heard.names & {"index_copy", "index_copy_", "index_select", "index_put_"}
-
-
-@torch.no_grad()
 def test_a_graph_is_not_replayed_after_a_change(played: list[Played]) -> None:
     model, token = made("llama", num_hidden_layers=1), torch.tensor([[3]])
     cache = KeepingCache(model, 32)
     model(tokens(1, 5), past_key_values=cache)
     step = Captured(model, cache)
     changes: list[Callable[[], object]] = [
-        lambda: model.model.norm.register_forward_hook(lambda *told: None),
+        lambda: model.model.norm.register_forward_hook(lambda *arguments: None),
         lambda: model.model.norm._forward_hooks.clear(),
         lambda: cache.crop(5),
         lambda: setattr(model.config, "_attn_implementation", "gape_split"),
@@ -228,7 +203,7 @@ def with_forward(model: Any) -> Any:
 
 
 def with_hook(model: Any) -> Any:
-    model.model.norm.register_forward_hook(lambda *told: None)
+    model.model.norm.register_forward_hook(lambda *arguments: None)
     return model
 
 
@@ -270,8 +245,8 @@ def test_models_that_cannot_be_recorded_are_said(
 ) -> None:
     monkeypatch.setattr(captured, "wrong_place", lambda weight: None)
     model = made("llama")
-    found = captured.why_not(change(model), KeepingCache(model))
-    assert found is None if reason is None else reason in str(found)
+    actual = captured.why_not(change(model), KeepingCache(model))
+    assert actual is None if reason is None else reason in str(actual)
 
 
 def test_caches_and_families_that_cannot_be_recorded_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,20 +310,20 @@ def test_text_is_that_of_a_cache_of_transformers(name: str, kind: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", CACHES)
 def test_chunks_skip_what_has_no_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
+    arguments: list[Any] = []
 
     def heard(*tensors: Any, impl: str, eps: float, **options: Any) -> Tensor:
-        told.append((impl, eps))
+        arguments.append((impl, eps))
         return gape.gated_attention(*tensors, **options)
 
     model, ids = made("llama"), tokens(2, 60)
     monkeypatch.setattr(keeping if kind == "keeping" else forgetting_rack, "gated_attention", heard)
     cache = CACHES[kind](model)
     with skipping(model, 1e-4):
-        found = [model(part, past_key_values=cache).logits for part in ids.split([40, 20], dim=1)]
-    torch.testing.assert_close(torch.cat(found, 1), model(ids, use_cache=False).logits, rtol=0.02, atol=0.05)
+        actual = [model(part, past_key_values=cache).logits for part in ids.split([40, 20], dim=1)]
+    torch.testing.assert_close(torch.cat(actual, 1), model(ids, use_cache=False).logits, rtol=0.02, atol=0.05)
     # What has dropped keys no longer counts positions, and skips no more.
-    assert told == [("triton", 1e-4)] * (4 if kind == "keeping" else 2)
+    assert arguments == [("triton", 1e-4)] * (4 if kind == "keeping" else 2)
 
 
 @torch.no_grad()
@@ -358,10 +333,10 @@ def test_keys_carry_the_bias_in_what_autocast_works_in(kind: str) -> None:
     model, ids = made("llama"), tokens(2, 40)
     cache = KeepingCache(model) if kind == "keeping" else ForgettingCache(model, eps=1e-6, carried=True)
     with torch.autocast("cpu", torch.bfloat16):
-        found = [model(part, past_key_values=cache).logits for part in ids.split([30, 10], dim=1)]
+        actual = [model(part, past_key_values=cache).logits for part in ids.split([30, 10], dim=1)]
         expected = model(ids, use_cache=False).logits
     assert {block.k.dtype for layer in cache.together.layers for block in layer.held().blocks} == {torch.bfloat16}
-    torch.testing.assert_close(torch.cat(found, 1).float(), expected.float(), rtol=0.05, atol=0.1)
+    torch.testing.assert_close(torch.cat(actual, 1).float(), expected.float(), rtol=0.05, atol=0.1)
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -404,10 +379,10 @@ def test_graphs_replay_the_tokens_that_are_launched(
             model(ids[:, :60], past_key_values=each)
         assert captured.why_not(model, cache) is None
         expected = one_by_one(lambda token: model(token, past_key_values=plain).logits, ids[:, 60:])
-        found = one_by_one(step, ids[:, 60:])
+        actual = one_by_one(step, ids[:, 60:])
     assert step.recordings >= 2
     # Sums in another order round otherwise; logits are of size 1.
-    differences = (found.float() - expected.float()).abs()
+    differences = (actual.float() - expected.float()).abs()
     assert float(differences.mean()) < 0.02
     assert float(differences.max()) < 0.2
     assert cache.get_seq_length() == plain.get_seq_length() == 300

@@ -77,21 +77,23 @@ def test_the_script_that_extends_a_model(model: Path) -> None:
     (model / "floors" / "floors1.json").write_text('{"gate_floor": [[0, 0, 4, 4], [4, 4, 4, 4]]}')
     schemes = ("rope", "yarn", "rope+gape_floor4", "rope+gape_floors1")
     arguments = [model / "model", model / "corpus", model / "runs", *schemes]
-    told = {**os.environ, **sizes, "GAPE": command, "FLOORS": str(model / "floors")}
-    subprocess.run(["bash", EXAMPLES / "extend.sh", *arguments], check=True, capture_output=True, timeout=240, env=told)
-    found = gather([model / "runs", model / "model"]).measured["perplexity"]
-    named = {(row["run"], row["position"], row["variant"], row["base"]) for row in found}
+    options = {**os.environ, **sizes, "GAPE": command, "FLOORS": str(model / "floors")}
+    subprocess.run(
+        ["bash", EXAMPLES / "extend.sh", *arguments], check=True, capture_output=True, timeout=240, env=options
+    )
+    actual = gather([model / "runs", model / "model"]).measured["perplexity"]
+    named = {(row["run"], row["position"], row["variant"], row["base"]) for row in actual}
     assert named == {
         ("rope", "rope", "", "model"), ("yarn", "yarn", "", "model"),
         ("rope+gape_floor4", "rope+gape", "floor4", "model"),
         ("rope+gape_floors1", "rope+gape", "floors1", "model"), ("model", "rope", "not fine-tuned", "model"),
     }  # fmt: skip
-    assert {row["context"] for row in found} == {16, 256}
+    assert {row["context"] for row in actual} == {16, 256}
     begun = (model / "runs" / "begin" / f"rope+gape_{name}" / "config.json" for name in ("floor4", "floors1"))
     floors = [json.loads(path.read_text())["gape"]["gates"]["gate_floor"] for path in begun]
     assert floors == [4, [[0, 0, 4, 4], [4, 4, 4, 4]]]
     failed = ["bash", EXAMPLES / "extend.sh", *arguments[:3], "rope+gape_floors2"]
-    ended = subprocess.run(failed, check=False, capture_output=True, text=True, timeout=60, env=told)
+    ended = subprocess.run(failed, check=False, capture_output=True, text=True, timeout=60, env=options)
     assert ended.returncode
     assert "floors2.json cannot be read" in ended.stderr
     assert not (model / "runs" / "rope+gape_floors2").exists()

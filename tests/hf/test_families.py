@@ -63,9 +63,9 @@ def test_trained_models_are_the_same_in_a_fresh_process(families, tmp_path):
     torch.save(ids, tmp_path / "ids.pt")
     child = Path(__file__).with_name("child.py")
     subprocess.run([sys.executable, str(child), str(tmp_path)], check=True, timeout=240)
-    found = torch.load(tmp_path / "logits.pt", weights_only=True)
+    actual = torch.load(tmp_path / "logits.pt", weights_only=True)
     for family, logits in expected.items():
-        assert same(family, found[family], logits), family
+        assert same(family, actual[family], logits), family
 
 
 @each_family
@@ -104,8 +104,8 @@ def test_a_ragged_left_padded_batch_equals_its_rows_alone(family):
     for number, row in enumerate(rows):
         alone = model.generate(row[None], attention_mask=torch.ones(1, len(row), dtype=torch.long), **settings)
         assert torch.equal(together.sequences[number, 12:], alone.sequences[0, len(row) :])
-        found = torch.stack(together.logits)[:, number]
-        torch.testing.assert_close(found, torch.stack(alone.logits)[:, 0], atol=2e-5, rtol=1e-4)
+        actual = torch.stack(together.logits)[:, number]
+        torch.testing.assert_close(actual, torch.stack(alone.logits)[:, 0], atol=2e-5, rtol=1e-4)
 
 
 @each_family

@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("transformers")
 
 import gape.hf
-from gape.hf import attending, forgetting
+from gape.hf import forgetting
+from gape.hf.families import TRANSFORMERS_4
 from gape.hf.forgetting import ForgettingCache
-from gape.hf.version import OLD
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from tests.hf.tiny import tiny, tokens
@@ -48,8 +48,8 @@ def test_generation_says_the_same_with_fewer_keys(name: str) -> None:
     model, ids = made(name), tokens(2, 60)
     settings = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     cache = ForgettingCache(model, eps=1e-6)
-    found = model.generate(ids, past_key_values=cache, **settings)
-    assert torch.equal(found, model.generate(ids, **settings))
+    actual = model.generate(ids, past_key_values=cache, **settings)
+    assert torch.equal(actual, model.generate(ids, **settings))
     assert cache.get_seq_length() == 79
     assert max(max(kept) for kept in cache.kept) < 75
     assert cache.nbytes > 0
@@ -84,7 +84,6 @@ def test_an_empty_one_for_another_text_and_keys_that_go_at_once() -> None:
     assert cache.due == 32
     fresh = cache.fresh(eps=1e-3)
     assert fresh.get_seq_length() == 0
-    assert fresh.forgetting[0]._fixed is cache.forgetting[0]._fixed
 
 
 @pytest.mark.parametrize("name", ["gape", "llama"])
@@ -108,8 +107,8 @@ def test_tokens_are_taken_back(kind: Any) -> None:
     model, ids = injected("llama"), tokens(1, 30)
     cache = kind(model, **({"eps": 1e-3} if kind is ForgettingCache else {}))
     model(ids[:, :24], past_key_values=cache)
-    for told, left in ((-4, 20), (18, 18), (40, 18), (0, 0 if OLD else 18)):
-        cache.crop(told)
+    for count, left in ((-4, 20), (18, 18), (40, 18), (0, 0 if TRANSFORMERS_4 else 18)):
+        cache.crop(count)
         assert {layer.get_seq_length() for layer in cache.layers} == {left}
 
 
@@ -135,24 +134,6 @@ def test_no_layer_is_cropped_where_another_refuses() -> None:
     assert {layer.get_seq_length() for layer in cache.layers} == {90}
 
 
-@pytest.mark.parametrize("name", ["gape", "llama"])
-@torch.no_grad()
-def test_positions_are_looked_at_once_for_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, look = [], attending._counted_from
-
-    def heard(positions: torch.Tensor) -> int | None:
-        looked.append(look(positions))
-        return looked[-1]
-
-    monkeypatch.setattr(attending, "_counted_from", heard)
-    model, ids = made(name), tokens(2, 10)
-    cache = ForgettingCache(model, eps=1e-3)
-    for part in ids.split([7, 1, 2], dim=1):
-        model(part, past_key_values=cache)
-    assert looked == [0, 7, 8]
-    assert [look(torch.tensor(told)) for told in ([], [[2, 3], [2, 4]], [[2, 3], [2, 3]])] == [None, None, 2]
-
-
 @pytest.mark.parametrize(("name", "impl"), [("gape", "auto"), ("gape_triton", "triton"), ("eager", "reference")])
 @torch.no_grad()
 def test_the_implementation_of_the_model_runs(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,16 +152,15 @@ def test_the_implementation_of_the_model_runs(name: str, impl: str, monkeypatch:
 
 def limits_and_extremes(model: Any) -> tuple[Any, Any, Any]:
     """The limits of a model's first layer, and the largest reach and own that inputs of all kinds lead to."""
-    cache = ForgettingCache(model, eps=1e-3)
+    seat, limits = forgetting.places_of(model, limited=True, carried=False)[0]
     parent = next(m for m in model.modules() if any(hasattr(m, n) for n in forgetting.NORMS))
     norm = next(getattr(parent, n) for n in forgetting.NORMS if hasattr(parent, n))
     module: Any = next(m for m in model.modules() if hasattr(m, "gape_wiring"))
-    seat, limits = cache.layers[0].seat, cache.layers[0].held._fixed
     x = 50 * torch.randn(1, 4000, 32, generator=torch.Generator().manual_seed(1)) + 20
     with torch.no_grad():
-        q, k, _ = module.gape_wiring.family.layout.project(module, norm(x.to(next(model.parameters()).dtype)))
+        q, k, _ = module.project(norm(x.to(next(model.parameters()).dtype)))
         angles = model.model.rotary_emb(x, torch.arange(1)[None]) if hasattr(model, "model") else None
-        q, k = (turned.double() for turned in module._rotate(q, k, torch.zeros(1, dtype=torch.int64), angles))
+        q, k = (part.double() for part in module.rotate(q, k, torch.zeros(1, dtype=torch.int64), x, angles)[:2])
     k = k.repeat_interleave(seat.n_heads // seat.n_kv_heads, dim=1)
     return limits, seat.scale * q.norm(dim=-1).amax((0, 2)), -seat.scale * (q * k).sum(-1).amin((0, 2))
 
@@ -203,9 +183,9 @@ def test_no_input_exceeds_the_limits_of_a_layer(family: str) -> None:
 
 
 def test_weights_beside_large_biases_count_in_half_precision() -> None:
-    told = {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 2}
-    exact = limits_and_extremes(shaken(injected("qwen2", **told), "proj.bias", 100.0))[0]
-    rough = limits_and_extremes(shaken(injected("qwen2", **told), "proj.bias", 100.0).to(torch.bfloat16))[0]
+    arguments = {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 2}
+    exact = limits_and_extremes(shaken(injected("qwen2", **arguments), "proj.bias", 100.0))[0]
+    rough = limits_and_extremes(shaken(injected("qwen2", **arguments), "proj.bias", 100.0).to(torch.bfloat16))[0]
     torch.testing.assert_close(rough.reach, exact.reach, rtol=1e-2, atol=0.0)
     torch.testing.assert_close(rough.own, exact.own, rtol=1e-2, atol=0.0)
 
@@ -220,9 +200,9 @@ def test_projections_in_four_bits_are_asked_in_their_own_dtype() -> None:
             packed.load_state_dict(plain.state_dict())
             setattr(layer.self_attn, name, packed.to("cpu"))
     model = gape.hf.inject(model, context_length=16, start="paper", learn="gates", gates=FLOOR)
-    found = ForgettingCache(model, eps=1e-3).layers[0].held._fixed.reach
-    plain = gape.hf.inject(tiny("llama", hidden_size=64, head_dim=16), context_length=16, start="paper", gates=FLOOR)
-    torch.testing.assert_close(found, ForgettingCache(plain, eps=1e-3).layers[0].held._fixed.reach, rtol=0.1, atol=0.0)
+    plain = injected("llama", hidden_size=64, head_dim=16)
+    reach = [forgetting.places_of(each, limited=True, carried=False)[0][1].reach for each in (model, plain)]
+    torch.testing.assert_close(*reach, rtol=0.1, atol=0.0)
 
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
@@ -230,7 +210,7 @@ LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_e
 HALF = {**LONG, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.0], "long_factor": [1.0, 1.0]}
 
 
-@pytest.mark.skipif(OLD, reason="transformers 4 keeps rotations under other names")
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 keeps rotations under other names")
 @pytest.mark.parametrize(
     ("family", "rope"),
     [("llama", YARN), ("llama", {**YARN, "attention_factor": 0.5}), ("phi3", HALF), ("smollm3", YARN)],

@@ -167,6 +167,6 @@ def test_its_gates_are_parameters_that_may_learn_alone():
 def test_layers_are_kept_only_where_they_are_asked_for():
     model, ids = made(), tokens()
     assert model(ids).hidden_states is None
-    found = model(ids, output_hidden_states=True)
-    assert len(found.hidden_states) == SIZES["n_layer"] + 1
-    torch.testing.assert_close(model.gpt.logits(found.hidden_states[-1]), found.logits)
+    actual = model(ids, output_hidden_states=True)
+    assert len(actual.hidden_states) == SIZES["n_layer"] + 1
+    torch.testing.assert_close(model.gpt.logits(actual.hidden_states[-1]), actual.logits)

@@ -12,9 +12,9 @@ pytest.importorskip("transformers")
 import transformers
 
 import gape.hf
-from gape.hf.attend import attend
+from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import RetrofitGates
-from gape.hf.version import OLD
+from gape.hf.implementations import masked_attention
 from tests.hf.tiny import opened, tiny, tokens
 
 
@@ -58,7 +58,7 @@ def test_what_is_wrong_is_refused_and_the_model_stays(family, arguments, said):
 
 def test_another_position_is_refused_where_a_part_of_each_head_turns():
     part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    model = tiny("phi3", **({"partial_rotary_factor": 0.5} if OLD else {"rope_parameters": part}))
+    model = tiny("phi3", **({"partial_rotary_factor": 0.5} if TRANSFORMERS_4 else {"rope_parameters": part}))
     with pytest.raises(ValueError, match="rotates a part of each head"):
         gape.hf.inject(model, context_length=16, position="p-rope+gape")
     gape.hf.inject(model, context_length=16)
@@ -204,8 +204,8 @@ def test_distances_are_of_positions_and_divided_by_t():
         q, k, v, gate, landmark, at.gape.amplitude, context_length=16, q_positions=where, k_positions=where,
         impl="reference",
     )  # fmt: skip
-    found, _ = at(x, position_embeddings=embeddings, attention_mask=None, position_ids=positions)
-    torch.testing.assert_close(found, at.o_proj(expected.transpose(1, 2).flatten(2)), atol=1e-5, rtol=1e-4)
+    actual, _ = at(x, position_embeddings=embeddings, attention_mask=None, position_ids=positions)
+    torch.testing.assert_close(actual, at.o_proj(expected.transpose(1, 2).flatten(2)), atol=1e-5, rtol=1e-4)
 
 
 ROTATIONS = {
@@ -225,7 +225,7 @@ ROTATIONS = {
 @pytest.mark.parametrize("kind", ROTATIONS)
 def test_rescaled_rotations_stay_as_they_are(kind):
     scaling = {"rope_type": kind, "rope_theta": 10000.0, **ROTATIONS[kind]}
-    name = "rope_scaling" if transformers.__version__.startswith("4.") else "rope_parameters"
+    name = "rope_scaling" if TRANSFORMERS_4 else "rope_parameters"
     model, ids = tiny("llama", **{name: scaling}), tokens(1, 60)
     with torch.no_grad():
         expected = model(ids).logits
@@ -237,7 +237,7 @@ def test_rescaled_rotations_stay_as_they_are(kind):
 
 
 def test_capped_logits_and_windows_are_kept():
-    for implementation in ("eager", "sdpa") if transformers.__version__.startswith("4.") else ("eager",):
+    for implementation in ("eager", "sdpa") if TRANSFORMERS_4 else ("eager",):
         model, ids = tiny("gemma2", implementation), tokens(1, 24)
         with torch.no_grad():
             expected = model(ids).logits
@@ -258,7 +258,9 @@ def test_the_models_implementation_is_honoured():
             torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-3)
     q = torch.zeros(1, 1, 3, 4)
     with pytest.raises(ValueError, match="attention_mask"):
-        attend(q, q, q, None, name="gape", q_positions=ids[0, :3], k_positions=ids[0, :3], mask=ids, scale=1.0)
+        masked_attention(
+            q, q, q, None, name="gape", q_positions=ids[0, :3], k_positions=ids[0, :3], mask=ids, scale=1.0
+        )
     flash = tiny("llama")
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash_attention_2"):
@@ -276,8 +278,8 @@ def test_weights_come_with_the_dense_form():
 
 def test_a_name_that_shows_later_tokens_is_stopped(monkeypatch):
     model = opened(tiny("llama"))
-    monkeypatch.setattr("gape.hf.attend._TRIED", set())
-    monkeypatch.setattr("gape.hf.masks.seen", lambda q, k, mask, n: {"is_causal": False})
+    monkeypatch.setattr("gape.hf.implementations._CHECKED", set())
+    monkeypatch.setattr("gape.hf.masks.visibility", lambda q, k, mask, n: {"is_causal": False})
     with pytest.raises(RuntimeError, match="later"):
         model(tokens())
 
@@ -353,10 +355,10 @@ def test_half_precision_keeps_gates_exact_and_decodes_as_it_reads(dtype):
         whole = model(ids, use_cache=False).logits
         first = model(ids[:, :20], use_cache=True)
         steps = [model(ids[:, i : i + 1], past_key_values=first.past_key_values).logits for i in range(20, 40)]
-        found = torch.cat([first.logits, *steps], dim=1)
+        actual = torch.cat([first.logits, *steps], dim=1)
         exact = opened(tiny("llama"), context_length=8).to(torch.float32)(ids, use_cache=False).logits
     off = (whole.float() - exact).abs().max()
-    assert (found.float() - exact).abs().max() < 2 * off + 1e-3
+    assert (actual.float() - exact).abs().max() < 2 * off + 1e-3
 
 
 def test_gates_are_in_the_mode_of_their_layer():

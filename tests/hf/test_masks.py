@@ -1,4 +1,4 @@
-"""What masks of transformers say: looked at once, in slabs, and refused where they say more than a proof allows."""
+"""Masks of transformers: read once, some rows at a time, and refused where they hide more than pads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from gape.hf import ForgettingCache, masks
-from tests.hf.test_forgetting import injected
-from tests.hf.tiny import tokens
+from gape.hf import masks
 
 ROWS, KEYS = 7, 11
 
@@ -28,12 +26,12 @@ def additive(mask: Tensor) -> Tensor:
     return torch.where(mask, 0.0, torch.finfo(torch.float32).min)
 
 
-@pytest.mark.parametrize("slab", [2, 1024])
+@pytest.mark.parametrize("rows", [2, 1024])
 @pytest.mark.parametrize("form", [lambda mask: mask, additive])
 def test_pads_are_found_and_everything_else_is_refused(
-    slab: int, form: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+    rows: int, form: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masks, "SLAB", slab)
+    monkeypatch.setattr(masks, "ROWS", rows)
     assert masks.real_tokens(None, ROWS, 2) is None
     assert masks.real_tokens(form(causal()), ROWS, 2) is None
     assert masks.real_tokens(form(causal(2)), ROWS, 2).tolist() == [[True] * 7] * 2
@@ -48,30 +46,21 @@ def test_pads_are_found_and_everything_else_is_refused(
             masks.real_tokens(form(wrong), ROWS, 1)
 
 
-@pytest.mark.parametrize("slab", [2, 1024])
-def test_a_chunk_goes_on_where_nothing_but_later_tokens_is_hidden(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "SLAB", slab)
+@pytest.mark.parametrize("rows", [2, 1024])
+def test_a_chunk_is_the_next_one_where_only_later_tokens_are_hidden(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "ROWS", rows)
     keys = torch.arange(KEYS)
-    assert masks.goes_on(keys[-ROWS:], keys, causal())
-    assert not masks.goes_on(keys[-ROWS:], keys, causal(1))
-    assert not masks.goes_on(keys[-ROWS:] + 1, keys, causal())
-    assert not masks.goes_on(keys[-ROWS:], torch.where(keys > 2, keys + 1, keys), causal())
+    assert masks.is_next_chunk(keys[-ROWS:], keys, causal())
+    assert not masks.is_next_chunk(keys[-ROWS:], keys, causal(1))
+    assert not masks.is_next_chunk(keys[-ROWS:] + 1, keys, causal())
+    assert not masks.is_next_chunk(keys[-ROWS:], torch.where(keys > 2, keys + 1, keys), causal())
 
 
-@torch.no_grad()
-def test_a_mask_is_compared_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids, compared = injected("llama"), tokens(1, 30), []
-    own = masks._hides_more
-    monkeypatch.setattr(masks, "_hides_more", lambda *given: compared.append(given[0].shape) or own(*given))
-    assert model.config.num_hidden_layers == 2
-    cache = ForgettingCache(model, eps=1e-3)
-    for part in ids.split(10, dim=1):
-        model(part, past_key_values=cache)
-    assert [tuple(shape[-2:]) for shape in compared] == [(10, 20), (10, 30)]
-
-
-def test_what_is_written_to_is_looked_at_again() -> None:
-    positions = torch.arange(5)
-    assert masks.consecutive(positions)
+def test_a_tensor_is_read_once_until_it_is_written_to() -> None:
+    """So layers that share a mask or positions read them once."""
+    positions, values = torch.arange(5), []
+    for _ in range(3):
+        masks.memoized(positions, "_gape_test", lambda: values.append(int(positions[2])))
     positions[2] = 9
-    assert not masks.consecutive(positions)
+    masks.memoized(positions, "_gape_test", lambda: values.append(int(positions[2])))
+    assert values == [2, 9]

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import gape.hf
 from gape.experiments import forgetting_timing
-from gape.hf.listening import attended
+from gape.hf.language import attention_inputs
 from gape.models.skipping import skip, skipping
 from gape.ops import detailed_attention, reference
 from gape.ops.inputs import Problem
@@ -43,8 +43,8 @@ MODELS = pytest.mark.parametrize("made", [llama, gpt])
 
 @torch.no_grad()
 def read(model: Any, ids: Tensor, cache: Any = None, chunk: int = LENGTH) -> Tensor:
-    told = {"use_cache": False} if cache is None else {"past_key_values": cache}
-    return torch.cat([model(part, **told).logits for part in ids.split(chunk, dim=1)], dim=1)
+    options = {"use_cache": False} if cache is None else {"past_key_values": cache}
+    return torch.cat([model(part, **options).logits for part in ids.split(chunk, dim=1)], dim=1)
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def test_a_model_skips_and_says_the_same(made: Callable[[], Any], tiles: list[fl
     dense = read(model, ids)
     assert not tiles
     with skipping(model, 1e-4):
-        found = read(model, ids)
+        actual = read(model, ids)
     assert len(tiles) == 1
     assert max(tiles) < 0.9
-    torch.testing.assert_close(found, dense, atol=2e-3, rtol=0)
+    torch.testing.assert_close(actual, dense, atol=2e-3, rtol=0)
     assert torch.equal(read(model, ids), dense)
 
 
@@ -72,11 +72,11 @@ def test_chunks_of_a_prompt_skip_too(made: Callable[[], Any], kind: str, tiles: 
     model, ids = made(), tokens(1, LENGTH)
     new = DynamicCache if kind == "ordinary" else lambda: gape.hf.ForgettingCache(model, eps=1e-6, bounds="queries")
     with skipping(model, 1e-4):
-        found = read(model, ids, new(), chunk=CHUNK)
+        actual = read(model, ids, new(), chunk=CHUNK)
     # A forgetting cache has dropped something by its second chunk, and is attended to in full from then on.
     assert len(tiles) == (2 if kind == "ordinary" else 1)
     assert max(tiles) < 0.9
-    torch.testing.assert_close(found, read(model, ids), atol=2e-3, rtol=0)
+    torch.testing.assert_close(actual, read(model, ids), atol=2e-3, rtol=0)
 
 
 def test_pads_are_hidden_and_keep_every_tile(tiles: list[float]) -> None:
@@ -86,9 +86,9 @@ def test_pads_are_hidden_and_keep_every_tile(tiles: list[float]) -> None:
     with torch.no_grad():
         dense = model(ids, attention_mask=real, use_cache=False).logits
         with skipping(model, 0.5):
-            found = model(ids, attention_mask=real, use_cache=False).logits
+            actual = model(ids, attention_mask=real, use_cache=False).logits
     assert tiles == [1.0]
-    torch.testing.assert_close(found[real.bool()], dense[real.bool()], atol=1e-4, rtol=0)
+    torch.testing.assert_close(actual[real.bool()], dense[real.bool()], atol=1e-4, rtol=0)
 
 
 def test_steps_of_decoding_skip_nothing(tiles: list[float]) -> None:
@@ -159,15 +159,15 @@ def test_an_implementation_without_kernels_is_refused_when_it_attends() -> None:
 
 
 def heard(model: Any, ids: Tensor) -> list[Problem]:
-    return attended(gape.hf.LanguageModel(model), ids)
+    return attention_inputs(gape.hf.LanguageModel(model), ids)
 
 
 def test_what_is_heard_is_what_attends() -> None:
     ids = tokens(1, 60)
     weights = injected("llama", implementation="eager")(ids, output_attentions=True).attentions
     for problem, expected in zip(heard(injected("llama"), ids), weights, strict=True):
-        found = reference.visible_softmax(reference.logits(problem), problem.seen.mask())
-        torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-4)
+        actual = reference.visible_softmax(reference.logits(problem), problem.seen.mask())
+        torch.testing.assert_close(actual, expected.detach(), atol=1e-5, rtol=1e-4)
 
 
 def tiles_by_the_rule(problem: Problem, eps: float) -> list[float]:
@@ -184,15 +184,15 @@ def tiles_by_the_rule(problem: Problem, eps: float) -> list[float]:
 
 def test_tiles_are_those_of_the_rule_and_drop_at_most_eps() -> None:
     eps, problems = 1e-3, heard(llama({**FLOOR, "gate_floor": [96.0, 4.0]}), tokens(1, 200))
-    found = forgetting_timing.tiles(problems, eps)
-    assert found == [pytest.approx(tiles_by_the_rule(problem, eps)) for problem in problems]
-    assert min(found[0]) < 0.5 < max(found[0])
+    actual = forgetting_timing.tiles(problems, eps)
+    assert actual == [pytest.approx(tiles_by_the_rule(problem, eps)) for problem in problems]
+    assert min(actual[0]) < 0.5 < max(actual[0])
     for p in problems:
         given = {"context_length": p.context_length, "scale": p.scale}
         args = (p.q, p.k, p.v, p.gate, p.landmark, p.amplitude)
-        told = detailed_attention(*args, **given, impl="triton", eps=eps)
+        details = detailed_attention(*args, **given, impl="triton", eps=eps)
         exact = detailed_attention(*(x.double() for x in args), **given, impl="reference")
-        lost = 1 - (told.lse.double() - exact.lse).exp()
+        lost = 1 - (details.lse.double() - exact.lse).exp()
         assert lost.min() > -1e-4
         assert lost.max() <= eps
 

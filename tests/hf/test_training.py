@@ -13,8 +13,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 import gape.hf
-from gape.hf.gates import refuse_other_settings
-from gape.hf.settings import Settings
+from gape.hf.gates import Settings, refuse_other_settings
 from tests.hf.tiny import opened, tiny, tokens, train
 
 FAMILIES = ("gpt2", "llama")
@@ -22,42 +21,34 @@ FAMILIES = ("gpt2", "llama")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_the_same_with_checkpointed_activations_and_with_a_cache(family):
-    found = []
+    actual = []
     for checkpointed, arguments in ((False, {"use_cache": False}), (True, {}), (False, {"use_cache": True})):
         model = opened(tiny(family)).train()
         if checkpointed:
             model.gradient_checkpointing_enable()
         ids = tokens(2, 12)
         model(input_ids=ids, labels=ids, **arguments).loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    for other in found[1:]:
-        for name, gradient in found[0].items():
+        actual.append({name: p.grad for name, p in model.named_parameters()})
+    for other in actual[1:]:
+        for name, gradient in actual[0].items():
             assert gradient is not None, name
             torch.testing.assert_close(other[name], gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_a_cache_does_not_round_the_gradients_of_gates_that_learn_alone():
-    from transformers import DynamicCache
-
-    from gape.hf.wrap import remember
-
-    k, landmark = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16), torch.rand(1, 2, 3, requires_grad=True)
-    assert remember(DynamicCache(), 0, k, k, landmark, torch.arange(3), {})[2] is landmark
-
-
 @pytest.mark.parametrize("arguments", [{}, {"position": "yarn"}, {"position": "p-rope+gape"}])
 def test_windows_that_are_read_at_once_take_no_mask_tensor(arguments, monkeypatch):
-    from gape.hf.wrap import Injected
+    from gape.hf.attention import InjectedAttention
 
-    seen, own = [], Injected.gape_attend
-    told = staticmethod(lambda *args, **given: seen.append(given["mask"]) or own(*args, **given))
-    monkeypatch.setattr(Injected, "gape_attend", told)
+    masks, attend = [], InjectedAttention.attend
+    monkeypatch.setattr(
+        InjectedAttention, "attend", lambda *args, **given: masks.append(given["mask"]) or attend(*args, **given)
+    )
     model = gape.hf.LanguageModel(gape.hf.inject(tiny("llama"), context_length=16, **arguments))
     ids = tokens(2, 25)
     for training in (True, False):
         model.train(training)
         model(ids[:, :-1], targets=ids[:, 1:])
-    assert seen == [None] * 4
+    assert masks == [None] * 4
 
 
 @pytest.mark.slow
@@ -220,13 +211,11 @@ def test_targets_may_be_those_of_the_last_tokens():
 
 @pytest.mark.parametrize("floor", [4, 4.0])
 def test_equal_numbers_are_one_setting(floor: float) -> None:
-    """Also to a model that was marked when 4 and 4.0 were two."""
     own = Settings(context_length=16, gates={"gate_floor": floor}, options={"factors": [1.0, 2]})
     others = [Settings(context_length=16, gates={"gate_floor": x}, options={"factors": [1, 2.0]}) for x in (4, 4.0)]
-    assert all(other.marks() == own.marks() for other in others)
-    for marks in (own.marks(), own.marks(as_given=True)):
-        refuse_other_settings(torch.tensor(marks), own, "a layer")
+    assert all(other.hashes() == own.hashes() for other in others)
+    refuse_other_settings(torch.tensor(own.hashes()), own, "a layer")
     with pytest.raises(ValueError, match=r"^a layer was trained under other settings than the model's gates = "):
         refuse_other_settings(
-            torch.tensor(Settings(context_length=16, options={"factors": [1, 2]}).marks()), own, "a layer"
+            torch.tensor(Settings(context_length=16, options={"factors": [1, 2]}).hashes()), own, "a layer"
         )

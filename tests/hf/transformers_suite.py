@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gape.hf import GapeConfig, GapeForCausalLM
-from gape.hf.auto import config_class, model_class
-from gape.hf.settings import Settings
+from gape.hf.gates import Settings
+from gape.hf.save_load import config_class, model_class
 
 from ...generation.test_utils import GenerationTesterMixin
 from ...test_configuration_common import ConfigTester

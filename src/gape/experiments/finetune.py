@@ -15,12 +15,11 @@ import transformers
 import gape.hf
 from gape.data import Corpus, PrepareConfig, Tokenizer, WindowSource, load_tokenizer, open_corpus, prepare
 from gape.experiments import experiment
-from gape.hf.card import write_card
 from gape.hf.formats import MAGIC, read_gguf, read_llama2c
+from gape.hf.gates import LEARN, freeze, has_gates
 from gape.hf.gpt2 import extend_positions
-from gape.hf.learn import freeze, has_gates
 from gape.hf.reading import read, read_model
-from gape.hf.settings import LEARN
+from gape.hf.save_load import write_card
 from gape.train import StopFlag, TrainConfig, Trainer, checkpoint
 from gape.train.resume import choose
 from gape.utils import files

@@ -180,11 +180,12 @@ def _injected(model: LanguageModel) -> Subject:
     """A model that gates were put into, as it is measured."""
     from gape import hf  # noqa: PLC0415
     from gape.experiments.finetune import refuse_length  # noqa: PLC0415
-    from gape.hf import attend, listening  # noqa: PLC0415
+    from gape.hf.implementations import IMPLEMENTATIONS, supported_name  # noqa: PLC0415
     from gape.hf.keeping import can_keep  # noqa: PLC0415
+    from gape.hf.language import attention_inputs, gated_layers  # noqa: PLC0415
 
     def check(longest: int) -> None:
-        listening.gated_layers(model.model)
+        gated_layers(model.model)
         refuse_length(model.model, longest)
 
     def full_cache(capacity: int) -> Any:
@@ -192,8 +193,8 @@ def _injected(model: LanguageModel) -> Subject:
         return hf.KeepingCache(model.model, capacity) if can_keep(model.model) else model.new_cache(capacity)
 
     return Subject(
-        model=model, impl=attend.KNOWN[attend.our_name(model.config._attn_implementation)], check=check,
-        attended=partial(listening.attended, model), full_cache=full_cache,
+        model=model, impl=IMPLEMENTATIONS[supported_name(model.config._attn_implementation)], check=check,
+        attended=partial(attention_inputs, model), full_cache=full_cache,
         forgetting_cache=partial(hf.ForgettingCache, model.model, carried=True),
     )  # fmt: skip
 

@@ -233,7 +233,7 @@ def _pruned(
         board.show("floors", 0, first - order.free)
         return heads.pruned(
             reader.model, samples, candidates, order.free, floor=order.floor, gates=order.gates,
-            context_length=order.context_length, told=told,
+            context_length=order.context_length, report=told,
         )  # fmt: skip
 
 

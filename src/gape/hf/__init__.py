@@ -1,7 +1,7 @@
 """GAPE in models of `transformers`: put in, taken out, saved, loaded. `docs/guide/hf.md` has the rules.
 
 The names are imported when they are first used. Importing this package registers our classes with the Auto classes of
-`transformers`, so that `AutoModelForCausalLM.from_pretrained` reads what was saved with gates.
+`transformers`, so that `AutoModelForCausalLM.from_pretrained` reads models that were saved with gates.
 """
 
 from __future__ import annotations
@@ -14,34 +14,33 @@ try:
 except ImportError as error:
     raise ImportError("gape.hf needs transformers: pip install 'gape[hf]'") from error
 
-from gape.hf.auto import register
+from gape.hf.save_load import register
 
 if TYPE_CHECKING:
     from gape.hf.captured import Captured
     from gape.hf.forgetting import ForgettingCache
     from gape.hf.formats import read_gguf, read_llama2c
+    from gape.hf.gates import parameters
     from gape.hf.gpt2 import extend_positions
-    from gape.hf.injection import inject, plan, remove
+    from gape.hf.injection import Plan, inject, plan, remove
     from gape.hf.keeping import KeepingCache
     from gape.hf.language import LanguageModel
-    from gape.hf.learn import lora_config, parameters
     from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM
-    from gape.hf.planning import Plan
-    from gape.hf.saving import gate_checksum
+    from gape.hf.save_load import gate_checksum, lora_config
 
-_HOMES = {
+_MODULES = {
     "Captured": "captured",
     "ForgettingCache": "forgetting",
     "GapeConfig": "modeling_gape",
     "GapeForCausalLM": "modeling_gape",
     "KeepingCache": "keeping",
     "LanguageModel": "language",
-    "Plan": "planning",
+    "Plan": "injection",
     "extend_positions": "gpt2",
-    "gate_checksum": "saving",
+    "gate_checksum": "save_load",
     "inject": "injection",
-    "lora_config": "learn",
-    "parameters": "learn",
+    "lora_config": "save_load",
+    "parameters": "gates",
     "plan": "injection",
     "read_gguf": "formats",
     "read_llama2c": "formats",
@@ -70,8 +69,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"gape.hf.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"gape.hf.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'gape.hf' has no attribute {name!r}")
 
 

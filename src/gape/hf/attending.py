@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from gape.cache.kv import ModelCache
-from gape.hf.masks import looked_at, real_tokens
-from gape.hf.version import OLD
+from gape.hf.families import TRANSFORMERS_4
+from gape.hf.masks import memoized, real_tokens
 from gape.models.loss import working_dtype
 
 
@@ -97,7 +97,7 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             # A compiled graph may not look.
             return False
-        return bool(self.held.length == looked_at(positions, "_gape_counted_from", lambda: _counted_from(positions)))
+        return bool(self.held.length == memoized(positions, "_gape_counted_from", lambda: _counted_from(positions)))
 
     def lazy_initialization(self, *args: Any) -> None:
         """Nothing: room is made as tokens come."""
@@ -157,16 +157,15 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
 class AttendingCache(Cache):  # type: ignore[misc]
     """The caches of a model whose layers with gates attend through them."""
 
-    def layer(self, number: int, gates: Any, n: int) -> AttendingLayer:
-        """The cache of a layer with these gates, to which n tokens come.
+    def layer(self, number: int, gates: Any) -> AttendingLayer:
+        """The cache of a layer with these gates.
 
         Raises:
-            ValueError: it was made for another model, or an earlier call broke off.
+            ValueError: it was made for another model.
         """
         layer = self.layers[number] if number < len(self.layers) else None
         if not isinstance(layer, AttendingLayer) or layer.seat.gates is not gates:
             raise _other_model(type(self).__name__)
-        refuse_uneven(self, number, n)
         return layer
 
     def real(self, mask: Tensor | None, n: int, batch: int) -> Tensor | None:
@@ -200,34 +199,6 @@ class AttendingCache(Cache):  # type: ignore[misc]
         return self.together.spare
 
 
-def refuse_uneven(cache: Any, number: int, n: int) -> None:
-    """Refuse a cache of `transformers` that an earlier call left when only some layers had its tokens.
-
-    Args:
-        cache: of any kind.
-        number: of the layer to which tokens come next; those before it have them.
-        n: how many.
-
-    Raises:
-        ValueError: layers hold different numbers of earlier tokens.
-    """
-    if torch.compiler.is_compiling():
-        return
-    # Such a call ends at some layer, so the first and the last differ.
-    lengths = {}
-    for each in {0, number, max(number, len(cache.layers) - 1)}:
-        length = cache.get_seq_length(each)
-        if isinstance(length, Tensor) and length.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        lengths[each] = int(length) - (n if each < number else 0)
-    least, most = min(lengths.values()), max(lengths.values())
-    if least != most:
-        raise ValueError(
-            f"past_key_values: layers hold from {least} to {most} tokens, expected as many in each; "
-            "a call broke off, begin again with a new cache"
-        )
-
-
 def _other_model(name: str) -> ValueError:
     return ValueError(f"past_key_values: a {name} serves the model it was made for, and no other")
 
@@ -236,7 +207,7 @@ def _left(length: int, tokens_to_remove: int) -> int:
     """Of so many tokens those that :meth:`AttendingLayer.crop` leaves."""
     if tokens_to_remove < 0:
         return length + tokens_to_remove
-    return length if tokens_to_remove == 0 and not OLD else min(length, tokens_to_remove)
+    return length if tokens_to_remove == 0 and not TRANSFORMERS_4 else min(length, tokens_to_remove)
 
 
 def in_working_precision(*tensors: Tensor) -> tuple[Tensor, ...]:

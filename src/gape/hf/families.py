@@ -1,4 +1,4 @@
-"""Families of attention modules in `transformers`: where q, k and v come from, and where the answer goes.
+"""Families of attention modules in `transformers`: their projections, sizes and scales.
 
 A family that shares a layout needs one line in `ATTENTION`, and its tiny config in `tests/hf/tiny.py`.
 
@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 
 from gape.utils.validation import invalid_argument
 
+#: In transformers 4, blocks of GPT-2 get no positions, caches get `cache_position`, and `sdpa` does not cap logits.
+TRANSFORMERS_4 = int(transformers.__version__.split(".")[0]) < 5
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How an attention module is laid out.
+    """Where an attention module has its projections, its sizes and its scale.
 
     Attributes:
         sizes: module → (Hq, Hk, D).
@@ -29,7 +32,7 @@ class Layout:
         merge: (module, (B, N, Hq · D)) → (B, N, E).
         scale: module → the softmax scale.
         projections: names of the modules that make q and k.
-        rotary: whether the model hands the module cosines and sines.
+        rotary: whether the model gives the module cosines and sines.
     """
 
     sizes: Callable[[Any], tuple[int, int, int]]
@@ -115,7 +118,7 @@ ATTENTION: dict[str, tuple[str, Layout]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model's family: its model type, the name of its attention class, and how that is laid out."""
+    """A model's family: its model type, the name of its attention class, and that class's layout."""
 
     model_type: str
     attention: str
@@ -123,8 +126,8 @@ class Family:
 
     def modules(self, model: nn.Module) -> list[Any]:
         """The self-attention modules of a model, first layer first."""
-        found = [module for module in model.modules() if self.attention in _ancestry(module)]
-        return [module for module in found if not getattr(module, "is_cross_attention", False)]
+        modules = [module for module in model.modules() if self.attention in _ancestry(module)]
+        return [module for module in modules if not getattr(module, "is_cross_attention", False)]
 
     def rotation(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """The family's own `apply_rotary_pos_emb(q, k, cos, sin)`, or None."""
@@ -140,12 +143,10 @@ def family_of(model: Any) -> Family:
     """The family of a causal language model.
 
     Raises:
-        ValueError: it is of none that is known here; says which are.
+        ValueError: it is of no family in :data:`ATTENTION`; says which there are.
     """
-    from transformers import PreTrainedModel  # noqa: PLC0415
-
     known = ", ".join(ATTENTION)
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, transformers.PreTrainedModel):
         raise invalid_argument("model", model, f"a causal language model of transformers: {known}")
     model_type = str(model.config.model_type).removeprefix("gape_")
     name = type(model).__name__
@@ -164,15 +165,15 @@ def family_named(model_type: str) -> Family:
 
 
 def rope_theta(config: Any) -> float:
-    """The base of a model's rotary frequencies, wherever its version of `transformers` keeps it.
+    """The base of a model's rotary frequencies, in any version of `transformers`.
 
     Raises:
         ValueError: it has none, or several, or rescales them.
     """
-    given = getattr(config, "rope_parameters", None) or {"rope_theta": getattr(config, "rope_theta", None)}
-    scaling = getattr(config, "rope_scaling", None) or given
+    parameters = getattr(config, "rope_parameters", None) or {"rope_theta": getattr(config, "rope_theta", None)}
+    scaling = getattr(config, "rope_scaling", None) or parameters
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else "default"
-    theta = given.get("rope_theta")
+    theta = parameters.get("rope_theta")
     several = getattr(config, "rope_local_base_freq", None) is not None
     if theta is None or several or kind not in (None, "default"):
         raise ValueError(
@@ -183,10 +184,9 @@ def rope_theta(config: Any) -> float:
 
 
 def rotated_part(config: Any) -> float:
-    """The part of each head that a model rotates, wherever its version of `transformers` keeps it; 1 for most."""
-    given = getattr(config, "rope_parameters", None) or {}
-    found = given.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
-    return float(found or 1.0)
+    """The part of each head that a model rotates, in any version of `transformers`; 1 for most."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return float(parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
 
 
 def _ancestry(module: nn.Module) -> Iterator[str]:

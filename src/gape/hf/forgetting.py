@@ -202,15 +202,15 @@ def places_of(model: Any, *, limited: bool, carried: bool) -> list[tuple[Any, An
     Raises:
         ValueError: no layer has gates, or one that has caps its logits or has a window.
     """
+    from gape.hf.attention import InjectedAttention  # noqa: PLC0415
     from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
-    from gape.hf.wrap import Injected  # noqa: PLC0415
 
     if isinstance(model, GapeForCausalLM):
         return [(block.attention, block.attention_norm) for block in model.gpt.blocks()]
     found: dict[int, tuple[Seat, Any]] = {}
     for parent in model.modules():
         for module in parent.children():
-            if isinstance(module, Injected) and module.gape is not None:
+            if isinstance(module, InjectedAttention) and module.gape is not None:
                 place: Any = module
                 found[place.layer_idx] = _injected(model, parent, place, limited=limited, carried=carried)
     if not found:
@@ -223,7 +223,7 @@ def places_of(model: Any, *, limited: bool, carried: bool) -> list[tuple[Any, An
 def _injected(model: Any, parent: Any, module: Any, *, limited: bool, carried: bool) -> tuple[Seat, Any]:
     wiring, number = module.gape_wiring, module.layer_idx
     layout = wiring.family.layout
-    if module.gape_cap is not None:
+    if module.softcap is not None:
         raise ValueError(f"model: layer {number} caps its logits, expected none that does")
     if has_window(module):
         raise ValueError(f"model: layer {number} has a sliding window, expected none that has one")

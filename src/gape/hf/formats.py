@@ -5,123 +5,24 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gape.hf.version import OLD
+from gape.hf.families import TRANSFORMERS_4
 from gape.utils.validation import invalid_argument
 
 MAGIC = b"GGUF"
-#: Types of single values by their numbers, as struct writes them; 8 are strings, 9 arrays.
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-#: The least that an element of each type takes: lengths of strings are eight bytes.
-_LEAST = {_STRING: 8, **{kind: struct.calcsize(f"<{code}") for kind, code in _SCALARS.items()}}
-
-
-@dataclass(frozen=True)
-class Header:
-    """Settings by name (of arrays their length) and elements of the tensors by name."""
-
-    settings: dict[str, Any]
-    tensors: dict[str, int]
-
-    @property
-    def elements(self) -> int:
-        """Numbers in all tensors."""
-        return sum(self.tensors.values())
-
-    def refuse_rotation(self) -> None:
-        """Refuse rotations that transformers does not read from such files: the model would be another one.
-
-        Raises:
-            ValueError: names what is not read.
-        """
-        kind = self.settings.get(f"{self.settings.get('general.architecture')}.rope.scaling.type", "none")
-        if kind != "none":
-            raise ValueError(f"its rotation is scaled ({kind}), which transformers does not read from GGUF files")
-        for name in self.tensors:
-            if name.startswith("rope_"):
-                raise ValueError(f"{name} holds rotary frequencies, which transformers does not read from GGUF files")
-
-
-def read_header(path: Path) -> Header:
-    """The header of a GGUF file of version 2 or 3.
-
-    Raises:
-        ValueError: the file ends before what it announces, or has values of an unknown kind.
-    """
-    with path.open("rb") as file:
-        source = _Source(file, path.stat().st_size)
-        source.take(len(MAGIC))
-        version = source.number("I")
-        if version not in (2, 3):
-            raise ValueError(f"version {version}, expected 2 or 3")
-        tensors, fields = source.number("Q"), source.number("Q")
-        settings = {}
-        for _ in range(fields):
-            name = source.text()
-            settings[name] = source.value(source.number("I"))
-        found = dict(source.tensor() for _ in range(tensors))
-    return Header(settings, found)
-
-
-class _Source:
-    """A file of a known size, read from the front."""
-
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._size = file, size
-
-    def left(self) -> int:
-        return self._size - self._file.tell()
-
-    def take(self, count: int) -> bytes:
-        if count > self.left():
-            raise ValueError(f"it ends after {self._size:,} bytes, where {count:,} more than it has were announced")
-        return self._file.read(count)
-
-    def number(self, code: str) -> Any:
-        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
-
-    def text(self) -> str:
-        return self.take(self.number("Q")).decode("utf-8", errors="replace")
-
-    def value(self, kind: int) -> Any:
-        """A setting: a number, a text, or the length of an array."""
-        if kind == _STRING:
-            return self.text()
-        if kind != _ARRAY:
-            return self.number(_known(kind))
-        inner, count = self.number("I"), self.number("Q")
-        if inner != _STRING:
-            self.take(count * struct.calcsize(f"<{_known(inner)}"))
-            return count
-        if count * _LEAST[inner] > self.left():
-            raise ValueError(f"it ends before the {count:,} texts that it announces")
-        for _ in range(count):
-            self.text()
-        return count
-
-    def tensor(self) -> tuple[str, int]:
-        """The name of a tensor and its elements, for which the file has to be long enough."""
-        name, shape = self.text(), [self.number("Q") for _ in range(self.number("I"))]
-        kind, offset = self.number("I"), self.number("Q")
-        elements = math.prod(shape)
-        # Every type takes more than a bit for an element.
-        if offset + elements // 8 > self._size:
-            raise ValueError(f"{name}: {elements:,} elements of type {kind} from byte {offset:,} on do not fit into it")
-        return name, elements
-
-
-def _known(kind: int) -> str:
-    if kind not in _SCALARS:
-        raise ValueError(f"a setting of kind {kind}, which is none of GGUF's")
-    return _SCALARS[kind]
+#: model.bin of llama2.c begins with these numbers.
+_HEADER = struct.Struct("<7i")
+#: The first ids of every tokenizer, which tokenizer.bin writes in other words; llama2.c knows the bytes by number too.
+_SPECIAL = ("<unk>", "<s>", "</s>")
+_FIXED = (*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)))
+#: The most bytes of a piece.
+_LONGEST = 4096
 
 
 def read_gguf(path: str | Path) -> tuple[Any, Any]:
@@ -140,15 +41,15 @@ def read_gguf(path: str | Path) -> tuple[Any, Any]:
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
             raise invalid_argument("path", str(path), "a GGUF file")
-    if OLD:
+    if TRANSFORMERS_4:
         raise ValueError("path: GGUF files are read with transformers 5: pip install 'transformers>=5'")
     try:
         import gguf  # noqa: F401, PLC0415
     except ImportError as error:
         raise ImportError("GGUF files need the package gguf: pip install 'gape[gguf]'") from error
     try:
-        model, tokenizer = _read(file, read_header(file))
-    # What a damaged file leads to has no class of its own.
+        model, tokenizer = _read_gguf(file)
+    # The errors that a damaged file leads to have no class of their own.
     except Exception as error:
         raise ValueError(f"path: {path} cannot be read: {error}") from error
     # It counts as quantised and could not be saved, though its weights are plain numbers by now.
@@ -159,36 +60,56 @@ def read_gguf(path: str | Path) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def _read(file: Path, header: Header) -> tuple[Any, Any]:
+def _read_gguf(file: Path) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
-    header.refuse_rotation()
-    told: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
-    config = AutoConfig.from_pretrained(file.parent, **told)
-    if config.num_hidden_layers > len(header.tensors):
-        raise ValueError(f"got {config.num_hidden_layers} layers in {len(header.tensors)} tensors")
+    elements = _gguf_elements(file)
+    options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(file.parent, **options)
+    if config.num_hidden_layers > len(elements):
+        raise ValueError(f"got {config.num_hidden_layers} layers in {len(elements)} tensors")
     with torch.device("meta"):
-        sizes = AutoModelForCausalLM.from_config(config)
-    if sizes.num_parameters() > header.elements:
-        raise ValueError(f"its settings ask for {sizes.num_parameters():,} numbers, it has {header.elements:,}")
+        needed = AutoModelForCausalLM.from_config(config).num_parameters()
+    if needed > sum(elements.values()):
+        raise ValueError(f"its settings ask for {needed:,} numbers, it has {sum(elements.values()):,}")
     model, info = AutoModelForCausalLM.from_pretrained(
-        file.parent, dtype=torch.float32, output_loading_info=True, **told
+        file.parent, dtype=torch.float32, output_loading_info=True, **options
     )
     if info["missing_keys"]:
         raise ValueError(f"{sorted(info['missing_keys'])[0]} is missing")
-    return model, AutoTokenizer.from_pretrained(file.parent, **told)
+    return model, AutoTokenizer.from_pretrained(file.parent, **options)
 
 
-_HEADER = struct.Struct("<7i")
-#: The first ids of every tokenizer, which tokenizer.bin writes in other words; llama2.c knows the bytes by number too.
-_SPECIAL = ("<unk>", "<s>", "</s>")
-_FIXED = (*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)))
-#: Bytes that no piece exceeds.
-_LONGEST = 4096
+def _gguf_elements(file: Path) -> dict[str, int]:
+    """How many numbers each tensor of a GGUF file has.
+
+    Raises:
+        ValueError: the file ends before what it announces, or has a rotation that transformers does not read from such
+            files: the model would be another one.
+    """
+    from gguf import GGUFReader  # noqa: PLC0415
+
+    class Reader(GGUFReader):
+        # gguf's own reads nothing behind the end of a file, without an error: where an array announces more numbers
+        # than there are, its list grows until memory ends.
+        def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:
+            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError(f"it ends after {len(self.data):,} bytes, before values that it announces")
+            return super()._get(offset, dtype, count, *more, **options)
+
+    reader = Reader(file)
+    for name, field in reader.fields.items():
+        scaling = bytes(field.parts[field.data[0]]) if name.endswith(".rope.scaling.type") else b"none"
+        if scaling != b"none":
+            raise ValueError(f"its rotation is scaled ({scaling.decode()}), which transformers does not read from GGUF")
+    for tensor in reader.tensors:
+        if tensor.name.startswith("rope_"):
+            raise ValueError(f"{tensor.name} has rotary frequencies, which transformers does not read from GGUF files")
+    return {tensor.name: tensor.n_elements for tensor in reader.tensors}
 
 
 class Sizes(NamedTuple):
-    """What the seven numbers say; a negative vocabulary has an output layer of its own."""
+    """The seven numbers at the start of model.bin; a negative vocabulary has an output layer of its own."""
 
     width: int
     hidden: int
@@ -200,7 +121,7 @@ class Sizes(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether the embedding is the output layer."""
+        """Whether the embedding is also the output layer."""
         return self.vocabulary > 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -212,7 +133,7 @@ class Sizes(NamedTuple):
             "k": (self.layers, keys, self.width), "v": (self.layers, keys, self.width), "o": own,
             "mlp_norm": (self.layers, self.width), "gate": (*inner, self.width),
             "down": (self.layers, self.width, self.hidden), "up": (*inner, self.width), "last_norm": (self.width,),
-            # Two tables of cosines and sines, which nobody needs.
+            # Two tables of cosines and sines, which are not used.
             "angles": (2, self.length, head // 2),
         }  # fmt: skip
         return shapes if self.shared else {**shapes, "head": (words, self.width)}
@@ -248,10 +169,9 @@ def _sizes(data: bytes, path: str | Path) -> Sizes:
     if len(data) < _HEADER.size:
         raise invalid_argument("path", str(path), "model.bin of llama2.c, which begins with seven numbers")
     sizes = Sizes(*_HEADER.unpack_from(data))
-    sound = all(value > 0 for value in (*sizes[:5], sizes.length)) and sizes.vocabulary != 0
-    # Coordinates of a head turn in pairs.
-    whole = sound and sizes.width % (2 * sizes.heads) == 0 and sizes.heads % sizes.kv_heads == 0
-    if not whole:
+    positive = all(value > 0 for value in (*sizes[:5], sizes.length)) and sizes.vocabulary != 0
+    # Coordinates of a head rotate in pairs.
+    if not positive or sizes.width % (2 * sizes.heads) or sizes.heads % sizes.kv_heads:
         raise invalid_argument(
             "path", str(path), "model.bin of llama2.c (version 0, float32); its first numbers are no sizes"
         )
@@ -264,13 +184,13 @@ def _sizes(data: bytes, path: str | Path) -> Sizes:
 
 
 def _tensors(data: bytes, sizes: Sizes) -> tuple[dict[str, Tensor], int]:
-    """The tensors by name, and where they end."""
-    at, found = _HEADER.size, {}
+    """The tensors by name, and the byte behind the last."""
+    at, tensors = _HEADER.size, {}
     for name, shape in sizes.shapes().items():
         count = math.prod(shape)
-        found[name] = torch.from_numpy(np.frombuffer(data, "<f4", count, at).astype(np.float32)).view(shape)
+        tensors[name] = torch.from_numpy(np.frombuffer(data, "<f4", count, at).astype(np.float32)).view(shape)
         at += 4 * count
-    return found, at
+    return tensors, at
 
 
 def _named(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
@@ -289,8 +209,8 @@ def _named(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
         named |= {f"{prefix}.{name}.weight": tensors[part][layer] for part, name in plain.items()}
         for part in ("q", "k"):
             # llama2.c rotates neighbours, transformers a coordinate and the one half a head further.
-            turned = tensors[part][layer].view(-1, head // 2, 2, sizes.width).transpose(1, 2)
-            named[f"{prefix}.self_attn.{part}_proj.weight"] = turned.reshape(-1, sizes.width)
+            halves = tensors[part][layer].view(-1, head // 2, 2, sizes.width).transpose(1, 2)
+            named[f"{prefix}.self_attn.{part}_proj.weight"] = halves.reshape(-1, sizes.width)
     return named
 
 
@@ -306,34 +226,34 @@ def _config(sizes: Sizes) -> Any:
 
 
 def _pieces(data: bytes, count: int, path: str | Path) -> list[tuple[str, float]]:
-    """What each id of tokenizer.bin stands for, with ▁ for a space, and its score."""
+    """The text of each id of tokenizer.bin, with ▁ for a space, and its score."""
     if count < len(_FIXED):
         raise invalid_argument("path", f"{count} pieces", f"at least {len(_FIXED)}: special ones and bytes come first")
-    at, found = 4, []
+    at, pieces = 4, []
     try:
         longest = struct.unpack_from("<i", data)[0]
         for _ in range(count):
             score, size = struct.unpack_from("<fi", data, at)
             (text,) = struct.unpack_from(f"{_length(size, longest)}s", data, at + 8)
-            found.append((text.decode().replace(" ", "▁"), float(score)))
+            pieces.append((text.decode().replace(" ", "▁"), float(score)))
             at += 8 + size
     except (struct.error, ValueError) as error:
         raise invalid_argument(
             "tokenizer", str(path), f"tokenizer.bin of llama2.c with {count:,} pieces ({error})"
         ) from error
-    return [*((name, 0.0) for name in _FIXED), *found[len(_FIXED) :]]
+    return [*((name, 0.0) for name in _FIXED), *pieces[len(_FIXED) :]]
 
 
 def _length(size: int, longest: int) -> int:
     """The length of a piece in bytes, from 0 to that of the longest, with which tokenizer.bin begins."""
-    # Pieces are cut in all possible ways later: one as long as a book would never be done with.
+    # Every way to cut a piece in two is tried later, which takes too long for long ones.
     if not 0 <= size <= min(longest, _LONGEST):
         raise ValueError(f"a piece of {size} bytes where the longest has {longest}, and none more than {_LONGEST}")
     return size
 
 
 def _tokenizer(pieces: Sequence[tuple[str, float]], length: int) -> Any:
-    """The byte-pair tokenizer of those pieces, as transformers makes it of a Llama's."""
+    """A byte-pair tokenizer of pieces, as transformers makes it for Llama."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
@@ -355,9 +275,9 @@ def _tokenizer(pieces: Sequence[tuple[str, float]], length: int) -> Any:
 
 def _merges(pieces: Sequence[tuple[str, float]], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     """Every way to put a piece together from two others, the pieces of the highest scores first."""
-    found = []
+    merges: list[tuple[str, str]] = []
     for piece, _ in sorted(pieces[len(_FIXED) :], key=lambda scored: -scored[1]):
         halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
-        known = [half for half in halves if half[0] in vocabulary and half[1] in vocabulary]
-        found += sorted(known, key=lambda half: (vocabulary[half[0]], vocabulary[half[1]]))
-    return found
+        pairs = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
+        merges += sorted(pairs, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+    return merges

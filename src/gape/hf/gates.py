@@ -1,9 +1,12 @@
-"""The gates of an injected layer, which may begin with a bias of exactly zero and still learn."""
+"""Gates of injected layers: their settings, their parameters, and which parameters of a model learn."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 from weakref import WeakSet
 
@@ -11,34 +14,150 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from gape import positions as schemes
 from gape.gates import GAPEGates
-from gape.hf.settings import MARKED, STARTS, Settings
-from gape.utils.validation import invalid_argument
+from gape.hf.families import Family, family_of
+from gape.models.attention import GAPEAttention
+from gape.positions.base import keyword_defaults
+from gape.utils.validation import invalid_argument, whole
 
+#: The name under which an attention module keeps its gates; also for PEFT's modules_to_save.
+MODULE = "gape"
 log = logging.getLogger("gape.hf")
+#: How an injected model begins: with its own logits, or with the gates of the paper.
+STARTS = ("identity", "paper")
+#: What may learn: the gates alone, the projections of q and k too, or everything.
+LEARN = ("gates", "gates+qk", "all")
+#: The largest T. It is saved beside the gates and stays exact where they are cast to float32.
+LONGEST = 2**24
+#: Settings whose hashes are saved beside the gates, since gates trained under others mean something else. T is saved
+#: by itself.
+HASHED = ("position", "layers", "gates", "options", "softcap")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of an injection, saved in the model's config.
+
+    Attributes:
+        context_length: T.
+        position: a scheme that takes the place of the model's own positions; None keeps those and adds gates.
+        layers: numbers of the layers, rising; None means all.
+        start: "identity" or "paper".
+        gates: options of :class:`gape.GAPEGates`.
+        options: options of the scheme.
+        softcap: whether capped logits stay capped; False only where the model's implementation did not cap them.
+        learn: which parameters learn, "gates", "gates+qk" or "all".
+        native: the model's own `max_position_embeddings`, where the scheme makes it longer; None elsewhere.
+
+    Raises:
+        ValueError: a value out of range; names it.
+    """
+
+    context_length: int
+    position: str | None = None
+    layers: tuple[int, ...] | None = None
+    start: str = "identity"
+    gates: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    softcap: bool = True
+    learn: str = "all"
+    native: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.context_length is None:
+            raise invalid_argument("context_length", None, "T, the length the model is (or will be) trained at")
+        if whole("context_length", self.context_length) > LONGEST:
+            raise invalid_argument("context_length", self.context_length, f"at most {LONGEST:,} tokens")
+        for name, words in (("start", STARTS), ("learn", LEARN)):
+            if getattr(self, name) not in words:
+                raise invalid_argument(name, getattr(self, name), f"one of {', '.join(words)}")
+        if self.position is not None and self.position not in _POSITIONS:
+            raise invalid_argument("position", self.position, f"None or one of {', '.join(_POSITIONS)}")
+        known = set(keyword_defaults(GAPEGates))
+        for name in self.gates:
+            if name not in known:
+                raise ValueError(f"gates: {name!r} is not an option of the gates, expected one of {sorted(known)}")
+
+    @property
+    def gated(self) -> bool:
+        """Whether gates are put in."""
+        return self.position is None or schemes.is_gated(self.position)
+
+    @property
+    def base(self) -> str | None:
+        """The scheme without gates, or None."""
+        return None if self.position is None else self.position.removesuffix("+gape")
+
+    def hashes(self) -> list[int]:
+        """A number for each of :data:`HASHED`, saved beside the gates; 4 and 4.0 have the same.
+
+        Each is below 2²⁴, so that it stays exact in float32.
+        """
+        values = self.to_dict()
+        texts = (json.dumps(_plain(values[name]), sort_keys=True).encode() for name in HASHED)
+        return [int.from_bytes(hashlib.sha256(text).digest()[:3]) for text in texts]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For config.json."""
+        values = asdict(self)
+        return {**values, "layers": None if self.layers is None else list(self.layers)}
+
+    @classmethod
+    def from_config(cls, config: Any) -> Settings:
+        """The settings in a model's config.
+
+        Raises:
+            ValueError: there are none, or unknown ones.
+        """
+        stored = getattr(config, "gape", None)
+        if not isinstance(stored, Mapping):
+            raise invalid_argument("config.gape", stored, "the settings that gape.hf.inject writes there")
+        values = {key: value for key, value in stored.items() if key != "checksum"}
+        names = {field.name for field in fields(cls)}
+        if "context_length" not in values or not names.issuperset(values):
+            raise invalid_argument(
+                "config.gape", sorted(values), f"context_length, and nothing but {', '.join(sorted(names))}"
+            )
+        layers = values.get("layers")
+        return cls(**{**values, "layers": None if layers is None else tuple(layers)})
+
+
+def _plain(value: Any) -> Any:
+    """The value with whole floats as integers, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+#: Schemes that need nothing from a layer but q and k.
+_POSITIONS = tuple(name for base in ("nope", "rope", "p-rope", "pi", "ntk", "yarn") for name in (base, f"{base}+gape"))
+
+
 #: Γ·(1 + floor) below which a key loses less than a hundredth of a nat over T tokens.
 IDLE = 0.01
-#: What lets gates act.
 REMEDY = "start='paper' lets gates act at once, and about ten times the learning rate of the rest lets them learn"
 _WARNED: WeakSet[nn.Module] = WeakSet()
 
 
 class RetrofitGates(GAPEGates):
-    """Gates with a strength per head: Γ_h = |s_h| · softplus(γ_h).
+    """Gates for a trained model, which may start with a bias of exactly zero: Γ_h = |s_h| · softplus(γ_h).
 
-    "identity" begins with s = 0: the bias is exactly zero, so the model's logits are its own. At s = 0 the derivative
-    of |s| is taken as 1. The first update therefore moves s off zero, to whichever side; from then on |s| > 0, and
-    every other gate parameter has a gradient. Nothing is saturated: g, l and γ begin where the paper begins. "paper"
-    begins with s = 1, which is the paper's Γ = 1.
+    "identity" starts with the strength s = 0: the bias is zero, so the model's logits are its own. At s = 0 the
+    derivative of |s| is taken as 1, so the first update moves s off zero, to either side. From then on |s| > 0, and
+    every other gate parameter has a gradient. g, l and γ start where the paper starts. "paper" starts with s = 1,
+    which is the paper's Γ = 1.
 
-    T is stored beside the parameters, in `context_length`, and what else they were trained under in `settings`. A state
-    of another T or other settings is refused, also one of an adapter.
+    T is saved beside the parameters in `context_length`, and hashes of the injection's settings in `settings`. Loading
+    a state with another T or other settings is an error, also that of an adapter.
 
     Args:
         n_heads, head_dim, n_kv_heads: as in :class:`gape.GAPEGates`.
         context_length: T.
         start: "identity" or "paper".
-        settings: of the injection; none are kept without.
+        settings: of the injection, to save their hashes; None saves none.
         **options: options of :class:`gape.GAPEGates`.
 
     Raises:
@@ -64,14 +183,14 @@ class RetrofitGates(GAPEGates):
             raise invalid_argument("start", start, f"one of {', '.join(STARTS)}")
         self.start, self.length = start, context_length
         self.strength = nn.Parameter(torch.full((n_heads,), float(start == "paper")))
-        # An integer: casting a model to half precision leaves it alone.
+        # An integer, so that casting a model to half precision leaves it alone.
         self.register_buffer("context_length", torch.tensor([context_length], dtype=torch.int64))
-        self.told = settings
-        marks = [] if settings is None else settings.marks()
-        self.register_buffer("settings", torch.tensor(marks, dtype=torch.int64))
+        self.injection = settings
+        hashes = [] if settings is None else settings.hashes()
+        self.register_buffer("settings", torch.tensor(hashes, dtype=torch.int64))
 
     def reset_parameters(self) -> None:
-        """Draw the projections anew and set everything else back."""
+        """Draw the projections again and set everything else to its start."""
         super().reset_parameters()
         nn.init.constant_(self.strength, float(self.start == "paper"))
 
@@ -86,51 +205,113 @@ class RetrofitGates(GAPEGates):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         refuse_other_length(state_dict.get(f"{prefix}context_length"), self.length, prefix)
-        refuse_other_settings(state_dict.get(f"{prefix}settings"), self.told, prefix)
+        refuse_other_settings(state_dict.get(f"{prefix}settings"), self.injection, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def warn_of_idle(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
-    """Warn once for a model whose gates have learned and yet change nothing. Those that never learned are at 0.
+    """Warn once for a model whose gates were trained and yet change nothing. Gates that never learned are at 0.
 
     Args:
         model: with gates or without.
-        state: its tensors; None takes those of its modules, which may be parts of them where a model is spread.
+        state: its tensors, for a model that is sharded; None takes those of its modules.
     """
-    most = 0.0
+    largest = 0.0
     for name, gates in model.named_modules():
         if isinstance(gates, RetrofitGates):
             strength = gates.strength if state is None else state.get(f"{name}.strength")
             if strength is not None:
                 strengths = strength.detach().abs().tolist()
-                most = max(most, *(s * (1 + floor) for s, floor in zip(strengths, gates.gate_floor, strict=True)))
-    if 0 < most < IDLE and model not in _WARNED:
+                largest = max(largest, *(s * (1 + floor) for s, floor in zip(strengths, gates.gate_floor, strict=True)))
+    if 0 < largest < IDLE and model not in _WARNED:
         _WARNED.add(model)
-        log.warning("gates cannot act: no strength is above %.1g, so nothing fades; %s", most, REMEDY)
+        log.warning("gates cannot act: no strength is above %.1g, so nothing fades; %s", largest, REMEDY)
 
 
-def refuse_other_length(stored: Tensor | None, own: int, where: str) -> None:
+def refuse_other_length(stored: Tensor | None, own: int, source: str) -> None:
     """Refuse gates that were trained with another T.
 
     Raises:
         ValueError: names the layer, the stored T and the model's.
     """
-    if stored is not None and stored.device.type != "meta" and int(stored.reshape(-1)[0]) != own:
-        raise ValueError(f"context_length: {where} was trained with T = {int(stored.reshape(-1)[0])}, expected {own}")
+    if stored is None or stored.device.type == "meta":
+        return
+    length = int(stored.reshape(-1)[0])
+    if length != own:
+        raise ValueError(f"context_length: {source} was trained with T = {length}, expected {own}")
 
 
-def refuse_other_settings(stored: Tensor | None, own: Settings | None, where: str) -> None:
+def refuse_other_settings(stored: Tensor | None, own: Settings | None, source: str) -> None:
     """Refuse gates that were trained under other settings of an injection than the model's.
+
+    Args:
+        stored: hashes of the settings, saved beside the gates; None accepts all.
+        own: the model's settings; None accepts all.
+        source: the layer or adapter, for the message.
 
     Raises:
         ValueError: names the layer, the settings that differ and the model's values of them.
     """
     if stored is None or own is None or stored.device.type == "meta":
         return
-    values, marks = own.to_dict(), stored.to(torch.int64).tolist()
-    known = zip(own.marks(), own.marks(as_given=True), strict=True)
-    pairs = zip(MARKED, marks, known, strict=True) if len(marks) == len(MARKED) else ()
-    other = [name for name, was, now in pairs if was not in now] if pairs else list(MARKED)
+    hashes = stored.to(torch.int64).tolist()
+    other = list(HASHED)
+    if len(hashes) == len(HASHED):
+        other = [name for name, was, now in zip(HASHED, hashes, own.hashes(), strict=True) if was != now]
     if other:
-        told = ", ".join(f"{name} = {values[name]!r}" for name in other)
-        raise ValueError(f"{where} was trained under other settings than the model's {told}; inject with those it had")
+        values = own.to_dict()
+        words = ", ".join(f"{name} = {values[name]!r}" for name in other)
+        raise ValueError(
+            f"{source} was trained under other settings than the model's {words}; inject with those it had"
+        )
+
+
+def parameters(model: Any, which: str = "gates") -> list[nn.Parameter]:
+    """Parameters of a model with gates, for an optimiser.
+
+    Args:
+        model: a model that gates were put into, or a :class:`gape.hf.GapeForCausalLM` with gates.
+        which: "gates", "gates+qk" (the projections of q and k and their norms too; where q, k and v share one
+            projection, that one), or "all".
+
+    Raises:
+        ValueError: another word, or a model without gates.
+    """
+    if which not in LEARN:
+        raise invalid_argument("which", which, f"one of {', '.join(LEARN)}")
+    if which == "all":
+        return list(model.parameters())
+    if not has_gates(model):
+        raise invalid_argument("model", type(model).__name__, "one with gates, as gape.hf.inject makes it")
+    gates = [p for m in model.modules() if isinstance(m, GAPEGates) for p in m.parameters()]
+    return gates if which == "gates" else gates + _qk_parameters(model)
+
+
+def has_gates(model: nn.Module) -> bool:
+    """Whether any layer of a model has gates."""
+    return any(isinstance(module, GAPEGates) for module in model.modules())
+
+
+def _qk_parameters(model: Any) -> list[nn.Parameter]:
+    own = [p for module in model.modules() if isinstance(module, GAPEAttention) for p in module.qkv.parameters()]
+    if own:
+        return own
+    family = family_of(model)
+    return [p for module in family.modules(model) for _, p in qk_modules(module, family)]
+
+
+def qk_modules(module: nn.Module, family: Family) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters of the projections (and norms) of q and k in an attention module."""
+    for name in family.layout.projections:
+        part = getattr(module, name, None)
+        if part is not None:
+            yield from part.named_parameters(prefix=name)
+
+
+def freeze(model: Any, learn: str) -> None:
+    """Freeze what should not learn; "all" leaves everything as it is."""
+    if learn == "all":
+        return
+    learning = {id(parameter) for parameter in parameters(model, learn)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in learning)

@@ -1,4 +1,4 @@
-"""GPT-2's learned absolute positions: kept to their limit, replaced, or extended."""
+"""GPT-2's learned absolute positions: limited to what was learned, replaced, or extended."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gape.hf.version import OLD
+from gape.hf.families import TRANSFORMERS_4
 from gape.utils.validation import invalid_argument, whole
 
 
 class NoPositions(nn.Module):
-    """In the place of a table of positions: adds nothing, (B, N) → (B, N, 1)."""
+    """Replaces a table of positions and adds nothing, (B, N) → (B, N, 1)."""
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Zeros in the dtype of the positions, which leave the dtype of what they are added to."""
+        """Zeros in the dtype of the positions; adding integers does not change the dtype of embeddings."""
         return torch.zeros_like(positions).unsqueeze(-1)
 
 
 class LimitedPositions(nn.Embedding):
-    """A table of positions that says what to do where it ends."""
+    """A table of positions with an error that says what to do beyond its end."""
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions (B, N) → (B, N, E).
@@ -35,7 +35,7 @@ class LimitedPositions(nn.Embedding):
 
 
 def options_beyond(limit: int) -> str:
-    """What can be done where learned positions end."""
+    """What can be done beyond the last learned position, for messages."""
     return (
         f"at most {limit} tokens, as many as the model has learned positions for. To go further: position='rope+gape' "
         "(rotate instead, then fine-tune), position='nope+gape' (no positions but the gates), or "
@@ -49,7 +49,7 @@ def limit(model: Any) -> int | None:
 
 
 def extend_positions(model: Any, length: int) -> Any:
-    """Lengthen a GPT-2's table of positions, in place: rows it has stay, new ones repeat them from the first on.
+    """Lengthen a GPT-2's table of positions, in place: its rows stay, and new ones repeat them from the first on.
 
     Args:
         model: a GPT2LMHeadModel, before or after gates were put in.
@@ -74,11 +74,11 @@ def extend_positions(model: Any, length: int) -> Any:
     return model
 
 
-def take_positions(model: Any, *, replaced: bool) -> dict[str, Any]:
-    """Guard a GPT-2's table of positions, or put nothing in its place; what undoes it."""
+def limit_positions(model: Any, *, replaced: bool) -> dict[str, Any]:
+    """Limit a GPT-2's table of positions, or remove it; returns what :func:`restore_positions` needs."""
     transformer = model.transformer
-    # Transformers 4 does not tell the blocks which positions they work at.
-    hooks = [transformer.register_forward_pre_hook(_tell_blocks, with_kwargs=True)] if OLD else []
+    # Transformers 4 does not pass positions to the blocks.
+    hooks = [transformer.register_forward_pre_hook(_pass_positions, with_kwargs=True)] if TRANSFORMERS_4 else []
     table = transformer.wpe
     if replaced:
         transformer.wpe = NoPositions()
@@ -87,7 +87,7 @@ def take_positions(model: Any, *, replaced: bool) -> dict[str, Any]:
     return {"hooks": hooks, "table": table}
 
 
-def give_positions_back(model: Any, undo: dict[str, Any]) -> None:
+def restore_positions(model: Any, undo: dict[str, Any]) -> None:
     """Put the table of positions back.
 
     Raises:
@@ -97,13 +97,13 @@ def give_positions_back(model: Any, undo: dict[str, Any]) -> None:
     if undo.get("loaded") and isinstance(model.transformer.wpe, NoPositions):
         raise ValueError("model: it was saved without its learned positions, which cannot be put back")
     table.__class__ = nn.Embedding
-    # A table that was out of the model did not follow it to another device or dtype.
+    # A removed table did not follow the model to another device or dtype.
     words = model.transformer.wte.weight
     model.transformer.wpe = table.to(device=words.device, dtype=words.dtype)
 
 
-def _tell_blocks(
+def _pass_positions(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    given = kwargs.get("position_ids")
-    return (args, kwargs) if given is None else (args, {**kwargs, "gape_position_ids": given})
+    positions = kwargs.get("position_ids")
+    return (args, kwargs) if positions is None else (args, {**kwargs, "gape_position_ids": positions})

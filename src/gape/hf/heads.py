@@ -1,4 +1,4 @@
-"""Heads that retrieve: those whose queries look at the text that an answer repeats, and floors that spare them.
+"""Retrieval heads: find the heads that attend to the text that an answer repeats, and leave them without a floor.
 
 Shapes: N tokens, L layers, Hq / Hk query / key heads.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gape.hf.families import family_of
 from gape.hf.injection import inject, remove
-from gape.hf.saving import Saved
+from gape.hf.save_load import InjectedModel
 from gape.utils.validation import invalid_argument, positive_number, whole
 
 #: Tokens of a prompt that go through the model at once; `eager` makes a weight for each of them and each key.
@@ -30,9 +30,9 @@ def sizes(model: Any) -> tuple[int, int, int]:
     """L, Hq and Hk of a causal language model without gates.
 
     Raises:
-        ValueError: it has gates, or is of a family that is not known here.
+        ValueError: it has gates, or is of an unknown family.
     """
-    if isinstance(model, Saved):
+    if isinstance(model, InjectedModel):
         raise ValueError("model: got one with gates, expected one without; gape.hf.remove takes them out")
     family = family_of(model)
     modules = family.modules(model)
@@ -42,7 +42,7 @@ def sizes(model: Any) -> tuple[int, int, int]:
 
 @torch.no_grad()
 def scores(model: Any, ids: Tensor, source: Sequence[int], answer: Sequence[int]) -> Tensor:
-    """How much each key head is looked at where a text has what an answer repeats.
+    """How much attention each key head gives to the text that an answer repeats.
 
     Of a query head: the attention that the queries which predict the answer's tokens give to the tokens of `source`,
     summed over those tokens, mean over those queries. Of a key head: the largest of its query heads.
@@ -50,7 +50,7 @@ def scores(model: Any, ids: Tensor, source: Sequence[int], answer: Sequence[int]
     Args:
         model: a causal language model without gates, in eval mode, loaded with attn_implementation="eager".
         ids: (1, N), a prompt and its answer, on the model's device.
-        source: numbers of the tokens at which the answer stands in the prompt.
+        source: numbers of the tokens of the prompt that the answer repeats.
         answer: numbers of the answer's tokens, the last of `ids`.
 
     Returns:
@@ -70,17 +70,17 @@ def scores(model: Any, ids: Tensor, source: Sequence[int], answer: Sequence[int]
         part = ids[:, start : min(start + _PIECE, first - 1)]
         cache = model.base_model(part, past_key_values=cache, use_cache=True).past_key_values
     # The query of a token predicts the next one; nothing is predicted from the last.
-    asked = ids[:, first - 1 : -1]
+    queries = ids[:, first - 1 : -1]
     with _own_forwards(family_of(model).modules(model)):
-        found = model.base_model(asked, past_key_values=cache, use_cache=True, output_attentions=True).attentions
-    seen = first - 1 + asked.size(1)
-    of_queries = torch.stack([_mass(weights[0], places, seen) for weights in found])
-    return of_queries.view(layers, n_kv_heads, n_heads // n_kv_heads).amax(-1)
+        output = model.base_model(queries, past_key_values=cache, use_cache=True, output_attentions=True)
+    total = first - 1 + queries.size(1)
+    masses = torch.stack([_mass(weights[0], places, total) for weights in output.attentions])
+    return masses.view(layers, n_kv_heads, n_heads // n_kv_heads).amax(-1)
 
 
 @contextmanager
 def _own_forwards(modules: Sequence[Any]) -> Iterator[None]:
-    """Take away what transformers 4 leaves in modules that told their weights: a `forward` of each one's own."""
+    """Remove what transformers 4 leaves in modules after output_attentions: a `forward` attribute."""
     bare = [module for module in modules if "forward" not in vars(module)]
     try:
         yield
@@ -109,9 +109,9 @@ def _first(ids: Tensor, answer: Sequence[int]) -> int:
     return answer[0]
 
 
-def _mass(weights: Tensor, places: Tensor, seen: int) -> Tensor:
-    """Attention (Hq, queries, keys) → (Hq,), on some of the `seen` tokens; a sliding window has the last keys only."""
-    columns = places - (seen - weights.size(-1))
+def _mass(weights: Tensor, places: Tensor, total: int) -> Tensor:
+    """Attention (Hq, queries, keys) → (Hq,), on some of `total` tokens; a sliding window has the last keys only."""
+    columns = places - (total - weights.size(-1))
     columns = columns[columns >= 0].to(weights.device)
     return weights.float()[..., columns].sum(-1).mean(-1).cpu()
 
@@ -137,7 +137,7 @@ def floors(scores: Tensor, free: int, floor: float, groups: int) -> list[list[fl
     if whole("free", free, 0) > scores.numel():
         raise invalid_argument("free", free, f"a whole number from 0 to {scores.numel()}, the key heads of the model")
     whole("groups", groups)
-    return _sparing(best(scores, free), (scores.size(0), scores.size(1)), high, groups)
+    return _floors_except(best(scores, free), (scores.size(0), scores.size(1)), high, groups)
 
 
 def best(scores: Tensor, count: int) -> list[Head]:
@@ -146,7 +146,7 @@ def best(scores: Tensor, count: int) -> list[Head]:
     return [divmod(place, scores.size(1)) for place in places]
 
 
-def _sparing(free: Iterable[Head], shape: tuple[int, int], floor: float, groups: int) -> list[list[float]]:
+def _floors_except(free: Iterable[Head], shape: tuple[int, int], floor: float, groups: int) -> list[list[float]]:
     """Floors of the query heads of a model of (L, Hk) that are 0 for some key heads."""
     layers, n_kv_heads = shape
     rows = [[floor] * (n_kv_heads * groups) for _ in range(layers)]
@@ -157,10 +157,10 @@ def _sparing(free: Iterable[Head], shape: tuple[int, int], floor: float, groups:
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """What :func:`pruned` has found.
+    """The result of :func:`pruned`.
 
     Attributes:
-        heads: (layer, key head) of those left free, in the order they came in.
+        heads: (layer, key head) of those left free, in the given order.
         removed: of those that got a floor, the first of them first.
         losses: in nats per token of the answers, with all of them free and after each removal.
         floors: a list for each layer with a number for each query head, as of :func:`floors`.
@@ -183,7 +183,7 @@ def pruned(
     gates: Mapping[str, Any] | None = None,
     seed: int = 0,
     check: Callable[[], None] = lambda: None,
-    told: Callable[[Head | None, float], None] = lambda head, loss: None,
+    report: Callable[[Head | None, float], None] = lambda head, loss: None,
 ) -> Pruned:
     """Put floors under heads, one after the other, always where it costs the answers least, until few are free.
 
@@ -202,7 +202,8 @@ def pruned(
         gates: other options of :class:`gape.GAPEGates`.
         seed: of the gates' first values.
         check: called before each trial; may raise to stop.
-        told: called with None and the loss with all of `heads` free, then with each head that got a floor and the loss.
+        report: called with None and the loss with all of `heads` free, then with each head that got a floor and its
+            loss.
 
     Raises:
         ValueError: a value out of range, gates in the model, or a loss that is not finite. The model is as it was.
@@ -210,13 +211,13 @@ def pruned(
     layers, n_heads, n_kv_heads = sizes(model)
     shape, groups = (layers, n_kv_heads), n_heads // n_kv_heads
     left = _candidates(heads, free, shape)
-    high, given = positive_number("floor", floor), dict(gates or {})
-    if "gate_floor" in given:
-        raise invalid_argument("gates", given, "options without gate_floor, which is found here")
+    high, options = positive_number("floor", floor), dict(gates or {})
+    if "gate_floor" in options:
+        raise invalid_argument("gates", options, "options without gate_floor, which is chosen here")
 
     def cost(trial: Iterable[Head]) -> float:
         check()
-        own = {**given, "gate_floor": _sparing(trial, shape, high, groups)}
+        own = {**options, "gate_floor": _floors_except(trial, shape, high, groups)}
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             inject(model, context_length=context_length, start="paper", gates=own)
@@ -226,38 +227,38 @@ def pruned(
             remove(model)
 
     losses, removed = [cost(left)], list[Head]()
-    told(None, losses[0])
+    report(None, losses[0])
     while len(left) > free:
         trials = {head: cost(other for other in left if other != head) for head in reversed(left)}
         cheapest = min(trials, key=trials.__getitem__)
         left.remove(cheapest)
         removed.append(cheapest)
         losses.append(trials[cheapest])
-        told(cheapest, losses[-1])
-    return Pruned(heads=left, removed=removed, losses=losses, floors=_sparing(left, shape, high, groups))
+        report(cheapest, losses[-1])
+    return Pruned(heads=left, removed=removed, losses=losses, floors=_floors_except(left, shape, high, groups))
 
 
 def _candidates(heads: Sequence[Head], free: int, shape: tuple[int, int]) -> list[Head]:
     """Heads to begin with, checked."""
     layers, n_kv_heads = shape
-    found = [(whole("heads", layer, 0), whole("heads", head, 0)) for layer, head in heads]
-    if len(set(found)) < len(found) or any(layer >= layers or head >= n_kv_heads for layer, head in found):
-        raise invalid_argument("heads", found, f"(layer, key head), each once, of {layers} layers of {n_kv_heads}")
-    if whole("free", free, 0) > len(found):
-        raise invalid_argument("free", free, f"a whole number from 0 to {len(found)}, the heads to choose from")
-    return found
+    checked = [(whole("heads", layer, 0), whole("heads", head, 0)) for layer, head in heads]
+    if len(set(checked)) < len(checked) or any(layer >= layers or head >= n_kv_heads for layer, head in checked):
+        raise invalid_argument("heads", checked, f"(layer, key head), each once, of {layers} layers of {n_kv_heads}")
+    if whole("free", free, 0) > len(checked):
+        raise invalid_argument("free", free, f"a whole number from 0 to {len(checked)}, the heads to choose from")
+    return checked
 
 
 @torch.no_grad()
 def _loss(model: Any, samples: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
     """Nats per token of an answer, mean over samples."""
-    found = []
+    losses = []
     for ids, answer in samples:
-        first, kept = _first(ids, answer), len(answer) + 1
+        first, rows = _first(ids, answer), len(answer) + 1
         # The query of a token predicts the next one.
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[0, -kept:-1]
-        found.append(float(nn.functional.cross_entropy(logits.float(), ids[0, first:])))
-    mean = sum(found) / len(found) if found else math.nan
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0, -rows:-1]
+        losses.append(float(nn.functional.cross_entropy(logits.float(), ids[0, first:])))
+    mean = sum(losses) / len(losses) if losses else math.nan
     if not math.isfinite(mean):
         raise invalid_argument("samples", mean, "at least one, and a finite loss of the answers")
     return mean

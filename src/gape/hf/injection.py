@@ -1,30 +1,25 @@
-"""Put GAPE into a loaded model, and take it out again."""
+"""Put GAPE into a loaded model, take it out again, and say beforehand what that would change."""
 
 from __future__ import annotations
 
 import copy
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gape import positions as schemes
-from gape.hf import gpt2
-from gape.hf.adapters import MODULE
-from gape.hf.attend import our_name
-from gape.hf.auto import config_class, family_config, model_class
-from gape.hf.families import Family, family_of, rope_theta, rotated_part
-from gape.hf.gates import REMEDY, RetrofitGates
-from gape.hf.learn import freeze, qk_modules
-from gape.hf.planning import Plan, planned
-from gape.hf.saving import Saved
-from gape.hf.settings import Settings
-from gape.hf.version import OLD
-from gape.hf.wrap import Injected, Wiring, injected
+from gape.hf import cache, gpt2
+from gape.hf.attention import InjectedAttention, Wiring, injected_class, wire
+from gape.hf.families import TRANSFORMERS_4, Family, family_of, rope_theta, rotated_part
+from gape.hf.gates import MODULE, REMEDY, RetrofitGates, Settings, freeze, qk_modules
+from gape.hf.implementations import IMPLEMENTATIONS, supported_name
+from gape.hf.save_load import InjectedModel, config_class, family_config, model_class
 from gape.models.config import of_layer
+from gape.ops import explain
 from gape.utils.validation import invalid_argument, whole
 
 log = logging.getLogger("gape.hf")
@@ -68,9 +63,9 @@ def inject(
     """
     settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
     if dry_run:
-        print(planned(model, family, settings))
+        print(_plan(model, family, settings))
         return model
-    undo = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    learned = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     _own_config(model)
     model.config.gape = settings.to_dict()
     if settings.native is not None:
@@ -81,7 +76,7 @@ def inject(
     if start == "identity" and any(max(m.gate_floor) > 0 for m in model.modules() if isinstance(m, RetrofitGates)):
         log.warning("gate_floor: Γ is 0 at an identity start, where nothing fades until gates learn; %s", REMEDY)
     freeze(model, learn)
-    model.gape_undo["frozen"] = undo
+    model.gape_undo["requires_grad"] = learned
     return model
 
 
@@ -102,34 +97,31 @@ def plan(
         ValueError: as :func:`inject`.
     """
     settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
-    return planned(model, family, settings)
+    return _plan(model, family, settings)
 
 
 def install(model: Any, settings: Settings) -> None:
-    """Make a model's attention modules ours and add gates; what is needed to undo it is kept beside the model."""
+    """Change the classes of a model's attention modules and add gates; `gape_undo` of the model says how to undo it."""
     family = family_of(model)
     undo: dict[str, Any] = {"implementation": model.config._attn_implementation, "hooks": []}
-    scheme = _scheme(family, settings, model)
-    wiring = Wiring(
-        family=family, rotation=family.rotation(), context_length=settings.context_length, scheme=scheme,
-        softcap=settings.softcap,
-    )  # fmt: skip
     if family.model_type == "gpt2":
-        undo |= gpt2.take_positions(model, replaced=settings.position is not None)
+        undo |= gpt2.limit_positions(model, replaced=settings.position is not None)
     modules = family.modules(model)
-    chosen = settings.layers if settings.layers is not None else range(len(modules))
-    for number in chosen:
+    numbers = settings.layers if settings.layers is not None else range(len(modules))
+    scheme = _scheme(family, settings, model)
+    wiring = wire(family.model_type, settings.context_length, numbers[0], scheme, settings.softcap)
+    for number in numbers:
         _wrap(modules[number], wiring, settings, of_layer(settings.gates, number, len(modules)))
-    _warn_of_dropout(modules[chosen[0]])
-    model.config._attn_implementation = our_name(model.config._attn_implementation)
+    _warn_of_dropout(modules[numbers[0]])
+    model.config._attn_implementation = supported_name(model.config._attn_implementation)
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), MODULE}
     object.__setattr__(model, "gape_undo", undo)
 
 
 def remove(model: Any) -> Any:
-    """Take the gates out of a model, in place: its class, its config and its tensors are those of before.
+    """Take the gates out of a model, in place: its class, its config and its tensors are those before the injection.
 
-    Weights that learned while the gates were in stay as they are.
+    Weights that were trained in between stay as they are.
 
     Returns:
         The model.
@@ -138,13 +130,13 @@ def remove(model: Any) -> Any:
         ValueError: it has none; or it was saved without the positions it had learned, which cannot come back.
     """
     gated: object = model
-    if not isinstance(gated, Saved):
+    if not isinstance(gated, InjectedModel):
         raise invalid_argument("model", type(model).__name__, "a model that gape.hf.inject has put gates into")
     undo: dict[str, Any] = model.gape_undo
     if family_of(model).model_type == "gpt2":
-        gpt2.give_positions_back(model, undo)
+        gpt2.restore_positions(model, undo)
     for module in family_of(model).modules(model):
-        if isinstance(module, Injected):
+        if isinstance(module, InjectedAttention):
             _unwrap(module)
     for handle in undo["hooks"]:
         handle.remove()
@@ -161,7 +153,7 @@ def remove(model: Any) -> Any:
     model.__class__ = base
     for name, parameter in model.named_parameters():
         # Quantised ones are integers, which cannot learn.
-        parameter.requires_grad_(undo.get("frozen", {}).get(name, parameter.is_floating_point()))
+        parameter.requires_grad_(undo.get("requires_grad", {}).get(name, parameter.is_floating_point()))
     return model
 
 
@@ -176,7 +168,7 @@ def _checked(
     options: Mapping[str, Any],
 ) -> tuple[Settings, Family]:
     """The settings and the family, after every check that needs no change of the model."""
-    if isinstance(model, Saved) or any(isinstance(module, RetrofitGates) for module in _modules(model)):
+    if isinstance(model, nn.Module) and any(isinstance(m, InjectedAttention) for m in model.modules()):
         raise ValueError("model: got one with gates, expected one without; gape.hf.remove takes them out")
     family = family_of(model)
     count = len(family.modules(model))
@@ -190,14 +182,13 @@ def _checked(
     )  # fmt: skip
     if settings.gates and not settings.gated:
         raise invalid_argument("gates", dict(settings.gates), f"none, since {position} has no gates")
-    name = our_name(model.config._attn_implementation)
-    if name == "sdpa" and OLD:
-        # In transformers 4, sdpa leaves the cap away; a model that began so goes on so.
+    if supported_name(model.config._attn_implementation) == "sdpa" and TRANSFORMERS_4:
+        # There, sdpa does not cap logits, and the model stays as it was.
         settings = replace(settings, softcap=False)
     _refuse_model(model, family, settings, learn)
     if _factor(_scheme(family, settings, model), settings) > 1:
         settings = replace(settings, native=model.config.max_position_embeddings)
-    # Without memory, and without drawing numbers: only to see whether the options are taken.
+    # Only to check the options: without memory, and without drawing numbers.
     with torch.device("meta"):
         for number, module in enumerate(family.modules(model)):
             _gates(module, family, settings, of_layer(settings.gates, number, count))
@@ -205,7 +196,7 @@ def _checked(
 
 
 def _refuse_model(model: Any, family: Family, settings: Settings, learn: str) -> None:
-    """Refuse models whose attention would not be what the family's layout says."""
+    """Refuse models whose attention is not that of the family's layout, or that cannot learn what should learn."""
     config = model.config
     if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
         raise ValueError("model: got one that attends in both directions, expected a causal one")
@@ -243,7 +234,7 @@ def _layers(layers: Iterable[int], count: int) -> tuple[int, ...]:
 
 
 def _scheme(family: Family, settings: Settings, model: Any) -> schemes.Scheme | None:
-    """The rotation that takes the place of the model's own, or None."""
+    """The scheme that takes the place of the model's own rotation, or None."""
     if settings.base is None:
         if settings.options:
             raise ValueError(f"{next(iter(settings.options))}: an option of a scheme, expected position= beside it")
@@ -266,7 +257,7 @@ def _factor(scheme: schemes.Scheme | None, settings: Settings) -> float:
 
 
 def _own_config(model: Any) -> None:
-    """Give a model a config of its own: another model made from the same object keeps that as it is."""
+    """Give a model a copy of its config: another model may share the object."""
     shared, own = model.config, copy.deepcopy(model.config)
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -280,7 +271,7 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gates(module: Any, family: Family, settings: Settings, options: Mapping[str, Any]) -> RetrofitGates | None:
-    """New gates for an attention module, or None where only positions change."""
+    """Gates for an attention module, or None where only positions change."""
     if not settings.gated:
         return None
     n_heads, n_kv_heads, width = family.layout.sizes(module)
@@ -294,7 +285,7 @@ def _wrap(module: Any, wiring: Wiring, settings: Settings, options: Mapping[str,
     gates = _gates(module, wiring.family, settings, options)
     if gates is not None:
         gates.to(next(module.parameters()).device).train(module.training)
-    module.__class__ = injected(module.__class__)
+    module.__class__ = injected_class(module.__class__)
     module.gape_wiring = wiring
     setattr(module, MODULE, gates)
 
@@ -313,5 +304,91 @@ def _unwrap(module: Any) -> None:
     module.__class__ = base
 
 
-def _modules(model: Any) -> Iterable[nn.Module]:
-    return model.modules() if isinstance(model, nn.Module) else ()
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What :func:`gape.hf.inject` would do.
+
+    Attributes:
+        model: class of the model.
+        settings: of the injection.
+        layers: layers that change, and all there are.
+        parameters: numbers added, and the model's own.
+        gate_flops: operations per token that reading the gates adds, all layers.
+        own_flops: operations per token of the model's matrix products, attention left out.
+        cache_bytes: bytes per token that the cache grows by, and its own.
+        implementation: the name in `attn_implementation`.
+        backend: what runs, as :func:`gape.explain` says it.
+    """
+
+    model: str
+    settings: Settings
+    layers: tuple[int, int]
+    parameters: tuple[int, int]
+    gate_flops: int
+    own_flops: int
+    cache_bytes: tuple[int, int]
+    implementation: str
+    backend: str
+
+    def __str__(self) -> str:
+        added, own = self.parameters
+        growth, before = self.cache_bytes
+        settings = self.settings
+        return "\n".join(
+            (
+                f"{self.model}: {self.layers[0]} of {self.layers[1]} layers, T = {settings.context_length}, "
+                f"positions {settings.position or 'its own + gates'}, start {settings.start}",
+                f"parameters   {added:+,} beside {own:,} ({added / own:+.4%})",
+                f"operations   {self.gate_flops:+,} per token beside {self.own_flops:,} ({self.share:+.4%}) "
+                "without attention",
+                f"cache        {growth:+,} bytes per token beside {before:,}",
+                f"attention    {self.implementation}: {self.backend}",
+            )
+        )
+
+    @property
+    def share(self) -> float:
+        """Operations added, beside the model's own."""
+        return self.gate_flops / self.own_flops
+
+
+def _plan(model: Any, family: Family, settings: Settings) -> Plan:
+    """The plan of a checked injection."""
+    modules = family.modules(model)
+    n_heads, n_kv_heads, width = family.layout.sizes(modules[0])
+    changed = len(modules) if settings.layers is None else len(settings.layers)
+    gated = changed if settings.gated else 0
+    own = sum(p.numel() for p in model.parameters())
+    # Each learned gate has a weight vector and a bias, each query head an amplitude and a strength.
+    learns = (settings.gates.get("learn_gate", True), settings.gates.get("learn_landmark", True))
+    readers = n_heads * bool(learns[0]) + n_kv_heads * bool(learns[1])
+    added = gated * (readers * (width + 1) + 2 * n_heads)
+    if family.model_type == "gpt2" and settings.position is not None:
+        added -= model.transformer.wpe.weight.numel()
+    parameter = next(model.parameters())
+    like = parameter if parameter.is_floating_point() else torch.empty(0, dtype=torch.bfloat16)
+    cache_growth = gated * n_kv_heads * cache.extra_width(like.dtype) * like.element_size()
+    name = supported_name(model.config._attn_implementation)
+    return Plan(
+        model=type(model).__name__,
+        settings=settings,
+        layers=(changed, len(modules)),
+        parameters=(added, own),
+        gate_flops=2 * gated * readers * width,
+        own_flops=2 * own,
+        cache_bytes=(cache_growth, 2 * len(modules) * n_kv_heads * width * like.element_size()),
+        implementation=name,
+        backend=_backend(name, n_heads, n_kv_heads, width, like),
+    )
+
+
+def _backend(name: str, n_heads: int, n_kv_heads: int, width: int, like: torch.Tensor) -> str:
+    """What would run for a few hundred tokens of the model's dtype on its device."""
+    device = torch.device("cpu") if like.device.type == "meta" else like.device
+    q, k = (torch.zeros(1, heads, 256, width, dtype=like.dtype, device=device) for heads in (n_heads, n_kv_heads))
+    gate, landmark = (torch.zeros(1, heads, 256, device=device) for heads in (n_heads, n_kv_heads))
+    amplitude = torch.ones(n_heads, device=device)
+    try:
+        return str(explain(q, k, k, gate, landmark, amplitude, context_length=1, impl=IMPLEMENTATIONS[name]))
+    except ValueError as error:
+        return str(error)

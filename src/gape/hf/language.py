@@ -1,11 +1,12 @@
 """A causal language model of `transformers` behind the interface of :class:`gape.GPT`.
 
-The trainer and the perplexity of this library read models through it.
+The trainer, the perplexity and the analysis of this library read models through it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,21 +14,24 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from gape.gates import GAPEGates
-from gape.hf.adapters import MODULE
-from gape.hf.forgetting import bytes_of
+from gape.hf.attention import InjectedAttention
+from gape.hf.families import TRANSFORMERS_4
+from gape.hf.forgetting import bytes_of, has_window
+from gape.hf.gates import MODULE
 from gape.hf.modeling_gape import GapeForCausalLM
-from gape.hf.version import OLD
 from gape.models.gpt import GPT, Output
 from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
+from gape.ops import inputs
+from gape.ops.inputs import Problem, bias_dtype
 from gape.utils.validation import invalid_argument
 
 
 class FullCache(DynamicCache):  # type: ignore[misc]
-    """A cache that keeps everything, and knows how much that is."""
+    """A cache that keeps all keys and can say how many bytes they take."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is remembered."""
+        """Bytes of the cached keys and values."""
         return bytes_of(self.layers)
 
 
@@ -49,7 +53,7 @@ class LanguageModel(nn.Module):
 
     @property
     def _gpt(self) -> GPT | None:
-        """The GPT of ours in a GapeForCausalLM: its embedding may be its output layer, and it is no base model."""
+        """The GPT in a GapeForCausalLM: its embedding may be its output layer, and it is not a base model."""
         return self.model.gpt if isinstance(self.model, GapeForCausalLM) else None
 
     @property
@@ -95,17 +99,17 @@ class LanguageModel(nn.Module):
             raise invalid_argument("documents", documents, "None; positions that restart keep documents apart")
         if positions is not None and positions.dim() == 1:
             positions = positions.unsqueeze(0)
-        # transformers 4 draws a mask for positions that it made itself; told that all tokens are text, it does not.
-        real = torch.ones_like(ids) if OLD and positions is None and cache is None else None
+        # Without a mask of pads, transformers 4 makes a dense mask for positions that it counted itself.
+        real = torch.ones_like(ids) if TRANSFORMERS_4 and positions is None and cache is None else None
         read = self.model.base_model if self._gpt is None else self.model.states
-        told = read(
+        output = read(
             input_ids=ids,
             attention_mask=real,
             position_ids=positions,
             past_key_values=cache,
             use_cache=cache is not None,
         )
-        x: Tensor = told.last_hidden_state
+        x: Tensor = output.last_hidden_state
         return x
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -147,3 +151,61 @@ class LanguageModel(nn.Module):
         capped = getattr(self.config, "final_logit_softcapping", None) is not None
         plain = type(head) is nn.Linear and head.bias is None and not capped
         return head.weight if plain else None
+
+
+@torch.no_grad()
+def attention_inputs(model: LanguageModel, ids: Tensor) -> list[Problem]:
+    """Read ids (B, N) and return what each layer with gates attends with, first layer first; nothing has gradients.
+
+    Raises:
+        ValueError: as :func:`gated_layers`.
+    """
+    problems: list[Problem] = []
+    with _recorded(gated_layers(model), problems):
+        model.hidden(ids)
+    return problems
+
+
+def gated_layers(model: nn.Module) -> list[Any]:
+    """The injected layers with gates, if each attends as the operator does: to all earlier tokens, by uncapped logits.
+
+    Raises:
+        ValueError: there is none, or one has a sliding window or caps its logits.
+    """
+    layers = [m for m in model.modules() if isinstance(m, InjectedAttention) and m.gates is not None]
+    if not layers:
+        raise invalid_argument("model", type(model).__name__, "one that gape.hf.inject has put gates into")
+    for layer in layers:
+        if layer.softcap is not None or has_window(layer):
+            what = "has a sliding window" if layer.softcap is None else "caps its logits"
+            raise ValueError(f"model: layer {layer.layer_idx} {what}, expected gates over all earlier tokens")
+    return layers
+
+
+@contextmanager
+def _recorded(layers: list[Any], problems: list[Problem]) -> Iterator[None]:
+    """While open, what layers attend with is added to a list."""
+
+    def recording(layer: InjectedAttention) -> Any:
+        attend = layer.attend
+
+        def record(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, landmark: Tensor, **visibility: Any) -> Any:
+            amplitude, wiring, dtype = layer.gates.amplitude, layer.gape_wiring, bias_dtype(q.dtype)
+            problem = Problem(
+                q=q, k=k, v=v, gate=gate.to(dtype), landmark=landmark.to(dtype), amplitude=amplitude.to(dtype),
+                scale=wiring.family.layout.scale(layer), context_length=wiring.context_length,
+                seen=inputs.visibility(q, k),
+            )  # fmt: skip
+            problems.append(problem)
+            return attend(q, k, v, gate, landmark, **visibility)
+
+        return record
+
+    for layer in layers:
+        # An attribute of the instance hides the method until it is deleted.
+        vars(layer)["attend"] = recording(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["attend"]

@@ -1,4 +1,4 @@
-"""Our GPT as a model of `transformers`: its config, its caches, its generation, its Trainer."""
+"""Our GPT as a model of `transformers`: with its configs, caches, generation and Trainer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from gape.hf.attend import Sides, attend, made_mask, our_name, refuse_paged, try_causality
+from gape.gates import GAPEGates
 from gape.hf.attending import AttendingCache
-from gape.hf.card import write_card
+from gape.hf.attention import attend_layer
+from gape.hf.families import QKV
 from gape.hf.forgetting import pads
-from gape.hf.saving import gate_checksum, refuse_missing
-from gape.hf.wrap import remember
+from gape.hf.implementations import GateValues, masked_attention, refuse_paged, supported_name
+from gape.hf.masks import causal_mask
+from gape.hf.save_load import check_checksum, gate_checksum, refuse_missing, write_card
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT, Block
@@ -95,9 +97,9 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.gpt = GPT(config.gpt())
         self.gradient_checkpointing = False
         self.post_init()
-        config._attn_implementation = our_name(config._attn_implementation)
-        kept: Any = getattr(self, "_keep_in_fp32_modules_strict", None)
-        self._keep_in_fp32_modules_strict = {*(kept or ()), "scheme"}
+        config._attn_implementation = supported_name(config._attn_implementation)
+        in_fp32: Any = getattr(self, "_keep_in_fp32_modules_strict", None)
+        self._keep_in_fp32_modules_strict = {*(in_fp32 or ()), "scheme"}
 
     @classmethod
     def from_gpt(cls, gpt: GPT) -> GapeForCausalLM:
@@ -108,26 +110,26 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return model
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: a GPT draws its own when it is made, and a load that misses any is refused."""
+        """Nothing: a GPT draws its weights in its constructor, and a load that misses any is refused."""
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The embedding."""
         return self.gpt.embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Put another embedding in its place, for another vocabulary."""
+        """Replace the embedding, for another vocabulary."""
         self.gpt.embedding = value
         self.gpt.config = dataclasses.replace(self.gpt.config, vocab_size=value.num_embeddings)
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        """The output layer; None where the embedding is that, and there is nothing to tie."""
+        """The output layer; None where the embedding is the output layer, and there is nothing to tie."""
         return self.gpt.head
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
-        """Put another output layer in its place, for another vocabulary; the embedding no longer is that.
+        """Replace the output layer, for another vocabulary; it is then no longer tied to the embedding.
 
         Raises:
-            ValueError: it has a bias, which a GPT has no place for.
+            ValueError: it has a bias, which a GPT cannot have.
         """
         if value.bias is not None:
             raise invalid_argument("value", value, "a linear layer without a bias")
@@ -155,11 +157,11 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         nor cache) are packed documents, which do not see each other.
         """
         refuse_paged(kwargs)
-        told = self.states(
+        output = self.states(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache,
             output_attentions=output_attentions, output_hidden_states=output_hidden_states,
         )  # fmt: skip
-        x = told.last_hidden_state
+        x = output.last_hidden_state
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         logits = self.gpt.logits(x if isinstance(rows, int) else x[:, rows])
         loss = None
@@ -168,12 +170,12 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         out = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=told.past_key_values,
-            hidden_states=told.hidden_states,
-            attentions=told.attentions,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
         )
-        wanted = return_dict if return_dict is not None else getattr(self.config, "return_dict", True)
-        return out if wanted else out.to_tuple()
+        as_dict = return_dict if return_dict is not None else getattr(self.config, "return_dict", True)
+        return out if as_dict else out.to_tuple()
 
     def states(
         self,
@@ -194,36 +196,37 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         checkpointed = self.gradient_checkpointing and self.training
         use_cache = (self.config.use_cache if use_cache is None else use_cache) and not checkpointed
         cache = self._cache_for(past_key_values, use_cache)
-        keeps = self._asked("output_hidden_states", output_hidden_states)
-        looks = self._asked("output_attentions", output_attentions)
-        positions, mask, told = self._surroundings(x, attention_mask, position_ids, cache)
+        with_states = self._option("output_hidden_states", output_hidden_states)
+        with_weights = self._option("output_attentions", output_attentions)
+        positions = self._positions(x, attention_mask, position_ids, cache)
+        mask = self._mask(x, attention_mask, positions, cache)
+        cache_position = torch.arange(x.size(1), device=x.device) + _length(cache)
         x = self.gpt.dropout(x)
-        before, weights = [], []
+        hidden, weights = [], []
         for index, block in enumerate(self.gpt.blocks()):
-            before += [x] if keeps else []
-            given = (block, x, positions, mask, cache, index, told)
-            x, found = self._gradient_checkpointing_func(self._block, *given) if checkpointed else self._block(*given)
-            weights += [found] if looks else []
+            hidden += [x] if with_states else []
+            arguments = (block, index, x, positions, mask, cache, cache_position)
+            x, layer_weights = (
+                self._gradient_checkpointing_func(self._block, *arguments) if checkpointed else self._block(*arguments)
+            )
+            weights += [layer_weights] if with_weights else []
         x = self.gpt.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=cache if use_cache else None,
-            hidden_states=(*before, x) if keeps else None,
-            attentions=tuple(weights) if looks else None,
+            hidden_states=(*hidden, x) if with_states else None,
+            attentions=tuple(weights) if with_weights else None,
         )
 
-    def _surroundings(
-        self, x: Tensor, real: Tensor | None, position_ids: Tensor | None, cache: Any
-    ) -> tuple[Tensor, Any, dict[str, Tensor]]:
-        """Positions of these tokens, the mask that layers are handed, and what caches of transformers 4 are told."""
-        positions = self._positions(x, real, position_ids, cache)
-        told = {"cache_position": torch.arange(x.size(1), device=x.device) + _length(cache)}
+    def _mask(self, x: Tensor, real: Tensor | None, positions: Tensor, cache: Any) -> Tensor | None:
+        """The mask of x (B, N, E) for :func:`gape.hf.attention.attend_layer`."""
         if isinstance(cache, AttendingCache):
-            return positions, pads(real, x), told
-        return positions, made_mask(self.config, x, real, positions, cache), told
+            return pads(real, x)
+        mask: Tensor | None = causal_mask(self.config, x, real, positions, cache)
+        return mask
 
     def _cache_for(self, given: Any, wanted: bool) -> Any:
-        """The cache that was given, or an empty one where one is wanted and the scheme runs with it."""
+        """The given cache, or an empty one where one is wanted and the scheme runs with it."""
         fox = self.config.position == "fox"
         if given is not None and fox:
             raise invalid_argument(
@@ -232,53 +235,20 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return DynamicCache() if given is None and wanted and not fox else given
 
     def _block(
-        self, block: Block, x: Tensor, positions: Tensor, mask: Any, cache: Any, layer: int, told: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer, as :meth:`gape.models.gpt.Block.forward` has it."""
-        y, weights = self._attend(block.attention, block.attention_norm(x), positions, mask, cache, layer, told)
-        x = x + block.dropout(y)
-        return x + block.dropout(block.mlp(block.mlp_norm(x))), weights
-
-    def _attend(
         self,
-        attention: GAPEAttention,
+        block: Block,
+        index: int,
         x: Tensor,
         positions: Tensor,
         mask: Tensor | None,
         cache: Any,
-        layer: int,
-        told: dict[str, Tensor],
+        cache_position: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        scheme, name = attention.scheme, self.config._attn_implementation
-        q, k, v = _projected(attention, x)
-        try_causality(name, q)
-        held = None
-        if isinstance(cache, AttendingCache) and attention.gates is not None:
-            held = cache.layer(layer, attention.gates, q.size(2))
-            y = held.attend_projected(q, k, v, positions)
-            if y is not None:
-                return attention.out(y.transpose(1, 2).flatten(2)), None
-        q, gate = scheme.queries(q, positions, x)
-        k, side = scheme.keys(k, positions, x, None)
-        gates, sides = attention.gates, None
-        landmark = side if gates is not None else None
-        if held is not None and gate is not None and landmark is not None:
-            y = held.attend(q, k, v, gate, landmark, positions, mask)
-            return attention.out(y.transpose(1, 2).flatten(2)), None
-        # A bias of the scheme's own goes by positions too.
-        own, width = type(scheme).attend is not Scheme.attend, attention.head_dim
-        k, v, landmark, k_positions = remember(cache, layer, k, v, landmark, positions, told, width, placed=own)
-        if gates is not None and gate is not None and landmark is not None:
-            sides = Sides(gate, landmark, gates.amplitude, attention.context_length)
-
-        def plain(q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> Tensor:
-            return scheme.attend(q, k, v, gate, side, **seen)
-
-        y, weights = attend(
-            q, k, v, sides, name=name, q_positions=positions, k_positions=k_positions, mask=mask,
-            scale=attention.scale, plain=plain, auto=attention.impl, skips=attention.skips,
-        )  # fmt: skip
-        return attention.out(y.transpose(1, 2).flatten(2)), weights
+        """One block, as :meth:`gape.models.gpt.Block.forward` has it."""
+        layer = GPTLayer(block.attention, self.config, index)
+        y, weights = attend_layer(layer, block.attention_norm(x), positions, mask, cache, cache_position=cache_position)
+        x = x + block.dropout(y)
+        return x + block.dropout(block.mlp(block.mlp_norm(x))), weights
 
     def _positions(self, x: Tensor, real: Tensor | None, given: Tensor | None, cache: Any) -> Tensor:
         """Positions (N,) or (B, N) of these tokens."""
@@ -294,10 +264,10 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return given[0]
 
     def _dense(self, real: Tensor) -> bool:
-        """Whether a mask of pads (B, N) hides nothing; a compiled graph may not look."""
+        """Whether a mask of pads (B, N) hides nothing; False in a compiled graph, which cannot read values."""
         return not torch.compiler.is_compiling() and bool(real.all())
 
-    def _asked(self, name: str, given: bool | None) -> bool:
+    def _option(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name, False) if given is None else given)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -315,33 +285,88 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         Raises:
             ValueError: says which.
         """
-        told = kwargs.pop("output_loading_info", False)
+        with_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        where = str(pretrained_model_name_or_path)
-        refuse_missing(info, where)
+        path = str(pretrained_model_name_or_path)
+        refuse_missing(info, path)
         if info["missing_keys"]:
-            raise ValueError(f"{where}: {sorted(info['missing_keys'])[0]} is missing")
+            raise ValueError(f"{path}: {sorted(info['missing_keys'])[0]} is missing")
         length = model.config.saved_length
         if length not in (None, model.config.context_length):
-            # max_position_embeddings is another name for it, which people raise to read further.
+            # max_position_embeddings is another name for it, which users raise to read longer texts.
             raise invalid_argument(
-                "context_length", model.config.context_length, f"{length}, the T that {where} was saved with"
+                "context_length", model.config.context_length, f"{length}, the T that {path} was saved with"
             )
-        stored = model.config.gate_checksum
-        if is_gated(model.config.position) and stored not in (None, gate_checksum(model.state_dict())):
-            raise ValueError(f"{where}: the gates are not those that were saved: their checksum differs")
-        return (model, info) if told else model
+        if is_gated(model.config.position):
+            check_checksum(model, model.config.gate_checksum, path)
+        return (model, info) if with_info else model
+
+
+class GPTLayer:
+    """An attention layer of the GPT in the steps of :class:`gape.hf.attention.AttentionLayer`."""
+
+    def __init__(self, attention: GAPEAttention, config: GapeConfig, layer_idx: int) -> None:
+        self.attention, self.config, self.layer_idx = attention, config, layer_idx
+
+    @property
+    def gates(self) -> GAPEGates | None:
+        """The gates of a `+gape` scheme, None under others."""
+        return self.attention.gates
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first layer."""
+        return self.layer_idx == 0
+
+    @property
+    def key_width(self) -> int:
+        """The width of a head, since keys with a reserve are narrower than values."""
+        return self.attention.head_dim
+
+    @property
+    def stores_positions(self) -> bool:
+        """Whether the scheme has a bias of its own, which needs positions too."""
+        return type(self.attention.scheme).attend is not Scheme.attend
+
+    def project(self, x: Tensor) -> QKV:
+        """x (B, N, E) → q, k, v (B, H, N, width)."""
+        attention = self.attention
+        heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
+        widths = (attention.content_dim, attention.content_dim, attention.head_dim)
+        parts = attention.qkv(x).split([h * w for h, w in zip(heads, widths, strict=True)], dim=-1)
+        q, k, v = (part.unflatten(-1, (h, w)).transpose(1, 2) for part, h, w in zip(parts, heads, widths, strict=True))
+        return q, k, v
+
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, x: Tensor, embeddings: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Rotated q and k, each with the number per head and token that the scheme needs to attend."""
+        q, q_side = self.attention.scheme.queries(q, positions, x)
+        k, k_side = self.attention.scheme.keys(k, positions, x, None)
+        return q, k, q_side, k_side
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as the scheme does, with the numbers of queries and keys that :meth:`rotate` gave."""
+        attention, values = self.attention, None
+        if self.gates is not None and gate is not None and landmark is not None:
+            values = GateValues(gate, landmark, self.gates.amplitude, attention.context_length)
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+            return attention.scheme.attend(q, k, v, gate, landmark, **arguments)
+
+        return masked_attention(
+            q, k, v, values, name=self.config._attn_implementation, scale=attention.scale, plain=plain,
+            auto=attention.impl, skips=attention.skips, **visibility,
+        )  # fmt: skip
+
+    def merge(self, y: Tensor) -> Tensor:
+        """(B, H, N, width) → (B, N, E)."""
+        projected: Tensor = self.attention.out(y.transpose(1, 2).flatten(2))
+        return projected
 
 
 def _length(cache: Any) -> int | Tensor:
     """Tokens that a cache holds."""
     return 0 if cache is None else cache.get_seq_length()
-
-
-def _projected(attention: GAPEAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v (B, H, N, width) of x (B, N, E)."""
-    heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
-    widths = (attention.content_dim, attention.content_dim, attention.head_dim)
-    parts = attention.qkv(x).split([h * w for h, w in zip(heads, widths, strict=True)], dim=-1)
-    q, k, v = (part.unflatten(-1, (h, w)).transpose(1, 2) for part, h, w in zip(parts, heads, widths, strict=True))
-    return q, k, v

@@ -1,6 +1,7 @@
-"""Files of `transformers`: code that comes with them never runs, and a config that its weights cannot fill is refused.
+"""Read models of `transformers` from folders that nobody has checked.
 
-What a config asks for is compared with the weights beside it before `transformers` makes anything of that size.
+Code in such a folder never runs. The sizes in its config are compared with its weights before `transformers` allocates
+anything of that size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SIZE = re.compile(r"layer|expert|head|size|dim|embd|inner|width")
 
 
 class Weights(NamedTuple):
-    """The most that the weights beside a config hold: tensors, and numbers in them."""
+    """An upper bound of what the weights in a folder hold: tensors, and numbers in them."""
 
     tensors: int
     elements: int
@@ -38,7 +39,7 @@ def read(kind: Any, name: Any, **options: Any) -> Any:
     """
     try:
         return kind.from_pretrained(name, trust_remote_code=False, **options)
-    # What a config or a file of somebody else leads to has no class of its own.
+    # The errors that a damaged config or file leads to have no class of their own.
     except Exception as error:
         raise _unreadable(name, error, "config.json" if kind is AutoConfig else "") from error
 
@@ -59,13 +60,12 @@ def read_model(name: str, **options: Any) -> Any:
     Raises:
         ValueError: it cannot be read, its config asks for more than its weights hold, or some of those are missing.
     """
-    known = refuse_sizes(Path(name))
-    if known is not None:
-        config = read(AutoConfig, name)
-        asked = _parameters(name, config)
-        if asked > known.elements:
+    weights = refuse_sizes(Path(name))
+    if weights is not None:
+        parameters = _parameters(name, read(AutoConfig, name))
+        if parameters > weights.elements:
             raise invalid_argument(
-                f"{name}/config.json", f"{asked:,} numbers", f"at most {known.elements:,}, those in its weights"
+                f"{name}/config.json", f"{parameters:,} numbers", f"at most {weights.elements:,}, those in its weights"
             )
     model, info = read(AutoModelForCausalLM, name, output_loading_info=True, **options)
     if info["missing_keys"]:
@@ -77,7 +77,7 @@ def refuse_sizes(folder: Path) -> Weights | None:
     """Refuse a folder whose config names sizes beyond what its weights can hold.
 
     Returns:
-        What they hold; None where no config or no weights are there.
+        What the weights hold; None without a config or weights.
 
     Raises:
         ValueError: names the file, and the setting.
@@ -91,18 +91,18 @@ def refuse_sizes(folder: Path) -> Weights | None:
         raise ValueError(f"{file}: cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise invalid_argument(str(file), config, "an object of settings")
-    known = _weights(folder, packed="quantization_config" in config)
+    weights = _weights(folder, packed="quantization_config" in config)
     for key, value in _numbers(config):
-        most = known.tensors if known and _COUNT.fullmatch(key) else known.elements if known else 2**31
-        if _SIZE.search(key) and not 0 <= value <= most:
-            raise invalid_argument(f"{file}: {key}", value, f"a number from 0 to {most:,}, what its weights can hold")
-    return known
+        bound = 2**31 if weights is None else weights.tensors if _COUNT.fullmatch(key) else weights.elements
+        if _SIZE.search(key) and not 0 <= value <= bound:
+            raise invalid_argument(f"{file}: {key}", value, f"a number from 0 to {bound:,}, what its weights can hold")
+    return weights
 
 
 def _weights(folder: Path, *, packed: bool) -> Weights | None:
     files = sorted(folder.glob("*.safetensors"))
     if not files or packed:
-        # A number takes a bit at least.
+        # A number takes at least a bit.
         size = 8 * sum(file.stat().st_size for file in files or folder.glob("*.bin"))
         return Weights(size, size) if size else None
     shapes: list[list[int]] = []
@@ -116,7 +116,7 @@ def _weights(folder: Path, *, packed: bool) -> Weights | None:
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Whole numbers of a config at whatever depth, each with the key that it stands under."""
+    """Whole numbers of a config at any depth, each with its key."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _numbers(inner, name)

@@ -5,7 +5,6 @@ The kernel runs in the interpreter without a GPU, which cuts numbers off where t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,18 +16,15 @@ from torch import Tensor
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
-from gape.cache.slots import Slot, Slots
-from gape.hf import Captured, KeepingCache, captured, rows
+from gape.hf import Captured, KeepingCache, captured
 from gape.hf.captured import SlotLayer
 from gape.hf.forgetting import places_of
 from gape.ops import prologue
 from gape.ops.columns import UNIT, significand_bits
 from gape.ops.triton import step
-from gape.positions import rotary
 from tests.hf.test_captured import PLAIN, made, one_by_one
 from tests.hf.tiny import opened, tiny, tokens
 from tests.models.played import Played, playing
-from tests.models.test_step import Launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float16]
@@ -50,6 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 class Heard:
     """Stands in for what a layer holds, and keeps what it is given."""
 
+    length = 0
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
         self.given = (q, k, v)
         return torch.empty(*q.shape[:3], v.size(-1), dtype=v.dtype, device=v.device)
@@ -70,22 +68,24 @@ def in_one_launch() -> Iterator[list[Any]]:
     stepped = step.stepped
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
-            patch.setattr(rows, "steps", lambda q, k, dtype: prologue.ready(q.device, dtype))
-        patch.setattr(step, "stepped", lambda q, k, told, **how: (taken.append(told), stepped(q, k, told, **how))[1])
+            patch.setattr(captured, "steps", lambda q, k, dtype: prologue.ready(q.device, dtype))
+        patch.setattr(
+            step, "stepped", lambda q, k, options, **how: (taken.append(options), stepped(q, k, options, **how))[1]
+        )
         yield taken
 
 
 @contextmanager
 def one_by_one_launches() -> Iterator[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "steps", lambda *_: False)
+        patch.setattr(captured, "steps", lambda *_: False)
         yield []
 
 
 def built(case: str, **injected: Any) -> Any:
     """A model with gates of every strength, also none at all."""
-    family, changes, told = CASES[case]
-    model = opened(tiny(family, **changes), start="paper", **told, **injected)
+    family, changes, options = CASES[case]
+    model = opened(tiny(family, **changes), start="paper", **options, **injected)
     with torch.no_grad():
         for module in model.modules():
             if hasattr(module, "strength"):
@@ -120,15 +120,15 @@ def assert_rows_agree(got: Attended, expected: Attended, turned: dict[str, float
     assert (got.launches, expected.launches) == (1, 0)
     assert torch.equal(got.v, expected.v)
     near = 2.0 ** (1 - significand_bits(expected.q))
-    for found, wanted, once, pieces in ((got.q, expected.q, 3, 0), (got.k, expected.k, 0, 3)):
-        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-        torch.testing.assert_close(found[..., :CONTENT], wanted[..., :CONTENT], **turned)
-        bias, right = (x[..., CONTENT : CONTENT + 6].double() for x in (found, wanted))
+    for actual, wanted, once, pieces in ((got.q, expected.q, 3, 0), (got.k, expected.k, 0, 3)):
+        assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
+        torch.testing.assert_close(actual[..., :CONTENT], wanted[..., :CONTENT], **turned)
+        bias, right = (x[..., CONTENT : CONTENT + 6].double() for x in (actual, wanted))
         for part, size in ((slice(once, once + 3), UNIT), (slice(pieces, pieces + 3), 1.0)):
             # What a key is not spared is a difference to 1, whose last bit is large beside a small one.
             close = {"atol": size * 2**-16, "rtol": 2 * near}
             torch.testing.assert_close(bias[..., part].sum(-1), right[..., part].sum(-1), **close)
-        assert not found[..., CONTENT + 6 :].any()
+        assert not actual[..., CONTENT + 6 :].any()
 
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -191,62 +191,24 @@ def test_replayed_tokens_equal_the_model(name: str, monkeypatch: pytest.MonkeyPa
     for each in (plain, cache):
         model(ids[:, :20], past_key_values=each)
     with in_one_launch() as taken:
-        found = one_by_one(Captured(model, cache), ids[:, 20:])
+        actual = one_by_one(Captured(model, cache), ids[:, 20:])
     expected = one_by_one(lambda token: model(token, past_key_values=plain).logits, ids[:, 20:])
     assert [graph.replays for graph in played] == [1]
     # Once for the graph, and once by it.
     assert len(taken) == 2 * 2
-    assert float((found - expected).norm() / expected.norm()) < 2**-7
+    assert float((actual - expected).norm() / expected.norm()) < 2**-7
 
 
 @torch.no_grad()
 def test_a_layer_that_others_listen_to_goes_step_by_step() -> None:
     attention = next(made("gape").half().to(DEVICE).gpt.blocks()).attention
     q, k = (torch.randn(1, heads, 1, attention.content_dim, device=DEVICE).half() for heads in (4, 2))
-    found = []
+    actual = []
     for listened in (False, True):
         attention.stepwise = listened
         with in_one_launch():
-            found.append(rows.rows_of(attention, q, k, torch.tensor([3], device=DEVICE), None))
-    assert [each is None for each in found] == [False, True]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("case", ["yarn", "llama"])
-def test_launches_between_projections_and_attention(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four products and one kernel are all that a layer launches, its attention aside."""
-    model, kernels = built(case).half(), []
-    attended(model, in_one_launch)
-    monkeypatch.setattr(rows, "steps", lambda *_: True)
-    monkeypatch.setattr(step, "direct", lambda kernel: defaultdict(lambda: lambda *_, **__: kernels.append(kernel)))
-    where, x = torch.tensor([[9]], device=DEVICE), torch.randn(2, 1, 32, device=DEVICE).half()
-    embeddings, layer, cache = model.model.rotary_emb(x, where), model.model.layers[0].self_attn, Cache(model)
-    told = {"position_embeddings": embeddings, "past_key_values": cache, "position_ids": where}
-    # Makes the angles that layers share.
-    layer(x, **told)
-    kernels.clear()
-    with Launches() as launches:
-        layer(x, **told)
-    assert kernels == [step.step]
-    assert launches.counts == {"mm": 4}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["gape", "yarn"])
-def test_layers_of_a_capture_share_their_angles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = made(name).half().to(DEVICE), tokens(2, 5).to(DEVICE)
-    cache = KeepingCache(model, 16)
-    model(ids, past_key_values=cache)
-    recorder, together = Captured(model, cache), cache.together
-    slots = recorder._slots = Slots([layer.held() for layer in together.layers], together.length, 2, DEVICE)
-    recorder._ids = ids[:, :1]
-    monkeypatch.setattr(rotary, "outlasts", lambda device: False)
-    monkeypatch.setattr(Slot, "attend", lambda self, q, k, v, scale: q[..., : v.size(-1)].clone())
-    with in_one_launch() as taken, Launches() as launches:
-        recorder._step(slots)
-    assert len(taken) == 2
-    # Models of transformers make their own for every step, needed or not.
-    assert launches.counts["cos"] == (1 if name == "gape" else 2)
+            actual.append(captured.rows_of(attention, q, k, torch.tensor([3], device=DEVICE), None))
+    assert [each is None for each in actual] == [False, True]
 
 
 @pytest.mark.gpu

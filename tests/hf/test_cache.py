@@ -1,13 +1,17 @@
-"""Landmarks and positions that travel inside keys come back exactly."""
+"""Landmarks and positions in cached keys come back exactly, and no check waits for a device."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from gape.hf.packing import columns, furthest, pack, unpack
+from transformers import DynamicCache
+
+from gape.hf.cache import extra_width, furthest, pack, refuse_uneven, unpack, update_cache
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -18,12 +22,12 @@ def test_what_is_packed_comes_back(dtype):
     landmark = torch.rand(2, 3, 50, generator=generator).to(wide).requires_grad_()
     positions = torch.randint(-5, 4_000_000, (2, 50), generator=generator)
     packed = pack(k, landmark, positions)
-    assert packed.shape == (2, 3, 50, 8 + columns(dtype))
-    keys, found, where = unpack(packed, 8)
+    assert packed.shape == (2, 3, 50, 8 + extra_width(dtype))
+    keys, actual, where = unpack(packed, 8)
     assert torch.equal(keys, k)
     assert torch.equal(where, positions)
-    torch.testing.assert_close(found, landmark, atol=6e-8 if dtype == torch.float16 else 0, rtol=0)
-    found.sum().backward()
+    torch.testing.assert_close(actual, landmark, atol=6e-8 if dtype == torch.float16 else 0, rtol=0)
+    actual.sum().backward()
     assert torch.equal(landmark.grad, torch.ones_like(landmark))
 
 
@@ -34,3 +38,13 @@ def test_positions_that_keys_cannot_carry_are_refused(dtype):
     assert torch.equal(unpack(pack(k, None, last), 8)[2], last[None])
     with pytest.raises(ValueError, match="positions"):
         pack(k, None, last + 1)
+
+
+def test_a_cache_does_not_round_the_gradients_of_gates_that_learn_alone():
+    k, landmark = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16), torch.rand(1, 2, 3, requires_grad=True)
+    assert update_cache(DynamicCache(), 0, k, k, landmark, torch.arange(3))[2] is landmark
+
+
+def test_lengths_on_a_device_are_not_read():
+    cache = SimpleNamespace(layers=[None] * 2, get_seq_length=lambda layer: torch.tensor(layer, device="meta"))
+    refuse_uneven(cache, 0, 1)

@@ -32,8 +32,8 @@ def test_scores_are_the_attention_of_a_whole_forward(family: str, monkeypatch: p
         whole = torch.cat(model(ids, output_attentions=True).attentions)
     # Queries 15 to 18 predict tokens 16 to 19.
     wanted = whole[:, :, 15:19, SOURCE].sum(-1).mean(-1).view(-1, n_kv_heads, n_heads // n_kv_heads).amax(-1)
-    found = heads.scores(model, ids, SOURCE, ANSWER)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    actual = heads.scores(model, ids, SOURCE, ANSWER)
+    torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=0)
 
 
 def copying() -> Any:
@@ -55,10 +55,10 @@ def copying() -> Any:
 
 def test_the_head_that_copies_scores_highest() -> None:
     ids = torch.tensor([[7, 5, 5, 8, 9, 8, 7, 8, 5, 5]])
-    found = heads.scores(copying(), ids, [1, 2], [8, 9])
-    assert found[1, 1] > 0.6
+    actual = heads.scores(copying(), ids, [1, 2], [8, 9])
+    assert actual[1, 1] > 0.6
     # All tokens alike: two of eight, and two of nine.
-    rest = [found[0, 0], found[0, 1], found[1, 0]]
+    rest = [actual[0, 0], actual[0, 1], actual[1, 0]]
     torch.testing.assert_close(torch.stack(rest), torch.full((3,), (2 / 8 + 2 / 9) / 2))
 
 
@@ -117,32 +117,32 @@ def test_the_cheapest_head_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.0 + sum(prices[head] for head in floored)
 
     monkeypatch.setattr(heads, "_loss", loss)
-    found = heads.pruned(model, [], ALL, 1, **TRIAL, told=lambda head, cost: heard.append((head, cost)))
+    actual = heads.pruned(model, [], ALL, 1, **TRIAL, report=lambda head, cost: heard.append((head, cost)))
     # Of the two that cost the same, the last.
-    assert found.removed == [(0, 1), (1, 0), (1, 1)]
-    assert (found.heads, found.losses) == ([(0, 0)], [1.0, 1.25, 1.75, 2.25])
-    assert found.floors == [[0.0, 0.0, 32.0, 32.0], [32.0] * 4]
-    assert heard == list(zip([None, *found.removed], found.losses, strict=True))
+    assert actual.removed == [(0, 1), (1, 0), (1, 1)]
+    assert (actual.heads, actual.losses) == ([(0, 0)], [1.0, 1.25, 1.75, 2.25])
+    assert actual.floors == [[0.0, 0.0, 32.0, 32.0], [32.0] * 4]
+    assert heard == list(zip([None, *actual.removed], actual.losses, strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_pruning_measures_answers_and_leaves_the_model_alone(family: str) -> None:
     model, samples = tiny(family), [(tokens(1, 20), ANSWER), (tokens(1, 17, seed=1), range(15, 17))]
     before, kind, numbers = {k: v.clone() for k, v in model.state_dict().items()}, type(model), torch.get_rng_state()
-    found = heads.pruned(model, samples, ALL, 2, **TRIAL)
+    actual = heads.pruned(model, samples, ALL, 2, **TRIAL)
     assert type(model) is kind
     assert torch.equal(torch.get_rng_state(), numbers)
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     torch.manual_seed(0)
-    gape.hf.inject(model, context_length=16, start="paper", gates={**TRIAL["gates"], "gate_floor": found.floors})
+    gape.hf.inject(model, context_length=16, start="paper", gates={**TRIAL["gates"], "gate_floor": actual.floors})
     with torch.no_grad():
         own = [
             torch.nn.functional.cross_entropy(model(ids).logits[0, answer[0] - 1 : -1], ids[0, answer[0] :])
             for ids, answer in samples
         ]
-    assert found.losses[-1] == pytest.approx(float(sum(own)) / 2, abs=1e-5)
-    assert len(set(found.losses)) == 3
+    assert actual.losses[-1] == pytest.approx(float(sum(own)) / 2, abs=1e-5)
+    assert len(set(actual.losses)) == 3
 
 
 def test_a_trial_that_fails_leaves_no_gates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,13 +207,12 @@ INJECT = ("hf", "inject", "llama", "--context-length", "16", "--out", "gated")
 
 def test_from_needles_to_a_model_with_these_floors(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gape_exits(*HEADS, "--out", "floors/floors1.json", "--samples", "3") == 0
-    told = capsys.readouterr()
-    assert "1 of 4 key heads are free and keep 25.0 % of the keys" in told.out
+    output = capsys.readouterr()
+    assert "1 of 4 key heads are free and keep 25.0 % of the keys" in output.out
     # As many of each file: the two of 1,024 that have their answer, and one of 512.
-    assert [f"{length}.jsonl {place}," in told.err for length, place in ((1024, 1), (512, 1), (1024, 3), (512, 3))] == [
-        True, True, True, False,
-    ]  # fmt: skip
-    assert "2 left out: their answer does not stand in the text" in told.err
+    places = ((1024, 1), (512, 1), (1024, 3), (512, 3))
+    assert [place for place in places if "{}.jsonl {},".format(*place) in output.err] == list(places[:3])
+    assert "2 left out: their answer does not stand in the text" in output.err
     made = json.loads(Path("floors/floors1.json").read_text())
     best = int(torch.tensor(made["score"]).argmax())
     assert made["gate_floor"] == heads.floors(torch.tensor(made["score"]), 1, 32.0, 2)
@@ -231,10 +230,9 @@ PRUNE = ("--candidates", "3", "--context-length", "16", "--gate", "learn_landmar
 
 def test_heads_are_pruned_where_that_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "2", *PRUNE) == 0
-    told = capsys.readouterr().err
-    assert [f"{left} free: {what}" in told for left, what in ((3, "loss"), (2, "a floor under"), (1, "a floor"))] == [
-        True, True, True,
-    ]  # fmt: skip
+    output = capsys.readouterr().err
+    for line in ("3 free: loss", "2 free: a floor under", "1 free: a floor"):
+        assert line in output
     made = json.loads(Path("floors.json").read_text())
     assert sum(row.count(0.0) for row in made["gate_floor"]) == 1 * 2
     assert (made["candidates"], made["context_length"], made["gates"]) == (3, 16, {"learn_landmark": False})
@@ -252,9 +250,9 @@ def test_the_tokens_of_the_answer_are_found(here: Path) -> None:
 
     reader, (samples, _) = opening.open_transformers("llama"), sources.read(["data"])
     one, other = retrieval_heads.locate(reader, samples, 2, Voice())
-    for found, number in ((one, "938"), (other, "4071")):
-        assert reader.decode(found.ids[found.source].tolist()) == number
-        assert reader.decode(found.ids[list(found.answer)].tolist()) == f" {number}"
+    for actual, number in ((one, "938"), (other, "4071")):
+        assert reader.decode(actual.ids[actual.source].tolist()) == number
+        assert reader.decode(actual.ids[list(actual.answer)].tolist()) == f" {number}"
 
 
 def test_a_file_of_floors_is_written_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,290 @@
+"""Attention layers in models of `transformers`: project → gates → rotation → cache → attention.
+
+:func:`attend_layer` takes these steps, for injected layers of other families and for those of our GPT.
+
+An injected module is an instance of a subclass of its own class. Its parameters keep their names; `gape` holds the
+gates. Setting the class back leaves the module as it was. No class and no function of `transformers` is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gape.hf.attending import AttendingCache
+from gape.hf.cache import refuse_uneven, update_cache
+from gape.hf.families import QKV, Family, family_named
+from gape.hf.implementations import (
+    IMPLEMENTATIONS,
+    GateValues,
+    check_causality,
+    masked_attention,
+    refuse_paged,
+    supported_name,
+)
+from gape.hf.save_load import rebuild
+from gape.models.skipping import Skips
+from gape.positions.base import Scheme
+from gape.utils.validation import invalid_argument
+
+
+class AttentionLayer(Protocol):
+    """An attention layer in the steps that :func:`attend_layer` takes; `config` says the attention implementation."""
+
+    config: Any
+    layer_idx: int
+
+    @property
+    def gates(self) -> Any:
+        """None without gates."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no layer before it is called through :func:`attend_layer`."""
+
+    @property
+    def key_width(self) -> int:
+        """The least width of a cached key."""
+
+    @property
+    def stores_positions(self) -> bool:
+        """Whether cached keys carry their positions without gates too."""
+
+    def project(self, x: Tensor) -> QKV:
+        """x (B, N, E) → q, k, v (B, H, N, D)."""
+
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, x: Tensor, embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Rotated q and k, the queries' gate (B, Hq, N) and the keys' landmark (B, Hk, N); None without gates."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, Hq, N, Dv), and weights where the dense form ran; `visibility` is for :func:`masked_attention`."""
+
+    def merge(self, y: Tensor) -> Tensor:
+        """(B, Hq, N, Dv) → (B, N, E)."""
+
+
+def attend_layer(
+    layer: AttentionLayer,
+    x: Tensor,
+    positions: Tensor,
+    mask: Tensor | None,
+    cache: Any,
+    *,
+    embeddings: tuple[Tensor, Tensor] | None = None,
+    cache_position: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """One attention layer: project → gates → rotation → cache → attention.
+
+    Args:
+        layer: the layer.
+        x: (B, N, E).
+        positions: integer (N,) or (B, N).
+        mask: of `transformers`; for caches that attend themselves it may be bool (B, N), False for pads.
+        cache: of `transformers`, or None; the tokens are added to it.
+        embeddings: cosines and sines of the model's own rotation, if it has one.
+        cache_position: integer (N,), for caches of transformers 4.
+
+    Returns:
+        (B, N, E), and the weights (B, Hq, N, keys) where the dense form ran, else None.
+
+    Raises:
+        ValueError: a cache or a mask that does not go with gates, or a cache that an earlier call left half filled.
+    """
+    q, k, v = layer.project(x)
+    check_causality(layer.config._attn_implementation, q)
+    attends = layer.gates is not None and isinstance(cache, AttendingCache)
+    own_cache = cache.layer(layer.layer_idx, layer.gates) if attends else None
+    if cache is not None and layer.is_first:
+        refuse_uneven(cache, layer.layer_idx, x.size(1))
+    y = None if own_cache is None else own_cache.attend_projected(q, k, v, positions, embeddings)
+    if y is not None:
+        return layer.merge(y), None
+    q, k, gate, landmark = layer.rotate(q, k, positions, x, embeddings)
+    if own_cache is not None:
+        real = mask if mask is None or mask.dim() == 2 else cache.real(mask, x.size(1), x.size(0))
+        return layer.merge(own_cache.attend(q, k, v, gate, landmark, positions, real)), None
+    k, v, cached, k_positions = update_cache(
+        cache, layer.layer_idx, k, v, None if layer.gates is None else landmark, positions, cache_position,
+        key_width=layer.key_width, stores_positions=layer.stores_positions,
+    )  # fmt: skip
+    landmark = landmark if layer.gates is None else cached
+    y, weights = layer.attend(q, k, v, gate, landmark, q_positions=positions, k_positions=k_positions, mask=mask)
+    return layer.merge(y), weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """What an injected module needs besides its parameters; one for all layers of a model.
+
+    Attributes:
+        family: of the model.
+        rotation: the family's own, called as rotation(q, k, cos, sin); None where it has none.
+        context_length: T.
+        first_layer: number of the first injected layer.
+        scheme: a rotation in place of the model's own; None keeps that.
+        softcap: whether the model caps its logits.
+    """
+
+    family: Family
+    rotation: Callable[..., tuple[Tensor, Tensor]] | None
+    context_length: int
+    first_layer: int
+    scheme: Scheme | None = None
+    softcap: bool = True
+
+    def __reduce__(self) -> Any:
+        # Layouts and rotations are functions, some without a name; the family is looked up again.
+        rest = (self.context_length, self.first_layer, self.scheme, self.softcap)
+        return wire, (self.family.model_type, *rest)
+
+
+def wire(model_type: str, context_length: int, first_layer: int, scheme: Scheme | None, softcap: bool) -> Wiring:
+    """The wiring of a model of a type in :data:`gape.hf.families.ATTENTION`."""
+    family = family_named(model_type)
+    return Wiring(
+        family=family, rotation=family.rotation(), context_length=context_length, first_layer=first_layer,
+        scheme=scheme, softcap=softcap,
+    )  # fmt: skip
+
+
+class InjectedAttention(Skips):
+    """Mixed into an attention class of `transformers`. `gape` are the gates, None where only positions changed."""
+
+    config: Any
+    layer_idx: int
+    gape: Any
+    gape_base: type[nn.Module]
+    gape_wiring: Wiring
+    key_width = 0
+    stores_positions = False
+
+    @property
+    def impl(self) -> str:  # type: ignore[override]
+        """The implementation of the operator that `attn_implementation` means."""
+        return IMPLEMENTATIONS[supported_name(self.config._attn_implementation)]
+
+    @property
+    def gates(self) -> Any:
+        """The gates; None where only positions changed."""
+        return self.gape
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first injected layer of its model."""
+        return self.layer_idx == self.gape_wiring.first_layer
+
+    @property
+    def softcap(self) -> float | None:
+        """What content logits are capped at; None where they are not."""
+        return getattr(self, "attn_logit_softcapping", None) if self.gape_wiring.softcap else None
+
+    @property
+    def without_rotation(self) -> bool:
+        """Whether q and k are not rotated: SmolLM3 has such layers, in which nothing is replaced."""
+        return not getattr(self, "use_rope", True)
+
+    @property
+    def never_skips(self) -> str | None:
+        """Why no kernel can skip anything in this layer; None where one can."""
+        if self.impl == "reference":
+            return f"runs attn_implementation {self.config._attn_implementation!r}, which keeps every weight"
+        return None if self.softcap is None else "caps its logits"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle and copies: the class is made again from the family's, which can be imported by name."""
+        return rebuild, (injected_class, self.gape_base), vars(self)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states (B, N, E) → (B, N, E), and weights where the dense form ran.
+
+        Raises:
+            ValueError: there are no positions, or an argument that gates cannot honour.
+        """
+        if kwargs.get("encoder_hidden_states") is not None or kwargs.get("head_mask") is not None:
+            raise ValueError("encoder_hidden_states, head_mask: got a value, expected None in a layer with gates")
+        refuse_paged(kwargs)
+        return attend_layer(
+            self, hidden_states, _positions(kwargs, hidden_states.size(0)), attention_mask, past_key_values,
+            embeddings=position_embeddings, cache_position=kwargs.get("cache_position"),
+        )  # fmt: skip
+
+    def project(self, x: Tensor) -> QKV:
+        """q, k and v as the family projects (and norms) them."""
+        return self.gape_wiring.family.layout.project(self, x)
+
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, x: Tensor, embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The gates of q and k before their rotation, and the rotation: the model's own, or that in its place."""
+        gate, landmark = (None, None) if self.gape is None else self.gape(q, k)
+        scheme, rotation = self.gape_wiring.scheme, self.gape_wiring.rotation
+        if not self.without_rotation:
+            if scheme is not None:
+                q, k = scheme.queries(q, positions)[0], scheme.keys(k, positions)[0]
+            elif rotation is not None and embeddings is not None:
+                q, k = rotation(q, k, *embeddings)
+        return q, k, gate, landmark
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend under the gates, if there are some."""
+        values = None
+        if gate is not None and landmark is not None:
+            values = GateValues(gate, landmark, self.gape.amplitude, self.gape_wiring.context_length)
+        return masked_attention(
+            q, k, v, values, name=self.config._attn_implementation, scale=self.gape_wiring.family.layout.scale(self),
+            softcap=self.softcap, skips=self.skips, **visibility,
+        )  # fmt: skip
+
+    def merge(self, y: Tensor) -> Tensor:
+        """(B, Hq, N, Dv) → (B, N, E), by the family's output projection."""
+        return self.gape_wiring.family.layout.merge(self, y.transpose(1, 2).flatten(2))
+
+
+@functools.cache
+def injected_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of an attention class that attends under gates."""
+    return type(f"Gape{base.__name__}", (InjectedAttention, base), {"gape_base": base, "__module__": __name__})
+
+
+def _positions(kwargs: dict[str, Any], batch: int) -> Tensor:
+    """The positions of these tokens, (N,) where all samples share them, else (B, N)."""
+    for key in ("position_ids", "gape_position_ids", "cache_position"):
+        given = kwargs.get(key)
+        if given is None:
+            continue
+        if given.dim() == 1:
+            return given  # type: ignore[no-any-return]
+        if given.dim() != 2 or given.size(0) not in (1, batch):
+            raise invalid_argument("position_ids", given, f"an integer tensor (1 or {batch}, tokens)")
+        return given if given.size(0) == batch and batch > 1 else first_row(given)
+    raise ValueError("position_ids: got nothing, expected the positions of the tokens")
+
+
+def first_row(positions: Tensor) -> Tensor:
+    """positions[0], the same tensor each time, so that what is memoized on it is not lost."""
+    if torch.compiler.is_compiling():
+        return positions[0]
+    row: Tensor | None = getattr(positions, "_gape_row", None)
+    if row is None:
+        # A view, in which later writes to positions show.
+        row = positions[0]
+        positions._gape_row = row  # type: ignore[attr-defined]
+    return row

@@ -1,0 +1,367 @@
+"""Injected models on disk: classes for the Auto classes of `transformers`, saving, loading, adapters, model cards.
+
+A model with gates is saved under a model type of its own, `gape_llama` for `llama`. `transformers` without `gape.hf`
+does not know it and says so, instead of loading the model without its gates. The gates are in the same safetensors
+file as the other weights; config.json has their settings and their checksum.
+
+An adapter of peft says which gates its base needs in `exclude_modules`, a field of peft: a pattern of modules that get
+no adapter, with a comment. A base without gates has no such modules; peft then warns and prints the comment, also where
+this library is not imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from gape import __version__
+from gape.gates import GAPEGates
+from gape.hf import implementations
+from gape.hf.families import ATTENTION, family_of
+from gape.hf.gates import (
+    HASHED,
+    MODULE,
+    RetrofitGates,
+    Settings,
+    freeze,
+    has_gates,
+    refuse_other_length,
+    refuse_other_settings,
+    warn_of_idle,
+)
+
+PREFIX = "gape_"
+#: The attention that config.json of a model with gates asks for. No class but ours knows it: the family's own refuses.
+ATTENTION_ON_DISK = "gape.hf, imported, with AutoModelForCausalLM"
+#: Where the pattern in an adapter's config names the gates.
+_COMMENT = "(?# gates of gape.hf.inject, which the base of this adapter needs: "
+#: A card with this line was written here and may be overwritten.
+MARK = "<!-- written by gape.hf -->"
+log = logging.getLogger("gape.hf")
+
+
+def register() -> None:
+    """Make our attention functions, model types and model classes known to `transformers`; may be called again."""
+    from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM  # noqa: PLC0415
+
+    implementations.register()
+    for model_type in ATTENTION:
+        name = PREFIX + model_type
+        if name not in CONFIG_MAPPING:
+            class_name = f"Gape{model_type.title().replace('_', '')}Config"
+            AutoConfig.register(name, type(class_name, (_DeferredConfig,), {"model_type": name}))
+    AutoConfig.register(GapeConfig.model_type, GapeConfig, exist_ok=True)
+    AutoModelForCausalLM.register(GapeConfig, GapeForCausalLM, exist_ok=True)
+
+
+class _DeferredConfig(PretrainedConfig):  # type: ignore[misc]
+    """Registered for a family with gates until a config of it is read, which makes the family's real class."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The family's own config, with the settings of the gates."""
+        base = CONFIG_MAPPING[cls.model_type.removeprefix(PREFIX)]
+        return config_class(base).from_dict(config_dict, **kwargs)
+
+
+class _InjectedConfig:
+    """Mixed into a family's config class: what config.json holds beside the family's own values."""
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As in `transformers`, which writes this to config.json."""
+        values: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
+        return {**values, "attn_implementation": ATTENTION_ON_DISK}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in `transformers`."""
+        values = {key: value for key, value in config_dict.items() if value != ATTENTION_ON_DISK}
+        return super().from_dict(values, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle and copies: the class is made again from the family's."""
+        return rebuild, (config_class, family_config(type(self))), vars(self)
+
+
+@functools.cache
+def config_class(base: type[Any]) -> type[Any]:
+    """The config class of models of `base` with gates; AutoModelForCausalLM knows it from then on."""
+    own = {"model_type": PREFIX + base.model_type, "__module__": __name__}
+    config = type(f"Gape{base.__name__}", (_InjectedConfig, base), own)
+    model = model_class(MODEL_FOR_CAUSAL_LM_MAPPING[base])
+    model.config_class = config
+    AutoModelForCausalLM.register(config, model, exist_ok=True)
+    return config
+
+
+def family_config(own: type[Any]) -> type[Any]:
+    """The family's config class, of which :func:`config_class` made `own`."""
+    return own.__mro__[2]
+
+
+@functools.cache
+def model_class(base: type[Any]) -> type[Any]:
+    """The class of models of `base` with gates."""
+    return type(f"Gape{base.__name__}", (InjectedModel, base), {"gape_base": base, "__module__": __name__})
+
+
+def rebuild(make_class: Callable[[type[Any]], type[Any]], base: type[Any]) -> Any:
+    """An empty instance of the class that `make_class` makes of a class of `transformers`; pickle sets its state."""
+    return object.__new__(make_class(base))
+
+
+class InjectedModel:
+    """Mixed into a causal language model of `transformers`: builds gates from its config, saves and loads them."""
+
+    gape_base: type[Any]
+    gape_undo: dict[str, Any]
+    config: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        from gape.hf.injection import install  # noqa: PLC0415
+
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        install(self, Settings.from_config(config))
+        # What the model was before the injection is not in its files.
+        self.gape_undo["loaded"] = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle and copies: the class is made again from the family's, which can be imported by name."""
+        return rebuild, (model_class, self.gape_base), vars(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Peft sets the configs of its adapters once their modules are in the model.
+        if name == "peft_config":
+            check_adapters(self, value)
+        super().__setattr__(name, value)
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `transformers`; gates of an adapter that were trained under other settings are an error.
+
+        Raises:
+            ValueError: says which settings.
+        """
+        info = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+        check_settings(self, "adapter")
+        return info
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in `transformers`; also stores the gates' checksum and writes a model card."""
+        model: Any = self
+        state = kwargs.get("state_dict") or model.state_dict()
+        self.config.gape["checksum"] = gate_checksum(state)
+        warn_of_idle(model, state)
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", True):
+            write_card(Path(save_directory), model)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in `transformers`; gates that are missing or not those that were saved are an error.
+
+        Raises:
+            ValueError: says which gates.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(  # type: ignore[misc]
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        path = str(pretrained_model_name_or_path)
+        refuse_missing(info, path)
+        check_settings(model, path)
+        check_checksum(model, model.config.gape.get("checksum"), path)
+        freeze(model, Settings.from_config(model.config).learn)
+        return (model, info) if with_info else model
+
+
+def refuse_missing(info: Mapping[str, Any], path: str) -> None:
+    """Refuse a load that did not fill all gates.
+
+    Raises:
+        ValueError: says how many tensors are missing, and names the first.
+    """
+    missing = sorted(name for name in info["missing_keys"] if is_gate(name))
+    if missing:
+        raise ValueError(f"{path}: {len(missing)} tensors of the gates are missing, {missing[0]} the first")
+
+
+def check_checksum(model: Any, stored: str | None, path: str) -> None:
+    """Compare a model's gates with their stored checksum; None accepts all.
+
+    Raises:
+        ValueError: other values than were saved.
+    """
+    if stored is not None and stored != gate_checksum(model.state_dict()):
+        raise ValueError(f"{path}: the gates are not those that were saved: their checksum differs")
+
+
+def check_settings(model: Any, path: str) -> None:
+    """Compare what was saved beside a model's gates, and beside those of its adapters, with the model's settings.
+
+    Raises:
+        ValueError: another T, or other settings.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, RetrofitGates):
+            refuse_other_length(module.context_length, module.length, f"{path}: {name}")
+            refuse_other_settings(module.settings, module.injection, f"{path}: {name}")
+            # Modules that stay in float32 have all their buffers cast to it.
+            module.context_length = module.context_length.to(torch.int64)
+            module.settings = module.settings.to(torch.int64)
+
+
+def gate_checksum(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the gates among a model's tensors: names, shapes and values in float32."""
+    digest = hashlib.sha256()
+    for name in sorted(filter(is_gate, state)):
+        value = state[name].detach().cpu()
+        value = (value.to(torch.float32) if value.is_floating_point() else value).contiguous()
+        # torch.compile puts a prefix into names.
+        digest.update(f"{name.replace('_orig_mod.', '')} {tuple(value.shape)}\n".encode())
+        digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def is_gate(name: str) -> bool:
+    """Whether a tensor of that name belongs to the gates of an injected model or to the scheme of our GPT."""
+    return not {MODULE, "scheme"}.isdisjoint(name.split("."))
+
+
+def lora_config(model: Any, **options: Any) -> Any:
+    """A `peft.LoraConfig` for an injected model: adapters on its attention projections, gates saved with them.
+
+    The adapter is loaded on a base into which gates of the same settings were put. A base with other gates is refused;
+    peft warns of one without.
+
+    Args:
+        model: with gates.
+        **options: of `LoraConfig`, such as r and lora_alpha; they win over what is chosen here.
+
+    Raises:
+        ImportError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("LoRA needs peft: pip install 'gape[hf]'") from error
+    family = family_of(model)
+    # GPT-2 has another c_proj in its feed-forward layers.
+    targets = {name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn")}
+    targets["c_proj"] = "attn.c_proj"
+    first = family.modules(model)[0]
+    defaults: dict[str, Any] = {
+        "target_modules": [target for name, target in targets.items() if hasattr(first, name)],
+        "task_type": "CAUSAL_LM",
+    }
+    if has_gates(model):
+        pattern = _exclude_pattern(Settings.from_config(model.config))
+        defaults |= {"modules_to_save": [MODULE], "exclude_modules": pattern}
+    return LoraConfig(**(defaults | options))
+
+
+def _exclude_pattern(settings: Settings) -> str:
+    """The pattern of the modules that get no adapter; its comment holds the settings of the gates."""
+    values = settings.to_dict()
+    words = json.dumps({name: values[name] for name in ("context_length", *HASHED)})
+    return rf"(.*\.)?{MODULE}(\..*)?{_COMMENT}{words})"
+
+
+def check_adapters(model: Any, configs: Mapping[str, Any]) -> None:
+    """Compare the gates that adapters of peft need with the model's, and write the model's into configs without any.
+
+    Raises:
+        ValueError: an adapter that was trained with other gates.
+    """
+    gates = [module for module in model.modules() if isinstance(module, RetrofitGates)]
+    if not gates:
+        return
+    own = Settings.from_config(model.config)
+    for name, config in configs.items():
+        pattern = getattr(config, "exclude_modules", None)
+        if isinstance(pattern, str) and _COMMENT in pattern:
+            words = pattern.partition(_COMMENT)[2][:-1]
+            theirs = Settings.from_config(SimpleNamespace(gape=json.loads(words)))
+            refuse_other_length(torch.tensor(theirs.context_length), own.context_length, f"adapter {name!r}")
+            refuse_other_settings(torch.tensor(theirs.hashes()), own, f"adapter {name!r}")
+        if not pattern and hasattr(config, "exclude_modules"):
+            config.exclude_modules = _exclude_pattern(own)
+    learns = not all(getattr(config, "inference_mode", False) for config in configs.values())
+    frozen = all(not p.requires_grad for module in gates for p in module.parameters())
+    if learns and frozen and not any(bool(module.strength.any()) for module in gates if not module.strength.is_meta):
+        log.warning(
+            "the gates are frozen and their strength is 0, so they never do anything: use gape.hf.lora_config(model), "
+            'or modules_to_save=["%s"] in the config of the adapter',
+            MODULE,
+        )
+
+
+def write_card(directory: Path, model: Any) -> Path:
+    """Write the model card: README.md, or GAPE.md where somebody else's README.md is.
+
+    Returns:
+        The file.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "README.md"
+    if path.is_file() and MARK not in path.read_text(encoding="utf-8"):
+        path = directory / "GAPE.md"
+    path.write_text(_card(model), encoding="utf-8")
+    return path
+
+
+def _card(model: Any) -> str:
+    """The text: scheme, T, statistics of the gates, how to load."""
+    config = model.config
+    settings = getattr(config, "gape", None)
+    if not isinstance(settings, dict):
+        settings = {"position": config.position, "context_length": config.context_length}
+    base = getattr(type(model), "gape_base", type(model)).__name__
+    scheme = settings["position"] or "the model's own positions, with gates"
+    lines = [
+        "---", "library_name: gape", "pipeline_tag: text-generation", "tags: [gape, long-context]", "---", MARK, "",
+        f"# {base} with Gated Adaptive Positional Encoding", "",
+        "| | |", "|---|---|",
+        f"| scheme | {scheme} |",
+        f"| T, the training length | {settings['context_length']} |",
+        f"| layers | {'all' if settings.get('layers') is None else settings['layers']} |",
+        f"| checksum of the gates | {settings.get('checksum', '–')} |",
+        f"| written by | gape {__version__} |", "",
+    ]  # fmt: skip
+    rows = _gate_rows(model)
+    if rows:
+        lines += ["## Gates", "", "| layer | Γ, mean | Γ, range | b_g, mean | b_l, mean |", "|---:|---:|---|---:|---:|"]
+        lines += [*rows, ""]
+    lines += [
+        "## Loading", "", "```python", "import gape.hf  # knows this model type",
+        "from transformers import AutoModelForCausalLM", "",
+        'model = AutoModelForCausalLM.from_pretrained("this directory")', "```", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _gate_rows(model: Any) -> list[str]:
+    """A row of the card's table for each layer with gates."""
+    rows = []
+    gates = [(name, module) for name, module in model.named_modules() if isinstance(module, GAPEGates)]
+    for number, (name, module) in enumerate(gates):
+        amplitude = module.amplitude.detach().float().cpu()
+        biases = [
+            "fixed" if projection is None else f"{projection.bias.detach().float().mean():.3f}"
+            for projection in (module.gate_projection, module.landmark_projection)
+        ]
+        layer = next((part for part in name.split(".") if part.isdigit()), str(number))
+        between = f"{amplitude.min():.3g} … {amplitude.max():.3g}"
+        rows.append(f"| {layer} | {amplitude.mean():.3g} | {between} | {' | '.join(biases)} |")
+    return rows
