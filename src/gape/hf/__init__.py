@@ -1,4 +1,4 @@
-"""GAPE in models of `transformers`: put in, taken out, saved, loaded. `docs/guide/hf.md` has the rules.
+"""GAPE in models of `transformers`: inject, remove, train, save, load. `docs/guide/hf.md` is the guide.
 
 The names are imported when they are first used. Importing this package registers our classes with the Auto classes of
 `transformers`, so that `AutoModelForCausalLM.from_pretrained` reads models that were saved with gates.
