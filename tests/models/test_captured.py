@@ -18,7 +18,7 @@ from gape.experiments import forgetting_timing
 from gape.models import attention
 from gape.models import cuda_graphs as module
 from gape.models.cuda_graphs import LEAST, Captured, why_not
-from gape.ops import dispatch
+from gape.ops import limits
 from gape.ops.plain import newest_attention
 
 pytest.importorskip("triton")
@@ -395,7 +395,7 @@ def test_text_comes_from_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_text_comes_also_where_the_decode_kernel_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    monkeypatch.setattr(limits, "HAS_TRITON", False)
     monkeypatch.setattr(Captured, "record", lambda *told: pytest.fail("recorded"))
     model = small().cuda().bfloat16()
     assert model.generate(torch.randint(50, (1, 4), device="cuda"), 24, temperature=0).shape == (1, 28)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gape
 from gape.cache.kv import ForgettingCache, ModelCache
 from gape.models import attention as layer
-from gape.ops import dispatch
+from gape.ops import limits
 from gape.positions import base
 from tests.models.tiny import model, tokens
 
@@ -36,7 +36,7 @@ def in_one_step() -> Iterator[list[Any]]:
     taken: list[Any] = []
     stepped = step.stepped
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer, "steps", lambda q, k: q.size(2) <= k.size(2) <= dispatch.DECODE_QUERIES)
+        patch.setattr(layer, "steps", lambda q, k: q.size(2) <= k.size(2) <= limits.DECODE_QUERIES)
         patch.setattr(step, "stepped", lambda q, k, told, **how: (taken.append(told), stepped(q, k, told, **how))[1])
         yield taken
 
@@ -190,7 +190,7 @@ def test_launches_of_a_token(cache: Callable[[gape.GPT], ModelCache], monkeypatc
     monkeypatch.setattr(layer, "steps", lambda q, k: k.size(2) == 1)
     decoded(gpt, remembered, [20])
     monkeypatch.setattr(step, "stepped", stepped)
-    monkeypatch.setattr(dispatch, "decodes", lambda *_, **__: True)
+    monkeypatch.setattr(limits, "decodes", lambda *_, **__: True)
     monkeypatch.setattr(decode, "run", lambda problem, **_: (kernels.append("decode"), problem.q)[1])
     decoded(gpt, remembered, [1])
     kernels.clear()

@@ -29,7 +29,7 @@ from gape.hf import masks
 from gape.hf.masks import dense_attention
 from gape.models.skipping import IMPL
 from gape.ops import attention, gated_attention
-from gape.ops.dispatch import DECODE_QUERIES
+from gape.ops.limits import DECODE_QUERIES
 from gape.utils.validation import invalid_argument
 
 #: Names that we register → implementation of the operator.

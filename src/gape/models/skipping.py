@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from gape.ops.dispatch import DECODE_QUERIES
+from gape.ops.limits import DECODE_QUERIES
 from gape.utils.validation import invalid_argument, weight
 
 #: The implementation that skips.

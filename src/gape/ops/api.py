@@ -1,90 +1,26 @@
-"""The public operator: its contract, its checks, and which implementation runs."""
+"""The public operator: its contract, its checks, and what it would run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gape.ops import dispatch, inputs, rank2, reference, sdpa, split
+from gape.ops import implementations, inputs, sdpa
+from gape.ops.implementations import IMPLEMENTATIONS, Choice, Details, FusedChoice
 from gape.ops.inputs import Problem, bias_dtype
+from gape.ops.prologue import GateReading
 from gape.utils import validation
-
-#: Implementations that go through `scaled_dot_product_attention`: what turns a problem into prepared calls.
-FUSED: dict[str, Callable[[Problem], Iterator[sdpa.Call]]] = {
-    "rank2": rank2.calls,
-    "split": split.calls,
-}
-
-
-class Details(NamedTuple):
-    """What :func:`detailed_attention` returns.
-
-    Attributes:
-        out: (B, Hq, Nq, Dv) in q's dtype.
-        lse: natural log-sum-exp of each query's logits, (B, Hq, Nq) in float32 (float64 beside float64), without
-            gradient; −inf where a query sees nothing.
-        visited: fraction of the visible key tiles that were looked at, one number; 1 where none may be skipped.
-    """
-
-    out: Tensor
-    lse: Tensor
-    visited: Tensor
-
-
-# Kernels are imported when they run, so that nothing else needs Triton.
-
-
-def _reference(problem: Problem, eps: float) -> Details:
-    lse = reference.log_sum_exp(problem)
-    return Details(reference.run(problem), lse, lse.new_ones(()))
-
-
-def _triton(problem: Problem, eps: float) -> Tensor:
-    from gape.ops.triton import attention  # noqa: PLC0415
-
-    return attention.run(problem, eps)
-
-
-def _detailed_triton(problem: Problem, eps: float) -> Details:
-    from gape.ops.triton import attention  # noqa: PLC0415
-
-    return Details(*attention.answer(problem, eps))
-
-
-def _decode(problem: Problem, eps: float) -> Details:
-    from gape.ops.triton import decode  # noqa: PLC0415
-
-    out, lse = decode.attend(problem)
-    return Details(out, lse, lse.new_ones(()))
-
-
-#: Implementations that know more than the output.
-DETAILED: dict[str, Callable[[Problem, float], Details]] = {
-    "triton": _detailed_triton,
-    "decode": _decode,
-    "reference": _reference,
-}
-
-#: Implementations that run by themselves; they may drop a weight of eps.
-DIRECT: dict[str, Callable[[Problem, float], Tensor]] = {
-    "reference": lambda problem, eps: reference.run(problem),
-    "triton": _triton,
-    "decode": lambda problem, eps: _decode(problem, eps).out,
-}
-
-#: Implementations that keep an Nq × Nk matrix.
-QUADRATIC = ("reference",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a call of the operator would run.
+    """What a call of the operator, or of a layer, would run.
 
     Attributes:
         impl: the implementation, and
@@ -96,6 +32,8 @@ class Plan:
         chunks: number of attention calls.
         width, value_width: head dims of q/k and of v as the backend gets them.
         others: why "auto" takes none of the other implementations; empty where one was asked for by name.
+        prologue: how a layer makes q and k ready: "fused" in one pass over memory, "steps" by its scheme's own steps
+            one after another. None for the operator, which gets them ready.
     """
 
     impl: str
@@ -107,18 +45,24 @@ class Plan:
     width: int
     value_width: int
     others: dict[str, str] = field(default_factory=dict)
+    prologue: str | None = None
 
     def __str__(self) -> str:
         cost = "quadratic memory" if self.quadratic else "no Nq × Nk matrix"
+        before = "" if self.prologue is None else f", {PROLOGUES[self.prologue]}"
         return (
             f"{self.impl} ({self.reason}) on {', '.join(self.backends)} ({cost}); {self.pairs} pairs, "
-            f"{self.chunks} call{'s' * (self.chunks != 1)}, head dims {self.width} and {self.value_width}"
+            f"{self.chunks} call{'s' * (self.chunks != 1)}, head dims {self.width} and {self.value_width}{before}"
         )
+
+
+#: Values of :attr:`Plan.prologue` in words.
+PROLOGUES = {"fused": "q and k made ready in one pass", "steps": "q and k made ready step by step"}
 
 
 def available_implementations() -> list[str]:
     """Names that `impl=` accepts besides "auto"."""
-    return list(dispatch.CANNOT)
+    return list(IMPLEMENTATIONS)
 
 
 def gated_attention(
@@ -161,7 +105,7 @@ def gated_attention(
         scale: softmax scale, D ** −0.5 of the D given by default. A model that reserves coordinates for the
             bias passes that of its full head dim.
         impl: "auto", or one of :func:`available_implementations`.
-        eps: weight that may be dropped, in all and for any query; 0 drops nothing. Kernels that skip tiles leave away
+        eps: weight that may be dropped, in all and for any query; 0 drops nothing. Kernels that skip tiles skip
             what provably has no more (`docs/skipping.md`), others ignore it. Forward and backward agree.
         check: also check the values of the gates, and of positions on a GPU (this waits for the device).
         strict: refuse an implementation or backend that keeps an Nq × Nk matrix.
@@ -182,10 +126,10 @@ def gated_attention(
         )  # fmt: skip
         validation.flag("strict", strict)
         eps = validation.weight("eps", eps)
-        name, _ = _choose(impl, problem, eps)
-        if strict and name in QUADRATIC:
-            raise ValueError(f"strict: impl {name!r} keeps an Nq × Nk matrix of logits")
-        return DIRECT[name](problem, eps) if name in DIRECT else sdpa.run_all(FUSED[name](problem), strict=strict)
+        chosen = IMPLEMENTATIONS[implementations.choose(problem, eps, impl).name]
+        if strict and chosen.quadratic:
+            raise ValueError(f"strict: impl {chosen.name!r} keeps an Nq × Nk matrix of logits")
+        return chosen.run(problem, eps, strict)
 
 
 def detailed_attention(
@@ -203,7 +147,7 @@ def detailed_attention(
     check: bool = False,
     **seen: Any,
 ) -> Details:
-    """The operator with each query's log-sum-exp and the fraction of key tiles that were looked at.
+    """The operator with each query's log-sum-exp and the fraction of key tiles that were visited.
 
     Args are those of :func:`gated_attention`; `impl` is "triton", "decode", "reference", or "auto" for triton where it
     can run and else reference, which keeps an Nq × Nk matrix. Gradients go through the output alone.
@@ -214,12 +158,9 @@ def detailed_attention(
     with leave_autocast(q, k, v) as (q, k, v):
         problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
         eps = validation.weight("eps", eps)
-        if impl == "auto":
-            impl = "triton" if dispatch.cannot("triton", problem) is None else "reference"
-        name, _ = _choose(impl, problem, eps)
-        if name not in DETAILED:
-            raise validation.invalid_argument("impl", name, f"one of {list(DETAILED)}")
-        return DETAILED[name](problem, eps)
+        details = IMPLEMENTATIONS[implementations.choose(problem, eps, impl, details=True).name].details
+        assert details is not None
+        return details(problem, eps)
 
 
 def explain(
@@ -239,6 +180,8 @@ def explain(
 ) -> Plan:
     """Say what :func:`gated_attention` would run for these arguments, without running the attention.
 
+    :meth:`gape.GAPEAttention.explain` says it of a layer.
+
     `seen` are the operator's q_positions, k_positions, q_documents, k_documents, attn_mask and is_causal.
 
     Raises:
@@ -246,24 +189,58 @@ def explain(
     """
     with leave_autocast(q, k, v) as (q, k, v):
         problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
-        name, reason = _choose(impl, problem, validation.weight("eps", eps))
-        others = dispatch.why_not(problem, eps) if impl == "auto" else {}
-        if name not in FUSED:
-            return Plan(
-                impl=name, reason=reason, backends=(name,), quadratic=name in QUADRATIC, pairs=problem.seen.kind,
-                chunks=1, width=q.size(-1), value_width=v.size(-1), others=others,
-            )  # fmt: skip
-        backends, count = [], 0
-        for call in FUSED[name](problem):
-            count += 1
-            backends.append(call.backend())
-        distinct = tuple(dict.fromkeys(backends))
-        if "reference" in distinct:
-            reason += ", and the definition for queries too far apart"
-        return Plan(
-            impl=name, reason=reason, backends=distinct, quadratic=not sdpa.QUADRATIC.isdisjoint(distinct),
-            pairs=problem.seen.kind, chunks=count, width=call.q.size(-1), value_width=call.v.size(-1), others=others,
-        )  # fmt: skip
+        eps = validation.weight("eps", eps)
+        plan = _planned(problem, implementations.choose(problem, eps, impl))
+        return replace(plan, others=implementations.others(problem, eps)) if impl == "auto" else plan
+
+
+def explain_fused(
+    chosen: FusedChoice,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    reading: GateReading | None,
+    *,
+    scale: float,
+) -> Plan:
+    """The plan of what `chosen.fused` would run; arguments are those of its functions."""
+    choice, call = chosen.choice, chosen.fused.call
+    if call is None:
+        plan = _plan(choice, "causal", chosen.width, v.size(-1))
+    else:
+        plan = _plan_of_calls([call(q, k, v, angles, reading, scale=scale)], choice, "causal")
+    return replace(plan, prologue="fused")
+
+
+def _planned(problem: Problem, choice: Choice) -> Plan:
+    calls, pairs = IMPLEMENTATIONS[choice.name].calls, problem.seen.kind
+    if calls is not None:
+        return _plan_of_calls(calls(problem), choice, pairs)
+    return _plan(choice, pairs, problem.q.size(-1), problem.v.size(-1))
+
+
+def _plan(choice: Choice, pairs: str, width: int, value_width: int) -> Plan:
+    """The plan of an implementation that runs in one launch of its own."""
+    quadratic = IMPLEMENTATIONS[choice.name].quadratic
+    return Plan(
+        impl=choice.name, reason=choice.reason, backends=(choice.name,), quadratic=quadratic, pairs=pairs, chunks=1,
+        width=width, value_width=value_width,
+    )  # fmt: skip
+
+
+def _plan_of_calls(calls: Iterable[sdpa.Call], choice: Choice, pairs: str) -> Plan:
+    """The plan of an implementation that goes through prepared calls, of which there is at least one."""
+    backends, reason = [], choice.reason
+    for call in calls:
+        backends.append(call.backend())
+    distinct = tuple(dict.fromkeys(backends))
+    if "reference" in distinct:
+        reason += ", and the definition for queries too far apart"
+    return Plan(
+        impl=choice.name, reason=reason, backends=distinct, quadratic=not sdpa.QUADRATIC.isdisjoint(distinct),
+        pairs=pairs, chunks=len(backends), width=call.q.size(-1), value_width=call.v.size(-1),
+    )  # fmt: skip
 
 
 #: What says who sees whom.
@@ -331,15 +308,3 @@ def _problem(
         scale=width**-0.5 if scale is None else validation.positive_number("scale", scale),
         seen=visibility,
     )
-
-
-def _choose(impl: str, problem: Problem, eps: float) -> tuple[str, str]:
-    """The implementation's name and why it was chosen."""
-    if impl == "auto":
-        return dispatch.choose(problem, eps)
-    if impl not in available_implementations():
-        raise validation.invalid_argument("impl", impl, f"'auto' or one of {available_implementations()}")
-    why = dispatch.cannot(impl, problem)
-    if why is not None:
-        raise ValueError(f"impl: got {impl!r}, which {why}")
-    return impl, "asked for"

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from gape.ops import columns, inputs, prologue, rank2
 from gape.ops.columns import UNIT, significand_bits
-from gape.ops.dispatch import DECODE_QUERIES, MOST_PROGRAMS
 from gape.ops.inputs import bias_dtype, learning
+from gape.ops.limits import DECODE_QUERIES, MOST_PROGRAMS
 from gape.ops.plain import attention
 from gape.utils import validation
 

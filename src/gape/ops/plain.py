@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gape.ops import dispatch, inputs, sdpa
+from gape.ops import inputs, limits, sdpa
 from gape.ops.api import leave_autocast
 from gape.ops.columns import UNIT, pieces, significand_bits
 from gape.ops.inputs import Problem, Visibility, bias_dtype, learning
@@ -78,7 +78,7 @@ def attention(
             shape = (q.size(0), q.size(1), k.size(2))
             inputs.floats("key_bias", key_bias, shape, q.device, "(B, Hq, Nk)")
             carried = _carry(q, k, v, key_bias, scale)
-        if bias is None and dispatch.decodes(*carried, learns=learning(*carried)):
+        if bias is None and limits.decodes(*carried, learns=learning(*carried)):
             return _decoded(*carried, seen, scale)
         return sdpa.run_all(_calls(*carried, seen, scale, bias), strict=strict)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gape.ops.columns import UNIT, significand_bits
-from gape.ops.dispatch import DECODE_QUERIES
+from gape.ops.limits import DECODE_QUERIES
 from gape.ops.triton.carry import key_numbers, near, query_numbers
 from gape.ops.triton.custom_ops import direct
 from gape.ops.triton.decode_plan import power_of_two
