@@ -22,7 +22,8 @@ def test_says_what_runs(options: list[str], runs: str, capsys: pytest.CaptureFix
     assert gape_exits("doctor", *sizes, *options) == 0
     told = capsys.readouterr().out
     assert f"torch        {torch.__version__}" in told
-    assert runs in told
+    assert f"operator: {runs}" in told
+    assert "q and k made ready step by step" in told
     chosen = runs.partition(" ")[0]
     for name in available_implementations():
         assert (f"not {name}: " in told) == (name != chosen), name

@@ -253,7 +253,9 @@ def test_a_layer_attends_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     attention.stepwise = False
     # The interpreter stands in for the GPU that the layer asks for.
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    got = attention._joined(attention._attend_in_one_pass(x))
+    assert attention.explain(x).prologue == "fused"
+    got = attention(x)
     assert (got - want).norm() < 3e-3 * want.norm()
     attention.qkv.register_forward_hook(lambda module, given, out: out * 2)
-    assert attention._attend_in_one_pass(x) is None
+    monkeypatch.setattr("gape.ops.implementations.device_of", lambda problem: None)
+    assert attention.explain(x).prologue == "steps"
