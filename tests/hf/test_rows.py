@@ -23,7 +23,7 @@ from gape.hf.captured import SlotLayer
 from gape.hf.forgetting import places_of
 from gape.ops import prologue
 from gape.ops.columns import UNIT, significand_bits
-from gape.ops.triton import step
+from gape.ops.triton import split_bias
 from gape.positions import rotary
 from tests.hf.test_captured import PLAIN, made, one_by_one
 from tests.hf.tiny import opened, tiny, tokens
@@ -67,11 +67,13 @@ class Cache(captured.SlotCache):
 def in_one_launch() -> Iterator[list[Any]]:
     """Rows are made by the kernel without a GPU too, and with one where the model says so; what it is told is noted."""
     taken: list[Any] = []
-    stepped = step.stepped
+    run = split_bias.step_rows
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(rows, "steps", lambda q, k, dtype: prologue.ready(q.device, dtype))
-        patch.setattr(step, "stepped", lambda q, k, told, **how: (taken.append(told), stepped(q, k, told, **how))[1])
+        patch.setattr(
+            split_bias, "step_rows", lambda q, k, step, **how: (taken.append(step), run(q, k, step, **how))[1]
+        )
         yield taken
 
 
@@ -218,7 +220,9 @@ def test_launches_between_projections_and_attention(case: str, monkeypatch: pyte
     model, kernels = built(case).half(), []
     attended(model, in_one_launch)
     monkeypatch.setattr(rows, "steps", lambda *_: True)
-    monkeypatch.setattr(step, "direct", lambda kernel: defaultdict(lambda: lambda *_, **__: kernels.append(kernel)))
+    monkeypatch.setattr(
+        split_bias, "direct", lambda kernel: defaultdict(lambda: lambda *_, **__: kernels.append(kernel))
+    )
     where, x = torch.tensor([[9]], device=DEVICE), torch.randn(2, 1, 32, device=DEVICE).half()
     embeddings, layer, cache = model.model.rotary_emb(x, where), model.model.layers[0].self_attn, Cache(model)
     told = {"position_embeddings": embeddings, "past_key_values": cache, "position_ids": where}
@@ -227,7 +231,7 @@ def test_launches_between_projections_and_attention(case: str, monkeypatch: pyte
     kernels.clear()
     with Launches() as launches:
         layer(x, **told)
-    assert kernels == [step.step]
+    assert kernels == [split_bias._step_kernel]
     assert launches.counts == {"mm": 4}
 
 

@@ -9,7 +9,7 @@ from gape.ops import carried, columns
 from gape.ops.columns import significand_bits
 
 pytest.importorskip("triton")
-from gape.ops.triton import carry
+from gape.ops.triton import split_bias
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,9 +31,9 @@ def test_numbers_are_those_of_torch(dtype: torch.dtype, strength: float, positio
     amplitude, positions = torch.rand(3, generator=g).to(DEVICE) * strength, positions.to(DEVICE)
     bits, width = significand_bits(x), 72
     keys = columns.key_columns(1 - landmark, [positions], dtype, bits)
-    assert torch.equal(carry.joined_keys(x, landmark, positions, width), carried._joined(x, keys, width))
+    assert torch.equal(split_bias.augmented_keys(x, landmark, positions, width), carried._joined(x, keys, width))
     queries = columns.query_columns(amplitude[:, None] * gate / 1024, [positions], 0.125, dtype, bits)
-    got = carry.joined_queries(x, gate, amplitude, positions, width, context_length=1024, scale=0.125)
+    got = split_bias.augmented_queries(x, gate, amplitude, positions, width, context_length=1024, scale=0.125)
     assert torch.equal(got, carried._joined(x, queries, width))
 
 
@@ -42,8 +42,8 @@ def test_what_is_not_a_number_stays_so() -> None:
     x = torch.zeros(1, 2, 3, 16, dtype=torch.float16, device=DEVICE)
     broken = torch.full((1, 2, 3), 2**31 - 1, dtype=torch.int32, device=DEVICE).view(torch.float32)
     one, where = torch.ones(2, device=DEVICE), torch.arange(3, device=DEVICE)
-    queries = carry.joined_queries(x, broken, one, where, 24, context_length=1024, scale=0.125)
-    keys = carry.joined_keys(x, broken, where, 24)
+    queries = split_bias.augmented_queries(x, broken, one, where, 24, context_length=1024, scale=0.125)
+    keys = split_bias.augmented_keys(x, broken, where, 24)
     assert queries[..., 19:22].isnan().all()
     assert keys[..., 16:19].isnan().all()
 
@@ -54,6 +54,6 @@ def test_what_is_not_a_number_stays_so() -> None:
 def test_positions_that_cannot_be_carried_are_not_a_number(dtype: torch.dtype, far: int) -> None:
     x, side = torch.zeros(1, 2, 2, 16, dtype=dtype, device=DEVICE), torch.full((1, 2, 2), 0.5, device=DEVICE)
     one, where = torch.ones(2, device=DEVICE), torch.tensor([7, far], device=DEVICE)
-    queries = carry.joined_queries(x, side, one, where, 24, context_length=1024, scale=0.125)
-    for rows in (queries, carry.joined_keys(x, side, where, 24)):
+    queries = split_bias.augmented_queries(x, side, one, where, 24, context_length=1024, scale=0.125)
+    for rows in (queries, split_bias.augmented_keys(x, side, where, 24)):
         assert rows.isnan().any(-1).tolist() == [[[False, True]] * 2]

@@ -44,7 +44,7 @@ class Answer(NamedTuple):
         out: (B, Hq, Nq, Dv) in q's dtype.
         lse: natural log-sum-exp of the logits, (B, Hq, Nq) in float32, without gradient; −inf for a row that saw
             nothing.
-        visited: fraction of the visible key tiles that were looked at, one number.
+        visited: fraction of the visible key tiles that were visited, one number.
     """
 
     out: Tensor
@@ -68,7 +68,7 @@ def answer(problem: Problem, eps: float = 0.0) -> Answer:
 
 
 def visits(problem: Problem, eps: float) -> Tensor:
-    """The fraction of the visible key tiles that each head looks at, (B, Hq); 1 where none may be skipped."""
+    """The fraction of the visible key tiles that each head visits, (B, Hq); 1 where none may be skipped."""
     visited = _attended(problem, eps)[3]
     if not visited.numel():
         return visited.new_ones(visited.shape[:2])
@@ -101,7 +101,7 @@ def projected(
     Norms are those of the rows that attention reads, stretched as in :func:`bounds`.
     """
     values = _whole_pieces(v)
-    columns = tiles_for(q, values, "attend", skip=True)["BLOCK_N"] if eps else 0
+    columns = tiles_for(q, values, "fwd", skip=True)["BLOCK_N"] if eps else 0
     ready = prepare_bounded(
         q, k, *((None, None) if angles is None else angles), reading.gate_weight, reading.gate_bias,
         reading.amplitude, reading.floor, reading.landmark_weight, reading.landmark_bias,
@@ -209,9 +209,9 @@ def _launch_attend(
     outs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], a: _Arguments, q: Tensor, v: Tensor, scale: float, eps: float
 ) -> None:
     (out, lse, low, visited, earliest), (reach, k_reach, u_least) = outs, a.bounds
-    tile = tiles_for(q, v, "attend", skip=eps > 0)
+    tile = tiles_for(q, v, "fwd", skip=eps > 0)
     grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
-    traceable(attention_fwd.attend)[grid](
+    traceable(attention_fwd._fwd_kernel)[grid](
         *a.tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *a.strides, q.size(1), *a.sizes,
         scale * LOG2E, eps, **a.flags, **tile,
     )  # fmt: skip
@@ -264,23 +264,23 @@ def _attend_backward(
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in grads)
     dq, dk, dv, dc, du = grads
-    tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("by_rows", "by_columns"))
+    tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("bwd_dq", "bwd_dkv"))
     judged = bounds(q, k, v, u, scale) if eps else (c, c, c)
     a = _arguments(q, k, v, c * LOG2E, u, judged, where, eps)
     reach, k_reach, u_least = judged
     numbers = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
     upstream = (grad, numbers)
-    traceable(attention_bwd.row_numbers)[(-(-lse.numel() // 64),)](
+    traceable(attention_bwd._bwd_rows_kernel)[(-(-lse.numel() // 64),)](
         grad, out, a.base_2_rate, lse, numbers, lse.numel(), q.size(2), v.size(3),
         BLOCK=64, BLOCK_D=tile["BLOCK_V"], BLOCK_M=column_tile["BLOCK_M"],
     )  # fmt: skip
     rows = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
-    traceable(attention_bwd.by_rows)[rows](
+    traceable(attention_bwd._bwd_dq_kernel)[rows](
         *a.tensors, *upstream, dq, dc, reach, low, earliest, k_reach, u_least, *a.strides, q.size(1), *a.sizes,
         scale * LOG2E, scale, **a.flags, **tile,
     )  # fmt: skip
     columns = (-(-k.size(2) // column_tile["BLOCK_N"]), k.size(0) * k.size(1))
-    traceable(attention_bwd.by_columns)[columns](
+    traceable(attention_bwd._bwd_dkv_kernel)[columns](
         *a.tensors, *upstream, dk, dv, du, reach, low, earliest, k_reach, u_least, *a.strides, k.size(1), *a.sizes,
         scale * LOG2E, scale, LOG2E, **a.flags, **column_tile, RAGGED=bool(q.size(2) % column_tile["BLOCK_M"]),
     )  # fmt: skip
@@ -307,7 +307,7 @@ def _blank(q: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Te
     batch, n_heads, n_q, _ = q.shape
     out = torch.empty(batch, n_heads, n_q, v.size(-1), dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, n_heads, n_q, dtype=torch.float32, device=q.device)
-    rows = tiles_for(q, v, "attend", skip=True)["BLOCK_M"]
+    rows = tiles_for(q, v, "fwd", skip=True)["BLOCK_M"]
     tiles = (n_q + rows - 1) // rows if eps else 0
     visited = torch.empty(batch, n_heads, tiles, dtype=torch.float32, device=q.device)
     low = torch.empty_like(lse) if eps else lse.new_empty(0)
@@ -316,7 +316,7 @@ def _blank(q: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Te
 
 def _tiles_seen(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Key tiles that causality leaves to all row tiles of all heads."""
-    tile = tiles_for(q, v, "attend", skip=True)
+    tile = tiles_for(q, v, "fwd", skip=True)
     rows, columns, n_q, n_k = tile["BLOCK_M"], tile["BLOCK_N"], q.size(2), k.size(2)
     ends = (min(n_k, n_k - n_q + start + rows) for start in range(0, n_q, rows))
     return q.size(0) * q.size(1) * sum(-(-end // columns) for end in ends)
@@ -346,7 +346,7 @@ def _arguments(
     eps: float,
 ) -> _Arguments:
     """What all kernels take, in their order; c in base 2."""
-    tile = tiles_for(q, v, "attend", skip=eps > 0)
+    tile = tiles_for(q, v, "fwd", skip=eps > 0)
     n_q, n_k, d, d_v = q.size(2), k.size(2), q.size(3), v.size(3)
     positions = [(0, 0) if p is None else p.stride() for p in (where.q_positions, where.k_positions)]
     mask = (0, 0, 0, 0) if where.mask is None else where.mask.stride()

@@ -290,7 +290,7 @@ def stretched(x_ptr, x_b, x_h, x_n, x_d, row, heads, tokens, n, width, stretch, 
 
 
 @triton.jit
-def of_queries(
+def _query_norms_kernel(
     q_ptr, reach_ptr, q_b, q_h, q_n, q_d, heads, n, width, stretch, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """q (B, H, N, D) → each row's norm, stretched, (B, H, N)."""
@@ -301,7 +301,7 @@ def of_queries(
 
 
 @triton.jit
-def of_keys(
+def _key_bounds_kernel(
     k_ptr, u_ptr, reach_ptr, least_ptr, k_b, k_h, k_n, k_d, heads, n, width, stretch,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -329,17 +329,17 @@ def bounds(q: Tensor, k: Tensor, v: Tensor, u: Tensor, scale: float) -> tuple[Te
     Returns:
         Three float32 tensors, the last two (B, Hk, tiles).
     """
-    tile = tiles_for(q, v, "attend", skip=True)
+    tile = tiles_for(q, v, "fwd", skip=True)
     sizes = {"BLOCK": tile["BLOCK_N"], "BLOCK_D": tile["BLOCK_D"]}
     blocks = [-(-x.size(2) // sizes["BLOCK"]) for x in (q, k)]
     reach = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     k_reach, u_least = (
         torch.empty(*k.shape[:2], blocks[1], dtype=torch.float32, device=q.device) for _ in ("norms", "exposures")
     )
-    traceable(of_queries)[(blocks[0], q.size(0) * q.size(1))](
+    traceable(_query_norms_kernel)[(blocks[0], q.size(0) * q.size(1))](
         q, reach, *q.stride(), q.size(1), q.size(2), q.size(3), scale * LOG2E * SLACK, **sizes, num_warps=4
     )
-    traceable(of_keys)[(blocks[1], k.size(0) * k.size(1))](
+    traceable(_key_bounds_kernel)[(blocks[1], k.size(0) * k.size(1))](
         k, u.contiguous(), k_reach, u_least, *k.stride(), k.size(1), k.size(2), k.size(3), SLACK, **sizes, num_warps=4
     )
     return reach, k_reach, u_least
