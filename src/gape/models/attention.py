@@ -50,8 +50,8 @@ class GAPEAttention(Skips, nn.Module):
         landmark_mean: a tensor of one number, else None.
         stepwise: whether a forward pass always takes the scheme's steps one by one, so that others can listen to them;
             without, a GPU runs them in one pass where it can.
-        skips: what may be left away, by which kernel, where many queries attend; None leaves nothing away. Chosen for
-            a run by :func:`gape.models.skipping.skip`, never saved.
+        skips: attention that a query may lose to skipped tiles; 0 skips none. Set by
+            :func:`gape.models.skipping.skip`, never saved.
 
     Raises:
         ValueError: for sizes that do not fit together, an unknown scheme or option; names the argument.
@@ -139,11 +139,11 @@ class GAPEAttention(Skips, nn.Module):
         if keep and (self.stepwise or isinstance(cache, ForgettingLayer)):
             # Whoever listens hears every query, and a forgetting cache needs the norms of all of them.
             return self.forward(x, positions, documents, cache, attn_mask)[:, n - keep :]
-        if keep in (0, n) and cache is None:
-            fused = self._fused_prologue(x, positions, documents, attn_mask)
-            if fused is not None:
-                given, eps = self._fused_arguments(x, *fused), self.how(n).get("eps", 0.0)
-                return self._joined(fused[0].fused.run(*given, scale=self.scale, eps=eps))
+        whole = keep in (0, n) and cache is None
+        fused = self._fused_prologue(x, positions, documents, attn_mask) if whole else None
+        if fused is not None:
+            given, eps = self._fused_arguments(x, *fused), self.how(n).get("eps", 0.0)
+            return self._joined(fused[0].fused.run(*given, scale=self.scale, eps=eps))
         q, k, v = self._projected(x, keep or n)
         asking = slice(n - (keep or n), None)
         seen: dict[str, Any] = {
@@ -174,11 +174,10 @@ class GAPEAttention(Skips, nn.Module):
             parts = list(torch.split(self.qkv(x), self._widths, dim=-1))
             parts[0] = parts[0][:, n - queries :]
         else:
-            cut = self._widths[0]
-            weight, bias = self.qkv.weight, self.qkv.bias
-            asked = F.linear(x[:, n - queries :], weight[:cut], None if bias is None else bias[:cut])
-            told = F.linear(x, weight[cut:], None if bias is None else bias[cut:])
-            parts = [asked, *torch.split(told, self._widths[1:], dim=-1)]
+            cut, weight, bias = self._widths[0], self.qkv.weight, self.qkv.bias
+            q = F.linear(x[:, n - queries :], weight[:cut], None if bias is None else bias[:cut])
+            kv = F.linear(x, weight[cut:], None if bias is None else bias[cut:])
+            parts = [q, *torch.split(kv, self._widths[1:], dim=-1)]
         return self._in_heads(parts, self.content_dim)
 
     def _in_heads(self, parts: Sequence[Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,9 +264,8 @@ class GAPEAttention(Skips, nn.Module):
         A step of decoding has so little to do that its time goes by launches.
         """
         scheme, positions = self.scheme, seen["k_positions"]
-        if not isinstance(scheme, schemes.Gated) or not steps(q, k) or self.stepwise or self.keep_landmark:
-            return None
-        if carried_form(self.impl, self.reserve, k) != "split":
+        fits = steps(q, k) and carried_form(self.impl, self.reserve, k) == "split"
+        if not fits or not isinstance(scheme, schemes.Gated) or self.stepwise or self.keep_landmark:
             return None
         where = counted(cache.length, k.size(2), k.device) if positions is None else positions
         step = scheme.step(where)
@@ -324,9 +322,9 @@ class GAPEAttention(Skips, nn.Module):
         gates = self.gates
         if gates is None or gate is None or side is None:
             return q, k
-        told: dict[str, Any] = {"form": "split", "context_length": self.context_length, "width": self.head_dim}
-        keys = carry(k, side, where, **told)
-        return carried_queries(q, gate, gates.amplitude, where, scale=self.scale, **told), keys
+        rows: dict[str, Any] = {"form": "split", "context_length": self.context_length, "width": self.head_dim}
+        keys = carry(k, side, where, **rows)
+        return carried_queries(q, gate, gates.amplitude, where, scale=self.scale, **rows), keys
 
     @property
     def unrecordable(self) -> str | None:

@@ -127,9 +127,9 @@ def _decoded(
         # Without a bias and without causality a position says nothing.
         seen = replace(seen, q_positions=None, k_positions=None)
     # A trace makes its own, and so does a capture: what outlives them would come from the host.
-    kept = type(q) is Tensor and not torch.compiler.is_compiling()
-    kept = kept and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
-    zero = _ZERO.on(q.device, torch.float32) if kept else q.new_zeros(1, dtype=torch.float32)
+    lasting = type(q) is Tensor and not torch.compiler.is_compiling()
+    lasting = lasting and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    zero = _ZERO.on(q.device, torch.float32) if lasting else q.new_zeros(1, dtype=torch.float32)
     # Strides of 0 on every axis, also one of a single element: a kernel is compiled anew for a stride of 1.
     gate, landmark = (zero.as_strided(x.shape[:3], (0, 0, 0)) for x in (q, k))
     amplitude = zero.as_strided((q.size(1),), (0,))

@@ -169,14 +169,14 @@ def prologue(
 
     turning = (None, None) if angles is None else angles
     gates: tuple[Tensor | None, ...] = (None,) * 6
-    factor, where = 1.0, (1, 0, 0, 0)
+    factor, anchors = 1.0, (1, 0, 0, 0)
     if reading is not None:
         gates = (
             reading.gate_weight, reading.gate_bias, reading.amplitude, reading.floor,
             reading.landmark_weight, reading.landmark_bias,
         )  # fmt: skip
-        factor, where = UNIT / scale / reading.context_length, _where(q)
-    out_q, out_k = prepare(q, k, *turning, *gates, factor, *where)
+        factor, anchors = UNIT / scale / reading.context_length, _anchors(q)
+    out_q, out_k = prepare(q, k, *turning, *gates, factor, *anchors)
     return out_q, out_k
 
 
@@ -258,7 +258,7 @@ SPLIT = Fused(width=split_width, run=fused_attention, call=fused_call)
 TRITON = Fused(width=whole_width, run=bounded_attention)
 
 
-def _where(q: Tensor) -> tuple[int, int, int, int]:
+def _anchors(q: Tensor) -> tuple[int, int, int, int]:
     """Anchors, token 0 from the first anchor, first token of the second group, and how far anchors are apart.
 
     As in :mod:`gape.ops.columns`: two anchors and two pieces where gates may learn and queries are near their anchor,

@@ -78,10 +78,10 @@ def visits(problem: Problem, eps: float) -> Tensor:
 
 def _attended(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What :func:`attend` returns; nothing is skipped but tokens in index order."""
-    where = layout(problem)
+    layout = _layout_of(problem)
     q, k, v = (_whole_pieces(x) for x in (problem.q, problem.k, problem.v))
     out, *others = torch.ops.gape.attend(
-        q, k, v, problem.rate, problem.exposure, *where, problem.scale, eps if where.plain else 0.0
+        q, k, v, problem.rate, problem.exposure, *layout, problem.scale, eps if layout.plain else 0.0
     )
     return out[..., : problem.v.size(-1)], *others
 
@@ -120,7 +120,7 @@ def _whole_pieces(x: Tensor) -> Tensor:
     return F.pad(x, (0, spare)) if spare else x
 
 
-def layout(problem: Problem) -> Layout:
+def _layout_of(problem: Problem) -> Layout:
     """The problem's visibility in the form that the kernels take."""
     seen, batch = problem.seen, problem.q.size(0)
     mask = seen.attn_mask
@@ -157,18 +157,20 @@ def attend(
     That is each query's threshold, each row tile's visits, and the first tile of keys that may matter to it.
     """
     batched = (q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(_attend, batched, *q.shape[:2], causal, scale, eps)
-    return found
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(
+        _attend, batched, *q.shape[:2], causal, scale, eps
+    )
+    return outputs
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    where, (scale, eps) = Layout(*told[:6]), told[6:]
+    layout, (scale, eps) = Layout(*settings[:6]), settings[6:]
     outs = _blank(q, v, eps)
     if outs[0].numel():
-        judged = bounds(q, k, v, u, scale) if eps else (c, c, c)
-        _launch_attend(outs, _arguments(q, k, v, c * LOG2E, u, judged, where, eps), q, v, scale, eps)
+        tile_bounds = bounds(q, k, v, u, scale) if eps else (c, c, c)
+        _launch_attend(outs, _arguments(q, k, v, c * LOG2E, u, tile_bounds, layout, eps), q, v, scale, eps)
     return outs
 
 
@@ -189,19 +191,19 @@ def attend_bounded(
 
     For causal tokens in index order. The bounds are of no matter where eps is 0.
     """
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    found = in_parts(_attend_bounded, (q, k, v, c, u, reach, k_reach, u_least), *q.shape[:2], scale, eps)
-    return found
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    outputs = in_parts(_attend_bounded, (q, k, v, c, u, reach, k_reach, u_least), *q.shape[:2], scale, eps)
+    return outputs
 
 
 def _attend_bounded(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    judged, (scale, eps) = told[:3], told[3:]
+    tile_bounds, (scale, eps) = settings[:3], settings[3:]
     outs = _blank(q, v, eps)
     if outs[0].numel():
-        where = Layout(None, None, None, None, None, causal=True)
-        _launch_attend(outs, _arguments(q, k, v, c, u, judged, where, eps), q, v, scale, eps)
+        layout = Layout(None, None, None, None, None, causal=True)
+        _launch_attend(outs, _arguments(q, k, v, c, u, tile_bounds, layout, eps), q, v, scale, eps)
     return outs
 
 
@@ -240,9 +242,9 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Backward: gradients of q, k, v in their dtypes and of c, u in float32."""
     batched = (grad, out, lse, low, earliest, q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    found = in_parts(_attend_backward, batched, *q.shape[:2], causal, scale, eps)
-    return found
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    outputs = in_parts(_attend_backward, batched, *q.shape[:2], causal, scale, eps)
+    return outputs
 
 
 def _attend_backward(
@@ -256,18 +258,18 @@ def _attend_backward(
     v: Tensor,
     c: Tensor,
     u: Tensor,
-    *told: Any,
+    *settings: Any,
 ) -> tuple[Tensor, ...]:
-    where, (scale, eps) = Layout(*told[:6]), told[6:]
+    layout, (scale, eps) = Layout(*settings[:6]), settings[6:]
     grad = grad.contiguous()
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, c, u))
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in grads)
     dq, dk, dv, dc, du = grads
     tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("bwd_dq", "bwd_dkv"))
-    judged = bounds(q, k, v, u, scale) if eps else (c, c, c)
-    a = _arguments(q, k, v, c * LOG2E, u, judged, where, eps)
-    reach, k_reach, u_least = judged
+    tile_bounds = bounds(q, k, v, u, scale) if eps else (c, c, c)
+    a = _arguments(q, k, v, c * LOG2E, u, tile_bounds, layout, eps)
+    reach, k_reach, u_least = tile_bounds
     numbers = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
     upstream = (grad, numbers)
     traceable(attention_bwd._bwd_rows_kernel)[(-(-lse.numel() // 64),)](
@@ -341,30 +343,30 @@ def _arguments(
     v: Tensor,
     c: Tensor,
     u: Tensor,
-    judged: tuple[Tensor, Tensor, Tensor],
-    where: Layout,
+    tile_bounds: tuple[Tensor, Tensor, Tensor],
+    layout: Layout,
     eps: float,
 ) -> _Arguments:
     """What all kernels take, in their order; c in base 2."""
     tile = tiles_for(q, v, "fwd", skip=eps > 0)
     n_q, n_k, d, d_v = q.size(2), k.size(2), q.size(3), v.size(3)
-    positions = [(0, 0) if p is None else p.stride() for p in (where.q_positions, where.k_positions)]
-    mask = (0, 0, 0, 0) if where.mask is None else where.mask.stride()
+    positions = [(0, 0) if p is None else p.stride() for p in (layout.q_positions, layout.k_positions)]
+    mask = (0, 0, 0, 0) if layout.mask is None else layout.mask.stride()
     flags = {
-        "CAUSAL": where.causal,
-        "HAS_POSITIONS": where.q_positions is not None,
-        "HAS_DOCUMENTS": where.q_documents is not None,
-        "HAS_MASK": where.mask is not None,
+        "CAUSAL": layout.causal,
+        "HAS_POSITIONS": layout.q_positions is not None,
+        "HAS_DOCUMENTS": layout.q_documents is not None,
+        "HAS_MASK": layout.mask is not None,
         "PARTIAL_D": d != tile["BLOCK_D"],
         "PARTIAL_V": d_v != tile["BLOCK_V"],
         "SKIP": eps > 0,
     }
     # A pointer that is never followed stands in for what is not there: kernels do arithmetic on all of them.
-    optional = tuple(q if x is None else x for x in where[:5])
+    optional = tuple(q if x is None else x for x in layout[:5])
     return _Arguments(
         tensors=(q, k, v, c.contiguous(), u.contiguous(), *optional),
         strides=(*q.stride(), *k.stride(), *v.stride(), *positions[0], *positions[1], *mask),
         sizes=(q.size(1) // k.size(1), n_q, n_k, d, d_v),
-        bounds=judged,
+        bounds=tile_bounds,
         flags=flags,
     )

@@ -72,10 +72,10 @@ def prepare(
         q and k, their shapes, in their dtype, contiguous.
     """
     parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
-    found: tuple[Tensor, Tensor] = in_parts(
+    outputs: tuple[Tensor, Tensor] = in_parts(
         _prepare, (q, k), q.size(0), 1, (cos, sin, *parameters), factor, anchors, first, middle, apart
     )
-    return found
+    return outputs
 
 
 def _prepare(
@@ -117,11 +117,11 @@ def prepare_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q and k, (B, H, N, W), and the sums (blocks, Hq + Hk, C + 2) over tokens for the parameters."""
     parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
-    found: tuple[Tensor, Tensor, Tensor] = in_parts(
+    outputs: tuple[Tensor, Tensor, Tensor] = in_parts(
         _prepare_backward, (q_grad, k_grad, q, k), q.size(0), 1, (cos, sin, *parameters),
         factor, anchors, first, middle, apart,
     )  # fmt: skip
-    return found
+    return outputs
 
 
 def _prepare_backward(
@@ -207,10 +207,10 @@ def prepare_bounded(
         three empty where nothing is measured. All contiguous.
     """
     parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(
         _prepare_bounded, (q, k), q.size(0), 1, (cos, sin, *parameters), factor, q_stretch, k_stretch, columns
     )
-    return found
+    return outputs
 
 
 def _prepare_bounded(

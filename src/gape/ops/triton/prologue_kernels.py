@@ -407,7 +407,8 @@ def _prologue_bwd_kernel(
 ):  # fmt: skip
     """The gradient of `_prologue_fwd_kernel`: dq and dk (B, N, H, W), contiguous, zero in the gaps.
 
-    Gradients of its outputs are (B, H, N, W). sums (B · blocks, Hq + Hk, C + 2): over a program's tokens, Σ dz·x, Σ dz, and the amplitude's (0 for k).
+    Gradients of its outputs are (B, H, N, W). sums (B · blocks, Hq + Hk, C + 2): over a program's tokens, Σ dz·x, Σ dz,
+    and the amplitude's (0 for k).
     """
     # Compilers hand a Python float over in float64, and all that it touches would be.
     factor = tl.cast(factor, tl.float32)
