@@ -190,7 +190,9 @@ def explain(
     with leave_autocast(q, k, v) as (q, k, v):
         problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
         eps = validation.weight("eps", eps)
-        plan = _planned(problem, implementations.choose(problem, eps, impl))
+        choice = implementations.choose(problem, eps, impl)
+        calls = IMPLEMENTATIONS[choice.name].calls
+        plan = _plan(choice, problem.seen.kind, q, v, None if calls is None else calls(problem))
         return replace(plan, others=implementations.others(problem, eps)) if impl == "auto" else plan
 
 
@@ -205,41 +207,25 @@ def explain_fused(
     scale: float,
 ) -> Plan:
     """The plan of what `chosen.fused` would run; arguments are those of its functions."""
-    choice, call = chosen.choice, chosen.fused.call
-    if call is None:
-        plan = _plan(choice, "causal", chosen.width, v.size(-1))
-    else:
-        plan = _plan_of_calls([call(q, k, v, angles, reading, scale=scale)], choice, "causal")
-    return replace(plan, prologue="fused")
+    call = chosen.fused.call
+    calls = None if call is None else [call(q, k, v, angles, reading, scale=scale)]
+    return replace(_plan(chosen.choice, "causal", q, v, calls), prologue="fused")
 
 
-def _planned(problem: Problem, choice: Choice) -> Plan:
-    calls, pairs = IMPLEMENTATIONS[choice.name].calls, problem.seen.kind
+def _plan(choice: Choice, pairs: str, q: Tensor, v: Tensor, calls: Iterable[sdpa.Call] | None) -> Plan:
+    """The plan of an implementation that makes these calls, or None where it launches a kernel of its own."""
+    backends, reason = [choice.name], choice.reason
     if calls is not None:
-        return _plan_of_calls(calls(problem), choice, pairs)
-    return _plan(choice, pairs, problem.q.size(-1), problem.v.size(-1))
-
-
-def _plan(choice: Choice, pairs: str, width: int, value_width: int) -> Plan:
-    """The plan of an implementation that runs in one launch of its own."""
-    quadratic = IMPLEMENTATIONS[choice.name].quadratic
-    return Plan(
-        impl=choice.name, reason=choice.reason, backends=(choice.name,), quadratic=quadratic, pairs=pairs, chunks=1,
-        width=width, value_width=value_width,
-    )  # fmt: skip
-
-
-def _plan_of_calls(calls: Iterable[sdpa.Call], choice: Choice, pairs: str) -> Plan:
-    """The plan of an implementation that goes through prepared calls, of which there is at least one."""
-    backends, reason = [], choice.reason
-    for call in calls:
-        backends.append(call.backend())
+        backends = []
+        for call in calls:
+            backends.append(call.backend())
+            q, v = call.q, call.v
+        if "reference" in backends:
+            reason += ", and the definition for queries too far apart"
     distinct = tuple(dict.fromkeys(backends))
-    if "reference" in distinct:
-        reason += ", and the definition for queries too far apart"
     return Plan(
         impl=choice.name, reason=reason, backends=distinct, quadratic=not sdpa.QUADRATIC.isdisjoint(distinct),
-        pairs=pairs, chunks=len(backends), width=call.q.size(-1), value_width=call.v.size(-1),
+        pairs=pairs, chunks=len(backends), width=q.size(-1), value_width=v.size(-1),
     )  # fmt: skip
 
 

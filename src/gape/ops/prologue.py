@@ -95,7 +95,7 @@ class Fused:
     Attributes:
         width: of the rows that the pass takes and makes; None where the pass cannot serve the projection.
         run: attends; takes q, k, v, angles, reading, scale and eps as :func:`bounded_attention` does.
-        call: the prepared call of `scaled_dot_product_attention`, from the same arguments; None where there is none.
+        call: the prepared call of `scaled_dot_product_attention`, from the same but eps; None where there is none.
     """
 
     width: Callable[[Projection], int | None]
@@ -180,23 +180,6 @@ def prologue(
     return out_q, out_k
 
 
-def fused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
-    reading: GateReading | None,
-    *,
-    scale: float,
-    eps: float = 0.0,
-) -> Tensor:
-    """Causal attention in index order, (B, Hq, N, Dv) in q's dtype: the prologue, then :func:`fused_call`.
-
-    Nothing is skipped, whatever eps says.
-    """
-    return fused_call(q, k, v, angles, reading, scale=scale).run()
-
-
 def fused_call(
     q: Tensor,
     k: Tensor,
@@ -205,15 +188,13 @@ def fused_call(
     reading: GateReading | None,
     *,
     scale: float,
-    eps: float = 0.0,
 ) -> sdpa.Call:
-    """The one call of `scaled_dot_product_attention` that is left after the prologue.
+    """The one call of `scaled_dot_product_attention` that is left after the prologue, causal and in index order.
 
     Args:
         q, k: as :func:`prologue` takes them.
         v: (B, Hk, N, Dv).
         angles, reading, scale: as :func:`prologue` takes them.
-        eps: not used.
     """
     q, k = prologue(q, k, angles, reading, scale=scale)
     seen = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
@@ -254,7 +235,9 @@ def bounded_attention(
 
 
 #: How `split` and `triton` run after the fused pass.
-SPLIT = Fused(width=split_width, run=fused_attention, call=fused_call)
+SPLIT = Fused(
+    width=split_width, run=lambda *given, scale, eps=0.0: fused_call(*given, scale=scale).run(), call=fused_call
+)
 TRITON = Fused(width=whole_width, run=bounded_attention)
 
 
