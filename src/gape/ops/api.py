@@ -145,7 +145,7 @@ def detailed_attention(
     impl: str = "auto",
     eps: float = 0.0,
     check: bool = False,
-    **seen: Any,
+    **visibility: Any,
 ) -> Details:
     """The operator with each query's log-sum-exp and the fraction of key tiles that were visited.
 
@@ -156,7 +156,7 @@ def detailed_attention(
         ValueError: as :func:`gated_attention`, and for an implementation that does not know these things.
     """
     with leave_autocast(q, k, v) as (q, k, v):
-        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
+        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(visibility))
         eps = validation.weight("eps", eps)
         details = IMPLEMENTATIONS[implementations.choose(problem, eps, impl, details=True).name].details
         assert details is not None
@@ -176,19 +176,19 @@ def explain(
     impl: str = "auto",
     eps: float = 0.0,
     check: bool = False,
-    **seen: Any,
+    **visibility: Any,
 ) -> Plan:
     """Say what :func:`gated_attention` would run for these arguments, without running the attention.
 
     :meth:`gape.GAPEAttention.explain` says it of a layer.
 
-    `seen` are the operator's q_positions, k_positions, q_documents, k_documents, attn_mask and is_causal.
+    `visibility` are the operator's q_positions, k_positions, q_documents, k_documents, attn_mask and is_causal.
 
     Raises:
         ValueError: as the operator would without `strict`; whether that would refuse is the plan's `quadratic`.
     """
     with leave_autocast(q, k, v) as (q, k, v):
-        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
+        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(visibility))
         eps = validation.weight("eps", eps)
         choice = implementations.choose(problem, eps, impl)
         calls = IMPLEMENTATIONS[choice.name].calls
@@ -229,16 +229,16 @@ def _plan(choice: Choice, pairs: str, q: Tensor, v: Tensor, calls: Iterable[sdpa
     )  # fmt: skip
 
 
-#: What says who sees whom.
-_SEEN = frozenset(signature(inputs.visibility).parameters) - {"q", "k"}
+#: Arguments that say who sees whom.
+_VISIBILITY = frozenset(signature(inputs.visibility).parameters) - {"q", "k"}
 
 
-def _known(seen: dict[str, Any]) -> dict[str, Any]:
-    """`seen`, if it says no more than who sees whom."""
-    unknown = set(seen) - _SEEN
+def _known(visibility: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, if they say no more than who sees whom."""
+    unknown = set(visibility) - _VISIBILITY
     if unknown:
-        raise ValueError(f"{sorted(unknown)[0]}: not an argument, expected one of {sorted(_SEEN)}")
-    return seen
+        raise ValueError(f"{sorted(unknown)[0]}: not an argument, expected one of {sorted(_VISIBILITY)}")
+    return visibility
 
 
 # Asking torch which devices have autocast would break a compiled graph in torch 2.11 and earlier.
@@ -269,7 +269,7 @@ def _problem(
     context_length: float,
     scale: float | None,
     check: bool,
-    **seen: Any,
+    **visibility: Any,
 ) -> Problem:
     inputs.heads(q, k, v)
     batch, n_heads, n_q, width = q.shape
@@ -277,11 +277,11 @@ def _problem(
     inputs.floats("gate", gate, (batch, n_heads, n_q), q.device, "(B, Hq, Nq)")
     inputs.floats("landmark", landmark, (batch, n_kv_heads, n_k), q.device, "(B, Hk, Nk)")
     inputs.floats("amplitude", amplitude, (n_heads,), q.device, "(Hq,)")
-    visibility = inputs.visibility(q, k, **seen)
+    seen = inputs.visibility(q, k, **visibility)
     if validation.flag("check", check):
         inputs.gate_values(gate, landmark, amplitude)
-        inputs.position_values("q_positions", visibility.q_positions)
-        inputs.position_values("k_positions", visibility.k_positions)
+        inputs.position_values("q_positions", seen.q_positions)
+        inputs.position_values("k_positions", seen.k_positions)
     dtype = bias_dtype(q.dtype)
     return Problem(
         q=q,
@@ -292,5 +292,5 @@ def _problem(
         amplitude=amplitude.to(dtype),
         context_length=validation.positive_number("context_length", context_length),
         scale=width**-0.5 if scale is None else validation.positive_number("scale", scale),
-        seen=visibility,
+        seen=seen,
     )
