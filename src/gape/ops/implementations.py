@@ -129,7 +129,7 @@ def choose_fused(projection: Projection, impl: str = "auto") -> FusedChoice | No
 
     Args:
         projection: what the layer is about to project, causal and in index order.
-        impl: as :func:`choose` takes it. "auto" is split here: after its prologue one call of a fused backend is left.
+        impl: as :func:`choose` takes it. "auto" is split here: after its prologue one call of a fused backend attends.
     """
     name = "split" if impl == "auto" else impl
     fused = IMPLEMENTATIONS[name].fused
@@ -139,7 +139,9 @@ def choose_fused(projection: Projection, impl: str = "auto") -> FusedChoice | No
     # Gaps are made in the weights, which must then be all that the projection does.
     if width is None or (width != projection.content and not projection.bare):
         return None
-    return FusedChoice(Choice(name, "one fused call is left" if impl == "auto" else "asked for"), fused, width)
+    return FusedChoice(
+        Choice(name, "one call over rows that carry the bias" if impl == "auto" else "asked for"), fused, width
+    )
 
 
 def device_of(problem: Problem) -> str | None:
