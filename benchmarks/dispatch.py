@@ -21,7 +21,9 @@ import typer
 
 import common
 from common import Row
-from gape.ops.dispatch import CANNOT, DECODE_QUERIES, TABLE, Rule
+from gape.ops.dispatch import TABLE, Rule
+from gape.ops.implementations import IMPLEMENTATIONS
+from gape.ops.limits import DECODE_QUERIES
 
 #: Rows of plain attention, whose error is the measure; the first that is there.
 PLAIN = ("sdpa-cudnn", "sdpa-flash", "sdpa", "flex-causal")
@@ -135,7 +137,7 @@ def _winner(candidates: Mapping[str, Row]) -> str | None:
         return None
     errors = {name: float(row["error"]) for name, row in candidates.items() if row["error"]}
     plain = next((errors[name] for name in PLAIN if name in errors), min(errors.values(), default=0.0))
-    exact = [row for name, row in candidates.items() if name in CANNOT and _exact(row, plain)]
+    exact = [row for name, row in candidates.items() if name in IMPLEMENTATIONS and _exact(row, plain)]
     best = min((float(row["ms"]) for row in exact), default=0.0)
     as_good = [row for row in exact if float(row["ms"]) <= TIE * best]
     return min(as_good, key=lambda row: float(row.get("peak_mib") or 0))["impl"] if as_good else None
@@ -161,7 +163,7 @@ def written(rules: Iterable[Rule]) -> str:
     """A table as the file has it."""
     lines = [
         '# Which implementation impl="auto" runs, as measured; written by `benchmarks/dispatch.py`.',
-        "# The first rule that fits counts. Where none does, the portable choice of dispatch.py runs.",
+        "# The first rule that fits counts. Where none does, the portable choice of implementations.py runs.",
     ]
     for rule in rules:
         lines += ["", "[[rule]]"]

@@ -8,6 +8,7 @@ import pytest
 
 from dispatch import rules, written
 from gape.ops import dispatch
+from gape.ops.implementations import IMPLEMENTATIONS
 from tests.ops.test_dispatch import GPU, rule
 
 
@@ -15,18 +16,18 @@ def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
     table = (rule(), rule(impl="triton", gradient=True, length_at_least=16384, queries_at_most=16))
     path = tmp_path / "table.toml"
     path.write_text(written(table), encoding="utf-8")
-    assert dispatch.load(path) == table
+    assert dispatch.load(path, IMPLEMENTATIONS) == table
     path.write_text(written(table).replace("dim_at_most", "dim"), encoding="utf-8")
     with pytest.raises(ValueError, match=r"^dim: .*table.toml"):
-        dispatch.load(path)
+        dispatch.load(path, IMPLEMENTATIONS)
     path.write_text(written(table).replace("16384", '"many"'), encoding="utf-8")
     with pytest.raises(ValueError, match=r"^length_at_least: .*int in .*table.toml"):
-        dispatch.load(path)
+        dispatch.load(path, IMPLEMENTATIONS)
     with pytest.raises(ValueError, match=r"^GAPE_DISPATCH: .*nowhere.toml"):
-        dispatch.load(tmp_path / "nowhere.toml")
+        dispatch.load(tmp_path / "nowhere.toml", IMPLEMENTATIONS)
     path.write_text(written([rule(impl="magic")]), encoding="utf-8")
     with pytest.raises(ValueError, match=r"^impl: .*magic"):
-        dispatch.load(path)
+        dispatch.load(path, IMPLEMENTATIONS)
 
 
 def row(impl: str, ms: float, length: int = 4096, **options: object) -> dict[str, str]:

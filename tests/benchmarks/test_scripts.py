@@ -17,6 +17,7 @@ import common
 from attention import CANDIDATES, FIELDS, flops
 from cases import Work
 from gape.ops import dispatch
+from gape.ops.implementations import IMPLEMENTATIONS
 from tables import speed
 from tests.cli.test_commands import exit_code
 
@@ -189,7 +190,7 @@ def test_the_table_of_auto_comes_from_rows() -> None:
         values = (*kind, impl, ms, "4096", "0.002")
         common.append(common.DATA / "attention.csv", fields, dict(zip(fields, values, strict=True)))
     assert run("dispatch", "--out", "table.toml") == 0
-    (rule,) = dispatch.load(Path("table.toml"))
+    (rule,) = dispatch.load(Path("table.toml"), IMPLEMENTATIONS)
     assert (rule.impl, rule.length_at_least, rule.device) == ("triton", 4096, "NVIDIA H200")
 
 

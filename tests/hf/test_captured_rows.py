@@ -21,7 +21,7 @@ from gape.hf.captured import SlotLayer
 from gape.hf.forgetting import places_of
 from gape.ops import prologue
 from gape.ops.columns import UNIT, significand_bits
-from gape.ops.triton import step
+from gape.ops.triton import split_bias
 from tests.hf.test_captured import PLAIN, made, one_by_one
 from tests.hf.tiny import opened, tiny, tokens
 from tests.models.played import Played, playing
@@ -65,12 +65,12 @@ class Cache(captured.SlotCache):
 def in_one_launch() -> Iterator[list[Any]]:
     """Rows are made by the kernel without a GPU too, and with one where the model says so; what it is told is noted."""
     taken: list[Any] = []
-    stepped = step.stepped
+    run = split_bias.step_rows
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(captured, "steps", lambda q, k, dtype: prologue.ready(q.device, dtype))
         patch.setattr(
-            step, "stepped", lambda q, k, options, **how: (taken.append(options), stepped(q, k, options, **how))[1]
+            split_bias, "step_rows", lambda q, k, step, **how: (taken.append(step), run(q, k, step, **how))[1]
         )
         yield taken
 

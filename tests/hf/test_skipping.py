@@ -172,7 +172,7 @@ def test_what_is_heard_is_what_attends() -> None:
 
 def tiles_by_the_rule(problem: Problem, eps: float) -> list[float]:
     """The fraction of the causal tiles that each head has to look at."""
-    size = attention.tiles_for(problem.q, problem.v, "attend", skip=True)
+    size = attention.tiles_for(problem.q, problem.v, "fwd", skip=True)
     rows, columns, n = size["BLOCK_M"], size["BLOCK_N"], problem.q.size(2)
     groups = problem.q.size(1) // problem.k.size(1)
     k, u = (x[0].double().repeat_interleave(groups, 0) for x in (problem.k, problem.exposure))

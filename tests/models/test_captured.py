@@ -18,11 +18,11 @@ from gape.experiments import forgetting_timing
 from gape.models import attention
 from gape.models import cuda_graphs as module
 from gape.models.cuda_graphs import LEAST, Captured, why_not
-from gape.ops import dispatch
+from gape.ops import limits
 from gape.ops.plain import newest_attention
 
 pytest.importorskip("triton")
-from gape.ops.triton import decode_apart, step
+from gape.ops.triton import decode_apart, split_bias
 from tests.models.played import Played, playing
 from tests.models.test_step import Launches
 
@@ -153,13 +153,13 @@ def test_launches_of_a_recorded_step(kind: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attention, "steps", lambda *_: True)
     # As on a GPU, where values of positions are not looked at.
     monkeypatch.setattr("gape.ops.inputs.readable", lambda x: False)
-    for kernels_of in (step, decode_apart):
+    for kernels_of in (split_bias, decode_apart):
         monkeypatch.setattr(kernels_of, "direct", launched)
     token = torch.zeros(1, 1, dtype=torch.int64)
     with Launches() as launches:
         model(token, positions=slots.begin(), cache=slots, logits_to_keep=1)
         slots.end()
-    assert kernels == [step.step, decode_apart.partial_apart] * 2
+    assert kernels == [split_bias._step_kernel, decode_apart.partial_apart] * 2
     # Beside the layers: embedding, last norm and output, the position and its angles, and the counters.
     noting = 2 * 2 + 1 if kind == "measuring" else 0
     assert launches.counts.total() <= 9 * 2 + 11 + noting, launches.counts
@@ -395,7 +395,7 @@ def test_text_comes_from_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_text_comes_also_where_the_decode_kernel_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    monkeypatch.setattr(limits, "HAS_TRITON", False)
     monkeypatch.setattr(Captured, "record", lambda *told: pytest.fail("recorded"))
     model = small().cuda().bfloat16()
     assert model.generate(torch.randint(50, (1, 4), device="cuda"), 24, temperature=0).shape == (1, 28)

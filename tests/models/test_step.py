@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gape
 from gape.cache.kv import ForgettingCache, ModelCache
 from gape.models import attention as layer
-from gape.ops import dispatch
+from gape.ops import limits
 from gape.positions import base
 from tests.models.tiny import model, tokens
 
 pytest.importorskip("triton")
-from gape.ops.triton import decode, step
+from gape.ops.triton import decode, split_bias
 
 FLOOR = {"options": {"gate_floor": 2.0}}
 CACHES: dict[str, Callable[[gape.GPT], ModelCache]] = {
@@ -34,10 +34,12 @@ CACHES: dict[str, Callable[[gape.GPT], ModelCache]] = {
 def in_one_step() -> Iterator[list[Any]]:
     """Steps are taken by the kernel without a GPU too, where there are few tokens; each is noted."""
     taken: list[Any] = []
-    stepped = step.stepped
+    run = split_bias.step_rows
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer, "steps", lambda q, k: q.size(2) <= k.size(2) <= dispatch.DECODE_QUERIES)
-        patch.setattr(step, "stepped", lambda q, k, told, **how: (taken.append(told), stepped(q, k, told, **how))[1])
+        patch.setattr(layer, "steps", lambda q, k: q.size(2) <= k.size(2) <= limits.DECODE_QUERIES)
+        patch.setattr(
+            split_bias, "step_rows", lambda q, k, step, **how: (taken.append(step), run(q, k, step, **how))[1]
+        )
         yield taken
 
 
@@ -189,8 +191,8 @@ def test_launches_of_a_token(cache: Callable[[gape.GPT], ModelCache], monkeypatc
 
     monkeypatch.setattr(layer, "steps", lambda q, k: k.size(2) == 1)
     decoded(gpt, remembered, [20])
-    monkeypatch.setattr(step, "stepped", stepped)
-    monkeypatch.setattr(dispatch, "decodes", lambda *_, **__: True)
+    monkeypatch.setattr(split_bias, "step_rows", stepped)
+    monkeypatch.setattr(limits, "decodes", lambda *_, **__: True)
     monkeypatch.setattr(decode, "run", lambda problem, **_: (kernels.append("decode"), problem.q)[1])
     decoded(gpt, remembered, [1])
     kernels.clear()

@@ -22,7 +22,7 @@ def test_norms_and_exposures_of_rows_and_tiles(n: int, dtype: torch.dtype) -> No
     u = torch.rand(2, 2, n, device=DEVICE)
     reach, k_reach, u_least = bounds(q, k, k, u, SCALE)
     q_norms, k_norms = (torch.linalg.vector_norm(x.double(), dim=-1) for x in (q, k))
-    size = tiles_for(q, k, "attend", skip=True)["BLOCK_N"]
+    size = tiles_for(q, k, "fwd", skip=True)["BLOCK_N"]
     longest = torch.stack([tile.amax(-1) for tile in k_norms.split(size, -1)], -1)
     for got, norms in ((reach, q_norms * SCALE * LOG2E), (k_reach, longest)):
         assert (got.double() >= norms).all()
@@ -35,7 +35,7 @@ def test_what_is_not_a_number_keeps_its_tile() -> None:
     k = q.clone()
     q[0, 0, 5, 3] = k[0, 1, 70, 4] = u[0, 0, 129] = torch.nan
     reach, k_reach, u_least = bounds(q, k, k, u, SCALE)
-    size = tiles_for(q, k, "attend", skip=True)["BLOCK_N"]
+    size = tiles_for(q, k, "fwd", skip=True)["BLOCK_N"]
     assert reach.isnan().nonzero().tolist() == [[0, 0, 5]]
     assert (~k_reach.isfinite()).nonzero().tolist() == [[0, 1, 70 // size]]
     assert (~(u_least >= 0)).nonzero().tolist() == [[0, 0, 129 // size]]

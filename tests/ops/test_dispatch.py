@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gape.ops import dispatch
+from gape.ops import dispatch, implementations, limits
 from gape.ops.api import _problem, available_implementations
 from gape.ops.inputs import Problem
 from tests.ops.cases import random_case
@@ -38,57 +38,57 @@ def rule(**options: object) -> dispatch.Rule:
     ],
 )
 def test_the_portable_choice(given: Problem, name: str) -> None:
-    assert dispatch.choose(given)[0] == name
+    assert implementations.choose(given)[0] == name
 
 
 def test_few_queries_on_a_gpu_go_to_the_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """At any length: there is another one at every token, and cuDNN would plan for each."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
+    monkeypatch.setattr(limits, "HAS_TRITON", True)
     given = [problem(), problem(torch.float16, n_q=1), problem(n_q=17, n_k=17), problem(learns=True)]
-    assert [dispatch.portable(each)[0] for each in given] == ["decode", "decode", "split", "split"]
-    assert "copies" in dispatch.REMARKS["split"](given[0])
-    assert dispatch.portable(problem(torch.float32))[0] != "decode"
-    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
-    assert dispatch.portable(problem())[0] == "split"
+    assert [implementations.portable(each)[0] for each in given] == ["decode", "decode", "split", "split"]
+    assert "copies" in implementations.IMPLEMENTATIONS["split"].remark(given[0])
+    assert implementations.portable(problem(torch.float32))[0] != "decode"
+    monkeypatch.setattr(limits, "HAS_TRITON", False)
+    assert implementations.portable(problem())[0] == "split"
 
 
 def test_explicit_positions_on_a_gpu_are_taken_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be far apart, and reading them would wait for the device."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
+    monkeypatch.setattr(limits, "HAS_TRITON", True)
     where = {"n_q": 17, "n_k": 17, "q_positions": torch.arange(17), "k_positions": torch.arange(17)}
     given = [problem(torch.float32, **where), problem(**where), problem(torch.float16, learns=True, **where)]
-    assert [dispatch.portable(each)[0] for each in given] == ["triton"] * 3
-    assert dispatch.portable(problem(torch.float64, **where))[0] == "rank2"
-    monkeypatch.setattr(dispatch, "significand_bits", lambda x: 11)
-    assert dispatch.portable(given[0])[0] == "split"
+    assert [implementations.portable(each)[0] for each in given] == ["triton"] * 3
+    assert implementations.portable(problem(torch.float64, **where))[0] == "rank2"
+    monkeypatch.setattr(implementations, "significand_bits", lambda x: 11)
+    assert implementations.portable(given[0])[0] == "split"
 
 
 def test_a_measured_rule_speaks_for_its_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "device_of", lambda problem: GPU)
-    monkeypatch.setattr(dispatch, "RULES", (rule(),))
-    assert dispatch.choose(problem()) == ("reference", "measured")
+    monkeypatch.setattr(implementations, "device_of", lambda problem: GPU)
+    monkeypatch.setattr(implementations, "RULES", (rule(),))
+    assert implementations.choose(problem()) == ("reference", "measured")
     others = [problem(torch.float16), problem(learns=True), problem(n_q=3, n_k=3)]
-    assert [dispatch.choose(other)[0] for other in others] == ["split"] * 3
-    assert dispatch.choose(problem(), eps=1e-3)[0] == "split"
+    assert [implementations.choose(other)[0] for other in others] == ["split"] * 3
+    assert implementations.choose(problem(), eps=1e-3)[0] == "split"
     changes = ({"dim_at_most": 3}, {"device": "another"}, {"queries_at_most": 7}, {"queries_at_least": 9})
     for change in changes:
-        monkeypatch.setattr(dispatch, "RULES", (rule(**change),))
-        assert dispatch.choose(problem())[0] == "split", change
+        monkeypatch.setattr(implementations, "RULES", (rule(**change),))
+        assert implementations.choose(problem())[0] == "split", change
 
 
 def test_what_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "device_of", lambda problem: GPU)
-    monkeypatch.setattr(dispatch, "RULES", (rule(gradient=True, impl="decode"), rule(gradient=True)))
-    assert dispatch.choose(problem(learns=True))[0] == "reference"
+    monkeypatch.setattr(implementations, "device_of", lambda problem: GPU)
+    monkeypatch.setattr(implementations, "RULES", (rule(gradient=True, impl="decode"), rule(gradient=True)))
+    assert implementations.choose(problem(learns=True))[0] == "reference"
 
 
 def test_every_other_implementation_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    told = dispatch.why_not(problem(learns=True))
-    assert set(told) == set(dispatch.CANNOT) - {"split"}
-    assert set(available_implementations()) <= set(dispatch.CANNOT)
+    told = implementations.others(problem(learns=True))
+    assert set(told) == set(implementations.IMPLEMENTATIONS) - {"split"}
+    assert set(available_implementations()) == set(implementations.IMPLEMENTATIONS)
     assert "backward" in told["decode"]
     assert "CUDA" in told["triton"] or "installed" in told["triton"]
     assert "rounding" in told["rank2"]
@@ -97,7 +97,7 @@ def test_every_other_implementation_has_a_reason(monkeypatch: pytest.MonkeyPatch
 def test_the_choice_can_be_compiled() -> None:
     def chosen(*tensors: torch.Tensor) -> torch.Tensor:
         given = _problem(*tensors, 32, None, False)
-        return given.gate * (2 if dispatch.choose(given)[0] == "split" else 3)
+        return given.gate * (2 if implementations.choose(given)[0] == "split" else 3)
 
     case = problem()
     tensors = (case.q, case.k, case.v, case.gate, case.landmark, case.amplitude)
@@ -105,9 +105,9 @@ def test_the_choice_can_be_compiled() -> None:
 
 
 def test_the_library_has_a_table() -> None:
-    assert dispatch.load(dispatch.TABLE) == dispatch.RULES
+    assert dispatch.load(dispatch.TABLE, implementations.IMPLEMENTATIONS) == implementations.RULES
 
 
 def test_training_beyond_the_anchors_takes_the_kernel_where_it_was_measured() -> None:
     far = problem(learns=True, n_q=2049, n_k=2049)
-    assert next(r for r in dispatch.RULES if r.fits(far, 0.0, GPU)).impl == "triton"
+    assert next(r for r in implementations.RULES if r.fits(far, 0.0, GPU)).impl == "triton"

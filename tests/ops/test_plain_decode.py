@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gape.ops import attention, dispatch, sdpa
+from gape.ops import attention, limits, sdpa
 from gape.ops.inputs import Problem, Visibility
 from tests.ops.cases import Case, layouts, random_case
 from tests.ops.test_decode import BOUNDS, DEVICE, distance, last_queries
@@ -39,7 +39,7 @@ def by_the_kernel(*given: torch.Tensor, **told: Any) -> tuple[torch.Tensor, Prob
     problems: list[Problem] = []
     empty, run = torch.empty, decode.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "decodes", lambda *_, **__: True)
+        patch.setattr(limits, "decodes", lambda *_, **__: True)
         patch.setattr(decode, "run", lambda problem, **told: (problems.append(problem), run(problem, **told))[1])
         patch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
         return attention(*given, **told), problems[0]
@@ -97,7 +97,7 @@ def as_given(*given: torch.Tensor) -> Problem:
     """What the kernel would be given; nothing runs."""
     problems: list[Problem] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "decodes", lambda *_, **__: True)
+        patch.setattr(limits, "decodes", lambda *_, **__: True)
         patch.setattr(decode, "run", lambda problem, **_: problems.append(problem))
         attention(*given)
     return problems[0]
@@ -124,7 +124,7 @@ def test_no_length_has_a_kernel_of_its_own() -> None:
 def test_compiles_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
     given = tensors(random_case(n_q=1, n_k=40), torch.float32)
     expected = exact(*given)
-    monkeypatch.setattr(dispatch, "decodes", lambda *_, **__: True)
+    monkeypatch.setattr(limits, "decodes", lambda *_, **__: True)
     monkeypatch.setattr(sdpa, "run_all", None)
     with torch.no_grad():
         compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)(*given)
@@ -148,12 +148,12 @@ def halves(n_q: int = 1, width: int = 16, batch: int = 1) -> list[torch.Tensor]:
     ],
 )
 def test_which_calls_the_kernel_takes(given: list[torch.Tensor], runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not dispatch.decodes(*given, learns=False)
+    assert not limits.decodes(*given, learns=False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert dispatch.decodes(*given, learns=False) == runs
-    assert not dispatch.decodes(*given, learns=True)
-    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
-    assert not dispatch.decodes(*given, learns=False)
+    assert limits.decodes(*given, learns=False) == runs
+    assert not limits.decodes(*given, learns=True)
+    monkeypatch.setattr(limits, "HAS_TRITON", False)
+    assert not limits.decodes(*given, learns=False)
 
 
 @pytest.fixture

@@ -131,18 +131,6 @@ def test_samples_that_one_launch_has_no_room_for(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(parts, whole) for whole, parts in zip(*found, strict=True))
 
 
-def test_q_and_k_share_a_launch_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gape.ops.triton import prologue as operators
-
-    launched: list[str] = []
-    traceable = operators.traceable
-    monkeypatch.setattr(operators, "traceable", lambda kernel: (launched.append(kernel.__name__), traceable(kernel))[1])
-    scheme = layer("rope")
-    outs = fused(scheme, *projected(scheme, 8, torch.float16))
-    sum(x.sum() for x in outs).backward()
-    assert launched == ["prepare", "undo"]
-
-
 def test_without_gates_it_only_turns() -> None:
     scheme = layer("rope")
     q, k = projected(scheme, 20, torch.float16)
@@ -229,11 +217,12 @@ from triton.backends.compiler import GPUTarget
 from gape.ops.triton import prologue_kernels
 flags = dict(ROTATED=True, GATED=True, LOW=13, EDGE=16, COLUMNS=16, Q_HEADS=1, K_HEADS=1, PARTS=1, T=16, HALF=16)
 flags |= dict(EVEN=True, ANCHORS=2, LIMIT=1.0, BITS=8, BOUNDED=True)
-for kernel in (prologue_kernels.prepare, prologue_kernels.undo, prologue_kernels.prepare_bounded):
-    names = kernel.arg_names
-    types = {x: "*fp32" if x.endswith("_ptr") else "constexpr" if x in flags else "i32" for x in names}
-    types |= {x: "fp64" for x in ("factor", "q_stretch", "k_stretch") if x in names}
-    constants = {(names.index(x),): value for x, value in flags.items() if x in names}
+names = ("_prologue_fwd_kernel", "_prologue_bwd_kernel", "_prologue_bounded_kernel")
+for kernel in (getattr(prologue_kernels, name) for name in names):
+    arguments = kernel.arg_names
+    types = {x: "*fp32" if x.endswith("_ptr") else "constexpr" if x in flags else "i32" for x in arguments}
+    types |= {x: "fp64" for x in ("factor", "q_stretch", "k_stretch") if x in arguments}
+    constants = {(arguments.index(x),): value for x, value in flags.items() if x in arguments}
     source = triton.compiler.ASTSource(kernel, types, constants)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
     print(sum("f64" in line for line in made.asm["ttir"].splitlines() if "tt.func" not in line))
@@ -253,7 +242,9 @@ def test_a_layer_attends_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     attention.stepwise = False
     # The interpreter stands in for the GPU that the layer asks for.
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    got = attention._joined(attention._attend_in_one_pass(x))
+    assert attention.explain(x).prologue == "fused"
+    got = attention(x)
     assert (got - want).norm() < 3e-3 * want.norm()
     attention.qkv.register_forward_hook(lambda module, given, out: out * 2)
-    assert attention._attend_in_one_pass(x) is None
+    monkeypatch.setattr("gape.ops.implementations.device_of", lambda problem: None)
+    assert attention.explain(x).prologue == "steps"

@@ -170,14 +170,15 @@ def test_a_layer_skips_in_one_pass(changed: dict[str, object], monkeypatch: pyte
     one.stepwise = False
     # The interpreter stands in for the GPU that the layer asks for.
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    got = one._joined(one._attend_in_one_pass(x))
+    assert one.explain(x).prologue == "fused"
+    got = one(x)
     assert (got - want).norm() < 3e-3 * want.norm()
 
 
 @pytest.mark.parametrize(("batch", "n"), [(0, 20), (1, 0)])
 def test_nothing_gives_nothing(batch: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert attention_layer()._attend_in_one_pass(tokens(20)[:batch].repeat(1, n // 20, 1)).shape == (batch, 2, n, 32)
+    assert attention_layer()(tokens(20)[:batch].repeat(1, n // 20, 1)).shape == (batch, n, 64)
 
 
 OTHERS = {
@@ -197,9 +198,9 @@ def test_others_go_step_by_step(
     one = attention_layer()
     prepare(one)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert one._attend_in_one_pass(tokens(20)) is None
+    assert one.explain(tokens(20)).prologue == "steps"
 
 
 def test_a_fixed_gate_goes_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert attention_layer(learn_gate=False)._attend_in_one_pass(tokens(20)) is None
+    assert attention_layer(learn_gate=False).explain(tokens(20)).prologue == "steps"

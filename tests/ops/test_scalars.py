@@ -15,7 +15,7 @@ SCRIPT = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gape.ops.triton import attention_bwd, attention_fwd, decode_lone, step, tiles
+from gape.ops.triton import attention_bwd, attention_fwd, decode_lone, split_bias, tiles
 
 FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "context_length", "factor", "stretch")
 FLOATS += ("fixed_gate", "fixed_landmark")
@@ -39,16 +39,18 @@ def compiled(kernel, told):
     compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
 
 
-for kernel in (attention_fwd.attend, attention_bwd.by_rows, attention_bwd.by_columns):
+for kernel in (attention_fwd._fwd_kernel, attention_bwd._bwd_dq_kernel, attention_bwd._bwd_dkv_kernel):
     for skips in (False, True):
         compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS)
-for kernel in (tiles.of_queries, tiles.of_keys):
+for kernel in (tiles._query_norms_kernel, tiles._key_bounds_kernel):
     compiled(kernel, {"BLOCK": 64} | BLOCKS)
 rows = {"K_ROW": 8, "V_ROW": 8, "HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
 for gated in (False, True):
     compiled(decode_lone.partial_lone, rows | {"GATED": gated} | BLOCKS)
 ways = dict.fromkeys(("ROTATED", "GATE_LEARNED", "LANDMARK_LEARNED", "STRONG", "GATE_WANTED"), True)
-compiled(step.step, ways | {"UNIT": 256.0, "BITS": 11, "LIMIT": 32752.0, "T": 16, "W": 32})
+compiled(split_bias._step_kernel, ways | {"BITS": 11, "LIMIT": 32752.0, "T": 16, "W": 32})
+for queries in (False, True):
+    compiled(split_bias._augment_kernel, {"QUERIES": queries, "BITS": 11, "LIMIT": 32752.0, "T": 16, "W": 32})
 """
 
 

@@ -101,7 +101,7 @@ def dropped_mass(x: dict[str, Tensor], eps: float) -> tuple[Tensor, float]:
 
 def kept_pairs(x: dict[str, Tensor], eps: float) -> Tensor:
     """Which pairs (Hq, Nq, Nk) are in tiles that the kernels keep."""
-    size = tiles_for(x["q"], x["v"], "attend", skip=True)
+    size = tiles_for(x["q"], x["v"], "fwd", skip=True)
     tile = size["BLOCK_M"], size["BLOCK_N"]
     q, rate = x["q"][0].double(), x["gate"][0].double() / T
     groups = q.size(0) // x["k"].size(1)
@@ -193,7 +193,7 @@ def test_a_landmark_keeps_its_tile_alive() -> None:
     forgetful = gape.detailed_attention(**x, context_length=T, impl="triton", eps=1e-3).visited
     x["landmark"][:, :, 5] = 1.0
     spared = gape.detailed_attention(**x, context_length=T, impl="triton", eps=1e-3).visited
-    columns = tiles_for(x["q"], x["v"], "attend", skip=True)["BLOCK_N"]
+    columns = tiles_for(x["q"], x["v"], "fwd", skip=True)["BLOCK_N"]
     tiles = -(-n // columns)
     all_tiles = tiles * (tiles + 1) / 2
     # The diagonal and the tile before it; with the landmark one more in every row of tiles beyond.
@@ -205,7 +205,7 @@ def test_where_the_first_tile_lies_that_may_matter() -> None:
     """Backward looks no further back: without landmarks at nothing that is judged, with one as far as that lies."""
     n, eps = 330, 1e-3
     x, layout = heads(0, floor=60.0, n_q=n, n_k=n), (None, None, None, None, None, True)
-    tiles = -(-n // tiles_for(x["q"], x["v"], "attend", skip=True)["BLOCK_N"])
+    tiles = -(-n // tiles_for(x["q"], x["v"], "fwd", skip=True)["BLOCK_N"])
     for landmark, expected in ((None, [max(row - 1, 0) for row in range(tiles)]), (5, [0] * tiles)):
         if landmark is not None:
             x["landmark"][:, :, landmark] = 1.0
@@ -241,7 +241,7 @@ def test_compiled_kernels_skip_alike() -> None:
         assert (compiled.float() - eager.float()).norm() < 1e-3 * eager.float().norm()
 
 
-@pytest.mark.parametrize("kernel", ["attend", "by_rows"])
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dq"])
 @pytest.mark.parametrize(("width", "cap"), [(32, 168), (64, 168), (128, None)])
 def test_narrow_heads_have_a_cap_of_registers(width: int, cap: int | None, kernel: str) -> None:
     q = torch.empty(1, 1, 1, width, dtype=torch.float16)

@@ -205,7 +205,7 @@ def test_refuses_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
             gape.gated_attention(**moved(case, torch.float32).tensors, **case.options, impl="triton")
         with pytest.raises(ValueError, match=r"^impl: .*CUDA"):
             gape.explain(**moved(case, torch.float32).tensors, **case.options, impl="triton")
-    monkeypatch.setattr("gape.ops.dispatch.HAS_TRITON", False)
+    monkeypatch.setattr("gape.ops.limits.HAS_TRITON", False)
     with pytest.raises(ValueError, match=r"^impl: .*pip install triton"):
         gape.gated_attention(**moved(case, torch.float32).tensors, **case.options, impl="triton")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gape.cache.forgetting_shelf import STRIDE, Order, taken
-from gape.ops.dispatch import HAS_TRITON
+from gape.ops.limits import HAS_TRITON
 from gape.ops.plain import newest_attention
 
 if TYPE_CHECKING:

@@ -38,13 +38,16 @@ def doctor(
         raise invalid_argument("kv_heads", kv_heads, f"a divisor of heads = {heads}")
     if dtype not in ("bfloat16", "float16", "float32"):
         raise invalid_argument("dtype", dtype, "bfloat16, float16 or float32")
-    where, kind = pick_device(device), getattr(torch, dtype)
-    for name, value in surroundings(where).items():
+    target, kind = pick_device(device), getattr(torch, dtype)
+    for name, value in surroundings(target).items():
         typer.echo(f"{name:12} {value}")
-    told = f"batch {batch}, {', '.join(f'{name} {value}' for name, value in sizes.items())}, {dtype}"
-    _say(f"{told}, {'training' if training else 'inference'}", sizes, length, kind, where, training)
+    shape = f"batch {batch}, {', '.join(f'{name} {value}' for name, value in sizes.items())}, {dtype}"
+    typer.echo(f"\n{shape}, {'training' if training else 'inference'}")
+    _print_operator(sizes, length, kind, target, training)
+    _print_layer(sizes, kind, target, training)
     if not training and length > 1:
-        _say(f"{told}, one new token", sizes, 1, kind, where, training)
+        typer.echo(f"\n{shape}, one new token")
+        _print_operator(sizes, 1, kind, target, training)
 
 
 def surroundings(device: torch.device) -> dict[str, str]:
@@ -55,24 +58,24 @@ def surroundings(device: torch.device) -> dict[str, str]:
     from gape.ops.columns import tf32_allowed  # noqa: PLC0415
     from gape.utils import run_info  # noqa: PLC0415
 
-    made = run_info.stamp(device)
-    found = {"gape": gape.__version__, "python": platform.python_version()}
-    found |= {name: made[name] for name in ("torch", "triton", "device")}
+    stamp = run_info.stamp(device)
+    versions = {"gape": gape.__version__, "python": platform.python_version()}
+    versions |= {name: stamp[name] for name in ("torch", "triton", "device")}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        versions |= {
             "capability": f"{properties.major}.{properties.minor}",
             "memory": f"{properties.total_memory / 2**30:.0f} GiB",
             "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
             "TF32": "allowed in float32 products" if tf32_allowed() else "off",
         }
-    return found
+    return versions
 
 
-def _say(
-    title: str, sizes: dict[str, int], queries: int, dtype: torch.dtype, device: torch.device, training: bool
+def _print_operator(
+    sizes: dict[str, int], queries: int, dtype: torch.dtype, device: torch.device, training: bool
 ) -> None:
-    """What would run for one shape. The batch does not matter for the choice, so one sample stands for it."""
+    """What the operator would run, and why not the others. The batch does not matter: one sample stands for it."""
     import torch  # noqa: PLC0415
 
     import gape  # noqa: PLC0415
@@ -84,6 +87,20 @@ def _say(
     q, k = zeros(1, heads, queries, dim, dtype=dtype), zeros(1, kv_heads, keys, dim, dtype=dtype)
     gates = zeros(*q.shape[:3]), zeros(*k.shape[:3]), zeros(heads)
     plan = gape.explain(q, k, k, *gates, context_length=keys)
-    typer.echo(f"\n{title}\n  {plan}")
+    typer.echo(f"  operator: {plan}")
     for name, reason in plan.others.items():
         typer.echo(f"  not {name}: {reason}")
+
+
+def _print_layer(sizes: dict[str, int], dtype: torch.dtype, device: torch.device, training: bool) -> None:
+    """What an attention layer would run, from its input on."""
+    import torch  # noqa: PLC0415
+
+    import gape  # noqa: PLC0415
+
+    heads, kv_heads, tokens, dim = sizes.values()
+    # Rotations turn pairs of coordinates.
+    position = "nope+gape" if dim % 2 else "p-rope+gape"
+    layer = gape.GAPEAttention(heads * dim, heads, kv_heads, context_length=tokens, position=position)
+    layer = layer.to(device, dtype).requires_grad_(training)
+    typer.echo(f"  layer: {layer.explain(torch.zeros(1, tokens, heads * dim, dtype=dtype, device=device))}")

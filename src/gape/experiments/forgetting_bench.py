@@ -25,7 +25,7 @@ from gape.experiments.forgetting_models import Precision, Subject
 from gape.experiments.recipes import NeedleRun, Run
 from gape.models.gpt import GPT
 from gape.models.skipping import IMPL, skipping
-from gape.ops import dispatch
+from gape.ops.implementations import IMPLEMENTATIONS
 from gape.ops.inputs import Problem
 from gape.report.results import read_rows
 from gape.tasks import niah
@@ -192,7 +192,7 @@ class Bench:
     @cached_property
     def skips(self) -> bool:
         """Whether the kernel that skips can run here; why not is said once."""
-        reason = dispatch.cannot(IMPL, self.layers(16)[0])
+        reason = IMPLEMENTATIONS[IMPL].cannot(self.layers(16)[0])
         if reason is not None:
             self.say(f"{self.trained.identity['run']}: {IMPL} is left out: it {reason}")
         return reason is None

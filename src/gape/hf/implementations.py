@@ -25,8 +25,8 @@ from transformers.masking_utils import sdpa_mask
 from gape.hf import masks
 from gape.models.skipping import IMPL
 from gape.ops import attention, gated_attention, sdpa
-from gape.ops.dispatch import DECODE_QUERIES
 from gape.ops.inputs import beside_heads, bias_dtype
+from gape.ops.limits import DECODE_QUERIES
 from gape.ops.reference import visible_softmax
 from gape.utils.validation import invalid_argument
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,17 +17,12 @@ from gape.cache.slots import Slot
 from gape.gates import GAPEGates
 from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
-from gape.ops import attention, available_implementations, columns, inputs, prologue
-from gape.ops.carried import (
-    carried_attention,
-    carried_form,
-    carried_queries,
-    carried_rows,
-    carry,
-    steps,
-    uncarried,
-)
+from gape.ops import Plan, attention, available_implementations, explain, inputs, prologue
+from gape.ops.api import explain_fused
+from gape.ops.carried import carried_attention, carried_form, carried_queries, carried_rows, carry, steps, uncarried
+from gape.ops.implementations import FusedChoice, choose_fused
 from gape.ops.inputs import learning
+from gape.ops.prologue import OnePass, Projection
 from gape.positions.base import counted
 from gape.utils import validation
 from gape.utils.validation import invalid_argument
@@ -53,8 +50,8 @@ class GAPEAttention(Skips, nn.Module):
         landmark_mean: a tensor of one number, else None.
         stepwise: whether a forward pass always takes the scheme's steps one by one, so that others can listen to them;
             without, a GPU runs them in one pass where it can.
-        skips: what may be left away, by which kernel, where many queries attend; None leaves nothing away. Chosen for
-            a run by :func:`gape.models.skipping.skip`, never saved.
+        skips: attention that a query may lose to skipped tiles; 0 skips none. Set by
+            :func:`gape.models.skipping.skip`, never saved.
 
     Raises:
         ValueError: for sizes that do not fit together, an unknown scheme or option; names the argument.
@@ -142,10 +139,11 @@ class GAPEAttention(Skips, nn.Module):
         if keep and (self.stepwise or isinstance(cache, ForgettingLayer)):
             # Whoever listens hears every query, and a forgetting cache needs the norms of all of them.
             return self.forward(x, positions, documents, cache, attn_mask)[:, n - keep :]
-        if keep in (0, n) and cache is None and positions is None and documents is None and attn_mask is None:
-            y = self._attend_in_one_pass(x)
-            if y is not None:
-                return self._joined(y)
+        whole = keep in (0, n) and cache is None
+        fused = self._fused_prologue(x, positions, documents, attn_mask) if whole else None
+        if fused is not None:
+            given, eps = self._fused_arguments(x, *fused), self.how(n).get("eps", 0.0)
+            return self._joined(fused[0].fused.run(*given, scale=self.scale, eps=eps))
         q, k, v = self._projected(x, keep or n)
         asking = slice(n - (keep or n), None)
         seen: dict[str, Any] = {
@@ -176,15 +174,16 @@ class GAPEAttention(Skips, nn.Module):
             parts = list(torch.split(self.qkv(x), self._widths, dim=-1))
             parts[0] = parts[0][:, n - queries :]
         else:
-            cut = self._widths[0]
-            weight, bias = self.qkv.weight, self.qkv.bias
-            asked = F.linear(x[:, n - queries :], weight[:cut], None if bias is None else bias[:cut])
-            told = F.linear(x, weight[cut:], None if bias is None else bias[cut:])
-            parts = [asked, *torch.split(told, self._widths[1:], dim=-1)]
-        q, k, v = (
-            part.reshape(*part.shape[:2], heads, width).transpose(1, 2)
-            for part, (heads, width) in zip(parts, self._heads, strict=True)
-        )
+            cut, weight, bias = self._widths[0], self.qkv.weight, self.qkv.bias
+            q = F.linear(x[:, n - queries :], weight[:cut], None if bias is None else bias[:cut])
+            kv = F.linear(x, weight[cut:], None if bias is None else bias[cut:])
+            parts = [q, *torch.split(kv, self._widths[1:], dim=-1)]
+        return self._in_heads(parts, self.content_dim)
+
+    def _in_heads(self, parts: Sequence[Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, N, width), k (B, Hk, N, width) and v (B, Hk, N, D) from parts (B, N, heads · width)."""
+        sizes = ((self.n_heads, width), (self.n_kv_heads, width), (self.n_kv_heads, self.head_dim))
+        q, k, v = (x.reshape(*x.shape[:2], *size).transpose(1, 2) for x, size in zip(parts, sizes, strict=True))
         return q, k, v
 
     def _joined(self, y: Tensor) -> Tensor:
@@ -192,50 +191,70 @@ class GAPEAttention(Skips, nn.Module):
         projected: Tensor = self.out(y.transpose(1, 2).reshape(y.size(0), y.size(2), self.n_heads * self.head_dim))
         return projected
 
-    def _attend_in_one_pass(self, x: Tensor) -> Tensor | None:
-        """Project and attend through a fused prologue where one can run and its attention would; None elsewhere."""
-        if not x.is_cuda or not prologue.ready(x.device, working_dtype(x)) or self.stepwise or self.keep_landmark:
-            return None
-        how = self.how(x.size(1))
-        width = self._prepared_width(x, how["impl"])
-        # Gaps are made in the weights, which must then be all that the projection does.
-        if width is None or (width != self.content_dim and not self._bare):
-            return None
-        steps = self.scheme.one_pass(x.size(1), x.device)
-        if steps is None:
-            return None
-        y = self.qkv(x) if width == self.content_dim else self._project_with_gaps(x, width)
-        heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-        widths = (width, width, self.head_dim)
-        parts = torch.split(y, [h * w for h, w in zip(heads, widths, strict=True)], dim=-1)
-        q, k, v = (
-            part.view(*part.shape[:2], h, w).transpose(1, 2) for part, h, w in zip(parts, heads, widths, strict=True)
-        )
-        angles, reading = steps
-        if how["impl"] == "triton" and reading is not None:
-            return prologue.bounded_attention(q, k, v, angles, reading, scale=self.scale, eps=how.get("eps", 0.0))
-        return prologue.fused_attention(q, k, v, angles, reading, scale=self.scale)
+    def explain(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Plan:
+        """Say what :meth:`forward` would run for these arguments without a cache, and do not attend.
 
-    def _prepared_width(self, x: Tensor, impl: str) -> int | None:
-        """The width of the rows that the prologue of an implementation makes of x's q and k; None where it has none."""
-        if impl == "triton":
-            learns = self.gates is None or learning(x, *self.qkv.parameters(), *self.scheme.parameters())
-            return None if learns else prologue.whole_rows(self.content_dim, self.n_heads, self.head_dim)
-        far = self.gates is not None and torch.is_grad_enabled() and x.size(1) > columns.ANCHORED_ROWS
-        if impl not in ("auto", "split") or far:
+        Returns:
+            The plan that :func:`gape.explain` gives for the operator. Its `prologue` says how q and k are made ready:
+            "fused" in one pass over memory, "steps" by the scheme's own steps.
+
+        Raises:
+            ValueError: as :meth:`forward`, and for a scheme without gates.
+        """
+        n, gates = self._checked(x, positions, documents, None, attn_mask, 0), self.gates
+        if gates is None:
+            raise invalid_argument("position", self.position, "a scheme with gates, whose name ends in +gape")
+        fused = self._fused_prologue(x, positions, documents, attn_mask)
+        if fused is not None:
+            return explain_fused(fused[0], *self._fused_arguments(x, *fused), scale=self.scale)
+        q, k, v = self._projected(x, n)
+        indices = torch.arange(n, device=x.device) if positions is None else positions
+        (q, gate), (k, landmark) = self.scheme.queries(q, indices, x), self.scheme.keys(k, indices, x)
+        sides: list[Any] = [gate, landmark, gates.amplitude]
+        plan = explain(
+            q, k, v, *sides, context_length=self.context_length, scale=self.scale, k_positions=positions,
+            q_documents=documents, k_documents=documents, attn_mask=attn_mask, **self.how(n),
+        )  # fmt: skip
+        return replace(plan, prologue="steps")
+
+    def _fused_prologue(
+        self, x: Tensor, positions: Tensor | None, documents: Tensor | None, attn_mask: Tensor | None
+    ) -> tuple[FusedChoice, OnePass] | None:
+        """What runs after one pass that makes q and k ready, and what that pass does; None where steps run."""
+        plain = positions is None and documents is None and attn_mask is None
+        if not plain or self.stepwise or self.keep_landmark:
             return None
-        return self.content_dim if self.gates is None else prologue.room(self.content_dim, self.head_dim)
+        learns = torch.is_grad_enabled() and learning(x, *self.qkv.parameters(), *self.scheme.parameters())
+        projection = Projection(
+            device=x.device, on_gpu=x.is_cuda, dtype=working_dtype(x), tokens=x.size(1), n_heads=self.n_heads,
+            content=self.content_dim, width=self.head_dim, gated=self.gates is not None, learns=learns, bare=self._bare,
+        )  # fmt: skip
+        chosen = choose_fused(projection, self.how(x.size(1))["impl"])
+        steps = None if chosen is None else self.scheme.one_pass(x.size(1), x.device)
+        return None if chosen is None or steps is None else (chosen, steps)
 
-    def _project_with_gaps(self, x: Tensor, width: int) -> Tensor:
-        """The projection of x with q and k as the prologue wants them: the gaps are columns of zero weights."""
+    def _fused_arguments(self, x: Tensor, chosen: FusedChoice, steps: OnePass) -> tuple[Any, ...]:
+        """q, k and v as the fused pass takes them, angles and what reads the gates."""
+        width, qkv = chosen.width, self.qkv
+        if width == self.content_dim:
+            y = qkv(x)
+        else:
+            bias = None if qkv.bias is None else self._spread(qkv.bias, width)
+            y = F.linear(x, self._spread(qkv.weight.mT, width).mT, bias)
+        heads = [self.n_heads * width, self.n_kv_heads * width, self.n_kv_heads * self.head_dim]
+        return *self._in_heads(torch.split(y, heads, dim=-1), width), *steps
 
-        def spread(weights: Tensor) -> Tensor:
-            content = sum(self._widths[:2])
-            heads = weights[..., :content].reshape(*weights.shape[:-1], -1, self.content_dim)
-            return torch.cat([prologue.spread(heads, width).flatten(-2), weights[..., content:]], dim=-1)
-
-        bias = None if self.qkv.bias is None else spread(self.qkv.bias)
-        return F.linear(x, spread(self.qkv.weight.mT).mT, bias)
+    def _spread(self, weights: Tensor, width: int) -> Tensor:
+        """Weights (..., out) of a projection whose q and k have the prologue's gaps: columns of zeros."""
+        content = sum(self._widths[:2])
+        heads = weights[..., :content].reshape(*weights.shape[:-1], -1, self.content_dim)
+        return torch.cat([prologue.spread(heads, width).flatten(-2), weights[..., content:]], dim=-1)
 
     def _attend_in_one_step(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, seen: dict[str, Any]
@@ -245,9 +264,8 @@ class GAPEAttention(Skips, nn.Module):
         A step of decoding has so little to do that its time goes by launches.
         """
         scheme, positions = self.scheme, seen["k_positions"]
-        if not isinstance(scheme, schemes.Gated) or not steps(q, k) or self.stepwise or self.keep_landmark:
-            return None
-        if carried_form(self.impl, self.reserve, k) != "split":
+        fits = steps(q, k) and carried_form(self.impl, self.reserve, k) == "split"
+        if not fits or not isinstance(scheme, schemes.Gated) or self.stepwise or self.keep_landmark:
             return None
         where = counted(cache.length, k.size(2), k.device) if positions is None else positions
         step = scheme.step(where)
@@ -280,16 +298,15 @@ class GAPEAttention(Skips, nn.Module):
             return cache.attend(*self._ready(q, k, gate, side, where), v, scale=self.scale)
         if isinstance(cache, ForgettingLayer):
             return cache.attend(self, q, k, v, gate, side, where, seen)
-        gates, form = self.gates, carried_form(self.impl, self.reserve, k)
-        if gates is None or gate is None or side is None or form is None:
-            kept = cache.append(k, v, side, *told)
-            seen |= {"k_positions": kept.positions, "k_documents": kept.documents}
-            how = self.how(q.size(2))
-            return self.scheme.attend(q, kept.k, kept.v, gate, kept.side, scale=self.scale, **how, **seen)
-        k = carry(k, side, where, form=form, context_length=self.context_length, width=self.head_dim)
-        kept = cache.append(k, v, None, *told)
+        gates = self.gates
+        form = None if gates is None or gate is None or side is None else carried_form(self.impl, self.reserve, k)
+        if form is not None and side is not None:
+            k, side = carry(k, side, where, form=form, context_length=self.context_length, width=self.head_dim), None
+        kept = cache.append(k, v, side, *told)
         seen |= {"k_positions": kept.positions, "k_documents": kept.documents}
         how = self.how(q.size(2))
+        if gates is None or gate is None or form is None:
+            return self.scheme.attend(q, kept.k, kept.v, gate, kept.side, scale=self.scale, **how, **seen)
         if "eps" in how and form == "split":
             content, landmark = uncarried(kept.k, self.content_dim)
             return self.scheme.attend(q, content, kept.v, gate, landmark, scale=self.scale, **how, **seen)
@@ -305,9 +322,9 @@ class GAPEAttention(Skips, nn.Module):
         gates = self.gates
         if gates is None or gate is None or side is None:
             return q, k
-        told: dict[str, Any] = {"form": "split", "context_length": self.context_length, "width": self.head_dim}
-        keys = carry(k, side, where, **told)
-        return carried_queries(q, gate, gates.amplitude, where, scale=self.scale, **told), keys
+        rows: dict[str, Any] = {"form": "split", "context_length": self.context_length, "width": self.head_dim}
+        keys = carry(k, side, where, **rows)
+        return carried_queries(q, gate, gates.amplitude, where, scale=self.scale, **rows), keys
 
     @property
     def unrecordable(self) -> str | None:
@@ -331,15 +348,6 @@ class GAPEAttention(Skips, nn.Module):
         qkv = self.qkv
         forward, backward = qkv._forward_hooks or qkv._forward_pre_hooks, qkv._backward_hooks or qkv._backward_pre_hooks
         return type(qkv) is nn.Linear and not forward and not backward
-
-    @property
-    def _heads(self) -> tuple[tuple[int, int], ...]:
-        """(heads, width) of q, k and v."""
-        return (
-            (self.n_heads, self.content_dim),
-            (self.n_kv_heads, self.content_dim),
-            (self.n_kv_heads, self.head_dim),
-        )
 
     def _checked(
         self,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gape.cache.slots import Held, Slots
-from gape.ops import dispatch
+from gape.ops import limits
 from gape.positions.rotary import made_in_capture
 from gape.utils.validation import invalid_argument
 
@@ -46,7 +46,7 @@ def wrong_place(weight: Tensor) -> str | None:
     if not weight.is_cuda:
         return f"the model is on {weight.device.type}, and only CUDA records graphs"
     low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
-    return None if low in dispatch.HALVES else f"the model works in {low}, and the decode kernel is for half precision"
+    return None if low in limits.HALVES else f"the model works in {low}, and the decode kernel is for half precision"
 
 
 def unwritable(cache: ModelCache) -> str | None:
@@ -265,7 +265,7 @@ def _known(module: nn.Module) -> bool:
 
 def _decodes(held: Held) -> bool:
     """Whether the decode kernel can attend to what a layer holds."""
-    return all(dispatch.decodes(block.k[:, :, :1], block.k, block.v, learns=False) for block in held.blocks)
+    return all(limits.decodes(block.k[:, :, :1], block.k, block.v, learns=False) for block in held.blocks)
 
 
 def _mode() -> tuple[object, ...]:

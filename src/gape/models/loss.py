@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gape.ops.dispatch import HAS_TRITON
+from gape.ops.limits import HAS_TRITON
 from gape.utils.validation import invalid_argument
 
 #: A target that counts for nothing.

@@ -1,4 +1,4 @@
-"""Attention that leaves away what provably has no weight, for a whole model: how it is run, not what it is.
+"""Attention that skips what provably has no weight, for a whole model: how it is run, not what it is.
 
 Under plain causality a kernel skips tiles of keys that can hold no more than eps of a query's attention, forward and
 backward alike: `docs/results/proofs.md` has the proof. Nothing of it is saved with a model.
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from gape.ops.dispatch import DECODE_QUERIES
+from gape.ops.limits import DECODE_QUERIES
 from gape.utils.validation import invalid_argument, weight
 
 #: The implementation that skips.
@@ -20,7 +20,7 @@ IMPL = "triton"
 
 
 class Skips:
-    """Mixed into attention layers, which then can be told to leave tiles of keys away.
+    """Mixed into attention layers, which then can skip tiles of keys.
 
     Attributes:
         skips: attention that a query may lose to skipped tiles; 0 skips none. Set by :func:`skip`, never saved.
@@ -32,12 +32,12 @@ class Skips:
 
     @property
     def gates(self) -> Any:
-        """The layer's gates; None without, and then nothing is ever left away."""
+        """The layer's gates; None without, and then nothing is ever skipped."""
         raise NotImplementedError
 
     @property
     def never_skips(self) -> str | None:
-        """Why no kernel can leave anything away in this layer; None where one can."""
+        """Why no kernel can skip anything in this layer; None where one can."""
         return None
 
     def how(self, queries: int) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Skips:
 
 
 def skip(model: nn.Module, eps: float) -> None:
-    """From now on, let every layer with gates leave tiles of keys away: in training, in prefill, chunk by chunk too.
+    """From now on, let every layer with gates skip tiles of keys: in training, in prefill, chunk by chunk too.
 
     The Triton kernel runs, and skips where tokens come in index order without documents or a mask. Up to 16 queries,
     which is decoding, nothing is skipped.
@@ -79,13 +79,13 @@ def skipping(model: nn.Module, eps: float) -> Iterator[None]:
         ValueError: as :func:`skip`.
     """
     layers = _gated(model)
-    before = [layer.skips for layer in layers]
+    previous = [layer.skips for layer in layers]
     skip(model, eps)
     try:
         yield
     finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer.skips = was
+        for layer, eps_before in zip(layers, previous, strict=True):
+            layer.skips = eps_before
 
 
 def _gated(model: nn.Module) -> list[Skips]:

@@ -1,90 +1,26 @@
-"""The public operator: its contract, its checks, and which implementation runs."""
+"""The public operator: its contract, its checks, and what it would run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gape.ops import dispatch, inputs, rank2, reference, sdpa, split
+from gape.ops import implementations, inputs, sdpa
+from gape.ops.implementations import IMPLEMENTATIONS, Choice, Details, FusedChoice
 from gape.ops.inputs import Problem, bias_dtype
+from gape.ops.prologue import GateReading
 from gape.utils import validation
-
-#: Implementations that go through `scaled_dot_product_attention`: what turns a problem into prepared calls.
-FUSED: dict[str, Callable[[Problem], Iterator[sdpa.Call]]] = {
-    "rank2": rank2.calls,
-    "split": split.calls,
-}
-
-
-class Details(NamedTuple):
-    """What :func:`detailed_attention` returns.
-
-    Attributes:
-        out: (B, Hq, Nq, Dv) in q's dtype.
-        lse: natural log-sum-exp of each query's logits, (B, Hq, Nq) in float32 (float64 beside float64), without
-            gradient; −inf where a query sees nothing.
-        visited: fraction of the visible key tiles that were looked at, one number; 1 where none may be skipped.
-    """
-
-    out: Tensor
-    lse: Tensor
-    visited: Tensor
-
-
-# Kernels are imported when they run, so that nothing else needs Triton.
-
-
-def _reference(problem: Problem, eps: float) -> Details:
-    lse = reference.log_sum_exp(problem)
-    return Details(reference.run(problem), lse, lse.new_ones(()))
-
-
-def _triton(problem: Problem, eps: float) -> Tensor:
-    from gape.ops.triton import attention  # noqa: PLC0415
-
-    return attention.run(problem, eps)
-
-
-def _detailed_triton(problem: Problem, eps: float) -> Details:
-    from gape.ops.triton import attention  # noqa: PLC0415
-
-    return Details(*attention.answer(problem, eps))
-
-
-def _decode(problem: Problem, eps: float) -> Details:
-    from gape.ops.triton import decode  # noqa: PLC0415
-
-    out, lse = decode.attend(problem)
-    return Details(out, lse, lse.new_ones(()))
-
-
-#: Implementations that know more than the output.
-DETAILED: dict[str, Callable[[Problem, float], Details]] = {
-    "triton": _detailed_triton,
-    "decode": _decode,
-    "reference": _reference,
-}
-
-#: Implementations that run by themselves; they may drop a weight of eps.
-DIRECT: dict[str, Callable[[Problem, float], Tensor]] = {
-    "reference": lambda problem, eps: reference.run(problem),
-    "triton": _triton,
-    "decode": lambda problem, eps: _decode(problem, eps).out,
-}
-
-#: Implementations that keep an Nq × Nk matrix.
-QUADRATIC = ("reference",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a call of the operator would run.
+    """What a call of the operator, or of a layer, would run.
 
     Attributes:
         impl: the implementation, and
@@ -96,6 +32,8 @@ class Plan:
         chunks: number of attention calls.
         width, value_width: head dims of q/k and of v as the backend gets them.
         others: why "auto" takes none of the other implementations; empty where one was asked for by name.
+        prologue: how a layer makes q and k ready: "fused" in one pass over memory, "steps" by its scheme's own steps
+            one after another. None for the operator, which gets them ready.
     """
 
     impl: str
@@ -107,18 +45,24 @@ class Plan:
     width: int
     value_width: int
     others: dict[str, str] = field(default_factory=dict)
+    prologue: str | None = None
 
     def __str__(self) -> str:
         cost = "quadratic memory" if self.quadratic else "no Nq × Nk matrix"
+        before = "" if self.prologue is None else f", {PROLOGUES[self.prologue]}"
         return (
             f"{self.impl} ({self.reason}) on {', '.join(self.backends)} ({cost}); {self.pairs} pairs, "
-            f"{self.chunks} call{'s' * (self.chunks != 1)}, head dims {self.width} and {self.value_width}"
+            f"{self.chunks} call{'s' * (self.chunks != 1)}, head dims {self.width} and {self.value_width}{before}"
         )
+
+
+#: Values of :attr:`Plan.prologue` in words.
+PROLOGUES = {"fused": "q and k made ready in one pass", "steps": "q and k made ready step by step"}
 
 
 def available_implementations() -> list[str]:
     """Names that `impl=` accepts besides "auto"."""
-    return list(dispatch.CANNOT)
+    return list(IMPLEMENTATIONS)
 
 
 def gated_attention(
@@ -161,7 +105,7 @@ def gated_attention(
         scale: softmax scale, D ** −0.5 of the D given by default. A model that reserves coordinates for the
             bias passes that of its full head dim.
         impl: "auto", or one of :func:`available_implementations`.
-        eps: weight that may be dropped, in all and for any query; 0 drops nothing. Kernels that skip tiles leave away
+        eps: weight that may be dropped, in all and for any query; 0 drops nothing. Kernels that skip tiles skip
             what provably has no more (`docs/results/proofs.md`), others ignore it. Forward and backward agree.
         check: also check the values of the gates, and of positions on a GPU (this waits for the device).
         strict: refuse an implementation or backend that keeps an Nq × Nk matrix.
@@ -182,10 +126,10 @@ def gated_attention(
         )  # fmt: skip
         validation.flag("strict", strict)
         eps = validation.weight("eps", eps)
-        name, _ = _choose(impl, problem, eps)
-        if strict and name in QUADRATIC:
-            raise ValueError(f"strict: impl {name!r} keeps an Nq × Nk matrix of logits")
-        return DIRECT[name](problem, eps) if name in DIRECT else sdpa.run_all(FUSED[name](problem), strict=strict)
+        chosen = IMPLEMENTATIONS[implementations.choose(problem, eps, impl).name]
+        if strict and chosen.quadratic:
+            raise ValueError(f"strict: impl {chosen.name!r} keeps an Nq × Nk matrix of logits")
+        return chosen.run(problem, eps, strict)
 
 
 def detailed_attention(
@@ -201,9 +145,9 @@ def detailed_attention(
     impl: str = "auto",
     eps: float = 0.0,
     check: bool = False,
-    **seen: Any,
+    **visibility: Any,
 ) -> Details:
-    """The operator with each query's log-sum-exp and the fraction of key tiles that were looked at.
+    """The operator with each query's log-sum-exp and the fraction of key tiles that were visited.
 
     Args are those of :func:`gated_attention`; `impl` is "triton", "decode", "reference", or "auto" for triton where it
     can run and else reference, which keeps an Nq × Nk matrix. Gradients go through the output alone.
@@ -212,14 +156,11 @@ def detailed_attention(
         ValueError: as :func:`gated_attention`, and for an implementation that does not know these things.
     """
     with leave_autocast(q, k, v) as (q, k, v):
-        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
+        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(visibility))
         eps = validation.weight("eps", eps)
-        if impl == "auto":
-            impl = "triton" if dispatch.cannot("triton", problem) is None else "reference"
-        name, _ = _choose(impl, problem, eps)
-        if name not in DETAILED:
-            raise validation.invalid_argument("impl", name, f"one of {list(DETAILED)}")
-        return DETAILED[name](problem, eps)
+        details = IMPLEMENTATIONS[implementations.choose(problem, eps, impl, details=True).name].details
+        assert details is not None
+        return details(problem, eps)
 
 
 def explain(
@@ -235,47 +176,69 @@ def explain(
     impl: str = "auto",
     eps: float = 0.0,
     check: bool = False,
-    **seen: Any,
+    **visibility: Any,
 ) -> Plan:
     """Say what :func:`gated_attention` would run for these arguments, without running the attention.
 
-    `seen` are the operator's q_positions, k_positions, q_documents, k_documents, attn_mask and is_causal.
+    :meth:`gape.GAPEAttention.explain` says it of a layer.
+
+    `visibility` are the operator's q_positions, k_positions, q_documents, k_documents, attn_mask and is_causal.
 
     Raises:
         ValueError: as the operator would without `strict`; whether that would refuse is the plan's `quadratic`.
     """
     with leave_autocast(q, k, v) as (q, k, v):
-        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(seen))
-        name, reason = _choose(impl, problem, validation.weight("eps", eps))
-        others = dispatch.why_not(problem, eps) if impl == "auto" else {}
-        if name not in FUSED:
-            return Plan(
-                impl=name, reason=reason, backends=(name,), quadratic=name in QUADRATIC, pairs=problem.seen.kind,
-                chunks=1, width=q.size(-1), value_width=v.size(-1), others=others,
-            )  # fmt: skip
-        backends, count = [], 0
-        for call in FUSED[name](problem):
-            count += 1
+        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(visibility))
+        eps = validation.weight("eps", eps)
+        choice = implementations.choose(problem, eps, impl)
+        calls = IMPLEMENTATIONS[choice.name].calls
+        plan = _plan(choice, problem.seen.kind, q, v, None if calls is None else calls(problem))
+        return replace(plan, others=implementations.others(problem, eps)) if impl == "auto" else plan
+
+
+def explain_fused(
+    chosen: FusedChoice,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    reading: GateReading | None,
+    *,
+    scale: float,
+) -> Plan:
+    """The plan of what `chosen.fused` would run; arguments are those of its functions."""
+    call = chosen.fused.call
+    calls = None if call is None else [call(q, k, v, angles, reading, scale=scale)]
+    return replace(_plan(chosen.choice, "causal", q, v, calls), prologue="fused")
+
+
+def _plan(choice: Choice, pairs: str, q: Tensor, v: Tensor, calls: Iterable[sdpa.Call] | None) -> Plan:
+    """The plan of an implementation that makes these calls, or None where it launches a kernel of its own."""
+    backends, reason = [choice.name], choice.reason
+    if calls is not None:
+        backends = []
+        for call in calls:
             backends.append(call.backend())
-        distinct = tuple(dict.fromkeys(backends))
-        if "reference" in distinct:
+            q, v = call.q, call.v
+        if "reference" in backends:
             reason += ", and the definition for queries too far apart"
-        return Plan(
-            impl=name, reason=reason, backends=distinct, quadratic=not sdpa.QUADRATIC.isdisjoint(distinct),
-            pairs=problem.seen.kind, chunks=count, width=call.q.size(-1), value_width=call.v.size(-1), others=others,
-        )  # fmt: skip
+    distinct = tuple(dict.fromkeys(backends))
+    return Plan(
+        impl=choice.name, reason=reason, backends=distinct, quadratic=not sdpa.QUADRATIC.isdisjoint(distinct),
+        pairs=pairs, chunks=len(backends), width=q.size(-1), value_width=v.size(-1),
+    )  # fmt: skip
 
 
-#: What says who sees whom.
-_SEEN = frozenset(signature(inputs.visibility).parameters) - {"q", "k"}
+#: Arguments that say who sees whom.
+_VISIBILITY = frozenset(signature(inputs.visibility).parameters) - {"q", "k"}
 
 
-def _known(seen: dict[str, Any]) -> dict[str, Any]:
-    """`seen`, if it says no more than who sees whom."""
-    unknown = set(seen) - _SEEN
+def _known(visibility: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, if they say no more than who sees whom."""
+    unknown = set(visibility) - _VISIBILITY
     if unknown:
-        raise ValueError(f"{sorted(unknown)[0]}: not an argument, expected one of {sorted(_SEEN)}")
-    return seen
+        raise ValueError(f"{sorted(unknown)[0]}: not an argument, expected one of {sorted(_VISIBILITY)}")
+    return visibility
 
 
 # Asking torch which devices have autocast would break a compiled graph in torch 2.11 and earlier.
@@ -306,7 +269,7 @@ def _problem(
     context_length: float,
     scale: float | None,
     check: bool,
-    **seen: Any,
+    **visibility: Any,
 ) -> Problem:
     inputs.heads(q, k, v)
     batch, n_heads, n_q, width = q.shape
@@ -314,11 +277,11 @@ def _problem(
     inputs.floats("gate", gate, (batch, n_heads, n_q), q.device, "(B, Hq, Nq)")
     inputs.floats("landmark", landmark, (batch, n_kv_heads, n_k), q.device, "(B, Hk, Nk)")
     inputs.floats("amplitude", amplitude, (n_heads,), q.device, "(Hq,)")
-    visibility = inputs.visibility(q, k, **seen)
+    seen = inputs.visibility(q, k, **visibility)
     if validation.flag("check", check):
         inputs.gate_values(gate, landmark, amplitude)
-        inputs.position_values("q_positions", visibility.q_positions)
-        inputs.position_values("k_positions", visibility.k_positions)
+        inputs.position_values("q_positions", seen.q_positions)
+        inputs.position_values("k_positions", seen.k_positions)
     dtype = bias_dtype(q.dtype)
     return Problem(
         q=q,
@@ -329,17 +292,5 @@ def _problem(
         amplitude=amplitude.to(dtype),
         context_length=validation.positive_number("context_length", context_length),
         scale=width**-0.5 if scale is None else validation.positive_number("scale", scale),
-        seen=visibility,
+        seen=seen,
     )
-
-
-def _choose(impl: str, problem: Problem, eps: float) -> tuple[str, str]:
-    """The implementation's name and why it was chosen."""
-    if impl == "auto":
-        return dispatch.choose(problem, eps)
-    if impl not in available_implementations():
-        raise validation.invalid_argument("impl", impl, f"'auto' or one of {available_implementations()}")
-    why = dispatch.cannot(impl, problem)
-    if why is not None:
-        raise ValueError(f"impl: got {impl!r}, which {why}")
-    return impl, "asked for"

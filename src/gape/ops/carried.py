@@ -24,8 +24,8 @@ from torch import Tensor
 
 from gape.ops import columns, inputs, prologue, rank2
 from gape.ops.columns import UNIT, significand_bits
-from gape.ops.dispatch import DECODE_QUERIES, MOST_PROGRAMS
 from gape.ops.inputs import bias_dtype, learning
+from gape.ops.limits import DECODE_QUERIES, MOST_PROGRAMS
 from gape.ops.plain import attention
 from gape.utils import validation
 
@@ -106,10 +106,10 @@ def carried_rows(
         gate: whether to return the gates, too.
         dtype: of the rows; that of q when None.
     """
-    from gape.ops.triton.step import stepped  # noqa: PLC0415
+    from gape.ops.triton.split_bias import step_rows  # noqa: PLC0415
 
     width = _wide_enough(q.size(-1), "split", width)
-    return Rows(*stepped(q, k, step, width=width, scale=scale, gate=gate, dtype=dtype or q.dtype))
+    return Rows(*step_rows(q, k, step, width=width, scale=scale, gate=gate, dtype=dtype or q.dtype))
 
 
 def carried_form(impl: str, room: int, like: Tensor) -> str | None:
@@ -156,9 +156,9 @@ def carry(
     if form == "rank2":
         return _joined(k, rank2.key_columns(landmark, positions, context_length, k.dtype), width)
     if _in_one_launch(k, landmark):
-        from gape.ops.triton.carry import joined_keys  # noqa: PLC0415
+        from gape.ops.triton.split_bias import augmented_keys  # noqa: PLC0415
 
-        return joined_keys(k, landmark, positions, width)
+        return augmented_keys(k, landmark, positions, width)
     return _joined(k, columns.key_columns(1 - landmark, [positions], k.dtype, significand_bits(k)), width)
 
 
@@ -221,9 +221,9 @@ def carried_queries(
         strength = amplitude[:, None] * gate / scale
         return _joined(q, rank2.query_columns(strength, positions, context_length, q.dtype), width)
     if _in_one_launch(q, gate, amplitude):
-        from gape.ops.triton.carry import joined_queries  # noqa: PLC0415
+        from gape.ops.triton.split_bias import augmented_queries  # noqa: PLC0415
 
-        return joined_queries(q, gate, amplitude, positions, width, context_length=context_length, scale=scale)
+        return augmented_queries(q, gate, amplitude, positions, width, context_length=context_length, scale=scale)
     rate = amplitude[:, None] * gate / context_length
     return _joined(q, columns.query_columns(rate, [positions], scale, q.dtype, significand_bits(q)), width)
 

@@ -185,6 +185,11 @@ class Problem:
         return learning(self.gate, self.landmark, self.amplitude)
 
     @property
+    def learns(self) -> bool:
+        """Whether a gradient will be asked of any tensor."""
+        return learning(self.q, self.k, self.v) or self.gates_learn
+
+    @property
     def exposure(self) -> Tensor:
         """u_j = 1 − l_j, how unprotected a key is, (B, Hk, Nk)."""
         return 1 - self.landmark

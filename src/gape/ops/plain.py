@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gape.ops import dispatch, inputs, sdpa
+from gape.ops import inputs, limits, sdpa
 from gape.ops.api import leave_autocast
 from gape.ops.columns import UNIT, pieces, significand_bits
 from gape.ops.inputs import Problem, Visibility, bias_dtype, learning
@@ -78,7 +78,7 @@ def attention(
             shape = (q.size(0), q.size(1), k.size(2))
             inputs.floats("key_bias", key_bias, shape, q.device, "(B, Hq, Nk)")
             carried = _carry(q, k, v, key_bias, scale)
-        if bias is None and dispatch.decodes(*carried, learns=learning(*carried)):
+        if bias is None and limits.decodes(*carried, learns=learning(*carried)):
             return _decoded(*carried, seen, scale)
         return sdpa.run_all(_calls(*carried, seen, scale, bias), strict=strict)
 
@@ -127,9 +127,9 @@ def _decoded(
         # Without a bias and without causality a position says nothing.
         seen = replace(seen, q_positions=None, k_positions=None)
     # A trace makes its own, and so does a capture: what outlives them would come from the host.
-    kept = type(q) is Tensor and not torch.compiler.is_compiling()
-    kept = kept and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
-    zero = _ZERO.on(q.device, torch.float32) if kept else q.new_zeros(1, dtype=torch.float32)
+    lasting = type(q) is Tensor and not torch.compiler.is_compiling()
+    lasting = lasting and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    zero = _ZERO.on(q.device, torch.float32) if lasting else q.new_zeros(1, dtype=torch.float32)
     # Strides of 0 on every axis, also one of a single element: a kernel is compiled anew for a stride of 1.
     gate, landmark = (zero.as_strided(x.shape[:3], (0, 0, 0)) for x in (q, k))
     amplitude = zero.as_strided((q.size(1),), (0,))

@@ -7,6 +7,7 @@ this module is what replaces them where it can run. `docs/results/precision.md` 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from gape.ops import columns, sdpa
 from gape.ops.columns import UNIT
-from gape.ops.dispatch import HALVES, HAS_TRITON, MOST_PROGRAMS, TRITON_WIDTH
 from gape.ops.inputs import Visibility
+from gape.ops.limits import HALVES, HAS_TRITON, MOST_PROGRAMS, TRITON_WIDTH
 from gape.utils.validation import invalid_argument, weight
 
 #: Numbers of a row that a kernel loads at once: what Triton knows to be a multiple of it, it loads without looking at
@@ -58,6 +59,50 @@ class OnePass(NamedTuple):
     reading: GateReading | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """What a layer is about to project: enough to say whether one pass can make its q and k ready.
+
+    Attributes:
+        device: of x.
+        on_gpu: whether x is on a GPU.
+        dtype: of q, k and v as they will be projected, autocast included.
+        tokens: N.
+        n_heads: query heads.
+        content: coordinates of q and k, C.
+        width: of a head, which is that of values.
+        gated: whether there are gates.
+        learns: whether a gradient will be asked of x, the projection or the scheme.
+        bare: whether the projection is its weights and nothing more.
+    """
+
+    device: torch.device
+    on_gpu: bool
+    dtype: torch.dtype
+    tokens: int
+    n_heads: int
+    content: int
+    width: int
+    gated: bool
+    learns: bool
+    bare: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """How an implementation runs after the fused pass.
+
+    Attributes:
+        width: of the rows that the pass takes and makes; None where the pass cannot serve the projection.
+        run: attends; takes q, k, v, angles, reading, scale and eps as :func:`bounded_attention` does.
+        call: the prepared call of `scaled_dot_product_attention`, from the same but eps; None where there is none.
+    """
+
+    width: Callable[[Projection], int | None]
+    run: Callable[..., Tensor]
+    call: Callable[..., sdpa.Call] | None = None
+
+
 def ready(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fused pass can run: half precision, Triton, and a GPU (or its interpreter)."""
     here = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
@@ -70,20 +115,29 @@ def spread(x: Tensor, width: int) -> Tensor:
     return F.pad(x.reshape(*x.shape[:-1], 2, -1), (0, gap)).flatten(-2) if gap else x
 
 
-def room(content: int, width: int | None = None) -> int | None:
-    """The width that rows with `content` coordinates and the bias take; None where they do not fit `width`.
+def split_width(projection: Projection) -> int | None:
+    """The width of rows that carry the bias in six coordinates; None where they do not fit the head.
 
-    Without a width it is the next multiple of 8. Both halves need a gap of three.
+    Both halves need a gap of three. Without gates there is no bias. Beyond two anchors' reach gates do not learn well.
     """
-    least = content + columns.COLUMNS
-    width = -(-least // 8) * 8 if width is None else width
-    return width if content % 2 == 0 and width % 2 == 0 and width >= least else None
+    if not projection.gated:
+        return projection.content
+    even = projection.content % 2 == 0 and projection.width % 2 == 0
+    near = not torch.is_grad_enabled() or projection.tokens <= columns.ANCHORED_ROWS
+    return projection.width if even and near and projection.width >= projection.content + columns.COLUMNS else None
 
 
 def whole_rows(content: int, heads: int, value_width: int) -> int | None:
     """The width of rows with `content` coordinates and no bias that :func:`bounded_attention` takes; None for none."""
     fits = content % 2 == 0 and max(content, value_width) <= TRITON_WIDTH and heads <= MOST_PROGRAMS
     return -(-content // PIECE) * PIECE if fits else None
+
+
+def whole_width(projection: Projection) -> int | None:
+    """The width of rows without a bias for a projection with gates and without a gradient; None for none."""
+    if projection.learns or not projection.gated:
+        return None
+    return whole_rows(projection.content, projection.n_heads, projection.width)
 
 
 def prologue(
@@ -115,18 +169,18 @@ def prologue(
 
     turning = (None, None) if angles is None else angles
     gates: tuple[Tensor | None, ...] = (None,) * 6
-    factor, where = 1.0, (1, 0, 0, 0)
+    factor, anchors = 1.0, (1, 0, 0, 0)
     if reading is not None:
         gates = (
             reading.gate_weight, reading.gate_bias, reading.amplitude, reading.floor,
             reading.landmark_weight, reading.landmark_bias,
         )  # fmt: skip
-        factor, where = UNIT / scale / reading.context_length, _where(q)
-    out_q, out_k = prepare(q, k, *turning, *gates, factor, *where)
+        factor, anchors = UNIT / scale / reading.context_length, _anchors(q)
+    out_q, out_k = prepare(q, k, *turning, *gates, factor, *anchors)
     return out_q, out_k
 
 
-def fused_attention(
+def fused_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -134,20 +188,17 @@ def fused_attention(
     reading: GateReading | None,
     *,
     scale: float,
-) -> Tensor:
-    """Causal attention in index order: the prologue, then one fused call.
+) -> sdpa.Call:
+    """The one call of `scaled_dot_product_attention` that is left after the prologue, causal and in index order.
 
     Args:
         q, k: as :func:`prologue` takes them.
         v: (B, Hk, N, Dv).
         angles, reading, scale: as :func:`prologue` takes them.
-
-    Returns:
-        (B, Hq, N, Dv) in q's dtype.
     """
     q, k = prologue(q, k, angles, reading, scale=scale)
     seen = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
-    return sdpa.prepare(q, k, v, seen, scale).run()
+    return sdpa.prepare(q, k, v, seen, scale)
 
 
 def bounded_attention(
@@ -183,7 +234,14 @@ def bounded_attention(
     return attention.projected(q, k, v, angles, reading, scale=scale, eps=eps)[0]
 
 
-def _where(q: Tensor) -> tuple[int, int, int, int]:
+#: How `split` and `triton` run after the fused pass.
+SPLIT = Fused(
+    width=split_width, run=lambda *given, scale, eps=0.0: fused_call(*given, scale=scale).run(), call=fused_call
+)
+TRITON = Fused(width=whole_width, run=bounded_attention)
+
+
+def _anchors(q: Tensor) -> tuple[int, int, int, int]:
     """Anchors, token 0 from the first anchor, first token of the second group, and how far anchors are apart.
 
     As in :mod:`gape.ops.columns`: two anchors and two pieces where gates may learn and queries are near their anchor,

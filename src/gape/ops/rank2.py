@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gape.ops import sdpa
 from gape.ops.inputs import Problem, beside_heads, bias_dtype
-from gape.ops.scattered import exact_call
 
 #: Width of the columns.
 COLUMNS = 2
@@ -37,7 +36,9 @@ def calls(problem: Problem) -> Iterator[sdpa.Call]:
     seen, exact = problem.seen, problem.q.dtype in (torch.float32, torch.float64)
     for start, stop in sdpa.chunks(seen.n_q, sdpa.MASK_ROWS if sdpa.draws_mask(seen, problem.q) else None):
         part = problem.rows(start, stop)
-        yield (exact_call(part) if exact else None) or _call(part, part.seen.anchor(0, part.seen.n_q) if exact else 0)
+        yield (sdpa.exact_call(part) if exact else None) or _call(
+            part, part.seen.anchor(0, part.seen.n_q) if exact else 0
+        )
 
 
 def _call(problem: Problem, anchor: int | Tensor) -> sdpa.Call:

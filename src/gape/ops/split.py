@@ -28,7 +28,6 @@ import torch
 
 from gape.ops import columns, sdpa
 from gape.ops.inputs import Problem
-from gape.ops.scattered import exact_call
 
 
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
@@ -47,7 +46,7 @@ def calls(problem: Problem) -> Iterator[sdpa.Call]:
         k, v = k.to(problem.exposure.dtype), v.to(problem.exposure.dtype)
     for start, stop in spans:
         seen = problem.seen.rows(start, stop)
-        exact = exact_call(problem.rows(start, stop))
+        exact = sdpa.exact_call(problem.rows(start, stop))
         if exact is not None:
             yield exact
             continue

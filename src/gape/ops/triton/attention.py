@@ -44,7 +44,7 @@ class Answer(NamedTuple):
         out: (B, Hq, Nq, Dv) in q's dtype.
         lse: natural log-sum-exp of the logits, (B, Hq, Nq) in float32, without gradient; −inf for a row that saw
             nothing.
-        visited: fraction of the visible key tiles that were looked at, one number.
+        visited: fraction of the visible key tiles that were visited, one number.
     """
 
     out: Tensor
@@ -68,7 +68,7 @@ def answer(problem: Problem, eps: float = 0.0) -> Answer:
 
 
 def visits(problem: Problem, eps: float) -> Tensor:
-    """The fraction of the visible key tiles that each head looks at, (B, Hq); 1 where none may be skipped."""
+    """The fraction of the visible key tiles that each head visits, (B, Hq); 1 where none may be skipped."""
     visited = _attended(problem, eps)[3]
     if not visited.numel():
         return visited.new_ones(visited.shape[:2])
@@ -78,10 +78,10 @@ def visits(problem: Problem, eps: float) -> Tensor:
 
 def _attended(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What :func:`attend` returns; nothing is skipped but tokens in index order."""
-    where = layout(problem)
+    layout = _layout_of(problem)
     q, k, v = (_whole_pieces(x) for x in (problem.q, problem.k, problem.v))
     out, *others = torch.ops.gape.attend(
-        q, k, v, problem.rate, problem.exposure, *where, problem.scale, eps if where.plain else 0.0
+        q, k, v, problem.rate, problem.exposure, *layout, problem.scale, eps if layout.plain else 0.0
     )
     return out[..., : problem.v.size(-1)], *others
 
@@ -101,7 +101,7 @@ def projected(
     Norms are those of the rows that attention reads, stretched as in :func:`bounds`.
     """
     values = _whole_pieces(v)
-    columns = tiles_for(q, values, "attend", skip=True)["BLOCK_N"] if eps else 0
+    columns = tiles_for(q, values, "fwd", skip=True)["BLOCK_N"] if eps else 0
     ready = prepare_bounded(
         q, k, *((None, None) if angles is None else angles), reading.gate_weight, reading.gate_bias,
         reading.amplitude, reading.floor, reading.landmark_weight, reading.landmark_bias,
@@ -120,7 +120,7 @@ def _whole_pieces(x: Tensor) -> Tensor:
     return F.pad(x, (0, spare)) if spare else x
 
 
-def layout(problem: Problem) -> Layout:
+def _layout_of(problem: Problem) -> Layout:
     """The problem's visibility in the form that the kernels take."""
     seen, batch = problem.seen, problem.q.size(0)
     mask = seen.attn_mask
@@ -157,18 +157,20 @@ def attend(
     That is each query's threshold, each row tile's visits, and the first tile of keys that may matter to it.
     """
     batched = (q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(_attend, batched, *q.shape[:2], causal, scale, eps)
-    return found
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(
+        _attend, batched, *q.shape[:2], causal, scale, eps
+    )
+    return outputs
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    where, (scale, eps) = Layout(*told[:6]), told[6:]
+    layout, (scale, eps) = Layout(*settings[:6]), settings[6:]
     outs = _blank(q, v, eps)
     if outs[0].numel():
-        judged = bounds(q, k, v, u, scale) if eps else (c, c, c)
-        _launch_attend(outs, _arguments(q, k, v, c * LOG2E, u, judged, where, eps), q, v, scale, eps)
+        tile_bounds = bounds(q, k, v, u, scale) if eps else (c, c, c)
+        _launch_attend(outs, _arguments(q, k, v, c * LOG2E, u, tile_bounds, layout, eps), q, v, scale, eps)
     return outs
 
 
@@ -189,19 +191,19 @@ def attend_bounded(
 
     For causal tokens in index order. The bounds are of no matter where eps is 0.
     """
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    found = in_parts(_attend_bounded, (q, k, v, c, u, reach, k_reach, u_least), *q.shape[:2], scale, eps)
-    return found
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    outputs = in_parts(_attend_bounded, (q, k, v, c, u, reach, k_reach, u_least), *q.shape[:2], scale, eps)
+    return outputs
 
 
 def _attend_bounded(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *told: Any
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    judged, (scale, eps) = told[:3], told[3:]
+    tile_bounds, (scale, eps) = settings[:3], settings[3:]
     outs = _blank(q, v, eps)
     if outs[0].numel():
-        where = Layout(None, None, None, None, None, causal=True)
-        _launch_attend(outs, _arguments(q, k, v, c, u, judged, where, eps), q, v, scale, eps)
+        layout = Layout(None, None, None, None, None, causal=True)
+        _launch_attend(outs, _arguments(q, k, v, c, u, tile_bounds, layout, eps), q, v, scale, eps)
     return outs
 
 
@@ -209,9 +211,9 @@ def _launch_attend(
     outs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], a: _Arguments, q: Tensor, v: Tensor, scale: float, eps: float
 ) -> None:
     (out, lse, low, visited, earliest), (reach, k_reach, u_least) = outs, a.bounds
-    tile = tiles_for(q, v, "attend", skip=eps > 0)
+    tile = tiles_for(q, v, "fwd", skip=eps > 0)
     grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
-    traceable(attention_fwd.attend)[grid](
+    traceable(attention_fwd._fwd_kernel)[grid](
         *a.tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *a.strides, q.size(1), *a.sizes,
         scale * LOG2E, eps, **a.flags, **tile,
     )  # fmt: skip
@@ -240,9 +242,9 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Backward: gradients of q, k, v in their dtypes and of c, u in float32."""
     batched = (grad, out, lse, low, earliest, q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    found = in_parts(_attend_backward, batched, *q.shape[:2], causal, scale, eps)
-    return found
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    outputs = in_parts(_attend_backward, batched, *q.shape[:2], causal, scale, eps)
+    return outputs
 
 
 def _attend_backward(
@@ -256,31 +258,31 @@ def _attend_backward(
     v: Tensor,
     c: Tensor,
     u: Tensor,
-    *told: Any,
+    *settings: Any,
 ) -> tuple[Tensor, ...]:
-    where, (scale, eps) = Layout(*told[:6]), told[6:]
+    layout, (scale, eps) = Layout(*settings[:6]), settings[6:]
     grad = grad.contiguous()
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, c, u))
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in grads)
     dq, dk, dv, dc, du = grads
-    tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("by_rows", "by_columns"))
-    judged = bounds(q, k, v, u, scale) if eps else (c, c, c)
-    a = _arguments(q, k, v, c * LOG2E, u, judged, where, eps)
-    reach, k_reach, u_least = judged
+    tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("bwd_dq", "bwd_dkv"))
+    tile_bounds = bounds(q, k, v, u, scale) if eps else (c, c, c)
+    a = _arguments(q, k, v, c * LOG2E, u, tile_bounds, layout, eps)
+    reach, k_reach, u_least = tile_bounds
     numbers = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
     upstream = (grad, numbers)
-    traceable(attention_bwd.row_numbers)[(-(-lse.numel() // 64),)](
+    traceable(attention_bwd._bwd_rows_kernel)[(-(-lse.numel() // 64),)](
         grad, out, a.base_2_rate, lse, numbers, lse.numel(), q.size(2), v.size(3),
         BLOCK=64, BLOCK_D=tile["BLOCK_V"], BLOCK_M=column_tile["BLOCK_M"],
     )  # fmt: skip
     rows = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
-    traceable(attention_bwd.by_rows)[rows](
+    traceable(attention_bwd._bwd_dq_kernel)[rows](
         *a.tensors, *upstream, dq, dc, reach, low, earliest, k_reach, u_least, *a.strides, q.size(1), *a.sizes,
         scale * LOG2E, scale, **a.flags, **tile,
     )  # fmt: skip
     columns = (-(-k.size(2) // column_tile["BLOCK_N"]), k.size(0) * k.size(1))
-    traceable(attention_bwd.by_columns)[columns](
+    traceable(attention_bwd._bwd_dkv_kernel)[columns](
         *a.tensors, *upstream, dk, dv, du, reach, low, earliest, k_reach, u_least, *a.strides, k.size(1), *a.sizes,
         scale * LOG2E, scale, LOG2E, **a.flags, **column_tile, RAGGED=bool(q.size(2) % column_tile["BLOCK_M"]),
     )  # fmt: skip
@@ -307,7 +309,7 @@ def _blank(q: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Te
     batch, n_heads, n_q, _ = q.shape
     out = torch.empty(batch, n_heads, n_q, v.size(-1), dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, n_heads, n_q, dtype=torch.float32, device=q.device)
-    rows = tiles_for(q, v, "attend", skip=True)["BLOCK_M"]
+    rows = tiles_for(q, v, "fwd", skip=True)["BLOCK_M"]
     tiles = (n_q + rows - 1) // rows if eps else 0
     visited = torch.empty(batch, n_heads, tiles, dtype=torch.float32, device=q.device)
     low = torch.empty_like(lse) if eps else lse.new_empty(0)
@@ -316,7 +318,7 @@ def _blank(q: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Te
 
 def _tiles_seen(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Key tiles that causality leaves to all row tiles of all heads."""
-    tile = tiles_for(q, v, "attend", skip=True)
+    tile = tiles_for(q, v, "fwd", skip=True)
     rows, columns, n_q, n_k = tile["BLOCK_M"], tile["BLOCK_N"], q.size(2), k.size(2)
     ends = (min(n_k, n_k - n_q + start + rows) for start in range(0, n_q, rows))
     return q.size(0) * q.size(1) * sum(-(-end // columns) for end in ends)
@@ -341,30 +343,30 @@ def _arguments(
     v: Tensor,
     c: Tensor,
     u: Tensor,
-    judged: tuple[Tensor, Tensor, Tensor],
-    where: Layout,
+    tile_bounds: tuple[Tensor, Tensor, Tensor],
+    layout: Layout,
     eps: float,
 ) -> _Arguments:
     """What all kernels take, in their order; c in base 2."""
-    tile = tiles_for(q, v, "attend", skip=eps > 0)
+    tile = tiles_for(q, v, "fwd", skip=eps > 0)
     n_q, n_k, d, d_v = q.size(2), k.size(2), q.size(3), v.size(3)
-    positions = [(0, 0) if p is None else p.stride() for p in (where.q_positions, where.k_positions)]
-    mask = (0, 0, 0, 0) if where.mask is None else where.mask.stride()
+    positions = [(0, 0) if p is None else p.stride() for p in (layout.q_positions, layout.k_positions)]
+    mask = (0, 0, 0, 0) if layout.mask is None else layout.mask.stride()
     flags = {
-        "CAUSAL": where.causal,
-        "HAS_POSITIONS": where.q_positions is not None,
-        "HAS_DOCUMENTS": where.q_documents is not None,
-        "HAS_MASK": where.mask is not None,
+        "CAUSAL": layout.causal,
+        "HAS_POSITIONS": layout.q_positions is not None,
+        "HAS_DOCUMENTS": layout.q_documents is not None,
+        "HAS_MASK": layout.mask is not None,
         "PARTIAL_D": d != tile["BLOCK_D"],
         "PARTIAL_V": d_v != tile["BLOCK_V"],
         "SKIP": eps > 0,
     }
     # A pointer that is never followed stands in for what is not there: kernels do arithmetic on all of them.
-    optional = tuple(q if x is None else x for x in where[:5])
+    optional = tuple(q if x is None else x for x in layout[:5])
     return _Arguments(
         tensors=(q, k, v, c.contiguous(), u.contiguous(), *optional),
         strides=(*q.stride(), *k.stride(), *v.stride(), *positions[0], *positions[1], *mask),
         sizes=(q.size(1) // k.size(1), n_q, n_k, d, d_v),
-        bounds=judged,
+        bounds=tile_bounds,
         flags=flags,
     )

@@ -1,12 +1,12 @@
-"""The backward kernels: gradients by rows (dq, dc) and by columns (dk, dv, du).
+"""The backward kernels: dq and dc by tiles of queries, dk, dv and du by tiles of keys.
 
 With p = exp2(s − lse), delta = Σ dO·O, dS = p·(dP − delta) and natural logits:
 
     dc_i = Σ_j dS·u_j·(j − i),    du_j = Σ_i dS·c_i·(j − i)
 
 Both sums are taken tile by tile in float32, with positions counted from the tile's first key. There are no atomics, so
-two runs give the same bits. With SKIP both leave away exactly the tiles that the forward pass left away: they judge by
-the same numbers, and look no further than it found that a tile can matter.
+two runs give the same bits. With SKIP both skip exactly the tiles that the forward pass skipped: they judge by the same
+numbers, and go no further than it found that a tile can matter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gape.ops.triton.tiles import (
 
 
 @triton.jit
-def row_numbers(
+def _bwd_rows_kernel(
     grad_ptr, out_ptr, c_ptr, lse_ptr, numbers_ptr, n, n_q, d,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def row_numbers(
 
 
 @triton.jit
-def rows_tile(
+def dq_tile(
     CHECK: tl.constexpr, start_n, dq, dc,
     q, grad, c, lse, delta, i_first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
     k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
@@ -99,7 +99,7 @@ def rows_tile(
 
 
 @triton.jit
-def rows_needed(
+def dq_needed(
     dq, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
     reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
@@ -118,7 +118,7 @@ def rows_needed(
         while keep != 0:
             begin, end, keep = run_of(keep)
             for tile in range(base + begin, base + end):
-                dq, dc = rows_tile(
+                dq, dc = dq_tile(
                     False, tile * BLOCK_N, dq, dc, *rows, *keys,
                     True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
@@ -126,7 +126,7 @@ def rows_needed(
 
 
 @triton.jit
-def by_rows(
+def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
     grad_ptr, numbers_ptr, dq_ptr, dc_ptr, reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
@@ -156,19 +156,19 @@ def by_rows(
     rows = (q, grad, c, lse, delta, first, q_doc, offs_m)
     near = nearest(first + start_m, BLOCK_N)
     for start_n in range(near * BLOCK_N if SKIP else whole, stop, BLOCK_N):
-        dq, dc = rows_tile(
+        dq, dc = dq_tile(
             True, start_n, dq, dc, *rows, *keys,
             CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     if SKIP:
-        dq, dc = rows_needed(
+        dq, dc = dq_needed(
             dq, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
             reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
             PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     else:
         for start_n in range(0, whole, BLOCK_N):
-            dq, dc = rows_tile(
+            dq, dc = dq_tile(
                 False, start_n, dq, dc, *rows, *keys,
                 CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
@@ -177,7 +177,7 @@ def by_rows(
 
 
 @triton.jit
-def columns_tile(
+def dkv_tile(
     CHECK: tl.constexpr, start_m, dk, dv, du,
     whole, k, v, u, j, j_far, anchor, i_first, k_doc, offs_n,
     q_ptr, grad_ptr, numbers_ptr, qp_ptr, qd_ptr, mask_ptr,
@@ -223,7 +223,7 @@ def columns_tile(
 
 
 @triton.jit
-def columns_of_head(
+def dkv_of_head(
     dk, dv, du, rest, begin, first, start_n, n_q, row,
     reach_ptr, c_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     SKIP: tl.constexpr, RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr,
@@ -235,7 +235,7 @@ def columns_of_head(
     judged = tile_from(start_n + 2 * BLOCK_N - 1, first, n_q, BLOCK_M)
     # One loop with a question in it: with two, the compiler makes every matrix product wait for the one before.
     for start_m in range(begin, judged if SKIP else n_q, BLOCK_M):
-        dk, dv, du = columns_tile(
+        dk, dv, du = dkv_tile(
             True, start_m, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK,
             PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
         )  # fmt: skip
@@ -251,7 +251,7 @@ def columns_of_head(
             while keep != 0:
                 block, end, keep = run_of(keep)
                 for start_m in range(start + block * BLOCK_M, start + end * BLOCK_M, BLOCK_M):
-                    dk, dv, du = columns_tile(
+                    dk, dv, du = dkv_tile(
                         False, start_m, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK,
                         PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
                     )  # fmt: skip
@@ -259,7 +259,7 @@ def columns_of_head(
 
 
 @triton.jit
-def by_columns(
+def _bwd_dkv_kernel(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
     grad_ptr, numbers_ptr, dk_ptr, dv_ptr, du_ptr, reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
@@ -301,7 +301,7 @@ def by_columns(
             qp_ptr, qd_ptr, mask_ptr + batch * mask_b + head * mask_h,
             q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
         )  # fmt: skip
-        dk, dv, du = columns_of_head(
+        dk, dv, du = dkv_of_head(
             dk, dv, du, rest, begin, first, start_n, n_q, row,
             reach_ptr, c_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr, SKIP, RAGGED, CAUSAL, HAS_POSITIONS,
             HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,

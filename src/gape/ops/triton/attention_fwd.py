@@ -1,7 +1,7 @@
-"""The forward kernel: one program per tile of queries walks the tiles of keys with a running softmax.
+"""The forward kernel: one program per tile of queries visits the tiles of keys with a running softmax.
 
-Keys are taken from the diagonal outwards. With SKIP, what the nearest tiles gave is each query's lower bound of its
-log-sum-exp, and tiles further out are left away whose best possible logits together are too far below it.
+Tiles are visited from the diagonal outwards. With SKIP, the nearest tiles give each query a lower bound of its
+log-sum-exp, and tiles further out are skipped whose best possible logits together are too far below it.
 """
 
 from __future__ import annotations
@@ -167,9 +167,9 @@ def attend_needed(
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Of the tiles of keys before tile `near`, take those in that a query may need, judged by what it saw so far.
+    """Visit the tiles of keys before tile `near` that a query may need, judged by what it saw so far.
 
-    Writes what each query can spare, how many tiles up to key `stop` were looked at, and before which none can matter.
+    Writes what each query can spare, how many tiles up to key `stop` were visited, and before which none can matter.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
     k_reach_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
@@ -200,7 +200,7 @@ def attend_needed(
 
 
 @triton.jit
-def attend(
+def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
     reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,

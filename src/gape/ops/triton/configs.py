@@ -32,15 +32,15 @@ class Tile(NamedTuple):
 #: The loop over a run of tiles still has all it needs in registers, and what is put aside is read back around it. In
 #: heads of more than 64 that loop itself would read numbers back for every tile, and shared memory has room for two.
 TILES: dict[str, dict[str, Tile]] = {
-    "narrow": {"attend": Tile(64, 64, 4, 3), "by_rows": Tile(64, 64, 4, 3), "by_columns": Tile(64, 64, 4, 2)},
-    "wide": {"attend": Tile(128, 64, 8, 3), "by_rows": Tile(128, 64, 8, 3), "by_columns": Tile(64, 128, 8, 3)},
-    "widest": {"attend": Tile(64, 32, 8, 2), "by_rows": Tile(64, 32, 8, 2), "by_columns": Tile(32, 64, 8, 2)},
-    "small": {"attend": Tile(32, 32, 4, 2), "by_rows": Tile(32, 32, 4, 2), "by_columns": Tile(32, 32, 4, 2)},
+    "narrow": {"fwd": Tile(64, 64, 4, 3), "bwd_dq": Tile(64, 64, 4, 3), "bwd_dkv": Tile(64, 64, 4, 2)},
+    "wide": {"fwd": Tile(128, 64, 8, 3), "bwd_dq": Tile(128, 64, 8, 3), "bwd_dkv": Tile(64, 128, 8, 3)},
+    "widest": {"fwd": Tile(64, 32, 8, 2), "bwd_dq": Tile(64, 32, 8, 2), "bwd_dkv": Tile(32, 64, 8, 2)},
+    "small": {"fwd": Tile(32, 32, 4, 2), "bwd_dq": Tile(32, 32, 4, 2), "bwd_dkv": Tile(32, 32, 4, 2)},
     "narrow, skipping": {
-        "attend": Tile(64, 64, 4, 2, registers=168), "by_rows": Tile(64, 64, 4, 2, registers=168),
-        "by_columns": Tile(64, 64, 4, 2),
+        "fwd": Tile(64, 64, 4, 2, registers=168), "bwd_dq": Tile(64, 64, 4, 2, registers=168),
+        "bwd_dkv": Tile(64, 64, 4, 2),
     },
-    "wide, skipping": {"attend": Tile(64, 64, 4, 2), "by_rows": Tile(64, 64, 4, 2), "by_columns": Tile(64, 64, 4, 2)},
+    "wide, skipping": {"fwd": Tile(64, 64, 4, 2), "bwd_dq": Tile(64, 64, 4, 2), "bwd_dkv": Tile(64, 64, 4, 2)},
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime.jit import JITFunction
 
-from gape.ops.dispatch import MOST_PROGRAMS
+from gape.ops.limits import MOST_PROGRAMS
 
 #: Whether kernels run in Triton's interpreter, which a compiler cannot see through.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

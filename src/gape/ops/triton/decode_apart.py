@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gape.ops.dispatch import HALVES, MOST_PROGRAMS
+from gape.ops.limits import HALVES, MOST_PROGRAMS
 from gape.ops.triton.custom_ops import direct
 from gape.ops.triton.decode import ALONE
 from gape.ops.triton.decode_kernels import last_to_finish, merge_row

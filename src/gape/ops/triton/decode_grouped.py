@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gape.ops.dispatch import HALVES, MOST_PROGRAMS, TRITON_WIDTH
+from gape.ops.limits import HALVES, MOST_PROGRAMS, TRITON_WIDTH
 from gape.ops.triton.custom_ops import INTERPRETED, direct
 from gape.ops.triton.decode_apart import pieces_between
 from gape.ops.triton.decode_kernels import last_to_finish, load_tile, merge_row, store_part, weigh

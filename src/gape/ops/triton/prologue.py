@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 
 
 #: "bounded" has as many more tokens and warps as make a tile of attention's keys.
-TILES = {"prepare": Tile(16, 4, 2), "undo": Tile(16, 1, 2, parts=4), "bounded": Tile(16, 4, 2)}
+TILES = {"fwd": Tile(16, 4, 2), "bwd": Tile(16, 1, 2, parts=4), "bounded": Tile(16, 4, 2)}
 
 
 @operator("gape::prepare")
@@ -66,16 +66,16 @@ def prepare(
         amplitude, floor: (Hq,) in float32, what the gate is multiplied with and the least gate.
         landmark_weight, landmark_bias: (Hk, C) and (Hk,) of the landmark, which reads k, in float32.
         factor: times which amplitude · gate is the scaled rate.
-        anchors, first, middle, apart: which coordinates; as `prologue_kernels.prepare` has them.
+        anchors, first, middle, apart: which coordinates; as `prologue_kernels._prologue_fwd_kernel` has them.
 
     Returns:
         q and k, their shapes, in their dtype, contiguous.
     """
     parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
-    found: tuple[Tensor, Tensor] = in_parts(
+    outputs: tuple[Tensor, Tensor] = in_parts(
         _prepare, (q, k), q.size(0), 1, (cos, sin, *parameters), factor, anchors, first, middle, apart
     )
-    return found
+    return outputs
 
 
 def _prepare(
@@ -85,10 +85,10 @@ def _prepare(
     cos, _, gate_weight = tables[:3]
     outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if q.numel():
-        tile = _tile("prepare", gate_weight)
+        tile = _tile("fwd", gate_weight)
         flags = _flags(q, cos, gate_weight, tile) | _split_flags(q, gate_weight, anchors)
         flags |= {"Q_HEADS": _heads(q, tile), "K_HEADS": _heads(k, tile), "BITS": significand_bits(q)}
-        traceable(prologue_kernels.prepare)[_grid(q, k, tile)](
+        traceable(prologue_kernels._prologue_fwd_kernel)[_grid(q, k, tile)](
             q, k, *_given(q, *tables), *outs, *q.stride()[:3], *k.stride()[:3],
             q.size(1), k.size(1), q.size(2), first, middle, apart, factor, **flags,
         )  # fmt: skip
@@ -117,11 +117,11 @@ def prepare_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q and k, (B, H, N, W), and the sums (blocks, Hq + Hk, C + 2) over tokens for the parameters."""
     parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
-    found: tuple[Tensor, Tensor, Tensor] = in_parts(
+    outputs: tuple[Tensor, Tensor, Tensor] = in_parts(
         _prepare_backward, (q_grad, k_grad, q, k), q.size(0), 1, (cos, sin, *parameters),
         factor, anchors, first, middle, apart,
     )  # fmt: skip
-    return found
+    return outputs
 
 
 def _prepare_backward(
@@ -140,14 +140,14 @@ def _prepare_backward(
     cos, _, gate_weight = tables[:3]
     (batch, q_heads, n, width), k_heads = q.shape, k.size(1)
     dq, dk = (torch.empty(batch, n, heads, width, dtype=q.dtype, device=q.device) for heads in (q_heads, k_heads))
-    tile = _tile("undo", gate_weight)
+    tile = _tile("bwd", gate_weight)
     blocks = 0 if gate_weight is None else batch * _blocks(n, tile)
     columns = 0 if gate_weight is None else gate_weight.size(1) + 2
     sums = torch.empty(blocks, q_heads + k_heads, columns, dtype=torch.float32, device=q.device)
     if q.numel():
         strides = (stride for x in (q_grad, k_grad, q, k) for stride in x.stride()[:3])
         flags = _flags(q, cos, gate_weight, tile) | _split_flags(q, gate_weight, anchors) | {"PARTS": tile.parts}
-        traceable(prologue_kernels.undo)[_grid(q, k, tile)](
+        traceable(prologue_kernels._prologue_bwd_kernel)[_grid(q, k, tile)](
             q_grad, k_grad, q, k, *_given(q, *tables), dq, dk, sums, *strides,
             q_heads, k_heads, n, first, middle, apart, factor, **flags,
         )  # fmt: skip
@@ -207,10 +207,10 @@ def prepare_bounded(
         three empty where nothing is measured. All contiguous.
     """
     parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(
         _prepare_bounded, (q, k), q.size(0), 1, (cos, sin, *parameters), factor, q_stretch, k_stretch, columns
     )
-    return found
+    return outputs
 
 
 def _prepare_bounded(
@@ -226,7 +226,7 @@ def _prepare_bounded(
     if q.numel():
         flags = _flags(q, tables[0], tables[2], tile) | {"BOUNDED": columns > 0}
         flags |= {"Q_HEADS": _heads(q, tile), "K_HEADS": _heads(k, tile)}
-        traceable(prologue_kernels.prepare_bounded)[_grid(q, k, tile)](
+        traceable(prologue_kernels._prologue_bounded_kernel)[_grid(q, k, tile)](
             q, k, *_given(q, *tables), *rows, *numbers, *q.stride()[:3], *k.stride()[:3],
             q_heads, k_heads, n, factor, q_stretch, k_stretch, **flags,
         )  # fmt: skip

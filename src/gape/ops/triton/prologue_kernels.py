@@ -12,7 +12,7 @@ so that cosines and sines come from the cache. The backward pass takes one head 
 their tokens for the parameters: no atomics, so two runs give the same bits.
 
 Attention that makes the bias itself gets rate and exposure beside the rows, whose gaps then hold zeros, and where it
-skips tiles of keys the norms by which :func:`gape.ops.triton.tiles.needed` judges them: `prepare_bounded`.
+skips tiles of keys the norms by which :func:`gape.ops.triton.tiles.needed` judges them: `_prologue_bounded_kernel`.
 """
 
 from __future__ import annotations
@@ -20,52 +20,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: A power of two between the two sides of a product, as in :mod:`gape.ops.columns`.
-UNIT = tl.constexpr(256.0)
-
-#: 1 / UNIT and 1 / UNIT². Products with powers of two are exact, and cost less than quotients.
-PER_UNIT = tl.constexpr(1.0 / 256.0)
-PER_SQUARE = tl.constexpr(1.0 / 65536.0)
-
-
-@triton.jit
-def rounded(x, BITS: tl.constexpr):
-    """x (float32) to BITS of significand, half to even."""
-    DROP: tl.constexpr = 24 - BITS
-    raw = x.to(tl.int32, bitcast=True)
-    odd = (raw >> DROP) & 1
-    near = ((raw + ((1 << (DROP - 1)) - 1) + odd) & -(1 << DROP)).to(tl.float32, bitcast=True)
-    # What is not a number stays so: a GPU writes it with all bits set, which one more would turn into zero.
-    return tl.where(tl.abs(x) >= 0.0, near, x)
-
-
-@triton.jit
-def softplus(z):
-    """log(1 + eᶻ), to full relative precision where eᶻ is small."""
-    e = tl.exp(tl.minimum(z, 20.0))
-    t = 1.0 + e
-    near = tl.where(t == 1.0, e, tl.log(t) * (e / tl.where(t == 1.0, 1.0, t - 1.0)))
-    # What is not a number stays so.
-    return tl.where(z <= 20.0, near, z)
-
-
-@triton.jit
-def sigmoid(z):
-    """1 / (1 + e⁻ᶻ), without overflow."""
-    e = tl.exp(-tl.abs(z))
-    return tl.where(z >= 0, 1.0, e) / (1.0 + e)
-
-
-@triton.jit
-def steepest_rate(i, LIMIT: tl.constexpr):
-    """The largest rate whose product with i the dtype still holds."""
-    return LIMIT / tl.maximum(tl.abs(i) * PER_SQUARE, 1.0)
-
-
-@triton.jit
-def within(x, LIMIT: tl.constexpr):
-    """x, held between -LIMIT and LIMIT; what is not a number stays so, which it would not in a minimum."""
-    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+from gape.ops.triton.split_bias import (
+    PER_SQUARE,
+    PER_UNIT,
+    UNIT,
+    sigmoid,
+    softplus,
+    split_bias,
+    steepest_rate,
+    with_three,
+)
 
 
 @triton.jit
@@ -134,49 +98,6 @@ def load_weights(weight_ptr, half, LOW: tl.constexpr):
 
 
 @triton.jit
-def laid(half, a, c0, c1, c2, LOW: tl.constexpr):
-    """Half a row: content a (T, HALF), three coordinates (T, 1) behind it, zeros from there on."""
-    behind = tl.where(half == LOW, c0, tl.where(half == LOW + 1, c1, tl.where(half == LOW + 2, c2, 0.0)))
-    return tl.where(half < LOW, a, behind)
-
-
-@triton.jit
-def query_coordinates(
-    g, factor, position, in_first, apart, BITS: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr
-):
-    """The six coordinates (T, 1) of queries with gate g; `factor` turns g into the scaled rate."""
-    i = tl.where(in_first, position, position - apart)
-    c, steepest = g * factor, steepest_rate(i, LIMIT)
-    # Not a minimum, in which a gate that is not a number would be lost.
-    c = rounded(tl.where(c > steepest, steepest, c), BITS)
-    product = c * (i * PER_SQUARE)
-    p0 = rounded(product, BITS)
-    p1 = rounded(product - p0, BITS)
-    if ANCHORS == 1:
-        c2, c3, c4, c5 = -rounded(product - p0 - p1, BITS), c, c, c
-    else:
-        c2 = tl.where(in_first, c, 0.0)
-        c3, c4, c5 = c2, c - c2, c - c2
-    return -p0, -p1, c2, c3, c4, c5
-
-
-@triton.jit
-def key_coordinates(u, position, apart, BITS: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr):
-    """The six coordinates (T, 1) of keys that lose a share u of their distance."""
-    u = rounded(u, BITS)
-    product = within(u * (position * PER_UNIT), LIMIT)
-    p0 = rounded(product, BITS)
-    p1 = rounded(product - p0, BITS)
-    if ANCHORS == 1:
-        c2, c3, c4, c5 = u * UNIT, p0, p1, rounded(product - p0 - p1, BITS)
-    else:
-        other = within(u * ((position - apart) * PER_UNIT), LIMIT)
-        c2, c3, c4 = p0, p1, rounded(other, BITS)
-        c5 = rounded(other - c4, BITS)
-    return u * UNIT, u * UNIT, c2, c3, c4, c5
-
-
-@triton.jit
 def prepare_heads(
     x_ptr, weight_ptr, bias_ptr, amplitude_ptr, floor_ptr, out_ptr, x_b, x_h, x_n,
     cos_ptr, sin_ptr, start, head, n_heads, n, first, middle, apart, factor,
@@ -211,21 +132,20 @@ def prepare_heads(
             wa, wb = load_weights(weight_ptr + step * (2 * LOW), half, LOW)
             z = tl.sum(a * wa + b * wb, 1, keep_dims=True) + tl.load(bias_ptr + step)
             if QUERIES:
-                g = tl.load(floor_ptr + step) + softplus(z)
-                c0, c1, c2, c3, c4, c5 = query_coordinates(
-                    g, tl.load(amplitude_ptr + step) * factor, position, start + rows < middle, apart,
-                    BITS, ANCHORS, LIMIT,
-                )  # fmt: skip
+                number = (tl.load(floor_ptr + step) + softplus(z)) * (tl.load(amplitude_ptr + step) * factor)
             else:
-                c0, c1, c2, c3, c4, c5 = key_coordinates(1.0 - sigmoid(z), position, apart, BITS, ANCHORS, LIMIT)
-            turned_a = laid(half, turned_a, c0, c1, c2, LOW)
-            turned_b = laid(half, turned_b, c3, c4, c5, LOW)
+                number = 1.0 - sigmoid(z)
+            c0, c1, c2, c3, c4, c5 = split_bias(
+                number, position, start + rows < middle, apart, QUERIES, ANCHORS, BITS, LIMIT
+            )  # fmt: skip
+            turned_a = with_three(tl.where(half < LOW, turned_a, 0.0), half, LOW, c0, c1, c2)
+            turned_b = with_three(tl.where(half < LOW, turned_b, 0.0), half, LOW, c3, c4, c5)
         store_halves(target, turned_a, turned_b, inside, EDGE, EVEN)
         target += to_next
 
 
 @triton.jit
-def prepare(
+def _prologue_fwd_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr,
     q_out_ptr, k_out_ptr, q_b, q_h, q_n, k_b, k_h, k_n, n_q_heads, n_k_heads, n, first, middle, apart, factor,
     ROTATED: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr, COLUMNS: tl.constexpr,
@@ -322,7 +242,7 @@ def bound_heads(
 
 
 @triton.jit
-def prepare_bounded(
+def _prologue_bounded_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr,
     q_out_ptr, k_out_ptr, c_ptr, u_ptr, reach_ptr, k_reach_ptr, u_least_ptr, q_b, q_h, q_n, k_b, k_h, k_n,
     n_q_heads, n_k_heads, n, factor, q_stretch, k_stretch,
@@ -332,7 +252,8 @@ def prepare_bounded(
     """q and k (B, H, N, W) → the same, contiguous: turned, zeros in the gaps; and beside them rates and exposures.
 
     BOUNDED: also the norms of the rows, stretched: each query's (B, Hq, N), the largest of each T keys, and beside that
-    their least exposure (B, Hk, blocks). factor: times which amplitude · g is the rate. Others as `prepare` has them.
+    their least exposure (B, Hk, blocks). factor: times which amplitude · g is the rate. Others as
+    `_prologue_fwd_kernel` has them.
     """
     # Compilers hand a Python float over in float64, and all that it touches would be.
     factor, q_stretch = tl.cast(factor, tl.float32), tl.cast(q_stretch, tl.float32)
@@ -475,7 +396,7 @@ def undo_head(
 
 
 @triton.jit
-def undo(
+def _prologue_bwd_kernel(
     q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr,
     q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr, dq_ptr, dk_ptr, sums_ptr,
     qg_b, qg_h, qg_n, kg_b, kg_h, kg_n, q_b, q_h, q_n, k_b, k_h, k_n,
@@ -484,9 +405,10 @@ def undo(
     PARTS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
     ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of `prepare`: dq and dk (B, N, H, W), contiguous, from gradients (B, H, N, W); zero in the gaps.
+    """The gradient of `_prologue_fwd_kernel`: dq and dk (B, N, H, W), contiguous, zero in the gaps.
 
-    sums (B · blocks, Hq + Hk, C + 2): over a program's tokens, Σ dz·x, Σ dz, and the amplitude's (0 for k).
+    Gradients of its outputs are (B, H, N, W). sums (B · blocks, Hq + Hk, C + 2): over a program's tokens, Σ dz·x, Σ dz,
+    and the amplitude's (0 for k).
     """
     # Compilers hand a Python float over in float64, and all that it touches would be.
     factor = tl.cast(factor, tl.float32)

@@ -77,22 +77,22 @@ def load_rows(
     Only the tile's first row is far away, so only its offset takes 64 bits.
     """
     rows, dims = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    where = ptr + tl.cast(start, tl.int64) * stride_n + (rows * stride_n + dims * stride_d)
+    pointers = ptr + tl.cast(start, tl.int64) * stride_n + (rows * stride_n + dims * stride_d)
     if CHECK_N and CHECK_D:
-        return tl.load(where, mask=(rows < n - start) & (dims < d), other=0.0)
+        return tl.load(pointers, mask=(rows < n - start) & (dims < d), other=0.0)
     if CHECK_N:
-        return tl.load(where, mask=rows < n - start, other=0.0)
+        return tl.load(pointers, mask=rows < n - start, other=0.0)
     if CHECK_D:
-        return tl.load(where, mask=dims < d, other=0.0)
-    return tl.load(where)
+        return tl.load(pointers, mask=dims < d, other=0.0)
+    return tl.load(pointers)
 
 
 @triton.jit
 def store_rows(ptr, tile, start, n, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Write a tile as rows start … of a contiguous (n, d) matrix, in the matrix's dtype."""
     rows, dims = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    where = ptr + tl.cast(start, tl.int64) * d + (rows * d + dims)
-    tl.store(where, tile.to(ptr.dtype.element_ty), mask=(rows < n - start) & (dims < d))
+    pointers = ptr + tl.cast(start, tl.int64) * d + (rows * d + dims)
+    tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=(rows < n - start) & (dims < d))
 
 
 @triton.jit
@@ -114,8 +114,8 @@ def load_numbers(ptr, start, n, ROWS: tl.constexpr, CHECK: tl.constexpr):
     The four lie side by side, (N, 4), so that one access takes all that a query has.
     """
     rows, which = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :]
-    where = ptr + tl.cast(start, tl.int64) * 4 + (rows * 4 + which)
-    four = tl.load(where, mask=rows < n - start, other=0.0) if CHECK else tl.load(where)
+    pointers = ptr + tl.cast(start, tl.int64) * 4 + (rows * 4 + which)
+    four = tl.load(pointers, mask=rows < n - start, other=0.0) if CHECK else tl.load(pointers)
     even, odd = tl.split(tl.reshape(four, (ROWS, 2, 2)))
     c, lse = tl.split(even)
     local, delta = tl.split(odd)
@@ -138,8 +138,8 @@ def visible(
     if HAS_DOCUMENTS:
         seen = seen & (q_doc == k_doc)
     if HAS_MASK:
-        where = mask_ptr + offs_i.to(tl.int64) * mask_m + offs_j.to(tl.int64) * mask_n
-        seen = seen & (tl.load(where, mask=inside, other=0) != 0)
+        pointers = mask_ptr + offs_i.to(tl.int64) * mask_m + offs_j.to(tl.int64) * mask_n
+        seen = seen & (tl.load(pointers, mask=inside, other=0) != 0)
     return seen
 
 
@@ -284,13 +284,13 @@ def stretched(x_ptr, x_b, x_h, x_n, x_d, row, heads, tokens, n, width, stretch, 
     """Euclidean norms (T,) of rows of x (B, H, N, D), times `stretch`; zero beyond the last token."""
     d = tl.arange(0, BLOCK_D)[None, :]
     x_ptr += (row // heads).to(tl.int64) * x_b + (row % heads).to(tl.int64) * x_h
-    where = tokens[:, None].to(tl.int64) * x_n + d.to(tl.int64) * x_d
-    x = tl.load(x_ptr + where, mask=(tokens[:, None] < n) & (d < width), other=0.0).to(tl.float32)
+    pointers = tokens[:, None].to(tl.int64) * x_n + d.to(tl.int64) * x_d
+    x = tl.load(x_ptr + pointers, mask=(tokens[:, None] < n) & (d < width), other=0.0).to(tl.float32)
     return tl.sqrt(tl.sum(x * x, 1)) * tl.cast(stretch, tl.float32)
 
 
 @triton.jit
-def of_queries(
+def _query_norms_kernel(
     q_ptr, reach_ptr, q_b, q_h, q_n, q_d, heads, n, width, stretch, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """q (B, H, N, D) → each row's norm, stretched, (B, H, N)."""
@@ -301,7 +301,7 @@ def of_queries(
 
 
 @triton.jit
-def of_keys(
+def _key_bounds_kernel(
     k_ptr, u_ptr, reach_ptr, least_ptr, k_b, k_h, k_n, k_d, heads, n, width, stretch,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -329,17 +329,17 @@ def bounds(q: Tensor, k: Tensor, v: Tensor, u: Tensor, scale: float) -> tuple[Te
     Returns:
         Three float32 tensors, the last two (B, Hk, tiles).
     """
-    tile = tiles_for(q, v, "attend", skip=True)
+    tile = tiles_for(q, v, "fwd", skip=True)
     sizes = {"BLOCK": tile["BLOCK_N"], "BLOCK_D": tile["BLOCK_D"]}
     blocks = [-(-x.size(2) // sizes["BLOCK"]) for x in (q, k)]
     reach = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     k_reach, u_least = (
         torch.empty(*k.shape[:2], blocks[1], dtype=torch.float32, device=q.device) for _ in ("norms", "exposures")
     )
-    traceable(of_queries)[(blocks[0], q.size(0) * q.size(1))](
+    traceable(_query_norms_kernel)[(blocks[0], q.size(0) * q.size(1))](
         q, reach, *q.stride(), q.size(1), q.size(2), q.size(3), scale * LOG2E * SLACK, **sizes, num_warps=4
     )
-    traceable(of_keys)[(blocks[1], k.size(0) * k.size(1))](
+    traceable(_key_bounds_kernel)[(blocks[1], k.size(0) * k.size(1))](
         k, u.contiguous(), k_reach, u_least, *k.stride(), k.size(1), k.size(2), k.size(3), SLACK, **sizes, num_warps=4
     )
     return reach, k_reach, u_least
