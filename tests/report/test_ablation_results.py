@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gape.report.lm_summary import far_back_differences, name, perplexity_differences
 from gape.report.results import Record, read_rows
 from gape.report.ruler import columns, difference, methods
+from gape.report.schemes import name
+from gape.report.statistics import far_back_differences, perplexity_differences
 from tests.report.test_language_results import DISTANCES, books, page, signed, told, with_interval
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gape.report import catalogue, series, tables, write
+from gape.report import catalogue, inside, series, tables, write
 from gape.report.results import Results, gather, store
-from tests.report.stored import row, stored
+from tests.report.stored import needles, row, stored
 
 Figure = pytest.importorskip("matplotlib.figure").Figure
 
@@ -58,10 +58,11 @@ def test_the_accuracy_figure_shows_the_means() -> None:
 
 def test_entropy_change_is_the_difference_on_the_same_samples() -> None:
     results = stored(schemes=("nope", "nope+gape"), targets=("last",), seeds=1)
-    (panel,) = series.entropy_change(results)["panels"]
+    (panel,) = inside.entropy_change(results)["panels"]
     bar = panel["series"][0]["bars"][0]
     plain, gated = (
-        next(a for a in results.analyses if a["position"] == p)["spread"][0]["entropy"] for p in ("nope", "nope+gape")
+        next(a for a in results.of("inside") if a["position"] == p)["spread"][0]["entropy"]
+        for p in ("nope", "nope+gape")
     )
     assert (bar["layer"], bar["length"]) == (0, 64)
     assert bar["mean"] == pytest.approx(sum(gated[0][0]) / 2 - sum(plain[0][0]) / 2)
@@ -69,7 +70,7 @@ def test_entropy_change_is_the_difference_on_the_same_samples() -> None:
 
 def test_a_kind_of_token_that_never_came_has_no_landmark(tmp_path: Path) -> None:
     results = stored(schemes=("rope+gape",), targets=("last",), seeds=1)
-    results.analyses[0]["gates"]["landmark"]["filler"] = [[[None, None], [None, None]]] * 2
+    results.of("inside")[0]["gates"]["landmark"]["filler"] = [[[None, None], [None, None]]] * 2
     numbers, *_ = catalogue.write(catalogue.figure("landmark-kinds"), results, tmp_path)
     kinds = json.loads(numbers.read_text())["rows"][0]["kinds"]
     assert [head["mean"] for head in kinds["filler"]] == [None] * 4
@@ -77,7 +78,7 @@ def test_a_kind_of_token_that_never_came_has_no_landmark(tmp_path: Path) -> None
 
 
 def test_figures_without_data_say_so() -> None:
-    empty = Results(rows=(), analyses=(), runs=())
+    empty = Results()
     for entry in catalogue.FIGURES.values():
         if entry.measure is not None:
             with pytest.raises(series.NoData):
@@ -88,13 +89,13 @@ def test_variants_stand_beside_each_other(tmp_path: Path) -> None:
     rows = tuple(
         row("rope+gape", "last", 0, factor, variant=variant, run=variant) for variant in "ab" for factor in (1, 2)
     )
-    data = series.variants(Results(rows=rows, analyses=(), runs=()))
+    data = series.variants(needles(rows))
     assert [line["label"] for line in data["rows"][0][0]["lines"]] == ["a", "b"]
 
 
 def test_a_figure_of_one_variant_among_several_says_which(tmp_path: Path) -> None:
     rows = tuple(row("rope+gape", "last", 0, 1, variant=variant, run=variant) for variant in ("floor", "plain"))
-    results = Results(rows=rows, analyses=(), runs=())
+    results = needles(rows)
     drawn: list[str] = []
 
     def draw(data: series.Data) -> Figure:
@@ -113,7 +114,7 @@ def test_a_name_is_shown_as_it_is_and_not_as_a_formula(tmp_path: Path) -> None:
     name = r"$\frac{$"
     rows = tuple(row("rope", "last", 0, factor, variant=variant) for factor in (1, 2) for variant in ("", name))
     numbers, *_ = catalogue.write(
-        catalogue.figure("variants"), Results(rows=rows, analyses=(), runs=()), tmp_path
+        catalogue.figure("variants"), needles(rows), tmp_path
     )  # fmt: skip
     assert name in json.dumps(json.loads(numbers.read_text()), ensure_ascii=False).replace(r"\\", "\\")
 
@@ -136,7 +137,7 @@ def test_figures_that_are_no_longer_drawn_go_and_those_of_others_stay(
     for name, content in mine.items():
         (figures / name).write_bytes(content)
     for _ in range(2):
-        write.report(replace(results, analyses=()), tmp_path)
+        write.report(results.without(["inside"]), tmp_path)
         assert {path.name for path in figures.iterdir()} == {
             "overview.json", "overview.png", "overview.pdf", "drawn.json", *mine,
         }  # fmt: skip
@@ -151,7 +152,7 @@ def test_an_unknown_figure_is_refused_with_the_nearest() -> None:
 def test_a_table_has_means_deviations_and_the_best() -> None:
     rows = [row("rope", "last", s, 1, accuracy=a) for s, a in enumerate((0.2, 0.4))]
     rows += [row("rope+gape", "last", s, 1, accuracy=a) for s, a in enumerate((0.8, 0.8))]
-    (table,) = tables.accuracy_tables(Results(rows=tuple(rows), analyses=(), runs=()))
+    (table,) = tables.accuracy_tables(needles(rows))
     assert table.rows == (("RoPE", "2", "0.30 ± 0.14"), ("RoPE+GAPE", "2", "0.80 ± 0.00"))
     assert table.strong == {(1, 2)}
     assert "| RoPE+GAPE | 2 | **0.80 ± 0.00** |" in table.markdown()
@@ -159,13 +160,13 @@ def test_a_table_has_means_deviations_and_the_best() -> None:
 
 def test_a_table_says_where_seeds_are_missing() -> None:
     rows = [row("rope", "last", s, f) for s in range(3) for f in (1, 2) if (s, f) != (2, 2)]
-    (table,) = tables.accuracy_tables(Results(rows=tuple(rows), analyses=(), runs=()))
+    (table,) = tables.accuracy_tables(needles(rows))
     assert table.rows[0][1] == "2–3"
 
 
 def test_a_table_gives_no_length_that_is_not_everyones() -> None:
     rows = (row("rope", "last", 0, 1), row("nope", "last", 0, 1, length=128))
-    (table,) = tables.accuracy_tables(Results(rows=rows, analyses=(), runs=()))
+    (table,) = tables.accuracy_tables(needles(rows))
     assert table.header[2] == "1×"
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from gape.experiments import recipes
 from gape.report.results import Record, read_rows
-from gape.report.series import TARGET_ORDER
-from gape.report.style import label
+from gape.report.schemes import TARGETS, label
 from tests.report.test_language_results import ROOT, books, cells, page, table
 
 RESULTS = ROOT / "results" / "forgetting"
@@ -20,7 +19,7 @@ ROWS = [each for each in STORED if each["run"] == RUN]
 EPS, LENGTHS = (1e-3, 1e-2), (65536, 131072)
 PAIRS = [("dense", 0.0), *(("forgetting", eps) for eps in EPS)]
 FLOORS, SCHEMES = (0, 4, 8), ("nope+gape", "p-rope+gape")
-NEEDLES = [(floor, scheme, target) for floor in FLOORS for scheme in SCHEMES for target in TARGET_ORDER]
+NEEDLES = [(floor, scheme, target) for floor in FLOORS for scheme in SCHEMES for target in TARGETS]
 
 
 def part(title: str) -> str:
@@ -157,7 +156,7 @@ def test_retrieval_by_floor() -> None:
     expected = {
         f"{floor}, {label(scheme)}": [
             " / ".join(f"{found[f'floor{floor}', scheme, target, factor]:.3f}" for factor in (1, 2, 4))
-            for target in TARGET_ORDER
+            for target in TARGETS
         ]
         for floor in FLOORS
         for scheme in SCHEMES

@@ -8,9 +8,10 @@ from statistics import median
 
 import numpy as np
 
-from gape.report.lm_summary import Difference, far_back_differences, name, perplexity_differences
 from gape.report.results import Record, read_rows
 from gape.report.ruler import columns, difference, methods
+from gape.report.schemes import name
+from gape.report.statistics import Difference, far_back_differences, perplexity_differences
 
 ROOT = Path(__file__).parents[2]
 LM = ROOT / "results" / "lm"

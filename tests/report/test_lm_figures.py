@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gape.report import catalogue, lm_series, lm_summary, lm_tables, write
-from gape.report.lm_figures import looks
-from gape.report.lm_results import collect, gather, store, without
-from gape.report.results import Results
-from gape.report.series import NoData
+from gape.report import catalogue, inside, series, statistics, tables, write
+from gape.report.results import Results, collect, gather, store
+from gape.report.style import lines
 from gape.tasks import perplexity_rows
 from tests.report import stored as needle
 from tests.report.lm_stored import DISTANCES, identity, stored
@@ -32,7 +30,7 @@ def test_every_figure_is_drawn(name: str, tmp_path: Path) -> None:
 
 
 def test_perplexity_is_drawn_by_stratum_with_variants_named() -> None:
-    data = lm_series.perplexity(stored())
+    data = series.perplexity(stored())
     assert [panel["title"] for panel in data["panels"]] == [
         "Documents of about 8,192 tokens",
         "Documents of about 32,768 tokens",
@@ -48,17 +46,17 @@ def test_contexts_that_few_documents_fill_are_not_joined_to_the_others(tmp_path:
     again = [row | {"align": 32768, "max_windows": 9, "documents": 1} for row in whole]
     fewer = [row | {"max_windows": 3, "documents": 7} for row in again if row["context"] == 512]
     both = replace(results, measured=results.measured | {"perplexity": (*few, *again, *fewer)})
-    one, other = lm_series.perplexity(both)["panels"]
+    one, other = series.perplexity(both)["panels"]
     assert (one["stretches"], one["documents"]["32768"]) == ([[512, 1024, 4096], [32768]], 1)
     assert (other["stretches"], other["title"]) == (
         [[512, 1024, 4096, 32768]],
         "All documents (1), tokens that 32,768 precede",
     )
-    first, second = lm_tables.perplexity_tables(both)
+    first, second = tables.perplexity_tables(both)
     assert (first.rows[-1], len(second.rows)) == (("documents", "", "4", "4", "4", "1"), 2)
     base = {"position": "p-rope", "variant": "p-rope"}
     beside = [row | base if row["position"] == "rope" else row for row in (*few, *again)]
-    assert {d.what for d in lm_summary.perplexity_differences(beside)} == {
+    assert {d.what for d in statistics.perplexity_differences(beside)} == {
         "last-k",
         "last-k, tokens that 32,768 precede",
     }
@@ -67,7 +65,7 @@ def test_contexts_that_few_documents_fill_are_not_joined_to_the_others(tmp_path:
 
 def test_several_seeds_are_averaged() -> None:
     results = stored(schemes=("rope",), seeds=2)
-    line = lm_series.far_back(results)["columns"][0]["loss"][0]
+    line = series.far_back(results)["columns"][0]["loss"][0]
     rows = [row for row in results.measured["far_back"] if row["kind"] == "ngram" and row["distance"] == DISTANCES[0]]
     mean = sum(row["nll"] for row in rows) / 2
     assert (line["mean"][0], line["n"][0]) == (pytest.approx(mean), 2)
@@ -75,33 +73,33 @@ def test_several_seeds_are_averaged() -> None:
 
 
 def test_entropy_is_that_of_prompts_where_there_are_any() -> None:
-    data = lm_series.entropy(stored())
+    data = inside.entropy(stored())
     assert data["asked"] == {"data": "ruler.jsonl", "length": None}
     assert data["scatter"]["label"] == "p-RoPE+GAPE"
     assert (data["masks"]["layer"], len(data["masks"]["heads"])) == (1, 4)
 
 
 def test_pictures_stand_beside_each_other_as_in_the_paper() -> None:
-    assert [model["label"] for model in lm_series.maps(stored())["models"][:3]] == ["p-RoPE+GAPE", "p-RoPE", "RoPE"]
-    assert [model["label"] for model in lm_series.masks(stored())["models"]] == ["p-RoPE+GAPE", "p-RoPE+GAPE (floor4)"]
+    assert [model["label"] for model in inside.maps(stored())["models"][:3]] == ["p-RoPE+GAPE", "p-RoPE", "RoPE"]
+    assert [model["label"] for model in inside.masks(stored())["models"]] == ["p-RoPE+GAPE", "p-RoPE+GAPE (floor4)"]
 
 
 def test_positions_at_the_ends_of_windows_are_put_together() -> None:
-    (line,) = lm_series.positions(stored(schemes=("rope",)))["lines"]
+    (line,) = series.positions(stored(schemes=("rope",)))["lines"]
     assert line["at"] == [8.0, 40.0, 160.0]
 
 
 def test_schemes_are_compared_on_the_same_documents() -> None:
     results = stored(schemes=("rope", "p-rope", "p-rope+gape", "alibi", "fox"))
-    found = lm_summary.far_back_differences(results.measured["far_back"])
+    found = statistics.far_back_differences(results.measured["far_back"])
     assert {d.scheme for d in found} == {"p-RoPE+GAPE"}
     assert {d.other for d in found} == {"p-RoPE", "RoPE", "ALiBi", "FoX"}
     beside = next(d for d in found if d.other == "ALiBi" and d.what == "planted")
     assert (beside.verdict, beside.documents) == ("better, one seed", 3)
-    gains = lm_summary.far_back_differences(results.measured["far_back"], gain=True)
+    gains = statistics.far_back_differences(results.measured["far_back"], gain=True)
     assert next(d for d in gains if d.other == "ALiBi").difference == pytest.approx(1.0)
     assert next(d for d in gains if d.other == "ALiBi").verdict == "better, one seed"
-    (window, *_) = lm_summary.perplexity_differences(results.measured["perplexity"])
+    (window, *_) = statistics.perplexity_differences(results.measured["perplexity"])
     assert (window.what, window.documents) == ("last-k, stratum 8192", 4)
 
 
@@ -110,17 +108,17 @@ def test_a_single_document_decides_nothing() -> None:
     for row in stored(schemes=("p-rope", "p-rope+gape")).measured["far_back"]:
         one = {key: row[key][:1] for key in ("document", "document_tokens", "document_nll", "document_control")}
         rows.append(row | one)
-    found = lm_summary.far_back_differences(rows)
+    found = statistics.far_back_differences(rows)
     assert {(d.verdict, d.low, d.high) for d in found} == {("one document", None, None)}
-    (table,) = [t for t in lm_tables.far_back_table(rows) if "loss beside" in t.title]
+    (table,) = [t for t in tables.far_back_table(rows) if "loss beside" in t.title]
     assert {cells[5:] for cells in table.rows} == {("–", "one document")}
     only = [row | {"documents": 1} for row in rows if row["position"] == "p-rope"]
-    assert lm_summary.pooled(only[:1]) | {"mean": 0} == {"mean": 0, "low": None, "high": None, "n": 1}
+    assert statistics.pooled(only[:1]) | {"mean": 0} == {"mean": 0, "low": None, "high": None, "n": 1}
 
 
 def test_differences_are_those_of_gape_lm_perplexity() -> None:
     rows = stored(schemes=("p-rope", "p-rope+gape")).measured["perplexity"]
-    found = lm_summary.perplexity_differences(rows)[0]
+    found = statistics.perplexity_differences(rows)[0]
     base, gated = (next(row for row in rows if row["position"] == p) for p in ("p-rope", "p-rope+gape"))
     other = perplexity_rows.difference(gated, base)
     assert (found.difference, found.low, found.high) == pytest.approx((other.nll, other.low, other.high))
@@ -131,8 +129,8 @@ def test_answers_to_several_questions_are_not_averaged() -> None:
     own = results.measured["far_back"]
     asked = [row | {"asked": {"ngram": 8}, "key": "other", "nll": 9.0} for row in own if row["distance"] == 512]
     both = replace(results, measured={"far_back": (*own, *asked)})
-    assert lm_series.far_back(both) == lm_series.far_back(results)
-    assert lm_tables.far_back_table(both.measured["far_back"]) == lm_tables.far_back_table(own)
+    assert series.far_back(both) == series.far_back(results)
+    assert tables.far_back_table(both.measured["far_back"]) == tables.far_back_table(own)
 
 
 def test_stored_rows_are_read_back_as_they_were(tmp_path: Path) -> None:
@@ -205,7 +203,7 @@ def test_runs_that_share_a_question_are_averaged_on_it(tmp_path: Path) -> None:
     for seed, corpora in ((0, ("a", "b")), (1, ("a",))):
         rows = [identity("rope", seed) | asked | {"corpus": corpus} for corpus in corpora]
         run_directory(tmp_path / str(seed), perplexity=rows)
-    (panel,) = lm_series.perplexity(gather([tmp_path]))["panels"]
+    (panel,) = series.perplexity(gather([tmp_path]))["panels"]
     assert panel["lines"][0]["n"] == [2]
 
 
@@ -242,10 +240,11 @@ def test_a_report_among_runs_is_not_read_for_one(tmp_path: Path) -> None:
 
 
 def test_needles_and_language_models_go_into_one_report(tmp_path: Path) -> None:
-    both = replace(needle.stored(schemes=("rope",), targets=("last",)), measured=stored().measured)
+    needles = needle.stored(schemes=("rope",), targets=("last",))
+    both = replace(needles, measured={**needles.measured, **stored().measured})
     store(both, tmp_path)
     found = gather([tmp_path])
-    assert len(found.rows) == len(both.rows)
+    assert len(found.of("needle")) == len(both.of("needle"))
     assert found.measured.keys() == both.measured.keys()
 
 
@@ -254,13 +253,13 @@ def test_the_page_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     results = stored()
     page = write.report(results, tmp_path, title="Language models").read_text(encoding="utf-8")
     assert page.count("<img") == 1
-    for table in lm_tables.tables(results):
+    for table in tables.language_tables(results):
         assert table.title.split(":")[0] in page
     assert not (tmp_path / "results.jsonl").exists()
 
 
 def test_a_table_of_perplexities_marks_the_lowest() -> None:
-    first = lm_tables.perplexity_tables(stored(schemes=("rope", "p-rope+gape")))[0]
+    first = tables.perplexity_tables(stored(schemes=("rope", "p-rope+gape")))[0]
     assert first.header == ("Scheme", "seeds", "512", "1,024", "4,096", "32,768")
     assert (1, 5) in first.strong
 
@@ -272,25 +271,25 @@ def test_a_row_without_a_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_figures_without_data_say_so() -> None:
-    empty = Results(rows=(), analyses=(), runs=())
+    empty = Results()
     for name in FIGURES:
-        with pytest.raises(NoData):
+        with pytest.raises(series.NoData):
             catalogue.figure(name).data(empty)
 
 
 def test_a_report_may_leave_kinds_out() -> None:
     results = stored(schemes=("rope",))
-    assert set(without(results, ["maps", "routing"]).measured) == set(results.measured) - {"maps"}
-    with pytest.raises(ValueError, match=r"without: got 'map', expected some of perplexity, .*; did you mean maps\?"):
-        without(results, ["map"])
+    assert set(results.without(["maps", "routing"]).measured) == set(results.measured) - {"maps"}
+    with pytest.raises(ValueError, match=r"without: got 'map', expected some of .*; did you mean maps\?"):
+        results.without(["map"])
 
 
 def test_a_variant_is_set_beside_the_plain_scheme() -> None:
     rows = stored(schemes=("p-rope+gape", "p-rope+gape_floor4")).measured["perplexity"]
-    pairs = {(d.scheme, d.other) for d in lm_summary.perplexity_differences(rows)}
+    pairs = {(d.scheme, d.other) for d in statistics.perplexity_differences(rows)}
     assert pairs == {("p-RoPE+GAPE (floor4)", "p-RoPE+GAPE")}
 
 
 def test_variants_with_gates_and_without_are_told_apart() -> None:
-    drawn = looks([{"position": position} for position in ("yarn", "yarn", "yarn+gape", "yarn+gape", "yarn+gape")])
+    drawn = lines([{"position": position} for position in ("yarn", "yarn", "yarn+gape", "yarn+gape", "yarn+gape")])
     assert len({(look["color"], look["markerfacecolor"]) for look in drawn}) == 5

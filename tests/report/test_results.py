@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gape.report import summary
-from gape.report.results import Results, gather, pack_hits, read_rows, store, unpack_hits
+from gape.report import statistics
+from gape.report.results import gather, pack_hits, read_rows, store, unpack_hits
 from gape.report.tables import digit_table
 from gape.report.write import tables
 from gape.tasks import niah
-from tests.report.stored import row, stored
+from tests.report.stored import looks, needles, row, stored
 
 
 def test_a_report_is_read_back_as_it_was_stored(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_runs_are_found_wherever_they_lie(tmp_path: Path) -> None:
     run_directory(tmp_path / "a", row("rope", "last", 0, 1))
     run_directory(tmp_path / "deep" / "b", row("rope", "last", 1, 1))
     found = gather([tmp_path])
-    assert [r["seed"] for r in found.rows] == [0, 1]
+    assert [r["seed"] for r in found.of("needle")] == [0, 1]
     assert found.runs[0]["settings"] == {"seed": 0}
 
 
@@ -47,7 +47,7 @@ def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
     home = run_directory(tmp_path / "a", row("rope", "last", 0, 1))
     with (home / "eval.jsonl").open("a") as file:
         file.write('{"run": "hal')
-    assert len(gather([home]).rows) == 1
+    assert len(gather([home]).of("needle")) == 1
 
 
 def test_a_broken_line_before_the_end_is_an_error(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_row_of_wrong_types_is_told_by_file_and_line(tmp_path: Path, line: str
 
 def test_a_later_row_of_the_same_measurement_counts(tmp_path: Path) -> None:
     home = run_directory(tmp_path / "a", row("rope", "last", 0, 1), row("rope", "last", 0, 1, accuracy=0.5))
-    assert [r["accuracy"] for r in gather([home]).rows] == [0.5]
+    assert [r["accuracy"] for r in gather([home]).of("needle")] == [0.5]
 
 
 def test_two_runs_of_one_name_are_not_mixed(tmp_path: Path) -> None:
@@ -89,22 +89,22 @@ def test_two_runs_of_one_name_are_not_mixed(tmp_path: Path) -> None:
     for paths in ([one, other], [tmp_path]):
         with pytest.raises(ValueError, match="another run is called seed0_last_rope too"):
             gather(paths)
-    assert len(gather([one, one]).rows) == 1
+    assert len(gather([one, one]).of("needle")) == 1
 
 
 def test_rows_of_weights_that_were_trained_further_do_not_count(tmp_path: Path) -> None:
     home = run_directory(tmp_path / "a", row("rope", "last", 0, 4, step=10), row("rope", "last", 0, 1, step=20))
-    (home / "analysis.json").write_text(json.dumps({"run": "seed0_last_rope", "step": 10}))
+    (home / "analysis.json").write_text(json.dumps(looks("rope", "last", 0)))
     found = gather([home])
-    assert [(r["factor"], r["step"]) for r in found.rows] == [(1, 20)]
-    assert found.analyses == ()
+    assert [(r["factor"], r["step"]) for r in found.of("needle")] == [(1, 20)]
+    assert found.of("inside") == ()
 
 
 def test_runs_count_where_a_report_lies_beside_them(tmp_path: Path) -> None:
     run_directory(tmp_path / "a", row("rope", "last", 0, 1))
     store(gather([tmp_path]), tmp_path)
     run_directory(tmp_path / "b", row("rope", "last", 1, 1))
-    assert len(gather([tmp_path]).rows) == 2
+    assert len(gather([tmp_path]).of("needle")) == 2
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_line_cut_within_a_letter_is_left_out(tmp_path: Path) -> None:
     home = run_directory(tmp_path / "a", row("rope", "last", 0, 1))
     with (home / "eval.jsonl").open("ab") as file:
         file.write('{"run": "λ'.encode()[:-1])
-    assert len(gather([home]).rows) == 1
+    assert len(gather([home]).of("needle")) == 1
 
 
 def test_results_written_over_themselves_are_whole_at_every_moment(
@@ -165,17 +165,15 @@ def test_hits_are_packed_without_loss(hits: list[bool]) -> None:
 
 def test_means_and_deviations_over_seeds() -> None:
     rows = [row("rope", "last", seed, 1, accuracy=a) for seed, a in enumerate((0.2, 0.4, 0.9))]
-    (curve,) = summary.curves(Results(rows=tuple(rows), analyses=(), runs=()))
+    (curve,) = statistics.curves(needles(rows))
     assert curve.means[0].mean == pytest.approx(0.5)
     assert curve.means[0].std == pytest.approx(np.std([0.2, 0.4, 0.9], ddof=1))
-    assert str(summary.mean_of([0.5])) == "0.50"
+    assert str(statistics.mean_of([0.5])) == "0.50"
 
 
 def test_an_advantage_is_found_and_its_absence_too() -> None:
-    found = summary.comparisons(stored(schemes=("rope", "rope+gape"), targets=("last",), seeds=3))
-    assert [c.factor for c in found] == [1, 2, 4]
-    assert not found[0].separable
-    assert found[2].separable
+    found = statistics.accuracy_differences(stored(schemes=("rope", "rope+gape"), targets=("last",), seeds=3))
+    assert [(d.at, d.verdict) for d in found] == [(1, "not separable"), (2, "better"), (4, "better")]
     assert found[2].low < found[2].difference < found[2].high
     assert found[2].difference > 0.5
 
@@ -187,10 +185,10 @@ def test_digits_that_are_never_named_are_counted() -> None:
     named = (asked >= 5).tolist()
     merged = row("rope", "last", 0, 1, accuracy=sum(named) / 100, hits=pack_hits(named))
     solved = row("alibi", "last", 0, 1, accuracy=1.0, hits=pack_hits([True] * 100))
-    table = digit_table(Results(rows=(merged, solved), analyses=(), runs=()))
+    table = digit_table(needles((merged, solved)))
     assert table is not None
     assert table.rows == (("RoPE · needle close (last)", "0", f"{sum(named) / 100:.2f}", "5", "5", "0"),)
-    assert digit_table(Results(rows=(solved,), analyses=(), runs=())) is None
+    assert digit_table(needles((solved,))) is None
 
 
 def test_the_committed_tables_are_those_of_the_committed_rows() -> None:
@@ -201,21 +199,19 @@ def test_the_committed_tables_are_those_of_the_committed_rows() -> None:
 
 def test_only_the_same_samples_are_compared() -> None:
     rows = (row("rope", "last", 0, 1), row("rope+gape", "last", 0, 1, eval_seed=5))
-    assert summary.comparisons(Results(rows=rows, analyses=(), runs=())) == []
+    assert statistics.accuracy_differences(needles(rows)) == []
 
 
 def test_one_seed_decides_nothing() -> None:
-    (found,) = summary.comparisons(
-        Results(
-            rows=(
+    (found,) = statistics.accuracy_differences(
+        needles(
+            (
                 row("rope", "last", 0, 1, hits=pack_hits([False] * 100)),
                 row("rope+gape", "last", 0, 1, hits=pack_hits([True] * 100)),
-            ),
-            analyses=(),
-            runs=(),
+            )
         )
     )
-    assert (found.low, found.high, found.separable) == (1.0, 1.0, False)
+    assert (found.low, found.high, found.verdict) == (1.0, 1.0, "better, one seed")
 
 
 @pytest.mark.parametrize(("seeds", "spread"), [(1, 0.0), (3, 0.0), (3, 0.2), (5, 0.2)])
@@ -230,11 +226,11 @@ def test_an_interval_holds_the_truth_nineteen_times_in_twenty(seeds: int, spread
             other = random.random(200) < 0.4
             rows.append(row("rope+gape", "last", seed, 1, samples=200, hits=pack_hits(right)))
             rows.append(row("rope", "last", seed, 1, samples=200, hits=pack_hits(other)))
-        (found,) = summary.comparisons(Results(rows=tuple(rows), analyses=(), runs=()))
+        (found,) = statistics.accuracy_differences(needles(rows))
         inside += found.low <= 0.1 <= found.high
     assert 0.9 <= inside / 200 <= 0.99
 
 
 @pytest.mark.parametrize(("freedom", "point"), [(2, 4.303), (10, 2.228), (11, 2.201), (30, 2.042), (100, 1.984)])
 def test_students_points(freedom: int, point: float) -> None:
-    assert summary.student(freedom) == pytest.approx(point, abs=3e-3)
+    assert statistics.student(freedom) == pytest.approx(point, abs=3e-3)
