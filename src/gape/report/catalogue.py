@@ -280,17 +280,18 @@ def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
     data = entry.data(results)
     with house_style():
         shown = _escaped(data)
-        made = entry.draw(shown)
+        drawing = entry.draw(shown)
         if data.get("variant"):
-            made.suptitle(" · ".join(filter(None, (made.get_suptitle(), f"variant {shown['variant']}"))), fontsize=10)
-        drawn = save(made, directory, entry.name)
+            title = " · ".join(filter(None, (drawing.get_suptitle(), f"variant {shown['variant']}")))
+            drawing.suptitle(title, fontsize=10)
+        drawn = save(drawing, directory, entry.name)
     numbers = directory / f"{entry.name}.json"
     numbers.write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
     if entry.tables is None or results is None:
         return [numbers, *drawn]
-    beside = directory / f"{entry.name}.md"
-    beside.write_text("\n\n".join(table.markdown() for table in entry.tables(results)) + "\n", encoding="utf-8")
-    return [numbers, *drawn, beside]
+    markdown = directory / f"{entry.name}.md"
+    markdown.write_text("\n\n".join(table.markdown() for table in entry.tables(results)) + "\n", encoding="utf-8")
+    return [numbers, *drawn, markdown]
 
 
 def _escaped(value: Any) -> Any:

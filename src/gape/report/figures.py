@@ -40,17 +40,19 @@ def _accuracy_panel(axes: Axes, panel: Data) -> None:
     by_scheme = len({(entry["position"], entry["evaluated"]) for entry in entries}) == len(entries)
     axes.axhline(CHANCE, color=FAINT, linewidth=0.8, linestyle=(0, (1, 2)), label="chance")
     for number, entry in enumerate(entries):
-        look = line(entry["position"], entry["evaluated"])
+        style = line(entry["position"], entry["evaluated"])
         if not by_scheme:
             colour, marker = CYCLE[number % len(CYCLE)], "os^Dv"[number % 5]
-            look = {"color": colour, "marker": marker, "markerfacecolor": colour, "markeredgecolor": colour}
+            style = {"color": colour, "marker": marker, "markerfacecolor": colour, "markeredgecolor": colour}
         # A little to the side of one another, so that bars and dots can be told apart.
         shift = min(1.025, 1.1 ** (1 / len(entries))) ** (number - (len(entries) - 1) / 2)
         at = [length * shift for length in entry["lengths"]]
         for x, values in zip(at, entry["values"], strict=True):
             if len(values) > 1:
-                axes.plot([x] * len(values), values, ".", color=look["color"], markersize=3, alpha=0.6, zorder=1)
-        axes.errorbar(at, entry["mean"], yerr=_within(entry), label=entry["label"], capsize=2.5, elinewidth=0.9, **look)
+                axes.plot([x] * len(values), values, ".", color=style["color"], markersize=3, alpha=0.6, zorder=1)
+        axes.errorbar(
+            at, entry["mean"], yerr=_within(entry), label=entry["label"], capsize=2.5, elinewidth=0.9, **style
+        )
     length_axis(axes, (length for entry in entries for length in entry["lengths"]))
     axes.set_ylim(-0.03, 1.06)
     axes.set_title(panel["title"])
@@ -96,8 +98,8 @@ def draw_positions(data: Data) -> Figure:
     """Loss against position in a window."""
     figure, axes = new_figure(6.4, 3.6)
     ax = axes[0, 0]
-    for entry, look in zip(data["lines"], lines(data["lines"]), strict=True):
-        ax.plot(entry["at"], entry["mean"], label=entry["label"], **{**look, "markersize": 3})
+    for entry, style in zip(data["lines"], lines(data["lines"]), strict=True):
+        ax.plot(entry["at"], entry["mean"], label=entry["label"], **{**style, "markersize": 3})
     _trained_at(ax, data["train_length"])
     log_axis(ax, "x", base=2)
     whole = data["protocol"] != "last-k"
@@ -130,11 +132,11 @@ def draw_ruler(data: Data) -> Figure:
     """A point with its interval for each method, side by side in each subset."""
     figure, axes = new_figure(max(6.4, 1.1 * len(data["columns"])), 3.4)
     ax, count = axes[0, 0], len(data["methods"])
-    for number, (method, look) in enumerate(zip(data["methods"], lines(data["methods"]), strict=True)):
+    for number, (method, style) in enumerate(zip(data["methods"], lines(data["methods"]), strict=True)):
         at = [(c + 0.7 * (number + 0.5) / count - 0.35, *cell) for c, cell in enumerate(method["cells"]) if cell]
         reach = [[mean - low for _, mean, low, _ in at], [high - mean for _, mean, _, high in at]]
         x, means = [point[0] for point in at], [point[1] for point in at]
-        ax.errorbar(x, means, reach, label=method["label"], elinewidth=1.2, **{**look, "linestyle": "none"})
+        ax.errorbar(x, means, reach, label=method["label"], elinewidth=1.2, **{**style, "linestyle": "none"})
     ax.set_xticks(range(len(data["columns"])), data["columns"], rotation=30, ha="right")
     ax.set_ylabel("Change of answer NLL (%)" if data["percent"] else "Answer NLL (nats per token)")
     if data["percent"]:
@@ -221,13 +223,13 @@ def tilt(ax: Axes) -> None:
 
 def _draw_lines(ax: Axes, entries: list[Data], stretches: list[list[int]] | None = None) -> None:
     """Means with bands where there is something to say about them; stretches of the axis are not joined."""
-    for entry, look in zip(entries, lines(entries), strict=True):
+    for entry, style in zip(entries, lines(entries), strict=True):
         for stretch in stretches or [entry["at"]]:
             places = [place for place, at in enumerate(entry["at"]) if at in stretch]
             at, mean, low, high = ([entry[key][place] for place in places] for key in ("at", "mean", "low", "high"))
-            ax.plot(at, mean, label=entry["label"], **look)
+            ax.plot(at, mean, label=entry["label"], **style)
             if all(value is not None for value in (*low, *high)):
-                ax.fill_between(at, low, high, color=look["color"], alpha=0.12, linewidth=0)
+                ax.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
 
 
 def _documents(ax: Axes, panel: Data) -> None:

@@ -21,7 +21,7 @@ def tables(rows: Iterable[Record]) -> list[Table]:
     """A table for each kind of measurement that there are rows of."""
     latest = _latest(rows)
     speedups, decoding, costs = _speedups(latest), _decoding(latest), _costs(latest)
-    found = (
+    kinds = (
         _table(
             "Prefill: attention alone beside plain dense attention, the whole model beside itself without skipping",
             ("Run", "what", "tokens", "by", "eps", "tiles", "ms", "speed"),
@@ -60,7 +60,7 @@ def tables(rows: Iterable[Record]) -> list[Table]:
             ),
         ),
     )  # fmt: skip
-    return [table for table in found if table.rows]
+    return [table for table in kinds if table.rows]
 
 
 def result_tables(results: Results) -> list[Table]:
@@ -88,26 +88,28 @@ def _latest(rows: Iterable[Record]) -> list[Record]:
 
 def _speedups(rows: Sequence[Record]) -> list[Record]:
     """Times of prefill beside plain dense attention (attention alone) and beside the dense model (all of it)."""
-    found = []
-    own, tiles = _of(rows, "prefill"), _of(rows, "tiles")
-    for row in own:
-        base = _find(own, row, impl="cudnn", eps=0.0) if row["what"] == "attention" else _find(own, row, eps=0.0)
+    records = []
+    prefill, tiles = _of(rows, "prefill"), _of(rows, "tiles")
+    for row in prefill:
+        base = (
+            _find(prefill, row, impl="cudnn", eps=0.0) if row["what"] == "attention" else _find(prefill, row, eps=0.0)
+        )
         visited = _find(tiles, row, eps=row["eps"], impl=row["impl"], what=None)
-        found.append({
+        records.append({
             "label": _label(row), "run": row["run"], "what": row["what"], "length": row["length"], "impl": row["impl"],
             "eps": row["eps"], "ms": row["ms"], "tiles": visited and visited["mean"],
             "speedup": base and base["ms"] / row["ms"],
         })  # fmt: skip
-    return found
+    return records
 
 
 def _decoding(rows: Sequence[Record]) -> list[Record]:
     """Bytes and speed of decoding beside the full cache."""
-    found = []
-    own = _of(rows, "decode")
-    for row in own:
-        base = _find(own, row, how="dense", eps=0.0, bounds=None)
-        found.append({
+    records = []
+    decode = _of(rows, "decode")
+    for row in decode:
+        base = _find(decode, row, how="dense", eps=0.0, bounds=None)
+        records.append({
             "label": _label(row), "run": row["run"], "length": row["length"], "batch": row["batch"],
             "cache": _cache(row), "bounds": row["bounds"], "eps": row["eps"], "bytes": row["bytes"],
             "tokens_per_second": row["tokens_per_second"], "beyond": row.get("beyond"),
@@ -115,28 +117,28 @@ def _decoding(rows: Sequence[Record]) -> list[Record]:
             "share": base and row["bytes"] / base["bytes"],
             "speedup": base and row["tokens_per_second"] / base["tokens_per_second"],
         })  # fmt: skip
-    return found
+    return records
 
 
 def _costs(rows: Sequence[Record]) -> list[Record]:
     """Perplexity and needle accuracy beside the dense model's on the same text; tiles visited for needles."""
-    found = []
+    records = []
     tiles = _of(rows, "tiles")
     for kind, value in (("perplexity", "perplexity"), ("needle", "accuracy")):
-        own = _of(rows, kind)
-        for row in own:
-            base = _find(own, row, how="dense", eps=0.0, bounds=None)
+        scores = _of(rows, kind)
+        for row in scores:
+            base = _find(scores, row, how="dense", eps=0.0, bounds=None)
             change = None
             if base is not None:
                 difference = row[value] - base[value]
                 change = 100 * difference / base[value] if kind == "perplexity" else difference
             visited = _find(tiles, row, impl=row.get("impl"), samples=None) if row["how"] == "skipping" else None
-            found.append({
+            records.append({
                 "label": _label(row), "run": row["run"], "kind": kind, "length": row["length"], "how": _cache(row),
                 "target": row.get("target"), "eps": row["eps"], "value": row[value], "change": change,
                 "tiles": visited and visited["mean"], "held": row.get("held"),
             })  # fmt: skip
-    return found
+    return records
 
 
 def _of(rows: Iterable[Record], kind: str) -> list[Record]:
@@ -179,8 +181,8 @@ def _sorted_costs(costs: Iterable[Record], kind: str) -> list[Record]:
     return sorted(_of(costs, kind), key=lambda f: (f["label"], str(f["target"]), f["length"], f["how"], f["eps"]))
 
 
-def _run_cells(found: Record) -> tuple[str, ...]:
-    return found["label"], f"{found['length']:,}", found["how"], _eps(found["eps"])
+def _run_cells(record: Record) -> tuple[str, ...]:
+    return record["label"], f"{record['length']:,}", record["how"], _eps(record["eps"])
 
 
 def _eps(eps: float) -> str:

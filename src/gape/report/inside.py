@@ -120,14 +120,14 @@ def attention_maps(results: Results) -> Data:
 def entropy(results: Results) -> Data:
     """The paper's three panels: entropy by layer, gates against entropy, the last layer's masks over training."""
     records = language_rows(results, "entropy")
-    asked = _shared_set(records)
+    shared = _shared_set(records)
     lines, scatter = [], None
     for (position, variant), runs in by_scheme(records).items():
-        sets = [own for run in runs if (own := _set(run, asked))]
+        sets = [chosen for run in runs if (chosen := _set(run, shared))]
         if not sets:
             continue
         # (samples of all seeds, layers): means over heads.
-        each = np.concatenate([np.array(own["entropy"]).mean(-1) for own in sets])
+        each = np.concatenate([np.array(chosen["entropy"]).mean(-1) for chosen in sets])
         spread = each.std(0, ddof=1).tolist() if len(each) > 1 else None
         line = {"label": name(runs[0]), "position": position, "variant": variant, "samples": len(each)}
         lines.append(line | {"mean": each.mean(0).tolist(), "std": spread})
@@ -138,7 +138,7 @@ def entropy(results: Results) -> Data:
         tracked = routing(results)
         masks = {"label": tracked["label"], "layer": tracked["layers"][-1], "steps": tracked["steps"],
                  "heads": tracked["panels"]["mean_mask"][-1]}  # fmt: skip
-    return {"asked": asked, "lines": lines, "scatter": scatter, "masks": masks}
+    return {"asked": shared, "lines": lines, "scatter": scatter, "masks": masks}
 
 
 def entropy_heads(results: Results) -> Data:
@@ -297,14 +297,14 @@ def _shared_set(records: Sequence[Record]) -> Data:
     return {"data": data, "length": length}
 
 
-def _set(run: Record, asked: Data) -> Data | None:
-    fitting = [s for s in run["sets"] if all(s["asked"][key] == value for key, value in asked.items())]
+def _set(run: Record, shared: Data) -> Data | None:
+    fitting = [s for s in run["sets"] if all(s["asked"][key] == value for key, value in shared.items())]
     return fitting[-1] if fitting else None
 
 
-def _scatter(own: Data, run: Record) -> Data:
+def _scatter(measured: Data, run: Record) -> Data:
     """Mean gate and mean entropy of every head, and how they go together."""
-    gate, spread, within = (np.array(own[key], dtype=float).mean(0) for key in ("gate", "entropy", "correlation"))
+    gate, spread, within = (np.array(measured[key], dtype=float).mean(0) for key in ("gate", "entropy", "correlation"))
     ranks = (np.argsort(np.argsort(values.ravel())) for values in (gate, spread))
     return {
         "label": name(run), "run": run["run"], "gate": gate.tolist(), "entropy": spread.tolist(),
@@ -319,14 +319,14 @@ def _correlation(x: Any, y: Any) -> float | None:
     return float(np.corrcoef(x, y)[0, 1])
 
 
-def _horizons(own: Data, run: Record) -> Data:
+def _horizons(measured: Data, run: Record) -> Data:
     """By layer and head: the theory's horizon without and with the mean landmark, and the distance that is used."""
-    share = own["shares"].index(own["given_up"])
-    effective, used = (_medians(own[key]) for key in ("effective", "used"))
-    landmark = np.zeros_like(effective) if own["landmark"] is None else _medians(own["landmark"])
+    share = measured["shares"].index(measured["given_up"])
+    effective, used = (_medians(measured[key]) for key in ("effective", "used"))
+    landmark = np.zeros_like(effective) if measured["landmark"] is None else _medians(measured["landmark"])
     return {
-        "label": name(run), "position": run["position"], "length": own["asked"]["length"],
-        "given_up": own["given_up"], "effective": _plain(effective), "used": _plain(used[..., share]),
+        "label": name(run), "position": run["position"], "length": measured["asked"]["length"],
+        "given_up": measured["given_up"], "effective": _plain(effective), "used": _plain(used[..., share]),
         "spared": _plain(effective / np.clip(1 - landmark, 1e-6, None)),
     }  # fmt: skip
 

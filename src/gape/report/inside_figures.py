@@ -70,8 +70,8 @@ def draw_query_gate(data: Data) -> Figure:
         for number, (target, heads) in enumerate(targets.items()):
             means, errors = [head["mean"] for head in heads], [head["std"] or 0.0 for head in heads]
             low = [min(error, mean) for error, mean in zip(errors, means, strict=True)]
-            look = {"color": TARGET_COLOURS.get(target, OTHER), "label": TARGETS.get(target, target)}
-            _bars(ax, range(len(heads)), (number, len(targets)), means, [low, errors], **look)
+            style = {"color": TARGET_COLOURS.get(target, OTHER), "label": TARGETS.get(target, target)}
+            _bars(ax, range(len(heads)), (number, len(targets)), means, [low, errors], **style)
         names = [f"L{head['layer'] + 1} H{head['head'] + 1}" for head in heads]
         ax.set_xticks(range(len(names)), names)
         ax.grid(axis="x", visible=False)
@@ -90,8 +90,8 @@ def draw_gates_entropy(data: Data) -> Figure:
     left.set_title(f"{traced['label']}, {traced['target']} needle\n{left.get_title()}", fontsize=9)
     bars = data["entropy"]["bars"]
     for bar in bars:
-        look = {"label": bar["label"], "capsize": 2.5, "elinewidth": 0.9, **line(bar["position"])}
-        right.errorbar(bar["lengths"], bar["mean"], yerr=[std or 0.0 for std in bar["std"]], **look)
+        style = {"label": bar["label"], "capsize": 2.5, "elinewidth": 0.9, **line(bar["position"])}
+        right.errorbar(bar["lengths"], bar["mean"], yerr=[std or 0.0 for std in bar["std"]], **style)
     length_axis(right, (length for bar in bars for length in bar["lengths"]))
     right.set_ylabel("Mean attention entropy (nats)")
     right.set_title(TARGETS[data["entropy"]["target"]])
@@ -197,10 +197,10 @@ def draw_context(data: Data) -> Figure:
     panels = data["panels"]
     figure, axes = new_figure(3.5 * (1 + len(panels)) + 0.4, 3.8, 1, 1 + len(panels))
     ax = axes[0, 0]
-    for entry, look in zip(data["lines"], lines(data["lines"]), strict=True):
+    for entry, style in zip(data["lines"], lines(data["lines"]), strict=True):
         low, middle, high = np.array(entry["quartiles"]).T
-        ax.plot(entry["lengths"], middle, label=entry["label"], **look)
-        ax.fill_between(entry["lengths"], low, high, color=look["color"], alpha=0.12, linewidth=0)
+        ax.plot(entry["lengths"], middle, label=entry["label"], **style)
+        ax.fill_between(entry["lengths"], low, high, color=style["color"], alpha=0.12, linewidth=0)
     length_axis(ax, (length for entry in data["lines"] for length in entry["lengths"]))
     log_axis(ax, "y", base=2)
     ax.set_ylabel(f"Distance beyond which {data['lines'][0]['share']:.0%} of attention lies")
@@ -218,9 +218,9 @@ def draw_spectrum(data: Data) -> Figure:
     """
     figure, axes = new_figure(8.6, 3.4, 1, 2, sharey=True)
     for ax, (side, entries) in zip(axes[0], data["sides"].items(), strict=True):
-        for entry, look in zip(entries, lines(entries), strict=True):
+        for entry, style in zip(entries, lines(entries), strict=True):
             shares = np.arange(len(entry["mean"])) / len(entry["mean"])
-            thin = {**look, "markersize": 3}
+            thin = {**style, "markersize": 3}
             ax.errorbar(shares, entry["mean"], yerr=entry["std"], label=entry["label"], elinewidth=0.6, **thin)
         ax.set_xlabel("Share of rotary pairs that are faster")
         ax.set_title(side.capitalize())
@@ -259,13 +259,13 @@ def draw_masks(data: Data) -> Figure:
 
 
 def _bars(
-    ax: Axes, at: Sequence[int], group: tuple[int, int], heights: Sequence[float], errors: Any, **look: Any
+    ax: Axes, at: Sequence[int], group: tuple[int, int], heights: Sequence[float], errors: Any, **style: Any
 ) -> None:
     """Bars of one series at their places, beside those of the other series; group: which of how many."""
     number, count = group
     width = 0.8 / count
     places = [place + (number - (count - 1) / 2) * width for place in at]
-    ax.bar(places, heights, width * 0.92, yerr=errors, error_kw=_WHISKER, **look)
+    ax.bar(places, heights, width * 0.92, yerr=errors, error_kw=_WHISKER, **style)
 
 
 def _landmark_panel(axes: Axes, data: Data, layer: int, head: int) -> None:
@@ -291,9 +291,11 @@ def _landmark_panel(axes: Axes, data: Data, layer: int, head: int) -> None:
 
 
 def _entropy_panel(ax: Axes, data: Data) -> None:
-    for entry, look in zip(data["lines"], lines(data["lines"]), strict=True):
+    for entry, style in zip(data["lines"], lines(data["lines"]), strict=True):
         layers = range(len(entry["mean"]))
-        ax.errorbar(layers, entry["mean"], yerr=entry["std"], label=entry["label"], capsize=2.5, elinewidth=0.9, **look)
+        ax.errorbar(
+            layers, entry["mean"], yerr=entry["std"], label=entry["label"], capsize=2.5, elinewidth=0.9, **style
+        )
         ax.set_xticks(layers)
     length, text = data["asked"]["length"], data["asked"]["data"]
     read = max(entry["samples"] for entry in data["lines"])
@@ -336,10 +338,10 @@ def _horizon_panel(ax: Axes, panel: Data) -> None:
     finite = [x for key in ("effective", "used") for row in panel[key] for x in row if x]
     layers = zip(panel["effective"], panel["spared"], panel["used"], strict=True)
     for layer, (effective, spared, used) in enumerate(layers):
-        look = {"markersize": 3.5, "color": colours[layer]}
+        style = {"markersize": 3.5, "color": colours[layer]}
         if spared != effective:
-            ax.plot(_gaps(spared), used, "o", **look, markerfacecolor="none", markeredgewidth=0.6)
-        ax.plot(_gaps(effective), used, "o", **look, label=f"layer {layer}")
+            ax.plot(_gaps(spared), used, "o", **style, markerfacecolor="none", markeredgewidth=0.6)
+        ax.plot(_gaps(effective), used, "o", **style, label=f"layer {layer}")
     ends = [min([*finite, panel["length"]]), max([*finite, panel["length"]])]
     ax.plot(ends, ends, color=FAINT, linewidth=0.8, linestyle="--", label="used = theory")
     for which in ("x", "y"):
@@ -351,7 +353,7 @@ def _horizon_panel(ax: Axes, panel: Data) -> None:
     ax.legend(fontsize=6)
 
 
-def _pictures(data: Data, rows: list[tuple[str, list[Any]]], look: dict[str, Any], what: str) -> Figure:
+def _pictures(data: Data, rows: list[tuple[str, list[Any]]], style: dict[str, Any], what: str) -> Figure:
     """Cells of each head in a column, a row per label."""
     heads = len(rows[0][1])
     figure, axes = new_figure(1.55 * heads + 1.2, 1.7 * len(rows) + 0.5, len(rows), heads)
@@ -360,7 +362,7 @@ def _pictures(data: Data, rows: list[tuple[str, list[Any]]], look: dict[str, Any
     for r, (label, cells) in enumerate(rows):
         for head in range(heads):
             ax = axes[r, head]
-            image = _image(ax, cells[head], data["length"], **look)
+            image = _image(ax, cells[head], data["length"], **style)
             ax.set_xticks([])
             ax.set_yticks([])
             ax.set_title(f"head {head}" if r == 0 else "", fontsize=8)
@@ -369,10 +371,10 @@ def _pictures(data: Data, rows: list[tuple[str, list[Any]]], look: dict[str, Any
     return figure
 
 
-def _image(ax: Axes, cells: Any, length: int, **look: Any) -> Any:
+def _image(ax: Axes, cells: Any, length: int, **style: Any) -> Any:
     """Cells of queries and keys over a sequence of some length."""
     ax.grid(visible=False)
-    return ax.imshow(cells, extent=(0, length, length, 0), **look)
+    return ax.imshow(cells, extent=(0, length, length, 0), **style)
 
 
 def _attention() -> dict[str, Any]:

@@ -281,10 +281,10 @@ def _is_report(path: Path) -> bool:
 
 def _report(path: Path) -> dict[str, list[Record]]:
     """The rows of a report by kind, and its runs as "runs"."""
-    found = {name: (path / kind.stored, kind.needed) for name, kind in KINDS.items()} | {
-        "runs": (path / RUNS, ("run",))
+    stored = {name: (kind.stored, kind.needed) for name, kind in KINDS.items()} | {"runs": (RUNS, ("run",))}
+    return {
+        name: _read(name, path / file, needed) for name, (file, needed) in stored.items() if (path / file).is_file()
     }
-    return {name: _rounded(name, read_rows(file, needed)) for name, (file, needed) in found.items() if file.is_file()}
 
 
 def _sweep(path: Path) -> dict[Path, dict[str, list[Record]]]:
@@ -297,18 +297,13 @@ def _sweep(path: Path) -> dict[Path, dict[str, list[Record]]]:
 
 def _run(home: Path) -> dict[str, list[Record]]:
     """The rows that one run left, of the weights that were trained furthest, and its record as "runs"."""
-    found: dict[str, list[Record]] = {}
-    for name, kind in KINDS.items():
-        file = home / kind.file
-        if file.is_file():
-            rows = read_rows(file, kind.needed) if file.suffix == ".jsonl" else [_read_row(file, kind.needed)]
-            found[name] = _rounded(name, rows)
-    newest = max((row.get("step") or 0 for name, rows in found.items() if name != "routing" for row in rows), default=0)
+    present = {name: kind for name, kind in KINDS.items() if (home / kind.file).is_file()}
+    rows = {name: _read(name, home / kind.file, kind.needed) for name, kind in present.items()}
+    steps = [row.get("step") or 0 for name in rows if name != "routing" for row in rows[name]]
     source = {
-        name: [row for row in rows if name == "routing" or (row.get("step") or 0) == newest]
-        for name, rows in found.items()
+        name: [row for row in rows[name] if name == "routing" or (row.get("step") or 0) == max(steps)] for name in rows
     }
-    source = {name: _measured_alike(rows) if name == "needle" else rows for name, rows in source.items() if rows}
+    source = {name: _measured_alike(own) if name == "needle" else own for name, own in source.items() if own}
     if not source:
         return {}
     parts = {"settings": "run.json", "manifest": "manifest.json", "training": "summary.json"}
@@ -316,15 +311,14 @@ def _run(home: Path) -> dict[str, list[Record]]:
     return source | {"runs": [{"run": next(iter(source.values()))[0]["run"], **about}]}
 
 
-def _read_row(path: Path, needed: Iterable[str]) -> Record:
-    row = read_object(path)
-    if wrong := fault(row, needed):
-        raise ValueError(f"{path}: {wrong}")
-    return row
-
-
-def _rounded(kind: str, rows: list[Record]) -> list[Record]:
-    """Routing rows, of which there are thousands, to six digits; others as they are."""
+def _read(kind: str, file: Path, needed: Iterable[str]) -> list[Record]:
+    """The rows of a file; those of routing, of which there are thousands, to six digits."""
+    if file.suffix == ".json":
+        row = read_object(file)
+        if wrong := fault(row, needed):
+            raise ValueError(f"{file}: {wrong}")
+        return [row]
+    rows = read_rows(file, needed)
     if kind != "routing":
         return rows
     return [{key: float(f"{v:.6g}") if isinstance(v, float) else v for key, v in row.items()} for row in rows]

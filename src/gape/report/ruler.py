@@ -32,8 +32,8 @@ class Method(NamedTuple):
 
     def values(self, column: Column, metric: str = "nll") -> Floats | None:
         """Each sample's value, a mean over seeds (samples,); None where it was not measured."""
-        found = [row[f"sample_{metric}"] for row in self.rows.get(column, ()) if f"sample_{metric}" in row]
-        return np.mean(np.array(found, dtype=np.float64), axis=0) if found else None
+        samples = [row[f"sample_{metric}"] for row in self.rows.get(column, ()) if f"sample_{metric}" in row]
+        return np.mean(np.array(samples, dtype=np.float64), axis=0) if samples else None
 
     def plan(self, column: Column) -> frozenset[Any]:
         """What is equal for equal samples."""
@@ -73,42 +73,42 @@ def methods(rows: Iterable[Record]) -> list[Method]:
             which = ", ".join(precisions)
             raise ValueError(f"rows: those of {model} were measured in {which}; --precision of gape ruler table picks")
     latest = {(row["run"], row["model"], row["task"], row["length"]): row for row in rows if row["samples"]}
-    found = []
+    schemes = []
     for model, own in sorted(grouped(latest.values(), lambda row: row["model"]).items()):
         for scheme, records in by_scheme(own).items():
             columns_of = grouped(records, lambda row: (row["task"], row["length"]))
-            found.append(Method(model, scheme, name(records[0]), columns_of))
-            _refuse_other_seeds(found[-1])
-    return found
+            schemes.append(Method(model, scheme, name(records[0]), columns_of))
+            _refuse_other_seeds(schemes[-1])
+    return schemes
 
 
-def columns(found: Sequence[Method]) -> list[Column]:
+def columns(schemes: Sequence[Method]) -> list[Column]:
     """All columns by task and length, in the paper's order."""
-    return sorted({column for method in found for column in method.rows})
+    return sorted({column for method in schemes for column in method.rows})
 
 
 def difference(one: Method, other: Method, column: Column) -> Paired | None:
     """The loss of `one` less that of `other`, sample by sample; None where they were measured on other samples."""
-    values, beside = one.values(column), other.values(column)
-    if values is None or beside is None or one.plan(column) != other.plan(column):
+    values, others = one.values(column), other.values(column)
+    if values is None or others is None or one.plan(column) != other.plan(column):
         return None
-    each = values - beside
-    return Paired(float(each.mean()), *_interval(each), float(beside.mean()), len(each))
+    each = values - others
+    return Paired(float(each.mean()), *_interval(each), float(others.mean()), len(each))
 
 
 def tables(results: Results) -> list[Table]:
     """The table of losses, that of matches where answers were generated, and the differences; none without rows."""
-    found = methods(results.of("ruler"))
-    if not found:
+    schemes = methods(results.of("ruler"))
+    if not schemes:
         return []
     metrics = ["nll"] + ["match"] * any("match" in row for row in results.of("ruler") if row["samples"])
-    return [ranking(found, metric) for metric in metrics] + difference_tables(found)
+    return [ranking(schemes, metric) for metric in metrics] + difference_tables(schemes)
 
 
 def ablation_tables(results: Results, full: tuple[str, str] = FULL) -> list[Table]:
     """The table of what an ablation costs, and the differences behind it with their intervals."""
-    found = methods(results.of("ruler"))
-    return [ablation(found, full), *difference_tables(found, full)]
+    schemes = methods(results.of("ruler"))
+    return [ablation(schemes, full), *difference_tables(schemes, full)]
 
 
 _TITLES = {
@@ -117,24 +117,24 @@ _TITLES = {
 }
 
 
-def ranking(found: Sequence[Method], metric: str = "nll") -> Table:
+def ranking(schemes: Sequence[Method], metric: str = "nll") -> Table:
     """The paper's table: a row per method, a column per task and length, best and second within each model.
 
     Where methods of a model were measured on different samples, none of that column stands out.
     """
-    across, scale, digits = columns(found), *((1.0, 2) if metric == "nll" else (100.0, 1))
-    values = [[method.values(column, metric) for column in across] for method in found]
+    across, scale, digits = columns(schemes), *((1.0, 2) if metric == "nll" else (100.0, 1))
+    values = [[method.values(column, metric) for column in across] for method in schemes]
     rows = tuple(
         (method.model, method.label, *(_cell(value, scale, digits) for value in own))
-        for method, own in zip(found, values, strict=True)
+        for method, own in zip(schemes, values, strict=True)
     )
     strong, second = set[tuple[int, int]](), set[tuple[int, int]]()
-    for own in grouped(range(len(found)), lambda r: found[r].model).values():
+    for own in grouped(range(len(schemes)), lambda r: schemes[r].model).values():
         for c, column in enumerate(across):
             shown = {r: round(v.mean() * scale, digits) for r in own if (v := values[r][c]) is not None}
             ranks = sorted(set(shown.values()), reverse=metric == "match")
             # Means over other samples are no better or worse.
-            if len(ranks) > 1 and len({found[r].plan(column) for r in shown}) == 1:
+            if len(ranks) > 1 and len({schemes[r].plan(column) for r in shown}) == 1:
                 strong |= {(r, c + 2) for r, value in shown.items() if value == ranks[0]}
                 second |= {(r, c + 2) for r, value in shown.items() if value == ranks[1]}
     header = ("Model", "Method", *map(_header, across))
@@ -143,14 +143,14 @@ def ranking(found: Sequence[Method], metric: str = "nll") -> Table:
     )  # fmt: skip
 
 
-def difference_tables(found: Sequence[Method], full: tuple[str, str] | None = None) -> list[Table]:
+def difference_tables(schemes: Sequence[Method], full: tuple[str, str] | None = None) -> list[Table]:
     """Methods beside others of their model on the same samples; none where there are no two.
 
     Every gated scheme against every other; or all against the model `full`, where that is given.
     """
     rows = []
-    for method in found:
-        for other in (other for other in found if _compared(method, other, full)):
+    for method in schemes:
+        for other in (other for other in schemes if _compared(method, other, full)):
             for column in columns([method]):
                 p = difference(method, other, column)
                 if p is not None:
@@ -161,21 +161,21 @@ def difference_tables(found: Sequence[Method], full: tuple[str, str] | None = No
     return [Table(title=title, header=header, rows=tuple(rows))] if rows else []
 
 
-def ablation(found: Sequence[Method], full: tuple[str, str] = FULL) -> Table:
+def ablation(schemes: Sequence[Method], full: tuple[str, str] = FULL) -> Table:
     """The change of NLL against the full model in percent; a star where the interval over samples leaves out zero.
 
     Args:
-        found: the full model and others.
+        schemes: the full model and others.
         full: position and variant of the full model.
 
     Raises:
         ValueError: the full model is not among them, or nothing stands beside it.
     """
-    bases, others = _without_part(found, full)
+    bases, others = _without_part(schemes, full)
     if not others:
         wanted = f"rows of {full[0]}{full[1] and ' ' + full[1]} and of models without a part of it"
-        raise ValueError(f"rows: got those of {[method.label for method in found]}, expected {wanted}")
-    across = columns(found)
+        raise ValueError(f"rows: got those of {[method.label for method in schemes]}, expected {wanted}")
+    across = columns(schemes)
     rows, strong = [], set()
     for r, method in enumerate(others):
         paired = [difference(method, bases[method.model], column) for column in across]
@@ -211,11 +211,11 @@ def _methods_of(results: Results, *, ours: bool) -> list[Method]:
     return methods(rows)
 
 
-def _series(found: Sequence[Method], bases: Mapping[str, Method] | None = None) -> Data:
+def _series(schemes: Sequence[Method], bases: Mapping[str, Method] | None = None) -> Data:
     """Means and intervals of methods, or of their differences from the full model in percent of its mean."""
-    across = columns(found)
+    across = columns(schemes)
     entries = []
-    for method in found:
+    for method in schemes:
         cells: list[tuple[float, float, float] | None] = []
         for column in across:
             if bases is None:
@@ -224,7 +224,7 @@ def _series(found: Sequence[Method], bases: Mapping[str, Method] | None = None) 
             else:
                 p = difference(method, bases[method.model], column)
                 cells.append(None if p is None else (p.percent(p.mean), p.percent(p.low), p.percent(p.high)))
-        model = f"{method.model} " if len({other.model for other in found}) > 1 else ""
+        model = f"{method.model} " if len({other.model for other in schemes}) > 1 else ""
         entries.append({"label": f"{model}{method.label}", "position": method.key[0], "cells": cells})
     return {"columns": [_header(column) for column in across], "methods": entries, "percent": bases is not None}
 
@@ -245,10 +245,10 @@ def _compared(method: Method, other: Method, full: tuple[str, str] | None) -> bo
     return wanted and other is not method and other.model == method.model
 
 
-def _without_part(found: Sequence[Method], full: tuple[str, str]) -> tuple[dict[str, Method], list[Method]]:
+def _without_part(schemes: Sequence[Method], full: tuple[str, str]) -> tuple[dict[str, Method], list[Method]]:
     """The full model by size, and the methods that can be compared with it."""
-    bases = {method.model: method for method in found if method.key == full}
-    return bases, [method for method in found if method.key != full and method.model in bases]
+    bases = {method.model: method for method in schemes if method.key == full}
+    return bases, [method for method in schemes if method.key != full and method.model in bases]
 
 
 def _interval(each: Floats) -> tuple[float, float]:

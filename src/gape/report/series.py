@@ -73,8 +73,8 @@ def variants(results: Results) -> Data:
     for target in TARGETS:
         grid.append([])
         for position in sorted({row["position"] for row in rows}, key=scheme_order):
-            found = curves(results.select(target=target, position=position))
-            lines = [_line(curve, name=curve.variant) for curve in found if curve.position == curve.evaluated]
+            shown = curves(results.select(target=target, position=position))
+            lines = [_line(curve, name=curve.variant) for curve in shown if curve.position == curve.evaluated]
             title = f"{label(position)}: {TARGETS[target].lower()}"
             grid[-1].append({"target": target, "title": title, "lines": lines} if lines else None)
     return _grid(grid)
@@ -214,15 +214,15 @@ def _panel(
     switched: bool = False,
 ) -> Data | None:
     """Curves of some schemes for one target; None where none of the needed ones is there."""
-    found = [
+    shown = [
         curve
         for curve in curves(of_main_variant(results).select(target=target))
         if curve.position in (*needed, *beside) and (switched or curve.position == curve.evaluated)
     ]
-    if not any(curve.position in needed for curve in found):
+    if not any(curve.position in needed for curve in shown):
         return None
-    found.sort(key=lambda c: (c.position not in needed, scheme_order(c.position), c.position != c.evaluated))
-    return {"target": target, "title": title or TARGETS[target], "lines": [_line(curve) for curve in found]}
+    shown.sort(key=lambda c: (c.position not in needed, scheme_order(c.position), c.position != c.evaluated))
+    return {"target": target, "title": title or TARGETS[target], "lines": [_line(curve) for curve in shown]}
 
 
 def _line(curve: Curve, name: str | None = None) -> Data:
@@ -284,10 +284,10 @@ def _most_windows(rows: Sequence[Record]) -> list[Record]:
 
 def _stretches(documents: Mapping[int, int]) -> list[list[int]]:
     """Contexts in order, cut where fewer than nine tenths of the documents of the stretch's first are left."""
-    found: list[list[int]] = []
+    stretches: list[list[int]] = []
     for context in sorted(documents):
-        if found and documents[context] >= 0.9 * documents[found[-1][0]]:
-            found[-1].append(context)
+        if stretches and documents[context] >= 0.9 * documents[stretches[-1][0]]:
+            stretches[-1].append(context)
         else:
-            found.append([context])
-    return found
+            stretches.append([context])
+    return stretches

@@ -160,17 +160,17 @@ class Curve:
 def curves(results: Results) -> list[Curve]:
     """Accuracy by length for every scheme, variant and target, means over seeds, in the order of the rows."""
     keys = ("variant", "position", "evaluated", "target")
-    found = []
+    schemes = []
     for scheme, rows in grouped(results.of("needle"), lambda row: tuple(row[key] for key in keys)).items():
         at = dict(sorted(grouped(rows, lambda row: row["factor"]).items()))
         values = tuple(tuple(row["accuracy"] for row in each) for each in at.values())
-        found.append(
+        schemes.append(
             Curve(
                 **dict(zip(keys, scheme, strict=True)), factors=tuple(at), values=values,
                 lengths=tuple(each[0]["length"] for each in at.values()), means=tuple(map(mean_of, values)),
             )
         )  # fmt: skip
-    return found
+    return schemes
 
 
 def accuracy_differences(results: Results) -> list[Difference]:
@@ -181,7 +181,7 @@ def accuracy_differences(results: Results) -> list[Difference]:
     rows = [row for row in results.of("needle") if row["position"] == row["evaluated"]]
     groups = grouped(rows, lambda row: (row["variant"], row["target"], row["position"], row["factor"]))
     runs = {key: {row["seed"]: row for row in each} for key, each in groups.items()}
-    found = []
+    differences = []
     for key in sorted(runs, key=lambda key: (key[0], key[1], scheme_order(base_of(key[2])), key[3])):
         variant, target, position, factor = key
         base, gated = base_of(position), runs[key]
@@ -192,7 +192,7 @@ def accuracy_differences(results: Results) -> list[Difference]:
         each = [_hits(gated[seed], plain[seed]) for seed in seeds]
         means = [float(hits.mean()) for hits in each]
         low, high = student_interval(means) if len(each) > 1 else _resampled(each[0])
-        found.append(
+        differences.append(
             Difference(
                 scheme=label(position), other=label(base), variant=variant, what=target, at=factor,
                 # No difference of two shares lies outside.
@@ -200,7 +200,7 @@ def accuracy_differences(results: Results) -> list[Difference]:
                 documents=min(map(len, each)), higher_is_better=True,
             )
         )  # fmt: skip
-    return found
+    return differences
 
 
 def far_back_differences(rows: Iterable[Record], *, gain: bool = False) -> list[Difference]:
@@ -209,13 +209,13 @@ def far_back_differences(rows: Iterable[Record], *, gain: bool = False) -> list[
     def key(row: Record) -> tuple[Any, ...]:
         return row["kind"], row["distance"], row["context"], repr(sorted(far_back_question(row).items()))
 
-    found = []
+    differences = []
     for (kind, distance, _, _), records in grouped(rows, key).items():
         for first, second in _pairs(records):
             difference = _over_seeds(first, second, lambda one, other: _by_document(one, other, gain))
             if difference is not None:
-                found.append(Difference(**difference, what=kind, at=distance, higher_is_better=gain))
-    return found
+                differences.append(Difference(**difference, what=kind, at=distance, higher_is_better=gain))
+    return differences
 
 
 def perplexity_differences(rows: Iterable[Record]) -> list[Difference]:
@@ -229,13 +229,13 @@ def perplexity_differences(rows: Iterable[Record]) -> list[Difference]:
             what = f"{what}, tokens that {row['align']:,} precede"
         return what, row["context"], row.get("plan"), row.get("precision")
 
-    found = []
+    differences = []
     for (what, context, _, _), records in grouped(rows, key).items():
         for first, second in _pairs(records):
             difference = _over_seeds(first, second, _by_window)
             if difference is not None:
-                found.append(Difference(**difference, what=what, at=context))
-    return found
+                differences.append(Difference(**difference, what=what, at=context))
+    return differences
 
 
 def window_difference(row: Record, other: Record) -> Difference:
@@ -276,9 +276,9 @@ def _pairs(records: Sequence[Record]) -> list[tuple[Runs, Runs]]:
         rivals = ((rival, which) for rival in _RIVALS for which in (variant, ""))
         others = dict.fromkeys(((base, variant), (base, ""), (position, ""), *rivals))
         for other in others:
-            beside = groups.get(other, {}) if other != (position, variant) else {}
-            if runs.keys() & beside.keys():
-                pairs.append((runs, beside))
+            rival = groups.get(other, {}) if other != (position, variant) else {}
+            if runs.keys() & rival.keys():
+                pairs.append((runs, rival))
     return pairs
 
 
@@ -312,9 +312,9 @@ def _by_document(first: Record, second: Record, gain: bool) -> Documents:
         each = (c + sign * nll for c, nll in zip(control, row["document_nll"], strict=True))
         return dict(zip(row["document"], each, strict=True))
 
-    own, beside = sums(first), sums(second)
+    one, two = sums(first), sums(second)
     counts = dict(zip(first["document"], first["document_tokens"], strict=True))
-    shared = [(own[document] - beside[document], counts[document]) for document in own if document in beside]
+    shared = [(one[document] - two[document], counts[document]) for document in one if document in two]
     table = np.array(shared, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 

@@ -1,4 +1,4 @@
-"""How figures look: one colour per scheme everywhere, told apart without colour too, the same bytes every time."""
+"""How figures style: one colour per scheme everywhere, told apart without colour too, the same bytes every time."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def lines(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     counts: dict[str, int] = {}
     drawn = []
     for entry in entries:
-        look, number = line(entry["position"]), counts.get(entry["position"], 0)
+        style, number = line(entry["position"]), counts.get(entry["position"], 0)
         if number:
             colour = _VARIANT_COLOURS[(number - 1) % len(_VARIANT_COLOURS)]
             # Hollow markers stay so: they tell a scheme from the same with gates.
-            face = colour if look["markerfacecolor"] != "white" else "white"
-            look |= {"color": colour, "markerfacecolor": face, "markeredgecolor": colour, "linestyle": "-."}
+            face = colour if style["markerfacecolor"] != "white" else "white"
+            style |= {"color": colour, "markerfacecolor": face, "markeredgecolor": colour, "linestyle": "-."}
         counts[entry["position"]] = number + 1
-        drawn.append(look)
+        drawn.append(style)
     return drawn
 
 

@@ -113,27 +113,27 @@ def interval(low: float | None, high: float | None, form: str = "+.4f") -> str:
 
 def needle_tables(results: Results) -> list[Table]:
     """All tables of the needle task; none where there are no rows."""
-    found = (*accuracy_tables(results), comparison_table(results), digit_table(results))
-    return [table for table in found if table is not None]
+    tables = (*accuracy_tables(results), comparison_table(results), digit_table(results))
+    return [table for table in tables if table is not None]
 
 
 def accuracy_tables(results: Results) -> list[Table]:
     """One table per target: a row per scheme, a column per length, mean ± deviation; the best stand out."""
     tables = []
     for target in TARGETS:
-        found = curves(results.select(target=target))
-        if not found:
+        schemes = curves(results.select(target=target))
+        if not schemes:
             continue
-        factors = sorted({factor for curve in found for factor in curve.factors})
+        factors = sorted({factor for curve in schemes for factor in curve.factors})
         rows, means = [], []
-        for curve in found:
+        for curve in schemes:
             at = dict(zip(curve.factors, curve.means, strict=True))
             fewest, most = (pick(mean.n for mean in curve.means) for pick in (min, max))
             seeds = str(most) if fewest == most else f"{fewest}–{most}"
             cells = (str(at[factor]) if factor in at else "–" for factor in factors)
             rows.append((joined(curve.variant, label(curve.position, curve.evaluated)), seeds, *cells))
             means.append([round(at[factor].mean, 2) if factor in at else None for factor in factors])
-        header = ("Scheme", "seeds", *(_column(factor, found) for factor in factors))
+        header = ("Scheme", "seeds", *(_column(factor, schemes) for factor in factors))
         title = f"Accuracy, {TARGETS[target].lower()}"
         tables.append(Table(title=title, header=header, rows=tuple(rows), strong=_best(means, max)))
     return tables
@@ -188,14 +188,14 @@ def digit_table(results: Results) -> Table | None:
 
 def language_tables(results: Results) -> list[Table]:
     """All tables of perplexity, entropy, routing and far-back loss; none where there are no rows."""
-    found = perplexity_tables(results)
+    tables = perplexity_tables(results)
     title = "Perplexity: nats per token beside another scheme, on the same windows"
-    found += _differences(title, "context", perplexity_differences(results.of("perplexity")))
+    tables += _differences(title, "context", perplexity_differences(results.of("perplexity")))
     if results.of("entropy"):
-        found.append(entropy_table(results.of("entropy")))
+        tables.append(entropy_table(results.of("entropy")))
     if results.of("routing"):
-        found.append(routing_table(results.of("routing")))
-    return found + far_back_table(results.of("far_back"))
+        tables.append(routing_table(results.of("routing")))
+    return tables + far_back_table(results.of("far_back"))
 
 
 def perplexity_tables(results: Results) -> list[Table]:
@@ -253,12 +253,12 @@ def entropy_table(records: Sequence[Record]) -> Table:
     rows = []
     for record in records:
         for own in record["sets"]:
-            asked, each = own["asked"], np.array(own["entropy"])
-            tokens = "prompts" if asked["length"] is None else f"{asked['length']:,}"
+            settings, each = own["asked"], np.array(own["entropy"])
+            tokens = "prompts" if settings["length"] is None else f"{settings['length']:,}"
             means = [f"{value:.3f}" for value in each.mean((0, 2)).tolist()]
             # Runs may have been measured on more or fewer passages of the same text, and have fewer layers.
             means += ["–"] * (layers - len(means))
-            rows.append((record["run"], asked["data"], tokens, str(len(each)), *means))
+            rows.append((record["run"], settings["data"], tokens, str(len(each)), *means))
     header = ("Run", "data", "tokens", "passages", *(f"layer {layer}" for layer in range(layers)))
     return Table(title="Mean attention entropy (nats)", header=header, rows=tuple(rows))
 
@@ -298,13 +298,13 @@ def far_back_table(rows: Iterable[Record]) -> list[Table]:
     return tables
 
 
-def _differences(title: str, along: str, found: Sequence[Difference]) -> list[Table]:
+def _differences(title: str, along: str, differences: Sequence[Difference]) -> list[Table]:
     rows = tuple(
         (
             f"{d.scheme} − {d.other}", series.FAR_BACK.get(d.what, d.what).lower(), f"{d.at:,}", str(d.seeds),
             f"{d.difference:+.4f}", interval(d.low, d.high), d.verdict,
         )
-        for d in sorted(found, key=lambda d: (d.what, d.scheme, d.other, d.at))
+        for d in sorted(differences, key=lambda d: (d.what, d.scheme, d.other, d.at))
     )  # fmt: skip
     header = ("Schemes", "what", along, "seeds", "difference", "95% interval", "verdict")
     return [Table(title=title, header=header, rows=rows)] if rows else []
@@ -331,9 +331,9 @@ def _loss_and_gain(rows: Sequence[Record]) -> str:
     return f"{loss:.3f} ({gain:+.3f})"
 
 
-def _column(factor: int, found: list[Curve]) -> str:
+def _column(factor: int, schemes: list[Curve]) -> str:
     """A length as a multiple of the training length, and in tokens where that is one number."""
-    lengths = {dict(zip(curve.factors, curve.lengths, strict=True)).get(factor) for curve in found} - {None}
+    lengths = {dict(zip(curve.factors, curve.lengths, strict=True)).get(factor) for curve in schemes} - {None}
     return f"{factor}× ({lengths.pop():,})" if len(lengths) == 1 else f"{factor}×"
 
 

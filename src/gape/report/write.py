@@ -29,16 +29,16 @@ def report(
 
     Args:
         results: from :func:`gape.report.results.gather`.
-        directory: made when missing.
+        directory: all_tables when missing.
         title: of the page.
         say: is told which figures could not be drawn.
 
     Returns:
         The page.
     """
-    made = tables(results)
+    all_tables = tables(results)
     store(results, directory)
-    files.replace(directory / "tables.md", ("\n\n".join(t.markdown() for t in made) + "\n").encode())
+    files.replace(directory / "tables.md", ("\n\n".join(t.markdown() for t in all_tables) + "\n").encode())
     drawn: list[tuple[catalogue.Entry, Path]] = []
     notes = []
     try:
@@ -48,7 +48,7 @@ def report(
         say(notes[-1])
     else:
         drawn = _figures(results, directory / "figures")
-    text = page(title, results, made, drawn, notes)
+    text = page(title, results, all_tables, drawn, notes)
     files.replace(directory / PAGE, text.encode())
     return directory / PAGE
 
