@@ -15,7 +15,7 @@ import numpy as np
 from gape.report.results import Record, Results
 from gape.report.schemes import TARGETS, by_scheme, grouped, label, name, scheme_order, variant_of
 from gape.report.series import Data, NoData, language_rows, of_main_variant, train_length
-from gape.report.statistics import mean_of
+from gape.report.statistics import columns, mean_of
 
 #: The order in which the paper's figures of one layer show schemes, and the run that stands for gates.
 SIDE_BY_SIDE = ("p-rope+gape", "p-rope", "rope", "nope+gape", "rope+gape")
@@ -29,8 +29,7 @@ def needle_entropy(results: Results, target: str = "first") -> Data:
         spreads = [spread for record in records for spread in record["spread"]]
         at = dict(sorted(grouped(spreads, lambda spread: spread["length"]).items()))
         means = [mean_of(_mean(sample) for spread in each for sample in spread["entropy"]) for each in at.values()]
-        spread = {"mean": [m.mean for m in means], "std": [m.std for m in means], "n": [m.n for m in means]}
-        bars.append({"position": position, "label": label(position), "lengths": list(at), **spread})
+        bars.append({"position": position, "label": label(position), "lengths": list(at), **columns(means)})
     if not bars:
         raise NoData(f"entropy: got no looks inside models for the {target} needle")
     return {"target": target, "bars": bars}

@@ -12,7 +12,7 @@ from typing import Any
 
 from gape.report.results import PROTOCOL, Record, Results, far_back_question
 from gape.report.schemes import TARGETS, by_scheme, grouped, label, name, scheme_order
-from gape.report.statistics import Curve, curves, mean_of, pooled
+from gape.report.statistics import Curve, columns, curves, mean_of, pooled
 
 Data = dict[str, Any]
 #: Kinds of far-back measurements in the order of tables and columns.
@@ -226,15 +226,14 @@ def _panel(
 
 
 def _line(curve: Curve, name: str | None = None) -> Data:
+    points, means = curve.rows.values(), curve.means.values()
     return {
         "label": label(curve.position, curve.evaluated) if name is None else name,
         "position": curve.position,
         "evaluated": curve.evaluated,
-        "lengths": list(curve.lengths),
-        "mean": [m.mean for m in curve.means],
-        "std": [m.std for m in curve.means],
-        "n": [m.n for m in curve.means],
-        "values": [list(values) for values in curve.values],
+        "lengths": [rows[0]["length"] for rows in points],
+        **columns(means),
+        "values": [[row["accuracy"] for row in rows] for rows in points],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,12 @@ def mean_of(values: Iterable[float]) -> Mean:
         return Mean(mean, None, 1)
     variance = math.fsum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1)
     return Mean(mean, math.sqrt(variance), len(numbers))
+
+
+def columns(means: Iterable[Mean]) -> dict[str, list[Any]]:
+    """Means, deviations and counts as lists, for the data of a figure."""
+    means = list(means)
+    return {key: [getattr(mean, key) for mean in means] for key in ("mean", "std", "n")}
 
 
 def pooled(rows: Sequence[Record]) -> dict[str, Any]:
@@ -136,41 +142,30 @@ class Difference:
         return f"{self.direction}, one seed" if one else self.direction
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """Accuracy of one scheme against length.
-
-    Attributes:
-        variant, position, evaluated, target: which.
-        lengths, factors: where it was measured.
-        values: of each seed, one tuple per length.
-        means: over seeds, one per length.
-    """
+class Curve(NamedTuple):
+    """Accuracy of one scheme against length: `rows` of all seeds by multiple of the training length, ascending."""
 
     variant: str
     position: str
     evaluated: str
     target: str
-    lengths: tuple[int, ...]
-    factors: tuple[int, ...]
-    values: tuple[tuple[float, ...], ...]
-    means: tuple[Mean, ...]
+    rows: dict[int, list[Record]]
+
+    @property
+    def means(self) -> dict[int, Mean]:
+        """Accuracy over seeds, by multiple of the training length."""
+        return {factor: mean_of(row["accuracy"] for row in rows) for factor, rows in self.rows.items()}
 
 
 def curves(results: Results) -> list[Curve]:
-    """Accuracy by length for every scheme, variant and target, means over seeds, in the order of the rows."""
-    keys = ("variant", "position", "evaluated", "target")
-    schemes = []
-    for scheme, rows in grouped(results.of("needle"), lambda row: tuple(row[key] for key in keys)).items():
-        at = dict(sorted(grouped(rows, lambda row: row["factor"]).items()))
-        values = tuple(tuple(row["accuracy"] for row in each) for each in at.values())
-        schemes.append(
-            Curve(
-                **dict(zip(keys, scheme, strict=True)), factors=tuple(at), values=values,
-                lengths=tuple(each[0]["length"] for each in at.values()), means=tuple(map(mean_of, values)),
-            )
-        )  # fmt: skip
-    return schemes
+    """Accuracy by length for every scheme, variant and target, in the order of the rows."""
+    groups = grouped(
+        results.of("needle"), lambda row: (row["variant"], row["position"], row["evaluated"], row["target"])
+    )
+    return [
+        Curve(*scheme, rows=dict(sorted(grouped(rows, lambda row: int(row["factor"])).items())))
+        for scheme, rows in groups.items()
+    ]
 
 
 def accuracy_differences(results: Results) -> list[Difference]:

@@ -124,18 +124,18 @@ def accuracy_tables(results: Results) -> list[Table]:
         schemes = curves(results.select(target=target))
         if not schemes:
             continue
-        factors = sorted({factor for curve in schemes for factor in curve.factors})
-        rows, means = [], []
+        factors = sorted({factor for curve in schemes for factor in curve.rows})
+        rows, best = [], []
         for curve in schemes:
-            at = dict(zip(curve.factors, curve.means, strict=True))
-            fewest, most = (pick(mean.n for mean in curve.means) for pick in (min, max))
+            at = curve.means
+            fewest, most = (pick(mean.n for mean in at.values()) for pick in (min, max))
             seeds = str(most) if fewest == most else f"{fewest}–{most}"
-            cells = (str(at[factor]) if factor in at else "–" for factor in factors)
+            cells = (str(at.get(factor, "–")) for factor in factors)
             rows.append((joined(curve.variant, label(curve.position, curve.evaluated)), seeds, *cells))
-            means.append([round(at[factor].mean, 2) if factor in at else None for factor in factors])
+            best.append([round(at[factor].mean, 2) if factor in at else None for factor in factors])
         header = ("Scheme", "seeds", *(_column(factor, schemes) for factor in factors))
         title = f"Accuracy, {TARGETS[target].lower()}"
-        tables.append(Table(title=title, header=header, rows=tuple(rows), strong=_best(means, max)))
+        tables.append(Table(title=title, header=header, rows=tuple(rows), strong=_best(best, max)))
     return tables
 
 
@@ -333,7 +333,7 @@ def _loss_and_gain(rows: Sequence[Record]) -> str:
 
 def _column(factor: int, schemes: list[Curve]) -> str:
     """A length as a multiple of the training length, and in tokens where that is one number."""
-    lengths = {dict(zip(curve.factors, curve.lengths, strict=True)).get(factor) for curve in schemes} - {None}
+    lengths = {curve.rows[factor][0]["length"] for curve in schemes if factor in curve.rows}
     return f"{factor}× ({lengths.pop():,})" if len(lengths) == 1 else f"{factor}×"
 
 
