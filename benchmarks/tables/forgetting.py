@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gape.report.style import label
+from gape.report.schemes import label
 from tables.markdown import Record, only, select, signed, stored, table
 
 ROWS, RUN = "results/forgetting/forgetting.jsonl", "p-rope+gape_floor4_seed0"

@@ -7,8 +7,9 @@ from statistics import median
 
 import numpy as np
 
-from gape.report.lm_summary import Difference, far_back_differences, name, perplexity_differences
 from gape.report.ruler import columns, difference, methods
+from gape.report.schemes import name
+from gape.report.statistics import Difference, far_back_differences, perplexity_differences
 from tables.markdown import Record, interval, select, signed, stored, table, thousands
 
 BOOKS, SEED1, ABLATIONS = "results/lm/books", "results/lm/books-seed1", "results/lm/ablations"

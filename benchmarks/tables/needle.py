@@ -7,7 +7,7 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from gape.report.style import label
+from gape.report.schemes import label
 from tables.markdown import Record, select, signed, stored, table
 
 #: Schemes in the order of the tables, with what they are switched to for evaluation.

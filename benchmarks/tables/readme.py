@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from gape.models import GPTConfig, cost
-from gape.report.lm_summary import name
-from gape.report.style import label
+from gape.report.schemes import label, name
 from tables.markdown import select, stored, table
 
 #: Rows of the table of results: a scheme of the needle task, and a language model by its name.

@@ -120,7 +120,7 @@ def test_a_report_does_not_mix_precisions() -> None:
     short = [row | {"precision": "float32", "accuracy": 1.0} for row in rows(HOME)]
     for measured, expected in (([*long, short[0]], [0.0, 0.0]), ([*long, *short], [1.0, 1.0])):
         (HOME / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in measured))
-        assert [row["accuracy"] for row in gather([HOME]).rows] == expected
+        assert [row["accuracy"] for row in gather([HOME]).of("needle")] == expected
 
 
 @pytest.mark.parametrize(

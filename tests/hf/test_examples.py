@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from gape.report.lm_results import gather
+from gape.report.results import gather
 from tests.hf.test_formats import llama2c, tokenizer_bin
 from tests.hf.tiny import tiny
 

@@ -36,7 +36,7 @@ def stored(schemes: tuple[str, ...] = SCHEMES, seeds: int = 1, layers: int = 2, 
         for seed in range(seeds)
         for variant in schemes
     )
-    return Results(rows=(), analyses=(), runs=runs, measured={kind: tuple(rows) for kind, rows in measured.items()})
+    return Results(runs=runs, measured={kind: tuple(rows) for kind, rows in measured.items()})
 
 
 def reads_on(position: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 from gape.report.results import Results, pack_hits
@@ -56,6 +57,10 @@ def looks(position: str, target: str, seed: int) -> dict[str, Any]:
     return found
 
 
+def needles(rows: Iterable[dict[str, Any]]) -> Results:
+    return Results(measured={"needle": tuple(rows)})
+
+
 def stored(schemes: tuple[str, ...] = SCHEMES, targets: tuple[str, ...] = ("last", "first"), seeds: int = 2) -> Results:
     """Results of a small sweep."""
     rows, analyses, runs = [], [], []
@@ -75,4 +80,4 @@ def stored(schemes: tuple[str, ...] = SCHEMES, targets: tuple[str, ...] = ("last
                         "training": {"status": "finished", "step": 10},
                     }
                 )
-    return Results(rows=tuple(rows), analyses=tuple(analyses), runs=tuple(runs))
+    return Results(runs=tuple(runs), measured={"needle": tuple(rows), "inside": tuple(analyses)})

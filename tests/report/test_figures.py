@@ -1,4 +1,4 @@
-"""Figures, tables and the page: drawn from stored results alone, the same bytes every time."""
+"""Figures, their numbers and the page: drawn from stored results alone, the same bytes every time."""
 
 from __future__ import annotations
 
@@ -10,29 +10,43 @@ from pathlib import Path
 
 import pytest
 
-from gape.report import catalogue, series, tables, write
+from gape.report import catalogue, inside, series, tables, write
 from gape.report.results import Results, gather, store
-from tests.report.stored import row, stored
+from gape.report.style import lines
+from tests.report import lm_stored
+from tests.report.stored import needles, row, stored
 
 Figure = pytest.importorskip("matplotlib.figure").Figure
 
+#: Enough for every figure of language models to have something to show.
+FEW = ("rope", "p-rope+gape", "alibi")
+DRAWN = [name for name, entry in catalogue.FIGURES.items() if not entry.tables]
 
-@pytest.mark.parametrize("name", [n for n, e in catalogue.FIGURES.items() if n != "variants" and not e.command])
-def test_every_figure_is_drawn(name: str, tmp_path: Path) -> None:
-    paths = catalogue.write(catalogue.figure(name), stored(), tmp_path)
-    assert [path.name for path in paths] == [f"{name}.json", f"{name}.png", f"{name}.pdf"]
-    assert paths[1].read_bytes().startswith(b"\x89PNG")
-    assert paths[2].read_bytes().startswith(b"%PDF")
+
+def results_for(entry: catalogue.Entry) -> Results:
+    if entry.name == "variants":
+        return needles(row("rope", "last", 0, f, variant=v, run=v) for v in "ab" for f in (1, 2))
+    return lm_stored.stored(schemes=FEW) if entry.command else stored()
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_every_figure_is_drawn(name: str) -> None:
+    entry = catalogue.figure(name)
+    data = entry.data(results_for(entry))
+    json.dumps(data, allow_nan=False)
+    figure = entry.draw(data)
+    figure.draw_without_rendering()
+    assert figure.axes
 
 
 @pytest.mark.parametrize("name", ["fox", "logit-gap"])
 def test_the_same_results_give_the_same_bytes(name: str, tmp_path: Path) -> None:
     store(stored(), tmp_path / "results")
     for place in ("one", "two"):
-        catalogue.write(catalogue.figure(name), gather([tmp_path / "results"]), tmp_path / place)
-    for ending in ("json", "png", "pdf"):
-        one, two = ((tmp_path / place / f"{name}.{ending}").read_bytes() for place in ("one", "two"))
-        assert one == two
+        paths = catalogue.write(catalogue.figure(name), gather([tmp_path / "results"]), tmp_path / place)
+        assert [path.name for path in paths] == [f"{name}.json", f"{name}.png", f"{name}.pdf"]
+    for path in paths:
+        assert path.read_bytes() == (tmp_path / "one" / path.name).read_bytes()
 
 
 def test_the_numbers_of_a_figure_draw_it_again(tmp_path: Path) -> None:
@@ -44,6 +58,18 @@ def test_the_numbers_of_a_figure_draw_it_again(tmp_path: Path) -> None:
     assert catalogue.write(again, None, tmp_path)[1].read_bytes() == png.read_bytes()
 
 
+def test_figures_without_data_say_so() -> None:
+    for entry in catalogue.FIGURES.values():
+        if entry.measure is not None:
+            with pytest.raises(series.NoData):
+                entry.data(Results())
+
+
+def test_an_unknown_figure_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="accuracy"):
+        catalogue.figure("acuracy")
+
+
 def test_the_accuracy_figure_shows_the_means() -> None:
     data = series.accuracy(stored())
     assert [[panel["title"].partition(":")[0] for panel in r] for r in data["rows"]] == [["NoPE", "RoPE", "p-RoPE"]] * 2
@@ -51,78 +77,118 @@ def test_the_accuracy_figure_shows_the_means() -> None:
     line = next(entry for entry in panel["lines"] if entry["label"] == "RoPE+GAPE")
     expected = [sum(row("rope+gape", "first", s, f)["accuracy"] for s in (0, 1)) / 2 for f in (1, 2, 4)]
     assert line["mean"] == pytest.approx(expected)
-    assert {entry["label"] for entry in panel["lines"] if entry["position"] == entry["evaluated"]} == {
-        "RoPE", "RoPE+GAPE", "ALiBi",
-    }  # fmt: skip
+    assert {entry["label"] for entry in panel["lines"]} == {"RoPE", "RoPE+GAPE", "ALiBi"}
 
 
 def test_entropy_change_is_the_difference_on_the_same_samples() -> None:
     results = stored(schemes=("nope", "nope+gape"), targets=("last",), seeds=1)
-    (panel,) = series.entropy_change(results)["panels"]
+    (panel,) = inside.entropy_change(results)["panels"]
     bar = panel["series"][0]["bars"][0]
-    plain, gated = (
-        next(a for a in results.analyses if a["position"] == p)["spread"][0]["entropy"] for p in ("nope", "nope+gape")
-    )
+    by = {record["position"]: record["spread"][0]["entropy"] for record in results.of("inside")}
     assert (bar["layer"], bar["length"]) == (0, 64)
-    assert bar["mean"] == pytest.approx(sum(gated[0][0]) / 2 - sum(plain[0][0]) / 2)
+    assert bar["mean"] == pytest.approx(sum(by["nope+gape"][0][0]) / 2 - sum(by["nope"][0][0]) / 2)
 
 
-def test_a_kind_of_token_that_never_came_has_no_landmark(tmp_path: Path) -> None:
+def test_a_kind_of_token_that_never_came_has_no_landmark() -> None:
     results = stored(schemes=("rope+gape",), targets=("last",), seeds=1)
-    results.analyses[0]["gates"]["landmark"]["filler"] = [[[None, None], [None, None]]] * 2
-    numbers, *_ = catalogue.write(catalogue.figure("landmark-kinds"), results, tmp_path)
-    kinds = json.loads(numbers.read_text())["rows"][0]["kinds"]
+    results.of("inside")[0]["gates"]["landmark"]["filler"] = [[[None, None], [None, None]]] * 2
+    data = inside.landmark_kinds(results)
+    kinds = data["rows"][0]["kinds"]
     assert [head["mean"] for head in kinds["filler"]] == [None] * 4
     assert all(head["mean"] is not None for head in kinds["digit"])
+    catalogue.figure("landmark-kinds").draw(data)
 
 
-def test_figures_without_data_say_so() -> None:
-    empty = Results(rows=(), analyses=(), runs=())
-    for entry in catalogue.FIGURES.values():
-        if entry.measure is not None:
-            with pytest.raises(series.NoData):
-                entry.data(empty)
-
-
-def test_variants_stand_beside_each_other(tmp_path: Path) -> None:
-    rows = tuple(
-        row("rope+gape", "last", 0, factor, variant=variant, run=variant) for variant in "ab" for factor in (1, 2)
-    )
-    data = series.variants(Results(rows=rows, analyses=(), runs=()))
+def test_variants_stand_beside_each_other() -> None:
+    data = series.variants(results_for(catalogue.figure("variants")))
     assert [line["label"] for line in data["rows"][0][0]["lines"]] == ["a", "b"]
 
 
-def test_a_figure_of_one_variant_among_several_says_which(tmp_path: Path) -> None:
-    rows = tuple(row("rope+gape", "last", 0, 1, variant=variant, run=variant) for variant in ("floor", "plain"))
-    results = Results(rows=rows, analyses=(), runs=())
-    drawn: list[str] = []
-
-    def draw(data: series.Data) -> Figure:
-        drawn.append(data["variant"])
-        return figure
-
+def test_a_figure_of_one_variant_among_several_names_it(tmp_path: Path) -> None:
+    results = needles(row("rope+gape", "last", 0, 1, variant=variant, run=variant) for variant in ("floor", "plain"))
     figure = Figure()
-    entry = replace(catalogue.figure("overview"), draw=draw)
-    catalogue.write(entry, results, tmp_path)
-    assert drawn == ["floor"]
-    assert figure.get_suptitle() == "variant floor"
+    catalogue.write(replace(catalogue.figure("overview"), draw=lambda data: figure), results, tmp_path)
+    assert "floor" in figure.get_suptitle()
     assert "variant" not in catalogue.figure("variants").data(results)
 
 
 def test_a_name_is_shown_as_it_is_and_not_as_a_formula(tmp_path: Path) -> None:
     name = r"$\frac{$"
-    rows = tuple(row("rope", "last", 0, factor, variant=variant) for factor in (1, 2) for variant in ("", name))
-    numbers, *_ = catalogue.write(
-        catalogue.figure("variants"), Results(rows=rows, analyses=(), runs=()), tmp_path
-    )  # fmt: skip
-    assert name in json.dumps(json.loads(numbers.read_text()), ensure_ascii=False).replace(r"\\", "\\")
+    rows = [row("rope", "last", 0, factor, variant=variant) for factor in (1, 2) for variant in ("", name)]
+    numbers, *_ = catalogue.write(catalogue.figure("variants"), needles(rows), tmp_path)
+    assert name in {line["label"] for line in json.loads(numbers.read_text())["rows"][0][0]["lines"]}
 
 
-def test_attention_maps_say_which_needle_was_asked_for() -> None:
-    for target, words in (("first", "Needle far (first)"), ("last", "Needle close (last)")):
-        entry = catalogue.figure("attention-maps")
-        data = entry.data(stored(schemes=("rope",), targets=(target,), seeds=1))
-        assert entry.draw(data).get_suptitle() == f"{words}, 64 tokens"
+@pytest.mark.parametrize("target", ["first", "last"])
+def test_attention_maps_name_the_needle(target: str) -> None:
+    entry = catalogue.figure("attention-maps")
+    figure = entry.draw(entry.data(stored(schemes=("rope",), targets=(target,), seeds=1)))
+    assert target in figure.get_suptitle()
+
+
+def test_perplexity_is_drawn_by_stratum_with_variants_named() -> None:
+    data = series.perplexity(lm_stored.stored())
+    assert [panel["stratum"] for panel in data["panels"]] == ["8192", "32768"]
+    labels = [line["label"] for line in data["panels"][0]["lines"]]
+    assert labels == ["RoPE", "p-RoPE", "p-RoPE+GAPE", "p-RoPE+GAPE (floor4)", "ALiBi", "FoX"]
+
+
+def test_contexts_that_few_documents_fill_are_not_joined_to_the_others() -> None:
+    results = lm_stored.stored(schemes=("rope", "p-rope+gape"))
+    whole = [row | {"stratum": None} for row in results.of("perplexity") if row["stratum"] == "8192"]
+    few = [row | {"documents": 1} if row["context"] == 32768 else row for row in whole]
+    again = [row | {"align": 32768, "max_windows": 9, "documents": 1} for row in whole]
+    fewer = [row | {"max_windows": 3, "documents": 7} for row in again if row["context"] == 512]
+    both = results.only(perplexity=(*few, *again, *fewer))
+    data = series.perplexity(both)
+    one, other = data["panels"]
+    assert (one["stretches"], one["documents"]["32768"]) == ([[512, 1024, 4096], [32768]], 1)
+    assert (other["stretches"], other["align"]) == ([[512, 1024, 4096, 32768]], 32768)
+    first, second = tables.perplexity_tables(both)
+    assert (first.rows[-1][2:], len(second.rows)) == (("4", "4", "4", "1"), 2)
+    catalogue.figure("lm-perplexity").draw(data)
+
+
+def test_models_of_transformers_are_drawn_apart_from_ours() -> None:
+    own = lm_stored.stored(schemes=("rope",)).of("perplexity")
+    theirs = tuple(row | {"base": "m", "native": 2048, "variant": series.UNTRAINED, "run": "m"} for row in own)
+    results = Results(measured={"perplexity": own + theirs})
+    data = series.hf_perplexity(results)
+    assert (data["native"], data["panels"][0]["lines"][0]["position"]) == (2048, series.UNTRAINED)
+    assert [line["label"] for line in series.own_perplexity(results)["panels"][0]["lines"]] == ["RoPE"]
+    catalogue.figure("hf-perplexity").draw(data)
+
+
+def test_several_seeds_are_averaged() -> None:
+    results = lm_stored.stored(schemes=("rope",), seeds=2)
+    line = series.far_back(results)["columns"][0]["loss"][0]
+    distance = lm_stored.DISTANCES[0]
+    nll = [row["nll"] for row in results.of("far_back") if (row["kind"], row["distance"]) == ("ngram", distance)]
+    assert (line["mean"][0], line["n"][0]) == (pytest.approx(sum(nll) / 2), 2)
+    assert line["low"][0] < sum(nll) / 2 < line["high"][0]
+
+
+def test_entropy_is_that_of_prompts_where_there_are_any() -> None:
+    data = inside.entropy(lm_stored.stored())
+    assert data["asked"] == {"data": "ruler.jsonl", "length": None}
+    assert data["scatter"]["label"] == "p-RoPE+GAPE"
+    assert (data["masks"]["layer"], len(data["masks"]["heads"])) == (1, 4)
+
+
+def test_pictures_stand_beside_each_other_as_in_the_paper() -> None:
+    results = lm_stored.stored()
+    assert [model["label"] for model in inside.maps(results)["models"][:3]] == ["p-RoPE+GAPE", "p-RoPE", "RoPE"]
+    assert [model["label"] for model in inside.masks(results)["models"]] == ["p-RoPE+GAPE", "p-RoPE+GAPE (floor4)"]
+
+
+def test_positions_at_the_ends_of_windows_are_put_together() -> None:
+    (line,) = series.positions(lm_stored.stored(schemes=("rope",)))["lines"]
+    assert line["at"] == [8.0, 40.0, 160.0]
+
+
+def test_variants_with_gates_and_without_are_told_apart() -> None:
+    drawn = lines([{"position": position} for position in ("yarn", "yarn", "yarn+gape", "yarn+gape", "yarn+gape")])
+    assert len({(look["color"], look["markerfacecolor"]) for look in drawn}) == 5
 
 
 def test_figures_that_are_no_longer_drawn_go_and_those_of_others_stay(
@@ -136,44 +202,11 @@ def test_figures_that_are_no_longer_drawn_go_and_those_of_others_stay(
     for name, content in mine.items():
         (figures / name).write_bytes(content)
     for _ in range(2):
-        write.report(replace(results, analyses=()), tmp_path)
+        write.report(results.without(["inside"]), tmp_path)
         assert {path.name for path in figures.iterdir()} == {
             "overview.json", "overview.png", "overview.pdf", "drawn.json", *mine,
         }  # fmt: skip
     assert {name: (figures / name).read_bytes() for name in mine} == mine
-
-
-def test_an_unknown_figure_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean accuracy"):
-        catalogue.figure("acuracy")
-
-
-def test_a_table_has_means_deviations_and_the_best() -> None:
-    rows = [row("rope", "last", s, 1, accuracy=a) for s, a in enumerate((0.2, 0.4))]
-    rows += [row("rope+gape", "last", s, 1, accuracy=a) for s, a in enumerate((0.8, 0.8))]
-    (table,) = tables.accuracy_tables(Results(rows=tuple(rows), analyses=(), runs=()))
-    assert table.rows == (("RoPE", "2", "0.30 ± 0.14"), ("RoPE+GAPE", "2", "0.80 ± 0.00"))
-    assert table.strong == {(1, 2)}
-    assert "| RoPE+GAPE | 2 | **0.80 ± 0.00** |" in table.markdown()
-
-
-def test_a_table_says_where_seeds_are_missing() -> None:
-    rows = [row("rope", "last", s, f) for s in range(3) for f in (1, 2) if (s, f) != (2, 2)]
-    (table,) = tables.accuracy_tables(Results(rows=tuple(rows), analyses=(), runs=()))
-    assert table.rows[0][1] == "2–3"
-
-
-def test_a_table_gives_no_length_that_is_not_everyones() -> None:
-    rows = (row("rope", "last", 0, 1), row("nope", "last", 0, 1, length=128))
-    (table,) = tables.accuracy_tables(Results(rows=rows, analyses=(), runs=()))
-    assert table.header[2] == "1×"
-
-
-@pytest.mark.parametrize(("seeds", "verdict"), [(1, "one seed"), (3, "better")])
-def test_a_verdict_needs_several_seeds(seeds: int, verdict: str) -> None:
-    table = tables.comparison_table(stored(schemes=("rope", "rope+gape"), targets=("last",), seeds=seeds))
-    assert table is not None
-    assert table.rows[2][-1] == verdict
 
 
 class Links(HTMLParser):
@@ -191,37 +224,36 @@ class Links(HTMLParser):
         assert tag not in ("script", "link", "iframe")
 
 
-def test_the_page_stands_alone(tmp_path: Path) -> None:
+def test_the_page_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("overview", "lm-far-back", "fox")
+    monkeypatch.setattr(catalogue, "FIGURES", {name: catalogue.figure(name) for name in names})
     results = stored(schemes=("p-rope", "p-rope+gape"), targets=("last",))
+    results = replace(results, measured={**results.measured, **lm_stored.stored(schemes=FEW).measured})
     page = write.report(results, tmp_path, title="<needles> & more").read_text(encoding="utf-8")
     links = Links()
     links.feed(page)
     assert links.found == []
-    assert links.images == len(list((tmp_path / "figures").glob("*.png"))) > 5
+    assert links.images == len(list((tmp_path / "figures").glob("*.png"))) == 2
     assert not re.search(r"url\(|@import|https?://", page)
     assert "<h1>&lt;needles&gt; &amp; more</h1>" in page
-    assert tables.accuracy_tables(results)[0].rows[1][2] in page
+    assert all(table.html() in page for table in write.tables(results))
     assert "model.n_layer = 2" in page
     assert "versions.torch = 2.9" in page
 
 
 def test_a_report_can_be_reported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "FIGURES", {"overview": catalogue.figure("overview")})
-    write.report(gather_of(tmp_path), tmp_path / "one")
-    write.report(gather([tmp_path / "one"]), tmp_path / "two")
+    store(stored(schemes=("p-rope", "p-rope+gape"), targets=("last",)), tmp_path / "zero")
+    for before, after in (("zero", "one"), ("one", "two")):
+        write.report(gather([tmp_path / before]), tmp_path / after)
     names = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*") if p.is_file())
     assert all((tmp_path / "one" / n).read_bytes() == (tmp_path / "two" / n).read_bytes() for n in names)
 
 
-def gather_of(tmp_path: Path) -> Results:
-    store(stored(schemes=("p-rope", "p-rope+gape"), targets=("last",)), tmp_path / "stored")
-    return gather([tmp_path / "stored"])
-
-
 def test_without_matplotlib_there_are_tables_and_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    said: list[str] = []
-    page = write.report(stored(), tmp_path, say=said.append).read_text(encoding="utf-8")
-    assert "pip install 'gape[plot]'" in said[0]
+    messages: list[str] = []
+    page = write.report(stored(), tmp_path, say=messages.append).read_text(encoding="utf-8")
+    assert "gape[plot]" in messages[0]
     assert "<table>" in page
     assert "<img" not in page

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gape.report import forgetting
+from gape.report.figures import draw_forgetting
+from gape.report.results import Results
 
 
 def row(**more: Any) -> dict[str, Any]:
@@ -57,15 +58,15 @@ def test_needles_stand_beside_the_tiles_looked_at_for_them() -> None:
 def test_panels_without_measurements_are_left_out() -> None:
     pytest.importorskip("matplotlib")
     rows = [row(**PERPLEXITY), row(**PERPLEXITY | OTHER)]
-    results = SimpleNamespace(measured={"forgetting": rows})
-    figure = forgetting.draw(forgetting.series(results))
+    results = Results(measured={"forgetting": tuple(rows)})
+    figure = draw_forgetting(forgetting.series(results))
     assert [axis.get_title() for axis in figure.axes] == ["Cost"]
 
 
 def test_a_control_is_told_but_not_drawn() -> None:
     pytest.importorskip("matplotlib")
     rows = [row(**PERPLEXITY), row(**PERPLEXITY | OTHER), row(**PERPLEXITY | OTHER | {"eps": 1e-30})]
-    (axis,) = forgetting.draw(forgetting.series(SimpleNamespace(measured={"forgetting": rows}))).axes
+    (axis,) = draw_forgetting(forgetting.series(Results(measured={"forgetting": tuple(rows)}))).axes
     drawn = [list(line.get_xdata()) for line in axis.get_lines()]
     assert [1e-3] in drawn
     assert not any(1e-30 in points for points in drawn)

@@ -1,53 +1,74 @@
-"""Stored results: read back as they were, summed up rightly, refused when they are not what they should be."""
+"""Stored results of every kind: read back as they were, refused when they are not what they should be."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gape.report import summary
-from gape.report.results import Results, gather, pack_hits, read_rows, store, unpack_hits
-from gape.report.tables import digit_table
+from gape.report.results import Results, collect, gather, pack_hits, read_rows, store, unpack_hits
+from gape.report.series import perplexity
 from gape.report.write import tables
-from gape.tasks import niah
-from tests.report.stored import row, stored
+from tests.report import lm_stored
+from tests.report.stored import looks, row, stored
+
+REST = {"protocol": "last-k", "plan": "p", "nll": 4.0, "perplexity": 54.6, "context": 512}
+ROUTING = {"layer": 0, "head": 0, "mean_mask": 0.1, "landmark": 0.5, "gate": 0.1, "amplitude": 1.0}
 
 
-def test_a_report_is_read_back_as_it_was_stored(tmp_path: Path) -> None:
-    store(stored(), tmp_path / "one")
+def scored(seed: int = 0, **changed: Any) -> dict[str, Any]:
+    """A row of perplexity."""
+    return lm_stored.identity("rope", seed) | REST | changed
+
+
+def run_directory(home: Path, *rows: dict[str, Any], settings: dict[str, Any] | None = None) -> Path:
+    """A run that left rows of the needle task, or of perplexity."""
+    home.mkdir(parents=True)
+    name = "eval.jsonl" if "hits" in rows[0] else "perplexity.jsonl"
+    (home / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (home / "run.json").write_text(json.dumps({"seed": 0} if settings is None else settings))
+    return home
+
+
+@pytest.mark.parametrize("results", [stored(), lm_stored.stored()], ids=["needle", "language"])
+def test_a_report_is_read_back_as_it_was_stored(tmp_path: Path, results: Results) -> None:
+    store(results, tmp_path / "one")
     first = gather([tmp_path / "one"])
     store(first, tmp_path / "two")
     assert gather([tmp_path / "two"]) == first
-    for name in ("results.jsonl", "analysis.jsonl", "runs.jsonl"):
-        store(first, tmp_path / "three")
-        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "three" / name).read_bytes()
+    assert set(first.measured) == set(results.measured)
+    store(first, tmp_path / "three")
+    for path in (tmp_path / "two").iterdir():
+        assert path.read_bytes() == (tmp_path / "three" / path.name).read_bytes()
 
 
-def run_directory(home: Path, *rows: dict[str, object]) -> Path:
-    home.mkdir(parents=True)
-    (home / "eval.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (home / "run.json").write_text(json.dumps({"seed": 0}))
-    return home
+def test_needles_and_language_models_go_into_one_report(tmp_path: Path) -> None:
+    both = stored(schemes=("rope",), targets=("last",))
+    both = replace(both, measured={**both.measured, **lm_stored.stored().measured})
+    store(both, tmp_path)
+    found = gather([tmp_path])
+    assert {kind: len(found.of(kind)) for kind in found.measured} == {k: len(both.of(k)) for k in both.measured}
 
 
 def test_runs_are_found_wherever_they_lie(tmp_path: Path) -> None:
     run_directory(tmp_path / "a", row("rope", "last", 0, 1))
     run_directory(tmp_path / "deep" / "b", row("rope", "last", 1, 1))
     found = gather([tmp_path])
-    assert [r["seed"] for r in found.rows] == [0, 1]
+    assert [r["seed"] for r in found.of("needle")] == [0, 1]
     assert found.runs[0]["settings"] == {"seed": 0}
 
 
-def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [b'{"run": "hal', '{"run": "λ'.encode()[:-1]])
+def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path, cut: bytes) -> None:
     home = run_directory(tmp_path / "a", row("rope", "last", 0, 1))
-    with (home / "eval.jsonl").open("a") as file:
-        file.write('{"run": "hal')
-    assert len(gather([home]).rows) == 1
+    with (home / "eval.jsonl").open("ab") as file:
+        file.write(cut)
+    assert len(gather([home]).of("needle")) == 1
 
 
 def test_a_broken_line_before_the_end_is_an_error(tmp_path: Path) -> None:
@@ -78,60 +99,108 @@ def test_a_row_of_wrong_types_is_told_by_file_and_line(tmp_path: Path, line: str
         tables(gather([home]))
 
 
+@pytest.mark.parametrize("content", [None, {"run": "x"}, {"run": "x", "hits": "0"}])
+def test_what_is_no_result_is_refused(tmp_path: Path, content: dict[str, Any] | None) -> None:
+    if content:
+        run_directory(tmp_path / "a", content)
+    with pytest.raises(ValueError, match=r"lacks|expected a run"):
+        gather([tmp_path])
+
+
 def test_a_later_row_of_the_same_measurement_counts(tmp_path: Path) -> None:
     home = run_directory(tmp_path / "a", row("rope", "last", 0, 1), row("rope", "last", 0, 1, accuracy=0.5))
-    assert [r["accuracy"] for r in gather([home]).rows] == [0.5]
+    assert [r["accuracy"] for r in gather([home]).of("needle")] == [0.5]
 
 
-def test_two_runs_of_one_name_are_not_mixed(tmp_path: Path) -> None:
-    one = run_directory(tmp_path / "a", row("rope", "last", 0, 1))
-    other = run_directory(tmp_path / "b", row("rope", "last", 0, 1, accuracy=0.5))
-    for paths in ([one, other], [tmp_path]):
-        with pytest.raises(ValueError, match="another run is called seed0_last_rope too"):
+def test_the_precision_with_the_most_lengths_counts(tmp_path: Path) -> None:
+    rows = [row("rope", "last", 0, factor, precision="bfloat16") for factor in (1, 2)]
+    home = run_directory(tmp_path / "a", *rows, row("rope", "last", 0, 1))
+    assert [(r["factor"], r["precision"]) for r in gather([home]).of("needle")] == [(1, "bfloat16"), (2, "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (row("rope", "last", 0, 1), row("rope", "last", 0, 1, accuracy=0.5)),
+        (scored(), scored(nll=5.0)),
+    ],
+)
+def test_two_runs_of_one_name_are_not_mixed(tmp_path: Path, one: dict[str, Any], other: dict[str, Any]) -> None:
+    first, second = run_directory(tmp_path / "a", one), run_directory(tmp_path / "b", other)
+    for paths in ([first, second], [tmp_path]):
+        with pytest.raises(ValueError, match=f"b: another run is called {one['run']} too"):
             gather(paths)
-    assert len(gather([one, one]).rows) == 1
+    assert len(gather([first, first]).runs) == 1
+
+
+def test_equal_rows_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run_directory(tmp_path / str(seed), scored(), settings={"kind": "lm", "seed": seed})
+    with pytest.raises(ValueError, match="another run is called rope_seed0 too"):
+        gather([tmp_path])
+
+
+def test_a_needle_run_and_a_language_model_may_have_one_name(tmp_path: Path) -> None:
+    run_directory(tmp_path / "lm", scored(), settings={"kind": "lm"})
+    run_directory(tmp_path / "niah", row("rope", "last", 0, 1, run="rope_seed0"))
+    found = gather([tmp_path])
+    assert [run["settings"] for run in found.runs] == [{"kind": "lm"}, {"seed": 0}]
+    store(found, tmp_path / "report")
+    assert gather([tmp_path / "report"]) == found
 
 
 def test_rows_of_weights_that_were_trained_further_do_not_count(tmp_path: Path) -> None:
     home = run_directory(tmp_path / "a", row("rope", "last", 0, 4, step=10), row("rope", "last", 0, 1, step=20))
-    (home / "analysis.json").write_text(json.dumps({"run": "seed0_last_rope", "step": 10}))
-    found = gather([home])
-    assert [(r["factor"], r["step"]) for r in found.rows] == [(1, 20)]
-    assert found.analyses == ()
+    (home / "analysis.json").write_text(json.dumps(looks("rope", "last", 0) | {"step": 10}))
+    other = run_directory(tmp_path / "b", scored(step=10), scored(step=20, context=1024))
+    (other / "routing.jsonl").write_text(json.dumps(lm_stored.identity("rope") | ROUTING | {"step": 0}) + "\n")
+    found = gather([tmp_path])
+    assert [r["factor"] for r in found.of("needle")] == [1]
+    assert [r["context"] for r in found.of("perplexity")] == [1024]
+    assert (len(found.of("inside")), len(found.of("routing"))) == (0, 1)
 
 
-def test_runs_count_where_a_report_lies_beside_them(tmp_path: Path) -> None:
-    run_directory(tmp_path / "a", row("rope", "last", 0, 1))
-    store(gather([tmp_path]), tmp_path)
-    run_directory(tmp_path / "b", row("rope", "last", 1, 1))
-    assert len(gather([tmp_path]).rows) == 2
+@pytest.mark.parametrize("rows", [[row("rope", "last", s, 1) for s in (0, 1)], [scored(s) for s in (0, 1)]])
+def test_runs_count_where_a_report_lies_beside_them(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    run_directory(tmp_path / "a", rows[0])
+    first = gather([tmp_path])
+    store(first, tmp_path)
+    store(first, tmp_path / "report")
+    run_directory(tmp_path / "b", rows[1])
+    assert len(gather([tmp_path]).runs) == 2
 
 
+@pytest.mark.parametrize("rows", [[row("rope", "last", s, 1) for s in (0, 1)], [scored(s) for s in (0, 1)]])
 @pytest.mark.parametrize(
-    ("changed", "settings", "said"),
+    ("changed", "settings", "message"),
     [
-        ({"length": 128}, {}, "differ in length;"),
-        ({}, {"train": {"learning_rate": 0.1}}, "differ in train.learning_rate;"),
-        ({"seed": 0}, {}, "are both seed 0;"),
+        ({"seed": 0}, {}, "both seed 0"),
+        ({"precision": "bfloat16"}, {}, "differ in precision"),
+        ({}, {"train": {"learning_rate": 0.1}}, r"differ in train\.learning_rate"),
+        ({}, {}, None),
     ],
 )
 def test_other_experiments_are_not_taken_for_seeds(
-    tmp_path: Path, changed: dict[str, object], settings: dict[str, object], said: str
+    tmp_path: Path, rows: list[dict[str, Any]], changed: dict[str, Any], settings: dict[str, Any], message: str | None
 ) -> None:
-    one = run_directory(tmp_path / "a", row("rope", "last", 0, 1, run="a"))
-    other = run_directory(tmp_path / "b", row("rope", "last", 1, 1) | {"run": "b"} | changed)
-    for home, extra in ((one, {}), (other, settings)):
-        run = {"seed": 0, "train": {"learning_rate": 0.2, "max_steps": 5, "seed": 0}, "device": home.name} | extra
-        (home / "run.json").write_text(json.dumps(run))
-    with pytest.raises(ValueError, match=said):
+    rows = [rows[0] | {"precision": "float32"}, rows[1] | {"precision": "float32"} | changed]
+    for seed, extra in ((0, {}), (1, settings)):
+        own = {"seed": seed, "train": {"learning_rate": 0.2, "max_steps": seed + 1, "seed": seed}, "device": str(seed)}
+        kind = {} if "hits" in rows[0] else {"kind": "lm"}
+        run_directory(tmp_path / str(seed), rows[seed], settings=own | kind | extra)
+    if message is None:
+        assert len(gather([tmp_path]).runs) == 2
+        return
+    with pytest.raises(ValueError, match=message):
         gather([tmp_path])
+    assert len(collect([tmp_path]).runs) == 2
 
 
-def test_a_line_cut_within_a_letter_is_left_out(tmp_path: Path) -> None:
-    home = run_directory(tmp_path / "a", row("rope", "last", 0, 1))
-    with (home / "eval.jsonl").open("ab") as file:
-        file.write('{"run": "λ'.encode()[:-1])
-    assert len(gather([home]).rows) == 1
+def test_runs_that_share_a_question_are_averaged_on_it(tmp_path: Path) -> None:
+    for seed, corpora in ((0, ("a", "b")), (1, ("a",))):
+        run_directory(tmp_path / str(seed), *(scored(seed, corpus=corpus, low=3.9, high=4.1) for corpus in corpora))
+    (panel,) = perplexity(gather([tmp_path]))["panels"]
+    assert panel["lines"][0]["n"] == [2]
 
 
 def test_results_written_over_themselves_are_whole_at_every_moment(
@@ -145,96 +214,18 @@ def test_results_written_over_themselves_are_whole_at_every_moment(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("gape.utils.files.write", full)
-    with pytest.raises(OSError, match=r"no room for results\.jsonl"):
+    with pytest.raises(OSError, match=r"results\.jsonl"):
         store(stored(seeds=1), tmp_path)
     assert (tmp_path / "results.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("content", [None, {"run": "x"}])
-def test_what_is_no_result_is_refused(tmp_path: Path, content: dict[str, object] | None) -> None:
-    if content:
-        run_directory(tmp_path / "a", content)
-    with pytest.raises(ValueError, match=r"lacks|expected a run"):
-        gather([tmp_path])
+def test_a_report_may_leave_kinds_out() -> None:
+    results = lm_stored.stored(schemes=("rope",))
+    assert set(results.without(["maps", "routing"]).measured) == set(results.measured) - {"maps"}
+    with pytest.raises(ValueError, match=r"without: got 'map'"):
+        results.without(["map"])
 
 
 @given(st.lists(st.booleans(), max_size=50))
 def test_hits_are_packed_without_loss(hits: list[bool]) -> None:
     assert unpack_hits(pack_hits(hits), len(hits)) == hits
-
-
-def test_means_and_deviations_over_seeds() -> None:
-    rows = [row("rope", "last", seed, 1, accuracy=a) for seed, a in enumerate((0.2, 0.4, 0.9))]
-    (curve,) = summary.curves(Results(rows=tuple(rows), analyses=(), runs=()))
-    assert curve.means[0].mean == pytest.approx(0.5)
-    assert curve.means[0].std == pytest.approx(np.std([0.2, 0.4, 0.9], ddof=1))
-    assert str(summary.mean_of([0.5])) == "0.50"
-
-
-def test_an_advantage_is_found_and_its_absence_too() -> None:
-    found = summary.comparisons(stored(schemes=("rope", "rope+gape"), targets=("last",), seeds=3))
-    assert [c.factor for c in found] == [1, 2, 4]
-    assert not found[0].separable
-    assert found[2].separable
-    assert found[2].low < found[2].difference < found[2].high
-    assert found[2].difference > 0.5
-
-
-def test_digits_that_are_never_named_are_counted() -> None:
-    """A model that finds every needle and takes half of the digits for others; one that solves the task is left out."""
-    task = niah.NIAHConfig(length=64, n_needles=1, target="last")
-    asked = niah.sample(task, 100, split="test").targets[:, -1] - niah.DIGIT_0
-    named = (asked >= 5).tolist()
-    merged = row("rope", "last", 0, 1, accuracy=sum(named) / 100, hits=pack_hits(named))
-    solved = row("alibi", "last", 0, 1, accuracy=1.0, hits=pack_hits([True] * 100))
-    table = digit_table(Results(rows=(merged, solved), analyses=(), runs=()))
-    assert table is not None
-    assert table.rows == (("RoPE · needle close (last)", "0", f"{sum(named) / 100:.2f}", "5", "5", "0"),)
-    assert digit_table(Results(rows=(solved,), analyses=(), runs=())) is None
-
-
-def test_the_committed_tables_are_those_of_the_committed_rows() -> None:
-    home = Path(__file__).parents[2] / "results" / "niah" / "paper"
-    text = "\n\n".join(table.markdown() for table in tables(gather([home]))) + "\n"
-    assert (home / "tables.md").read_text(encoding="utf-8") == text
-
-
-def test_only_the_same_samples_are_compared() -> None:
-    rows = (row("rope", "last", 0, 1), row("rope+gape", "last", 0, 1, eval_seed=5))
-    assert summary.comparisons(Results(rows=rows, analyses=(), runs=())) == []
-
-
-def test_one_seed_decides_nothing() -> None:
-    (found,) = summary.comparisons(
-        Results(
-            rows=(
-                row("rope", "last", 0, 1, hits=pack_hits([False] * 100)),
-                row("rope+gape", "last", 0, 1, hits=pack_hits([True] * 100)),
-            ),
-            analyses=(),
-            runs=(),
-        )
-    )
-    assert (found.low, found.high, found.separable) == (1.0, 1.0, False)
-
-
-@pytest.mark.parametrize(("seeds", "spread"), [(1, 0.0), (3, 0.0), (3, 0.2), (5, 0.2)])
-def test_an_interval_holds_the_truth_nineteen_times_in_twenty(seeds: int, spread: float) -> None:
-    """Gates that add 0.1 on average, and by chance more or less in each training run; 200 samples each."""
-    random = np.random.default_rng(0)
-    inside = 0
-    for _ in range(200):
-        rows = []
-        for seed in range(seeds):
-            right = random.random(200) < np.clip(0.5 + random.normal(0, spread), 0, 1)
-            other = random.random(200) < 0.4
-            rows.append(row("rope+gape", "last", seed, 1, samples=200, hits=pack_hits(right)))
-            rows.append(row("rope", "last", seed, 1, samples=200, hits=pack_hits(other)))
-        (found,) = summary.comparisons(Results(rows=tuple(rows), analyses=(), runs=()))
-        inside += found.low <= 0.1 <= found.high
-    assert 0.9 <= inside / 200 <= 0.99
-
-
-@pytest.mark.parametrize(("freedom", "point"), [(2, 4.303), (10, 2.228), (11, 2.201), (30, 2.042), (100, 1.984)])
-def test_students_points(freedom: int, point: float) -> None:
-    assert summary.student(freedom) == pytest.approx(point, abs=3e-3)

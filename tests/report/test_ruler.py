@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from gape.report import catalogue, ruler, write
-from gape.report.lm_results import gather, store
-from gape.report.results import Results
+from gape.report.results import Results, gather, store
 from gape.report.series import NoData
-from gape.report.tables import Table
 
 MEANS = {"rope": 10.2, "p-rope": 9.9, "p-rope+gape": 9.3}
 SUBSETS = [(task, length) for task in ("vt", "cwe") for length in (4096, 8192)]
@@ -36,7 +34,7 @@ def rows(means: dict[str, float] = MEANS, **more: Any) -> list[dict[str, Any]]:
 
 
 def results(made: list[dict[str, Any]]) -> Results:
-    return Results(rows=(), analyses=(), runs=({"run": "rope_0"},), measured={"ruler": tuple(made)})
+    return Results(runs=({"run": "rope_0"},), measured={"ruler": tuple(made)})
 
 
 def test_the_papers_layout() -> None:
@@ -54,9 +52,10 @@ def test_the_papers_layout() -> None:
     assert f"<u>{table.rows[1][2]}</u>" in table.markdown()
     assert f"{best} *" in table.text()
     assert f"<strong>{best}</strong>" in table.html()
-    tex = ruler.latex(table)
+    tex = table.latex()
     assert r"\textbf{" + best.replace("±", r"$\pm$") + "}" in tex
     assert r"cwe\_4k" in tex
+    assert "|" not in tex
 
 
 def test_best_and_second_are_found_within_each_model() -> None:
@@ -73,15 +72,9 @@ def test_nothing_is_best_on_other_samples() -> None:
 
 def test_one_sample_separates_nothing() -> None:
     made = [one | {"samples": 1, "sample_nll": one["sample_nll"][:1]} for one in rows()]
-    assert {cells[-1] for cells in ruler.difference_table(ruler.methods(made)).rows} == {"one sample"}
-    assert not ruler.ablation(made).strong
-
-
-def test_every_table_is_latex() -> None:
-    tex = ruler.FORMATS["latex"](ruler.ablation(rows()))
-    assert r"\textbf{+" in tex
-    assert r"\%" in tex
-    assert "|" not in tex
+    (table,) = ruler.difference_tables(ruler.methods(made))
+    assert {cells[-1] for cells in table.rows} == {"one sample"}
+    assert not ruler.ablation(ruler.methods(made)).strong
 
 
 def test_matches_are_ranked_the_other_way_up() -> None:
@@ -89,34 +82,33 @@ def test_matches_are_ranked_the_other_way_up() -> None:
         one | {"match": 0.5, "sample_match": [float(n < hits) for n in range(20)]}
         for one, hits in zip(rows({"rope": 1.0, "alibi": 1.0}), [4] * 4 + [9] * 4, strict=True)
     ]
-    _, table, *_ = ruler.tables(made)
+    _, table, *_ = ruler.tables(results(made))
     assert table.rows[1][2].startswith("45.0 ±")
     assert {r for r, _ in table.strong} == {1}
 
 
 def test_equal_ones_do_not_stand_out() -> None:
-    made = [one | {"sample_nll": [1.0] * 20} for one in rows()]
-    assert not ruler.ranking(ruler.methods(made)).strong
+    assert not ruler.ranking(ruler.methods([one | {"sample_nll": [1.0] * 20} for one in rows()])).strong
 
 
 def test_differences_are_of_the_same_samples() -> None:
     made = rows()
-    table = ruler.difference_table(ruler.methods(made))
+    (table,) = ruler.difference_tables(ruler.methods(made))
     assert {cells[1] for cells in table.rows} == {"p-RoPE+GAPE − RoPE", "p-RoPE+GAPE − p-RoPE"}
     assert {cells[-1] for cells in table.rows} == {"better"}
     others = [one | {"plan": "other"} if one["position"] == "rope" else one for one in made]
-    table = ruler.difference_table(ruler.methods(others))
+    (table,) = ruler.difference_tables(ruler.methods(others))
     assert {cells[1] for cells in table.rows} == {"p-RoPE+GAPE − p-RoPE"}
 
 
 def test_chance_is_called_so() -> None:
-    table = ruler.difference_table(ruler.methods(rows({"p-rope": 9.3, "p-rope+gape": 9.3})))
+    (table,) = ruler.difference_tables(ruler.methods(rows({"p-rope": 9.3, "p-rope+gape": 9.3})))
     assert "not separable" in {cells[-1] for cells in table.rows}
 
 
 def test_runs_of_one_seed_are_not_averaged() -> None:
     made = rows({"rope": 10.0})
-    with pytest.raises(ValueError, match=r"other and \S+ are both seed 0; as RoPE they are one; --name of gape ruler"):
+    with pytest.raises(ValueError, match="both seed 0"):
         ruler.methods(made + [one | {"run": "other"} for one in made])
 
 
@@ -126,27 +118,27 @@ def test_seeds_are_averaged_sample_by_sample() -> None:
     one, two = (r["sample_nll"] for r in made if (r["task"], r["length"]) == ("vt", 4096))
     means = [(a + b) / 2 for a, b in zip(one, two, strict=True)]
     assert method.values(("vt", 4096), "nll") == pytest.approx(means)
-    with pytest.raises(ValueError, match=r"seeds of RoPE on .* were measured on different samples"):
+    with pytest.raises(ValueError, match="different samples"):
         ruler.methods(rows({"rope": 10.0}) + rows({"rope": 12.0}, seed=1, plan="other"))
 
 
 def test_precisions_are_not_mixed() -> None:
     made = rows({"rope": 10.0}, precision="float32")
     assert len(ruler.methods(made + rows({"rope": 10.0}, precision="bfloat16", model="other"))) == 2
-    with pytest.raises(ValueError, match="GPT-6x512 were measured in bfloat16, float32"):
+    with pytest.raises(ValueError, match="bfloat16, float32"):
         ruler.methods(made + rows({"rope": 10.1}, precision="bfloat16"))
 
 
 def test_the_ablation_is_in_percent_of_the_full_model() -> None:
     made = rows({"p-rope+gape": 10.0}) + rows({"p-rope+gape": 10.5}, variant="gate-fixed")
-    table = ruler.ablation(made)
+    table = ruler.ablation(ruler.methods(made))
     assert [cells[:2] for cells in table.rows] == [("GPT-6x512", "p-RoPE+GAPE (gate-fixed)")]
     full, other = ruler.methods(made)
     values = [m.values(("vt", 8192), "nll").mean() for m in (full, other)]
     assert table.rows[0][-1] == f"{100 * (values[1] - values[0]) / values[0]:+.2f}%"
     assert (0, 5) in table.strong
-    with pytest.raises(ValueError, match=r"expected rows of p-rope\+gape and of models without a part of it"):
-        ruler.ablation(rows({"rope": 1.0}))
+    with pytest.raises(ValueError, match=r"p-rope\+gape"):
+        ruler.ablation(ruler.methods(rows({"rope": 1.0})))
 
 
 def test_an_ablation_comes_with_its_intervals() -> None:
@@ -156,12 +148,6 @@ def test_an_ablation_comes_with_its_intervals() -> None:
     assert {cells[-1] for cells in table.rows} == {"worse"}
     _, other = ruler.ablation_tables(results(made), ("p-rope+gape", "gate-fixed"))
     assert {cells[1].split(" − ")[1] for cells in other.rows} == {"p-RoPE+GAPE (gate-fixed)"}
-
-
-def test_stored_rows_come_back(tmp_path: Path) -> None:
-    store(results(rows()), tmp_path)
-    found = gather([tmp_path])
-    assert ruler.tables(found.measured["ruler"])[0].rows == ruler.tables(rows())[0].rows
 
 
 @pytest.mark.parametrize(
@@ -175,11 +161,9 @@ def test_stored_rows_come_back(tmp_path: Path) -> None:
 def test_every_entry_is_drawn_with_its_table(name: str, made: list[dict[str, Any]], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     entry = catalogue.figure(name)
-    numbers, png, pdf, table = catalogue.write(entry, results(made), tmp_path)
+    numbers, _, _, table = catalogue.write(entry, results(made), tmp_path)
     data = json.loads(numbers.read_text(), parse_constant=lambda word: pytest.fail(word))
     assert data["columns"] == ["cwe_4k", "cwe_8k", "vt_4k", "vt_8k"]
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert pdf.read_bytes().startswith(b"%PDF")
     assert "| Model | Method | cwe_4k |" in table.read_text(encoding="utf-8")
     with pytest.raises(NoData):
         entry.data(results([]))
@@ -187,6 +171,7 @@ def test_every_entry_is_drawn_with_its_table(name: str, made: list[dict[str, Any
 
 def test_reports_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "FIGURES", {})
-    page = write.report(results(rows()), tmp_path).read_text(encoding="utf-8")
-    assert "RULER: answer NLL per token" in page
-    assert isinstance(ruler.loss_tables(results(rows()))[0], Table)
+    store(results(rows()), tmp_path / "stored")
+    found = gather([tmp_path / "stored"])
+    page = write.report(found, tmp_path).read_text(encoding="utf-8")
+    assert all(table.html() in page for table in ruler.tables(results(rows())))

@@ -54,7 +54,7 @@ def entropy(
 ) -> None:
     """Attention entropy by layer and head, the gates beside it, and how far attention reaches: entropy.json."""
     from gape.analysis import lm  # noqa: PLC0415
-    from gape.report.lm_tables import entropy_table  # noqa: PLC0415
+    from gape.report.tables import entropy_table  # noqa: PLC0415
 
     reader = _reader(data, tokenizer, split, stratum)
 
@@ -152,11 +152,11 @@ def masks(
 @app.command()
 def routing(runs: Runs) -> None:
     """The routing variables at the end of training, by layer, from the routing.jsonl that training left."""
-    from gape.report.lm_results import collect  # noqa: PLC0415
-    from gape.report.lm_tables import routing_table  # noqa: PLC0415
-    from gape.report.rows import usable  # noqa: PLC0415
+    from gape.report.results import collect  # noqa: PLC0415
+    from gape.report.tables import routing_table  # noqa: PLC0415
+    from gape.utils.stored_rows import usable  # noqa: PLC0415
 
-    found = collect(runs).measured.get("routing", ())
+    found = collect(runs).of("routing")
     if not found:
         raise ValueError(
             f"routing: got {', '.join(map(str, runs))}, expected runs with routing.jsonl, which gape lm train writes "
@@ -194,7 +194,7 @@ def far_back(
     """Loss on tokens whose answer lies far back: far_back.jsonl. Stop it and start it again as you like."""
     from gape.analysis.far_back import measure_run  # noqa: PLC0415
     from gape.experiments.experiment import asked_precision, pick_device  # noqa: PLC0415
-    from gape.report.lm_tables import far_back_table  # noqa: PLC0415
+    from gape.report.tables import far_back_table  # noqa: PLC0415
     from gape.tasks.far_back import FarBackConfig  # noqa: PLC0415
 
     config = FarBackConfig(

@@ -128,8 +128,7 @@ def _perplexities(at: list[dict[int, dict[str, Any]]], where: str) -> Table:
 
 def _differences(at: list[dict[int, dict[str, Any]]], where: str) -> Table:
     """A row per run but the first and context."""
-    from gape.report.lm_tables import interval  # noqa: PLC0415
-    from gape.report.tables import Table  # noqa: PLC0415
+    from gape.report.tables import Table, interval  # noqa: PLC0415
     from gape.tasks.perplexity_rows import difference  # noqa: PLC0415
 
     cells = []

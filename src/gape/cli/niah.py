@@ -86,10 +86,10 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
     Raises:
         ValueError: some would be averaged as seeds of one scheme and are not.
     """
-    from gape.report.results import arranged  # noqa: PLC0415
+    from gape.report.results import needle_results  # noqa: PLC0415
     from gape.report.write import tables  # noqa: PLC0415
 
-    for table in tables(arranged(rows)):
+    for table in tables(needle_results(rows)):
         typer.echo(f"\n{table.text()}")
 
 

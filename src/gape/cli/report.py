@@ -28,13 +28,14 @@ def write_report(runs: list[Path], out: Path, title: str | None = None, without:
     Raises:
         ValueError: a path without results, or a kind that there is not.
     """
-    from gape.report import lm_results, write  # noqa: PLC0415
+    from gape.report import write  # noqa: PLC0415
+    from gape.report.results import gather  # noqa: PLC0415
     from gape.utils.progress import Board, Voice  # noqa: PLC0415
     from gape.utils.stored_rows import usable  # noqa: PLC0415
 
     voice = Voice()
     with Board(voice, "page") as board, usable(runs):
         board.show(str(out), 0, 1)
-        results = lm_results.without(lm_results.gather(runs), without)
-        heading = title or ("Needle in a haystack" if results.rows else "Language models")
+        results = gather(runs).without(without)
+        heading = title or ("Needle in a haystack" if results.of("needle") else "Language models")
         return write.report(results, out, title=heading, say=voice.say)

@@ -65,7 +65,7 @@ def _there(path: Path) -> bool:
 
 
 def _committed(entry: Entry, results: Path) -> Results:
-    from gape.report.lm_results import gather  # noqa: PLC0415
+    from gape.report.results import gather  # noqa: PLC0415
 
     path = home(entry, results)
     if not _there(path) and entry.made_by:

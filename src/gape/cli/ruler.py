@@ -135,47 +135,46 @@ def table(
     ] = None,
 ) -> None:
     """Print the paper's table from stored results: best bold, second underlined, differences on the same samples."""
-    from dataclasses import replace  # noqa: PLC0415
-
     from gape.report import ruler  # noqa: PLC0415
-    from gape.report.lm_results import gather  # noqa: PLC0415
+    from gape.report.results import gather  # noqa: PLC0415
+    from gape.report.tables import FORMATS  # noqa: PLC0415
     from gape.utils.stored_rows import usable  # noqa: PLC0415
     from gape.utils.validation import invalid_argument  # noqa: PLC0415
 
-    if form not in ruler.FORMATS:
-        raise invalid_argument("format", form, f"one of {', '.join(ruler.FORMATS)}")
+    if form not in FORMATS:
+        raise invalid_argument("format", form, f"one of {', '.join(FORMATS)}")
     if precision not in (None, "float32", "bfloat16"):
         raise invalid_argument("precision", precision, "float32 or bfloat16")
     found = gather(results)
-    rows = tuple(row for row in found.measured.get("ruler", ()) if precision in (None, row.get("precision")))
+    rows = tuple(row for row in found.of("ruler") if precision in (None, row.get("precision")))
     if not rows:
         held = "no rows of gape ruler eval" if precision is None else f"no rows of gape ruler eval in {precision}"
         raise ValueError(f"results: {', '.join(map(str, results))} hold {held}")
-    found = replace(found, measured={**found.measured, "ruler": rows})
+    found = found.only(ruler=rows)
     position, _, variant = full.partition(":")
     with usable(results):
-        made = ruler.ablation_tables(found, (position, variant)) if ablation else ruler.tables(rows)
+        made = ruler.ablation_tables(found, (position, variant)) if ablation else ruler.tables(found)
     if out is not None:
         _store(found, made, out)
-    typer.echo("\n\n".join(ruler.FORMATS[form](one) for one in made))
+    typer.echo("\n\n".join(FORMATS[form](one) for one in made))
 
 
 def _store(found: Results, made: Sequence[Any], out: Path) -> None:
-    from dataclasses import replace  # noqa: PLC0415
-
-    from gape.report import ruler  # noqa: PLC0415
-    from gape.report.lm_results import store  # noqa: PLC0415
+    from gape.report.results import store  # noqa: PLC0415
+    from gape.report.tables import FORMATS  # noqa: PLC0415
     from gape.utils import files  # noqa: PLC0415
 
-    store(replace(found, rows=(), analyses=(), measured={"ruler": found.measured["ruler"]}), out)
+    store(found, out)
     for form, name in TABLES.items():
-        files.replace(out / name, ("\n\n".join(ruler.FORMATS[form](one) for one in made) + "\n").encode())
+        files.replace(out / name, ("\n\n".join(FORMATS[form](one) for one in made) + "\n").encode())
 
 
 def _print(found: Sequence[Record]) -> None:
     from gape.report import ruler  # noqa: PLC0415
+    from gape.report.results import Results  # noqa: PLC0415
 
-    typer.echo("\n\n".join(one.text() for one in ruler.tables(found)))
+    results = Results(measured={"ruler": tuple(found)})
+    typer.echo("\n\n".join(one.text() for one in ruler.tables(results)))
 
 
 def _chosen(samples: Sequence[Any], tasks: str | None, limit: int | None) -> list[Any]:

@@ -22,8 +22,8 @@ from gape.experiments.experiment import Record
 from gape.experiments.finetune import MODEL, RUN, base_of, described, load, refuse_corpus, refuse_length
 from gape.experiments.recipes.lm import Evaluation
 from gape.hf.reading import read_config
-from gape.report.hf import UNTRAINED
 from gape.report.results import read_rows
+from gape.report.series import UNTRAINED
 from gape.report.tables import Table
 from gape.tasks import perplexity, perplexity_rows
 from gape.utils import files, jsonl, locks

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gape.report import diagrams, figures, forgetting, hf, lm_figures, lm_series, ruler, series
+from gape.report import diagrams, figures, forgetting, inside, inside_figures, ruler, series, tables
 from gape.report.results import Results
 from gape.report.series import Data
 from gape.report.style import house_style, save
-from gape.report.tables import Table
 from gape.utils.validation import suggestion
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Entry:
     every_variant: bool = False
     command: str = ""
     made_by: str = ""
-    tables: Callable[[Results], list[Table]] | None = None
+    tables: Callable[[Results], list[tables.Table]] | None = None
 
     def data(self, results: Results | None) -> Data:
         """The numbers of the figure.
@@ -66,27 +66,45 @@ class Entry:
         return self.measure(results) | ({"variant": variant} if variant else {})
 
 
-_ALL = (
+_SAMPLES = (
+    "gape ruler generate --tokenizer GPT2 --tasks cwe,niah_multikey_1,qa_2,vt --haystack TEXT --hotpotqa FILE "
+    "--out samples"
+)
+
+
+def _ruler_of(recipe: str, name: str) -> str:
+    """Commands that make RULER's results of a recipe's models."""
+    return (
+        f"{_SAMPLES}, gape lm train {recipe} data=DIR, gape ruler eval runs/{recipe}/* --data samples --tokenizer GPT2 "
+        f"and gape ruler table runs/{recipe} --out results/ruler/{name}"
+    )
+
+
+#: A figure of language models.
+_language = partial(Entry, recipe=LANGUAGE, every_variant=True)
+
+_NEEDLE = (
     Entry(
         name="accuracy", paper="fig:GAPE_accuracy_analysis", measure=series.accuracy, draw=figures.draw_accuracy,
         caption="Accuracy by context length for needles close to the query and far from it, each base with and without "
         "gates, ALiBi beside them. Means and deviations over seeds.",
     ),
     Entry(
-        name="gates-entropy", paper="fig:GAPE_gate_analysis", measure=series.gates_entropy,
-        draw=figures.draw_gates_entropy,
+        name="gates-entropy", paper="fig:GAPE_gate_analysis", measure=inside.gates_entropy,
+        draw=inside_figures.draw_gates_entropy,
         caption="Left: the landmark gate along a sequence (layer 2, head 1), the landmark that the theory asks of the "
         "wanted needle, and the query's effective context. Right: attention entropy, means over layers, heads and "
         "queries, deviations over samples and seeds.",
     ),
     Entry(
-        name="entropy-change", paper="app:niah_entropy", measure=series.entropy_change,
-        draw=figures.draw_entropy_change,
+        name="entropy-change", paper="app:niah_entropy", measure=inside.entropy_change,
+        draw=inside_figures.draw_entropy_change,
         caption="Change of the mean attention entropy that gates bring, by needle, layer and length, on the same "
         "samples and seeds; below zero is sharper.",
     ),
     Entry(
-        name="query-gate", paper="fig:niah_gi_close_far", measure=series.query_gate, draw=figures.draw_query_gate,
+        name="query-gate", paper="fig:niah_gi_close_far", measure=inside.query_gate,
+        draw=inside_figures.draw_query_gate,
         caption="Query gate at the final query token, by layer (L) and head (H). Means and deviations over samples and "
         "seeds.",
     ),
@@ -123,106 +141,117 @@ _ALL = (
         caption="Accuracy by context length for every variant. Means and deviations over seeds.",
     ),
     Entry(
-        name="landmarks", paper=None, measure=series.landmarks, draw=figures.draw_landmarks,
+        name="landmarks", paper=None, measure=inside.landmarks, draw=inside_figures.draw_landmarks,
         caption="The landmark gate along one sequence in every layer and head.",
     ),
     Entry(
-        name="landmark-kinds", paper=None, measure=series.landmark_kinds, draw=figures.draw_landmark_kinds,
+        name="landmark-kinds", paper=None, measure=inside.landmark_kinds, draw=inside_figures.draw_landmark_kinds,
         recipe="niah/landmarks", every_variant=True,
         caption="Mean landmarks by kind of token. Sparse peaks on needles would be high digits and low fillers.",
     ),
     Entry(
-        name="attention-maps", paper=None, measure=series.attention_maps, draw=figures.draw_attention_maps,
+        name="attention-maps", paper=None, measure=inside.attention_maps, draw=inside_figures.draw_attention_maps,
         caption="Attention of one sequence in cells of queries and keys.",
     ),
-    Entry(
-        name="lm-perplexity", paper="fig:ood_ppl_by_context_length", measure=hf.ours,
-        draw=lm_figures.draw_perplexity, recipe=LANGUAGE, every_variant=True, command="lm perplexity",
+)  # fmt: skip
+_LANGUAGE = (
+    _language(
+        name="lm-perplexity", paper="fig:ood_ppl_by_context_length", command="lm perplexity",
         caption="Perplexity of held-out documents by context length. Bands are 95% intervals over documents, or "
         "deviations over seeds. A line breaks where fewer documents fill the context.",
+        measure=series.own_perplexity, draw=figures.draw_perplexity,
     ),
-    Entry(
-        name="lm-positions", paper=None, measure=lm_series.positions, draw=lm_figures.draw_positions, recipe=LANGUAGE,
-        every_variant=True, command="lm perplexity", caption="Loss by position in windows of the longest context.",
+    _language(
+        name="lm-positions", paper=None, command="lm perplexity",
+        caption="Loss by position in windows of the longest context.",
+        measure=series.positions, draw=figures.draw_positions,
     ),
-    Entry(
-        name="lm-entropy", paper="fig:GAPE_final_layer_analysis", measure=lm_series.entropy,
-        draw=lm_figures.draw_entropy, recipe=LANGUAGE, every_variant=True, command="analyze entropy",
+    _language(
+        name="lm-entropy", paper="fig:GAPE_final_layer_analysis", command="analyze entropy",
         caption="Left: attention entropy by layer, means over heads and queries, deviations over samples. Middle: mean "
         "query gate against mean entropy of every head. Right: mean mask of the last layer's heads over training.",
+        measure=inside.entropy, draw=inside_figures.draw_entropy,
     ),
-    Entry(
-        name="lm-entropy-heads", paper=None, measure=lm_series.entropy_heads, draw=lm_figures.draw_entropy_heads,
-        recipe=LANGUAGE, every_variant=True, command="analyze entropy",
+    _language(
+        name="lm-entropy-heads", paper=None, command="analyze entropy",
         caption="Attention entropy of every layer and head at several lengths.",
+        measure=inside.entropy_heads, draw=inside_figures.draw_entropy_heads,
     ),
-    Entry(
-        name="lm-masks", paper="fig:GAPE_layer5_mask", measure=lm_series.masks, draw=lm_figures.draw_masks,
-        recipe=LANGUAGE, every_variant=True, command="analyze masks",
+    _language(
+        name="lm-masks", paper="fig:GAPE_layer5_mask", command="analyze masks",
         caption="The mask M of one layer's heads on one passage, means over cells of queries and keys.",
+        measure=inside.masks, draw=inside_figures.draw_masks,
     ),
-    Entry(
-        name="lm-spectrum", paper="fig:qk_norms_by_channel_app", measure=lm_series.spectrum,
-        draw=lm_figures.draw_spectrum, recipe=LANGUAGE, every_variant=True, command="analyze spectrum",
+    _language(
+        name="lm-spectrum", paper="fig:qk_norms_by_channel_app", command="analyze spectrum",
         caption="Mean norm of queries and keys by rotary pair, fastest first, over layers and heads. Bars are "
         "deviations over samples.",
+        measure=inside.spectrum, draw=inside_figures.draw_spectrum,
     ),
-    Entry(
-        name="lm-routing", paper="fig:GAPE_routing_dynamics", measure=lm_series.routing, draw=lm_figures.draw_routing,
-        recipe=LANGUAGE, every_variant=True, command="lm train",
-        caption="Mean mask M, landmark, query gate and amplitude over training on fixed held-out windows, by layer "
-        "and head.",
+    _language(
+        name="lm-routing", paper="fig:GAPE_routing_dynamics", command="lm train",
+        caption="Mean mask M, landmark, query gate and amplitude over training on fixed held-out windows, by layer and "
+        "head.",
+        measure=inside.routing, draw=inside_figures.draw_routing,
     ),
-    Entry(
-        name="lm-maps", paper="fig:attention_maps_layer5_app", measure=lm_series.maps, draw=lm_figures.draw_maps,
-        recipe=LANGUAGE, every_variant=True, command="analyze maps",
+    _language(
+        name="lm-maps", paper="fig:attention_maps_layer5_app", command="analyze maps",
         caption="Attention of one layer's heads on the same passage, a row per scheme.",
+        measure=inside.maps, draw=inside_figures.draw_maps,
     ),
-    Entry(
-        name="lm-far-back", paper=None, measure=lm_series.far_back, draw=lm_figures.draw_far_back, recipe=LANGUAGE,
-        every_variant=True, command="analyze far-back",
+    _language(
+        name="lm-far-back", paper=None, command="analyze far-back",
         caption="Above: loss on tokens whose answer lies far back, by how far. Below: how much lower it is than "
         "without the far text, on the same tokens. Bands are 95% intervals over documents, or deviations over seeds.",
+        measure=series.far_back, draw=figures.draw_far_back,
     ),
-    Entry(
-        name="lm-context", paper=None, measure=lm_series.context, draw=lm_figures.draw_context, recipe=LANGUAGE,
-        every_variant=True, command="analyze entropy",
+    _language(
+        name="lm-context", paper=None, command="analyze entropy",
         caption="Left: how far attention reaches by context length. Right: for schemes with a rate, the theory's "
         "effective context length of every head against the distance that its attention uses.",
+        measure=inside.context, draw=inside_figures.draw_context,
     ),
-    Entry(
-        name="hf-perplexity", paper=None, measure=hf.perplexity, draw=hf.draw, recipe="hf/smollm2", every_variant=True,
-        command="hf perplexity", made_by=hf.MADE_BY, tables=hf.tables,
+    _language(
+        name="hf-perplexity", paper=None, command="hf perplexity",
         caption="Perplexity of held-out documents by context length, of a model of transformers fine-tuned alike with "
         "and without gates. Bands are 95% intervals over documents.",
+        measure=series.hf_perplexity, draw=figures.draw_perplexity, recipe="hf/smollm2", tables=tables.hf_tables,
+        made_by="gape hf import FILE --out models/smollm2, gape data prepare BOOKS --heldout HELDOUT --strata 66000 "
+        "--excerpts --tokenizer models/smollm2 --out DATA and bash examples/extend.sh models/smollm2 DATA "
+        "runs/hf/smollm2, then gape report runs/hf/smollm2 models/smollm2 --out results/hf/smollm2",
     ),
-    Entry(
-        name="ruler-44m", paper="tab:results_wide", measure=ruler.losses, draw=ruler.draw, recipe="ruler/44m",
-        every_variant=True, command="ruler eval", made_by=ruler.made_by("lm/books", "44m"), tables=ruler.loss_tables,
+    _language(
+        name="ruler-44m", paper="tab:results_wide", command="ruler eval",
         caption="Answer NLL per token on RULER's subsets. Bars are 95% intervals over samples.",
+        measure=ruler.losses, draw=figures.draw_ruler, recipe="ruler/44m", tables=ruler.tables,
+        made_by=_ruler_of("lm/books", "44m"),
     ),
-    Entry(
-        name="ruler-ablation", paper="tab:ablation_comparison", measure=ruler.ablations, draw=ruler.draw,
-        recipe="ruler/ablation", every_variant=True, command="ruler eval",
-        made_by=ruler.made_by("lm/ablations", "ablation"), tables=ruler.ablation_tables,
+    _language(
+        name="ruler-ablation", paper="tab:ablation_comparison", command="ruler eval",
         caption="Change of answer NLL on RULER's subsets against p-RoPE+GAPE. Bars are 95% intervals over samples.",
+        measure=ruler.ablations, draw=figures.draw_ruler, recipe="ruler/ablation", tables=ruler.ablation_tables,
+        made_by=_ruler_of("lm/ablations", "ablation"),
     ),
-    Entry(
-        name="ruler-124m", paper="tab:results_wide", measure=ruler.others_losses, draw=ruler.draw,
-        recipe="ruler/124m", every_variant=True, command="ruler eval", made_by=ruler.MADE_OF_GPT2,
-        tables=ruler.loss_tables,
+    _language(
+        name="ruler-124m", paper="tab:results_wide", command="ruler eval",
         caption="Answer NLL per token on RULER's subsets, GPT-2 fine-tuned with other positions. Bars are 95% "
         "intervals over samples.",
+        measure=ruler.others_losses, draw=figures.draw_ruler, recipe="ruler/124m", tables=ruler.tables,
+        made_by=f"{_SAMPLES}, for each scheme gape hf convert GPT2 --position SCHEME --context-length 1024 --out "
+        "gpt2-SCHEME and gape hf finetune gpt2-SCHEME DATA --out runs/gpt2/SCHEME, then gape ruler eval "
+        "runs/gpt2/*/model --data samples and gape ruler table runs/ruler --out results/ruler/124m",
     ),
-    Entry(
-        name="forgetting", paper=None, measure=forgetting.series, draw=forgetting.draw, recipe="forgetting",
-        every_variant=True, command="forget measure", made_by=forgetting.MADE_BY, tables=forgetting.result_tables,
+    _language(
+        name="forgetting", paper=None, command="forget measure",
         caption="Left: time of prefill beside dense attention. Middle: speed of decoding against bytes held, beside "
         "the full cache. Right: what it costs, beside dense attention on the same text.",
+        measure=forgetting.series, draw=figures.draw_forgetting, recipe="forgetting", tables=forgetting.result_tables,
+        made_by="gape lm train lm/forgetting data=DIR, gape forget measure runs/lm/forgetting/* --data DIR, the same "
+        "with niah/forgetting, and then gape report runs/lm/forgetting runs/niah/forgetting --out results/forgetting",
     ),
 )  # fmt: skip
 
-FIGURES = {entry.name: entry for entry in _ALL}
+FIGURES = {entry.name: entry for entry in _NEEDLE + _LANGUAGE}
 
 
 def figure(name: str) -> Entry:
@@ -251,17 +280,18 @@ def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
     data = entry.data(results)
     with house_style():
         shown = _escaped(data)
-        made = entry.draw(shown)
+        drawing = entry.draw(shown)
         if data.get("variant"):
-            made.suptitle(" · ".join(filter(None, (made.get_suptitle(), f"variant {shown['variant']}"))), fontsize=10)
-        drawn = save(made, directory, entry.name)
+            title = " · ".join(filter(None, (drawing.get_suptitle(), f"variant {shown['variant']}")))
+            drawing.suptitle(title, fontsize=10)
+        drawn = save(drawing, directory, entry.name)
     numbers = directory / f"{entry.name}.json"
     numbers.write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
     if entry.tables is None or results is None:
         return [numbers, *drawn]
-    beside = directory / f"{entry.name}.md"
-    beside.write_text("\n\n".join(table.markdown() for table in entry.tables(results)) + "\n", encoding="utf-8")
-    return [numbers, *drawn, beside]
+    markdown = directory / f"{entry.name}.md"
+    markdown.write_text("\n\n".join(table.markdown() for table in entry.tables(results)) + "\n", encoding="utf-8")
+    return [numbers, *drawn, markdown]
 
 
 def _escaped(value: Any) -> Any:

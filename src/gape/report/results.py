@@ -1,38 +1,87 @@
-"""What runs left behind, read back: evaluation rows, looks inside, and where both came from.
+"""Results that runs stored: read from runs, sweeps and reports, checked, and written again.
 
-A run's directory holds `eval.jsonl` (a row per length), `analysis.json`, `run.json` and the trainer's `manifest.json`
-and `summary.json`. A report's directory holds the same of many runs as `results.jsonl`, `analysis.jsonl` and
-`runs.jsonl`, so it can be read in place of them. What language models leave is read by :mod:`gape.report.lm_results`.
+A run's directory holds a file for each kind of measurement (:data:`KINDS`), its settings in `run.json`, and the
+trainer's `manifest.json` and `summary.json`. A report's directory holds the same of many runs, a JSONL file for each
+kind and `runs.jsonl`, so it can be read in place of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gape.report.schemes import grouped, scheme_order, variant_of
 from gape.train.config import MAY_CHANGE
 from gape.utils import files
 from gape.utils.jsonl import read_lines, read_object
 from gape.utils.stored_rows import fault
+from gape.utils.validation import suggestion
 
 Record = dict[str, Any]
 
-ROWS, ANALYSES, RUNS = "results.jsonl", "analysis.jsonl", "runs.jsonl"
+RUNS = "runs.jsonl"
 
-#: What a row of an evaluation must have.
-ROW_KEYS = (
-    "run", "variant", "position", "evaluated", "target", "seed", "train_length", "factor", "length", "needles",
-    "samples", "accuracy", "hits",
+#: Settings of a perplexity measurement besides the context: only rows that share them are compared.
+PROTOCOL = (
+    "protocol", "last", "stride", "align", "corpus", "split", "only_stratum", "precision", "max_windows", "eval_seed",
 )  # fmt: skip
 
-#: What a look inside must have.
-LOOK_KEYS = ("run", "variant", "position", "target", "seed", "spread")
 
-#: What rows of one length have in common, whatever their seed.
-_ALIKE = ("length", "needles", "precision", "options")
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of measurement.
+
+    Attributes:
+        file: its file in a run's directory, JSON lines or one object.
+        stored: its file in a report's directory, JSON lines.
+        key: what identifies a row besides its run.
+        needed: keys that every row has.
+    """
+
+    file: str
+    stored: str
+    key: tuple[str, ...]
+    needed: tuple[str, ...]
+
+
+def _language(name: str, key: Iterable[str], needed: str, suffix: str = "jsonl") -> Kind:
+    """A kind that the commands for language models write."""
+    stored = f"{name}.jsonl"
+    needs = ("run", "position", "seed", *needed.split())
+    return Kind(file=f"{name}.{suffix}", stored=stored, key=tuple(key), needed=needs)
+
+
+KINDS = {
+    "needle": Kind(
+        file="eval.jsonl", stored="results.jsonl", key=("evaluated", "factor"),
+        needed=(
+            "run", "variant", "position", "evaluated", "target", "seed", "train_length", "factor", "length", "needles",
+            "samples", "accuracy", "hits",
+        ),
+    ),
+    "inside": Kind(
+        file="analysis.json", stored="analysis.jsonl", key=(),
+        needed=("run", "variant", "position", "target", "seed", "spread"),
+    ),
+    "perplexity": _language("perplexity", (*PROTOCOL, "context", "stratum"), "context"),
+    "positions": _language("positions", (*PROTOCOL, "context"), "context edges nll tokens"),
+    "routing": _language(
+        "routing", ("step", "layer", "head"), "step layer head mean_mask landmark gate amplitude"
+    ),
+    "far_back": _language(
+        "far_back", ("kind", "distance", "context", "key"), "kind distance context tokens documents nll low high"
+    ),
+    "ruler": _language("ruler", ("key", "task", "length"), "key model task length samples"),
+    "forgetting": _language(
+        "forgetting",
+        ("kind", "what", "length", "how", "impl", "eps", "bounds", "batch", "precision", "device"),
+        "kind length how eps",
+    ),
+    **{name: _language(name, (), "sets", "json") for name in ("entropy", "spectrum", "maps", "masks")},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,77 +89,86 @@ class Results:
     """Stored results of any number of runs, in a fixed order.
 
     Attributes:
-        rows: one per run, scheme evaluated and length; keys :data:`ROW_KEYS`.
-        analyses: one per run that was looked into: its row keys up to train_length, and what
-            :func:`gape.analysis.niah.look_inside` found.
-        runs: one per run: its settings, the trainer's manifest, and how training ended.
-        measured: rows of language models by kind; see :mod:`gape.report.lm_results`.
+        runs: one record per run: its settings, the trainer's manifest, and how training ended.
+        measured: rows by kind of :data:`KINDS`.
     """
 
-    rows: tuple[Record, ...]
-    analyses: tuple[Record, ...]
-    runs: tuple[Record, ...]
+    runs: tuple[Record, ...] = ()
     measured: Mapping[str, tuple[Record, ...]] = field(default_factory=dict)
 
+    def of(self, kind: str) -> tuple[Record, ...]:
+        """The rows of a kind."""
+        return self.measured.get(kind, ())
+
     def select(self, **wanted: Any) -> Results:
-        """The rows and analyses whose keys have the wanted values (or one of them, for a tuple)."""
+        """The rows whose keys have the wanted values."""
+        measured = {
+            kind: tuple(row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
+            for kind, rows in self.measured.items()
+        }
+        return replace(self, measured=measured)
 
-        def fits(record: Mapping[str, Any]) -> bool:
-            return all(
-                record.get(key) in value if isinstance(value, tuple) else record.get(key) == value
-                for key, value in wanted.items()
-            )
+    def only(self, **measured: Iterable[Record]) -> Results:
+        """The same runs with these rows alone, by kind."""
+        return replace(self, measured={kind: tuple(rows) for kind, rows in measured.items()})
 
-        measured = {kind: tuple(filter(fits, records)) for kind, records in self.measured.items()}
-        rows, analyses = tuple(filter(fits, self.rows)), tuple(filter(fits, self.analyses))
-        return Results(rows=rows, analyses=analyses, runs=self.runs, measured=measured)
+    def without(self, kinds: Iterable[str]) -> Results:
+        """The results without some kinds, for a report that is not about them.
 
-    def values(self, key: str) -> list[Any]:
-        """The distinct values of a row's key, in the order of the rows."""
-        return list(dict.fromkeys(row[key] for row in self.rows))
+        Raises:
+            ValueError: there is no such kind; says which there are.
+        """
+        kinds = list(kinds)
+        for kind in kinds:
+            if kind not in KINDS:
+                raise ValueError(f"without: got {kind!r}, expected some of {', '.join(KINDS)}{suggestion(kind, KINDS)}")
+        return replace(self, measured={kind: rows for kind, rows in self.measured.items() if kind not in kinds})
 
 
 def gather(paths: Iterable[str | Path]) -> Results:
     """Read runs, sweeps (directories with runs anywhere inside) and reports.
 
-    A last line that was cut short is left out; of two rows for one measurement in a file the later counts, and rows of
-    weights that were trained further since do not. Of rows of one run and scheme in several precisions, or under
-    several options, those with the most lengths count, of equally many the later. A directory that holds both runs and
-    a report is read from its runs.
+    An incomplete last line is skipped. Of two rows for one measurement in a file the later counts, and rows of weights
+    that were trained further since do not. Of needle rows of one run and scheme in several precisions, or under several
+    options, those with the most lengths count, of equally many the later. A directory that holds both runs and a report
+    is read from its runs.
 
     Raises:
         ValueError: a path without results, a file that is not what it should be, two different runs of one name, or
             runs that would be averaged as seeds of one scheme and are not.
     """
-    rows: dict[tuple[Any, ...], Record] = {}
-    analyses: dict[tuple[Any, ...], Record] = {}
-    runs: dict[tuple[Any, ...], Record] = {}
+    results = collect(paths)
+    _refuse_mixtures(results)
+    return results
+
+
+def collect(paths: Iterable[str | Path]) -> Results:
+    """As :func:`gather`, but runs may differ in anything: for what shows each run by itself.
+
+    Raises:
+        ValueError: as :func:`gather`, except for runs that only an average would mix.
+    """
+    known: dict[str, dict[tuple[Any, ...], Record]] = {}
     for path in map(Path, paths):
-        sources = _sweep(path)
-        if not sources and (path / ROWS).is_file():
-            sources = {path: _report(path)}
-        if not any(found.rows for found in sources.values()):
-            raise ValueError(f"results: got {str(path)!r}, expected a run, a sweep or a report with evaluation rows")
-        for home, found in sources.items():
-            _add(rows, {(row["run"], row["evaluated"], row["factor"]): row for row in found.rows}, home)
-            _add(analyses, {(record["run"],): record for record in found.analyses}, home)
-            _add(runs, {(record["run"], experiment_of(record)): record for record in found.runs}, home)
-    return arranged(rows.values(), analyses.values(), runs.values())
+        sources = _sweep(path) or ({path: _report(path)} if _is_report(path) else {})
+        if not any(records for source in sources.values() for kind, records in source.items() if kind != "runs"):
+            raise ValueError(f"results: got {str(path)!r}, expected a run, a sweep or a report with rows of results")
+        for home, source in sources.items():
+            for kind, records in source.items():
+                _add(known.setdefault(kind, {}), {_identity(kind, record): record for record in records}, home)
+    runs = known.pop("runs", {})
+    return _arranged({kind: rows.values() for kind, rows in known.items()}, [runs[key] for key in sorted(runs)])
 
 
-def arranged(rows: Iterable[Record], analyses: Iterable[Record] = (), runs: Iterable[Record] = ()) -> Results:
-    """Results in their fixed order.
+def needle_results(rows: Iterable[Record]) -> Results:
+    """Results of the needle task out of its rows alone.
 
     Raises:
         ValueError: rows of runs that would be averaged as seeds of one scheme and are not.
     """
-    found = Results(
-        rows=tuple(sorted(rows, key=_order)),
-        analyses=tuple(sorted(analyses, key=_order)),
-        runs=tuple(sorted(runs, key=lambda record: str(record["run"]))),
-    )
-    _refuse_mixtures(found.rows, found.runs)
-    return found
+    results = _arranged({"needle": rows})
+    _refuse_mixtures(results)
+    return results
 
 
 def store(results: Results, directory: Path) -> None:
@@ -119,30 +177,21 @@ def store(results: Results, directory: Path) -> None:
     Each file is replaced at once: results that are written over themselves are not lost on the way.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for name, records in ((ROWS, results.rows), (ANALYSES, results.analyses), (RUNS, results.runs)):
-        text = "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)
-        files.replace(directory / name, text.encode())
+    contents: dict[str, Iterable[Record]] = {KINDS[kind].stored: rows for kind, rows in results.measured.items()}
+    for file, records in (contents | {RUNS: map(_without_path, results.runs)}).items():
+        # As these two files were first written.
+        separators = (", ", ": ") if file in ("results.jsonl", "analysis.jsonl") else (",", ":")
+        lines = (json.dumps(record, ensure_ascii=False, separators=separators) for record in records)
+        files.replace(directory / file, "".join(f"{line}\n" for line in lines).encode())
 
 
 def read_rows(path: Path, needed: Iterable[str] = ()) -> list[Record]:
-    """The rows of a JSONL file, all with the keys that are needed; a last line that was cut short is left out.
+    """The rows of a JSONL file, all with the keys that are needed; an incomplete last line is skipped.
 
     Raises:
         ValueError: any other line is not a JSON object, or holds what no row of ours holds; names file and line.
     """
     return read_lines(path, lambda row: fault(row, needed))
-
-
-def read_row(path: Path, needed: Iterable[str] = ()) -> Record:
-    """The row that a JSON file holds, with the keys that are needed.
-
-    Raises:
-        ValueError: it is no JSON object, or holds what no row of ours holds; names the file.
-    """
-    row = read_object(path)
-    if wrong := fault(row, needed):
-        raise ValueError(f"{path}: {wrong}")
-    return row
 
 
 def pack_hits(hits: Iterable[bool]) -> str:
@@ -152,122 +201,198 @@ def pack_hits(hits: Iterable[bool]) -> str:
 
 
 def unpack_hits(packed: str, samples: int) -> list[bool]:
-    """What :func:`pack_hits` packed."""
+    """The answers that :func:`pack_hits` packed."""
     return [bit == "1" for digit in packed for bit in f"{int(digit, 16):04b}"][:samples]
-
-
-def _add(known: dict[tuple[Any, ...], Record], found: dict[tuple[Any, ...], Record], path: Path) -> None:
-    for key, record in found.items():
-        if known.setdefault(key, record) != record:
-            raise ValueError(f"{path}: another run is called {key[0]} too; report them apart")
-
-
-def _report(path: Path) -> Results:
-    def lines(name: str, needed: Iterable[str]) -> tuple[Record, ...]:
-        return tuple(read_rows(path / name, needed)) if (path / name).is_file() else ()
-
-    return Results(rows=lines(ROWS, ROW_KEYS), analyses=lines(ANALYSES, LOOK_KEYS), runs=lines(RUNS, ("run",)))
-
-
-def _sweep(path: Path) -> dict[Path, Results]:
-    """The runs anywhere under a directory by their own; those without a row are left out."""
-    homes = [file.parent for file in sorted(path.rglob("eval.jsonl"))]
-    return {home: found for home in homes if (found := _run(home)).rows}
-
-
-def _run(home: Path) -> Results:
-    """What one run left: the rows and the look of the weights that were measured last."""
-    rows = read_rows(home / "eval.jsonl", ROW_KEYS)
-    if not rows:
-        return Results(rows=(), analyses=(), runs=())
-    step = rows[-1].get("step")
-    look = home / "analysis.json"
-    parts = {"settings": "run.json", "manifest": "manifest.json", "training": "summary.json"}
-    told = {key: read_object(home / name) for key, name in parts.items() if (home / name).is_file()}
-    return Results(
-        rows=_measured_alike([row for row in rows if row.get("step") == step]),
-        analyses=(read_row(look, LOOK_KEYS),) if look.is_file() and read_object(look).get("step") == step else (),
-        runs=({"run": rows[0]["run"], **told},),
-    )
-
-
-def _measured_alike(rows: Iterable[Record]) -> tuple[Record, ...]:
-    """Of each scheme that a run was measured with, the rows of one precision and one set of options."""
-    groups: dict[str, dict[str, list[Record]]] = {}
-    for row in rows:
-        ways = groups.setdefault(row["evaluated"], {})
-        way = repr((row.get("precision"), row.get("options")))
-        # To the end: of equally long ones the way of the latest row is taken.
-        ways[way] = [*ways.pop(way, []), row]
-    longest = (
-        max(reversed(ways.values()), key=lambda found: len({row["factor"] for row in found}))
-        for ways in groups.values()
-    )
-    return tuple(row for found in longest for row in found)
-
-
-def _refuse_mixtures(rows: Iterable[Record], runs: Iterable[Record]) -> None:
-    """Refuse rows that a table would take for seeds of one scheme, and that are not the same but for their seed."""
-    own = (record for record in runs if experiment_of(record) == "niah")
-    settings = {record["run"]: shared_settings(record.get("settings", {})) for record in own}
-    known: dict[tuple[Any, ...], Record] = {}
-    for row in rows:
-        scheme = (row["variant"], row["position"], row["evaluated"], row["target"])
-        other = known.setdefault((*scheme, row["factor"], row["seed"]), row)
-        if other is not row:
-            raise ValueError(f"results: {row['run']} and {other['run']} are both seed {row['seed']}; report them apart")
-        other = known.setdefault((*scheme, row["factor"]), row)
-        one, two = ({key: r[key] for key in _ALIKE if key in r} | settings.get(r["run"], {}) for r in (row, other))
-        refuse_differing(row["run"], other["run"], one, two)
-
-
-def refuse_differing(name: str, other: str, one: Record, two: Record) -> None:
-    """Refuse two runs that would be averaged and differ in what both tell.
-
-    Raises:
-        ValueError: names the runs and the keys.
-    """
-    differing = sorted(key for key in one.keys() & two.keys() if one[key] != two[key])
-    if differing:
-        raise ValueError(f"results: {name} and {other} differ in {', '.join(differing)}; report them apart")
-
-
-def experiment_of(run: Mapping[str, Any]) -> str:
-    """The kind of experiment that a record of a run is of; the needle task's do not say it."""
-    kind: str = run.get("settings", {}).get("kind", "niah")
-    return kind
-
-
-def shared_settings(settings: Mapping[str, Any]) -> Record:
-    """What runs that are averaged over seeds have in common, flat: what is trained, not how it is measured or shown."""
-    told = {key: settings[key] for key in ("batch_size", "task", "model", "train") if key in settings}
-    own = {f"train.{key}" for key in ("seed", *MAY_CHANGE)}
-    return {key: value for key, value in flat(told).items() if key not in own}
 
 
 def flat(value: Any, prefix: str = "") -> Record:
     """Nested records as one, with dotted keys."""
     if not isinstance(value, dict):
         return {prefix: value}
-    made: Record = {}
+    record: Record = {}
     for key, inner in value.items():
-        made |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    return made
+        record |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return record
 
 
-#: Bases in the order of tables and legends; others follow by name.
-BASES = ("nope", "rope", "p-rope", "yarn", "alibi", "fox")
+def far_back_question(row: Record) -> Record:
+    """The settings of a far-back measurement, except the kinds and distances of which a row is one."""
+    return {key: value for key, value in (row.get("asked") or {}).items() if key not in ("kinds", "distances")}
 
 
-def scheme_order(position: str) -> tuple[int, str, bool]:
-    """Sorts schemes: by base, the gated one after it."""
-    base = position.removesuffix("+gape")
-    return (BASES.index(base) if base in BASES else len(BASES), base, base != position)
+def refuse_same_seed(seeds: Mapping[str, Any], instead: str = "report them apart") -> None:
+    """Refuse two runs of one seed, by the name of the run, and say what to do instead.
+
+    Raises:
+        ValueError: names both.
+    """
+    known: dict[Any, str] = {}
+    for name, seed in seeds.items():
+        other = known.setdefault(seed, name)
+        if other != name:
+            raise ValueError(f"results: {name} and {other} are both seed {seed}; {instead}")
 
 
-def _order(record: Mapping[str, Any]) -> tuple[Any, ...]:
+def _arranged(rows: Mapping[str, Iterable[Record]], runs: Iterable[Record] = ()) -> Results:
+    order = {"needle": _needle_order, "inside": _needle_order}
+    measured = {kind: tuple(sorted(rows[kind], key=order.get(kind, _order))) for kind in KINDS if kind in rows}
+    return Results(runs=tuple(runs), measured=measured)
+
+
+def _needle_order(record: Record) -> tuple[Any, ...]:
     position, evaluated = str(record["position"]), str(record.get("evaluated", record["position"]))
     return (
         str(record["variant"]), str(record["target"]), scheme_order(position), position != evaluated, evaluated,
         record["seed"], str(record["run"]), record.get("factor", 0),
     )  # fmt: skip
+
+
+def _order(record: Record) -> tuple[Any, ...]:
+    numbers = (record.get(name) or 0 for name in ("context", "distance", "step", "layer", "head"))
+    variant = str(record.get("variant") or "")
+    return (scheme_order(str(record["position"])), variant, record["seed"] or 0, str(record["run"]), *numbers)
+
+
+def _identity(kind: str, record: Record) -> tuple[Any, ...]:
+    """What two records of one kind may not share unless they are equal; the name of the run first."""
+    if kind == "runs":
+        return (record["run"], _experiment(record))
+    return (record["run"], *(record.get(key) for key in KINDS[kind].key))
+
+
+def _add(known: dict[tuple[Any, ...], Record], records: Mapping[tuple[Any, ...], Record], path: Path) -> None:
+    for key, record in records.items():
+        if known.setdefault(key, record) != record:
+            raise ValueError(f"{path}: another run is called {key[0]} too; report them apart")
+
+
+def _without_path(run: Record) -> Record:
+    """A run without the path of its corpus: the name of the directory is enough, and the manifest has its hash."""
+    settings = run.get("settings", {})
+    if not settings.get("data"):
+        return run
+    return run | {"settings": settings | {"data": Path(settings["data"]).name}}
+
+
+def _is_report(path: Path) -> bool:
+    kinds = any((path / kind.stored).is_file() for kind in KINDS.values())
+    return kinds and any((path / name).is_file() for name in (RUNS, KINDS["needle"].stored))
+
+
+def _report(path: Path) -> dict[str, list[Record]]:
+    """The rows of a report by kind, and its runs as "runs"."""
+    stored = {name: (kind.stored, kind.needed) for name, kind in KINDS.items()} | {"runs": (RUNS, ("run",))}
+    return {
+        name: _read(name, path / file, needed) for name, (file, needed) in stored.items() if (path / file).is_file()
+    }
+
+
+def _sweep(path: Path) -> dict[Path, dict[str, list[Record]]]:
+    """The rows and the record of each run anywhere below a path, by directory; runs without rows are left out."""
+    names = {kind.file for kind in KINDS.values()}
+    homes = sorted({file.parent for file in path.rglob("*.json*") if file.name in names})
+    sources = {home: _run(home) for home in homes if not _is_report(home)}
+    return {home: source for home, source in sources.items() if source}
+
+
+def _run(home: Path) -> dict[str, list[Record]]:
+    """The rows that one run left, of the weights that were trained furthest, and its record as "runs"."""
+    present = {name: kind for name, kind in KINDS.items() if (home / kind.file).is_file()}
+    rows = {name: _read(name, home / kind.file, kind.needed) for name, kind in present.items()}
+    steps = [row.get("step") or 0 for name in rows if name != "routing" for row in rows[name]]
+    source = {
+        name: [row for row in rows[name] if name == "routing" or (row.get("step") or 0) == max(steps)] for name in rows
+    }
+    source = {name: _measured_alike(own) if name == "needle" else own for name, own in source.items() if own}
+    if not source:
+        return {}
+    parts = {"settings": "run.json", "manifest": "manifest.json", "training": "summary.json"}
+    about = {key: read_object(home / file) for key, file in parts.items() if (home / file).is_file()}
+    return source | {"runs": [{"run": next(iter(source.values()))[0]["run"], **about}]}
+
+
+def _read(kind: str, file: Path, needed: Iterable[str]) -> list[Record]:
+    """The rows of a file; those of routing, of which there are thousands, to six digits."""
+    if file.suffix == ".json":
+        row = read_object(file)
+        if wrong := fault(row, needed):
+            raise ValueError(f"{file}: {wrong}")
+        return [row]
+    rows = read_rows(file, needed)
+    if kind != "routing":
+        return rows
+    return [{key: float(f"{v:.6g}") if isinstance(v, float) else v for key, v in row.items()} for row in rows]
+
+
+def _measured_alike(rows: Iterable[Record]) -> list[Record]:
+    """Of each scheme that a run was measured with, the rows of one precision and one set of options."""
+    chosen: list[Record] = []
+    for own in grouped(rows, lambda row: row["evaluated"]).values():
+        # Backwards: of equally many lengths the precision and options of the latest row count.
+        ways = grouped(reversed(own), lambda row: repr((row.get("precision"), row.get("options"))))
+        longest = max(ways.values(), key=lambda some: len({row["factor"] for row in some}))
+        chosen += reversed(longest)
+    return chosen
+
+
+def _scheme(row: Record) -> Hashable:
+    return row["position"], variant_of(row)
+
+
+def _protocol(row: Record) -> Record:
+    return {key: row.get(key) for key in PROTOCOL}
+
+
+#: Kinds that are averaged over seeds: what the rows of one mean share, and what else has to be the same in them.
+_AVERAGED: dict[str, tuple[Callable[[Record], Hashable], Callable[[Record], Record]]] = {
+    "needle": (
+        lambda row: tuple(row[key] for key in ("variant", "position", "evaluated", "target", "factor")),
+        lambda row: {key: row[key] for key in ("length", "needles", "precision", "options") if key in row},
+    ),
+    "perplexity": (_scheme, _protocol),
+    "positions": (_scheme, _protocol),
+    "far_back": (_scheme, far_back_question),
+    # Figures choose among other texts and lengths themselves.
+    "entropy": (_scheme, lambda row: {}),
+}
+
+
+def _refuse_mixtures(results: Results) -> None:
+    """Refuse runs that a mean would take for seeds of one scheme, and that differ in more than their seed.
+
+    Runs that were measured in several ways are alike where one of these is the same; that one is shown.
+    """
+    settings = {(_experiment(run), run["run"]): _trained_as(run) for run in results.runs}
+    for kind, (scheme, question) in _AVERAGED.items():
+        experiment = "niah" if kind == "needle" else "lm"
+        for rows in grouped(results.of(kind), scheme).values():
+            (first, own), *others = grouped(rows, lambda row: row["run"]).items()
+            questions = [question(row) for row in own]
+            for name, more in others:
+                also = [question(row) for row in more]
+                _refuse_differing(
+                    name, first, settings.get((experiment, name), {}), settings.get((experiment, first), {})
+                )
+                if not any(each in questions for each in also):
+                    _refuse_differing(name, first, also[-1], questions[-1])
+            refuse_same_seed({row["run"]: row["seed"] for row in rows})
+
+
+def _refuse_differing(name: str, other: str, one: Record, two: Record) -> None:
+    differing = sorted(key for key in one.keys() & two.keys() if one[key] != two[key])
+    if differing:
+        raise ValueError(f"results: {name} and {other} differ in {', '.join(differing)}; report them apart")
+
+
+def _experiment(run: Record) -> str:
+    """The kind of experiment of a run's record; those of the needle task do not name it."""
+    return str(run.get("settings", {}).get("kind", "niah"))
+
+
+def _trained_as(run: Record) -> Record:
+    """What runs of several seeds have in common, flat: the settings of training, and the corpus."""
+    settings, data = run.get("settings", {}), run.get("manifest", {}).get("data")
+    shared = flat({key: settings[key] for key in ("batch_size", "task", "model", "train") if key in settings})
+    own = {f"train.{key}" for key in ("seed", *MAY_CHANGE)}
+    corpus = {"data": data.get("corpus")} if isinstance(data, dict) else {}
+    return {key: value for key, value in shared.items() if key not in own} | corpus

@@ -1,4 +1,4 @@
-"""The numbers behind each figure of measured results: plain data that can be stored and drawn again.
+"""The numbers behind the figures of accuracy and loss: plain data that can be stored and drawn again.
 
 Every function takes results and returns a dictionary for JSON. It raises :class:`NoData` where the results have
 nothing to show.
@@ -6,172 +6,203 @@ nothing to show.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gape.report.results import Record, Results, scheme_order
-from gape.report.style import TARGETS, label
-from gape.report.summary import Curve, curves, mean_of
+from gape.report.results import PROTOCOL, Record, Results, far_back_question
+from gape.report.schemes import TARGETS, by_scheme, grouped, label, name, scheme_order
+from gape.report.statistics import Curve, columns, curves, mean_of, pooled
 
 Data = dict[str, Any]
-TARGET_ORDER = ("last", "first", "middle")
+#: Kinds of far-back measurements in the order of tables and columns.
+FAR_BACK = {"ngram": "Repeated n-grams", "names": "Repeated names", "planted": "A planted passage again"}
+#: The variant of a model of transformers before any training of ours.
+UNTRAINED = "not fine-tuned"
 
 
 class NoData(ValueError):  # noqa: N818
     """The results hold nothing for this figure."""
 
 
+def main_variant(results: Results) -> str:
+    """The variant that stands for a set of results: the unnamed one, else the first of the rows, by name."""
+    known = [row["variant"] for row in results.of("needle")]
+    return "" if "" in known or not known else str(known[0])
+
+
+def of_main_variant(results: Results) -> Results:
+    """The results of the variant that stands for them."""
+    return results.select(variant=main_variant(results))
+
+
 def accuracy(results: Results) -> Data:
     """The paper's grid: close and far needles by NoPE, RoPE and p-RoPE, each with and without gates, and ALiBi."""
-    grid = [
+    return _grid([
         [
             _panel(results, target, (base, f"{base}+gape"), ("alibi",), f"{label(base)}: {TARGETS[target].lower()}")
             for base in ("nope", "rope", "p-rope")
         ]
         for target in ("last", "first")
-    ]
-    return _grid(_without_empty(grid))
+    ])  # fmt: skip
 
 
 def fox(results: Results) -> Data:
     """FoX, ALiBi, NoPE and NoPE with gates."""
-    panels = [_panel(results, target, ("fox",), ("nope", "nope+gape", "alibi")) for target in TARGET_ORDER[:2]]
-    return _grid([[panel for panel in panels if panel]])
+    return _grid([[_panel(results, t, ("fox",), ("nope", "nope+gape", "alibi")) for t in ("last", "first")]])
 
 
 def yarn(results: Results) -> Data:
     """YaRN in training and for evaluation only, with and without gates."""
     schemes = ("yarn", "yarn+gape", "rope", "rope+gape")
-    panels = [_panel(results, target, schemes, switched=True) for target in TARGET_ORDER[:2]]
-    return _grid([[panel for panel in panels if panel]])
+    return _grid([[_panel(results, target, schemes, switched=True) for target in ("last", "first")]])
 
 
 def overview(results: Results) -> Data:
     """Everything: a panel per target, a curve per scheme."""
-    chosen = results.select(variant=main_variant(results))
-    positions = tuple(chosen.values("position"))
-    panels = [_panel(chosen, target, positions) for target in TARGET_ORDER]
-    return _grid([[panel for panel in panels if panel]])
+    positions = {row["position"] for row in of_main_variant(results).of("needle")}
+    return _grid([[_panel(results, target, tuple(positions)) for target in TARGETS]])
 
 
 def variants(results: Results) -> Data:
     """A row per target, a column per scheme, a curve per variant."""
-    if len(results.values("variant")) < 2:
+    rows = results.of("needle")
+    if len({row["variant"] for row in rows}) < 2:
         raise NoData("variants: got results of one variant, expected several")
-    positions = sorted(results.values("position"), key=scheme_order)
-    grid = []
-    for target in TARGET_ORDER:
-        row = []
-        for position in positions:
-            found = curves(results.select(target=target, position=position))
-            lines = [_line(curve, name=curve.variant) for curve in found if curve.position == curve.evaluated]
+    grid: list[list[Data | None]] = []
+    for target in TARGETS:
+        grid.append([])
+        for position in sorted({row["position"] for row in rows}, key=scheme_order):
+            shown = curves(results.select(target=target, position=position))
+            lines = [_line(curve, name=curve.variant) for curve in shown if curve.position == curve.evaluated]
             title = f"{label(position)}: {TARGETS[target].lower()}"
-            row.append({"target": target, "title": title, "lines": lines} if lines else None)
-        grid.append(row)
-    return _grid(_without_empty(grid))
+            grid[-1].append({"target": target, "title": title, "lines": lines} if lines else None)
+    return _grid(grid)
 
 
-def entropy(results: Results, target: str = "first") -> Data:
-    """Mean attention entropy over layers and heads by scheme and length, over samples and seeds."""
-    chosen = _main(results).select(target=target)
-    bars = []
-    for position, records in _by_position(chosen).items():
-        at: dict[int, list[float]] = {}
-        for record in records:
-            for spread in record["spread"]:
-                at.setdefault(spread["length"], []).extend(_flat_mean(sample) for sample in spread["entropy"])
-        lengths = sorted(at)
-        means = [mean_of(at[length]) for length in lengths]
-        spreads = {"mean": [m.mean for m in means], "std": [m.std for m in means], "n": [m.n for m in means]}
-        bars.append({"position": position, "label": label(position), "lengths": lengths, **spreads})
-    if not bars:
-        raise NoData(f"entropy: got no looks inside models for the {target} needle")
-    return {"target": target, "bars": bars}
+def perplexity(results: Results) -> Data:
+    """Perplexity by context, a panel per stratum and `align`, a line per scheme.
 
-
-def entropy_change(results: Results) -> Data:
-    """ΔH = H(with gates) − H(without) by target, layer and length, on the same samples and seeds."""
+    A panel's `documents` are those read at each context, and its `stretches` the contexts that were read on nearly the
+    same ones: what fewer documents fill is another measurement, and no line leads there.
+    """
+    groups = grouped(
+        language_rows(results, "perplexity"),
+        lambda row: (_unaligned(row), row.get("align") or 0, row.get("stratum") or ""),
+    )
+    # The protocol that most was measured by; strata and alignments of the same are panels beside one another.
+    best = max(
+        {key[0] for key in groups},
+        key=lambda p: (p[0] == "last-k", sum(len(rows) for key, rows in groups.items() if key[0] == p), repr(p)),
+    )
+    chosen = {key[1:]: rows for key, rows in groups.items() if key[0] == best}
+    several = len({align for align, _ in chosen}) > 1
     panels = []
-    for target in TARGET_ORDER:
-        analyses = _by_position(_main(results).select(target=target))
-        pairs = [(base, analyses[base], analyses[f"{base}+gape"]) for base in analyses if f"{base}+gape" in analyses]
-        series = [
-            {"position": base, "label": label(base), "bars": _changes(plain, gated)} for base, plain, gated in pairs
-        ]
-        if series:
-            panels.append({"target": target, "series": series})
-    if not panels:
-        raise NoData("entropy change: got no scheme that was looked into both with and without gates")
-    return {"panels": panels}
+    for align, stratum in sorted(chosen, key=lambda key: (key[0], int(key[1]) if key[1].isdigit() else 0)):
+        rows = _most_windows(chosen[align, stratum])
+        documents = {row["context"]: row.get("documents", 0) for row in rows}
+        title = f"Documents of about {int(stratum):,} tokens" if stratum.isdigit() else stratum or "All documents"
+        if several:
+            read = documents[min(documents)]
+            title = f"{title} ({read:,})" + (f", tokens that {align:,} precede" if align else "")
+        panels.append(
+            {
+                "title": title, "stratum": stratum or None, "align": align,
+                "lines": _lines(rows, "context", exponential=True),
+                "documents": {str(at): documents[at] for at in sorted(documents)}, "stretches": _stretches(documents),
+            }
+        )  # fmt: skip
+    return {"protocol": dict(best[1]) | {"protocol": best[0]}, "train_length": train_length(results), "panels": panels}
 
 
-def query_gate(results: Results) -> Data:
-    """g at the final query by layer and head, for each gated scheme and target, over samples and seeds."""
-    panels: dict[str, Any] = {}
-    for record in _main(results).analyses:
-        if record.get("gates"):
-            panel = panels.setdefault(record["position"], {})
-            panel.setdefault(record["target"], []).extend(record["gates"]["query_gate"])
-    if not panels:
-        raise NoData("query gate: got no looks inside models with gates")
-    return {
-        "panels": [
-            {"position": position, "label": label(position), "targets": _head_means(by_target)}
-            for position, by_target in sorted(panels.items(), key=lambda item: scheme_order(item[0]))
-        ]
-    }
+def own_perplexity(results: Results) -> Data:
+    """:func:`perplexity` of the models that were trained here from nothing."""
+    rows = tuple(row for row in results.of("perplexity") if "base" not in row)
+    return perplexity(results.only(**{**results.measured, "perplexity": rows}))
 
 
-def landmarks(results: Results, position: str | None = None, target: str = "first") -> Data:
-    """The landmark gate along one sequence, all layers and heads, with the theory's numbers at its query."""
-    traced = [record for record in _main(results).analyses if record.get("trace") and record.get("gates")]
-    preferred = (position,) if position else ("p-rope+gape", "nope+gape", "rope+gape", "yarn+gape")
-    ranked = sorted(traced, key=lambda r: (_rank(preferred, r["position"]), r["target"] != target, r["seed"]))
-    if not ranked or (position and ranked[0]["position"] != position):
-        raise NoData("landmarks: got no run whose landmarks were kept")
-    record = ranked[0]
-    gates = {key: record["gates"][key][0] for key in ("query_gate", "amplitude", "effective", "required")}
-    names = {key: record[key] for key in ("run", "position", "target", "seed")}
-    return {**names, "label": label(record["position"]), **record["trace"], "query": gates}
+def hf_rows(results: Results) -> list[Record]:
+    """Rows of perplexity of models that began with one of transformers."""
+    return [row for row in results.of("perplexity") if "base" in row]
 
 
-def gates_entropy(results: Results) -> Data:
-    """The paper's pair: the landmark gate along a sequence, and entropy for far needles."""
-    looked = {record["target"] for record in _main(results).analyses}
-    target = next((name for name in ("first", "last", "middle") if name in looked), "first")
-    return {"landmarks": landmarks(results, target=target), "entropy": entropy(results, target)}
+def hf_perplexity(results: Results) -> Data:
+    """:func:`perplexity` of models that began with one of transformers, and that one's native context."""
+    rows = hf_rows(results)
+    data = perplexity(results.only(perplexity=rows))
+    lengths, native = ({row.get(key) for row in rows} - {None} for key in ("train_length", "native"))
+    for entry in (entry for panel in data["panels"] for entry in panel["lines"] if entry["variant"] == UNTRAINED):
+        # A colour of its own beside the scheme's.
+        entry["position"] = UNTRAINED
+    one = lengths.pop() if len(lengths) == 1 else None
+    return data | {"train_length": one, "native": native.pop() if len(native) == 1 else None}
 
 
-def landmark_kinds(results: Results) -> Data:
-    """Mean landmarks of fillers, KEY, =, digits and the query, by variant, scheme, target, layer and head."""
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in results.analyses:
-        if record.get("gates"):
-            groups.setdefault((record["variant"], record["position"], record["target"]), []).append(record)
-    rows = []
-    for (variant, position, target), records in groups.items():
-        kinds = {
-            kind: _heads([sample for record in records for sample in record["gates"]["landmark"][kind]])
-            for kind in records[0]["gates"]["landmark"]
-        }
-        rows.append({"variant": variant, "label": label(position), "target": target, "kinds": kinds})
+def positions(results: Results) -> Data:
+    """Loss by position in a window, a line per scheme.
+
+    Where windows were scored whole the longest of them are shown. Of windows that were scored at their ends, every
+    context gives the places before its end.
+    """
+    groups = grouped(language_rows(results, "positions"), _protocol)
+    best = max(groups, key=lambda protocol: (protocol[0] != "last-k", len(groups[protocol]), repr(protocol)))
+    longest = max(row["context"] for row in groups[best])
+    chosen = [row for row in groups[best] if best[0] == "last-k" or row["context"] == longest]
+    lines = []
+    for (position, variant), records in by_scheme(_latest(chosen, "context")).items():
+        at: dict[float, list[float]] = {}
+        for record in records:
+            middles = ((low + high) / 2 for low, high in zip(record["edges"], record["edges"][1:], strict=False))
+            for middle, nll in zip(middles, record["nll"], strict=True):
+                at.setdefault(middle, []).append(nll)
+        line = {"label": name(records[0]), "position": position, "variant": variant, "at": sorted(at)}
+        lines.append(line | {"mean": [mean_of(at[middle]).mean for middle in sorted(at)]})
+    return {"context": longest, "protocol": best[0], "train_length": train_length(results), "lines": lines}
+
+
+def far_back(results: Results) -> Data:
+    """Loss, and what the far text was worth, by how far back the answer lies: a column per kind, a line per scheme."""
+    rows = language_rows(results, "far_back")
+    columns = []
+    for kind, title in FAR_BACK.items():
+        chosen = measured_alike([row for row in rows if row["kind"] == kind])
+        if not chosen:
+            continue
+        gains = [{**row, "nll": row["gain"], "low": row["gain_low"], "high": row["gain_high"]} for row in chosen]
+        tokens = {row["distance"]: row["tokens"] for row in chosen}
+        columns.append(
+            {
+                "kind": kind, "title": title, "tokens": {str(d): tokens[d] for d in sorted(tokens)},
+                "loss": _lines(chosen, "distance"), "gain": _lines(gains, "distance"),
+            }
+        )  # fmt: skip
+    return {"columns": columns, "train_length": train_length(results)}
+
+
+def language_rows(results: Results, kind: str) -> Sequence[Record]:
+    """The rows of a kind.
+
+    Raises:
+        NoData: there are none.
+    """
+    rows = results.of(kind)
     if not rows:
-        raise NoData("landmarks by token: got no looks inside models with gates")
-    return {"rows": rows}
+        raise NoData(f"{kind.replace('_', ' ')}: got no rows of language models")
+    return rows
 
 
-def attention_maps(results: Results) -> Data:
-    """Attention of one sequence, a map per layer and head, for the first base and gated scheme that were kept."""
-    kept = [record for record in _main(results).analyses if record.get("maps")]
-    if not kept:
-        raise NoData("attention maps: got no run whose maps were kept")
-    preferred = ("p-rope+gape", "p-rope", "nope+gape", "nope")
-    ranked = sorted(kept, key=lambda r: (_rank(preferred, r["position"]), r["target"], r["seed"]))
-    first = ranked[0]
-    pair = [first, *[r for r in ranked if r["target"] == first["target"] and r["position"] != first["position"]][:1]]
-    names = ("run", "position", "target", "seed")
-    return {"models": [{k: r[k] for k in names} | {"label": label(r["position"])} | r["maps"] for r in pair]}
+def measured_alike(rows: Sequence[Record]) -> list[Record]:
+    """Far-back rows of the settings that most of them have; of equals the last."""
+    questions = [far_back_question(row) for row in rows]
+    most = max(reversed(questions), key=questions.count, default=None)
+    return [row for row, question in zip(rows, questions, strict=True) if question == most]
+
+
+def train_length(results: Results) -> int | None:
+    """The training length of language models, where all rows have the same."""
+    kinds = [kind for kind in results.measured if kind not in ("needle", "inside")]
+    lengths = {row.get("train_length") for kind in kinds for row in results.of(kind)}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _panel(
@@ -183,92 +214,79 @@ def _panel(
     switched: bool = False,
 ) -> Data | None:
     """Curves of some schemes for one target; None where none of the needed ones is there."""
-    found = [curve for curve in curves(_main(results).select(target=target)) if curve.position in (*needed, *beside)]
-    if not switched:
-        found = [curve for curve in found if curve.position == curve.evaluated]
-    if not any(curve.position in needed for curve in found):
+    shown = [
+        curve
+        for curve in curves(of_main_variant(results).select(target=target))
+        if curve.position in (*needed, *beside) and (switched or curve.position == curve.evaluated)
+    ]
+    if not any(curve.position in needed for curve in shown):
         return None
-    found.sort(key=lambda c: (c.position not in needed, scheme_order(c.position), c.position != c.evaluated))
-    return {"target": target, "title": title or TARGETS[target], "lines": [_line(curve) for curve in found]}
+    shown.sort(key=lambda c: (c.position not in needed, scheme_order(c.position), c.position != c.evaluated))
+    return {"target": target, "title": title or TARGETS[target], "lines": [_line(curve) for curve in shown]}
 
 
 def _line(curve: Curve, name: str | None = None) -> Data:
-    means = curve.means
+    points, means = curve.rows.values(), curve.means.values()
     return {
         "label": label(curve.position, curve.evaluated) if name is None else name,
         "position": curve.position,
         "evaluated": curve.evaluated,
-        "lengths": list(curve.lengths),
-        "mean": [m.mean for m in means],
-        "std": [m.std for m in means],
-        "n": [m.n for m in means],
-        "values": [list(values) for values in curve.values],
+        "lengths": [rows[0]["length"] for rows in points],
+        **columns(means),
+        "values": [[row["accuracy"] for row in rows] for rows in points],
     }
 
 
-def _without_empty(grid: list[list[Data | None]]) -> list[list[Data]]:
+def _grid(grid: Iterable[Iterable[Data | None]]) -> Data:
     """The panels that are there, row by row."""
     rows = [[panel for panel in row if panel] for row in grid]
-    return [row for row in rows if row]
-
-
-def _grid(rows: list[list[Data]]) -> Data:
-    if not rows or not rows[0]:
+    rows = [row for row in rows if row]
+    if not rows:
         raise NoData("accuracy: got no rows of these schemes and targets")
     return {"rows": rows}
 
 
-def main_variant(results: Results) -> str:
-    """The variant that stands for a set of results: the unnamed one, else the first of the rows, by name."""
-    known = results.values("variant")
-    return "" if "" in known or not known else str(known[0])
+def _lines(rows: Iterable[Record], along: str, *, exponential: bool = False) -> list[Data]:
+    """A line per scheme: means over seeds, with deviations or the interval of a single seed."""
+    lines = []
+    for (position, variant), records in by_scheme(_latest(rows, along)).items():
+        at = dict(sorted(grouped(records, lambda record: record[along]).items()))
+        points = [pooled(each) for each in at.values()]
+        line: Data = {"label": name(records[0]), "position": position, "variant": variant, "at": list(at)}
+        for key in ("mean", "low", "high"):
+            values = [point[key] for point in points]
+            line[key] = [math.exp(v) if exponential and v is not None else v for v in values]
+        lines.append(line | {"n": [point["n"] for point in points]})
+    return lines
 
 
-def _main(results: Results) -> Results:
-    return results.select(variant=main_variant(results))
+def _latest(rows: Iterable[Record], along: str) -> list[Record]:
+    """One row of each run at each place."""
+    return list({(row["run"], row[along]): row for row in rows}.values())
 
 
-def _by_position(results: Results) -> dict[str, list[Record]]:
-    groups: dict[str, list[Record]] = {}
-    for record in sorted(results.analyses, key=lambda r: (scheme_order(r["position"]), r["seed"])):
-        groups.setdefault(record["position"], []).append(record)
-    return groups
+def _protocol(row: Record) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    return row.get("protocol", ""), tuple((key, row.get(key)) for key in PROTOCOL[1:])
 
 
-def _changes(plain: list[Record], gated: list[Record]) -> list[Data]:
-    """ΔH per layer and length: means over heads, paired by seed and sample."""
-    before = {(record["seed"], spread["length"]): spread for record in plain for spread in record["spread"]}
-    pairs: dict[tuple[int, int], list[float]] = {}
-    for record in gated:
-        for spread in record["spread"]:
-            base = before.get((record["seed"], spread["length"]), {"entropy": []})
-            # As many samples as both have; they are the same ones in the same order.
-            for one, other in zip(spread["entropy"], base["entropy"], strict=False):
-                for layer, (heads, others) in enumerate(zip(one, other, strict=True)):
-                    change = mean_of(heads).mean - mean_of(others).mean
-                    pairs.setdefault((layer, spread["length"]), []).append(change)
-    means = {key: mean_of(values) for key, values in sorted(pairs.items())}
-    return [{"layer": k[0], "length": k[1], "mean": m.mean, "std": m.std, "n": m.n} for k, m in means.items()]
+def _unaligned(row: Record) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """The protocol of a row of perplexity but for which, and how many, of the tokens are scored."""
+    protocol, rest = _protocol(row)
+    return protocol, tuple((key, value) for key, value in rest if key not in ("align", "max_windows"))
 
 
-def _head_means(by_target: dict[str, list[Any]]) -> Data:
-    return {target: _heads(by_target[target]) for target in TARGET_ORDER if target in by_target}
+def _most_windows(rows: Sequence[Record]) -> list[Record]:
+    """The rows of the `max_windows` that most of them were measured with; of equals the larger."""
+    groups = grouped(rows, lambda row: row.get("max_windows") or 0)
+    return groups[max(groups, key=lambda count: (len(groups[count]), count))]
 
 
-def _heads(samples: list[list[list[float | None]]]) -> list[Data]:
-    """Means over samples for every layer and head; None where no sample has a number, as for fillers without any."""
-    rows = []
-    for layer in range(len(samples[0])):
-        for head in range(len(samples[0][layer])):
-            found = [value for sample in samples if (value := sample[layer][head]) is not None]
-            told = asdict(mean_of(found)) if found else {"mean": None, "std": None, "n": 0}
-            rows.append({"layer": layer, "head": head, **told})
-    return rows
-
-
-def _flat_mean(layers: Iterable[Sequence[float]]) -> float:
-    return mean_of(value for heads in layers for value in heads).mean
-
-
-def _rank(order: Sequence[str], name: str) -> int:
-    return order.index(name) if name in order else len(order)
+def _stretches(documents: Mapping[int, int]) -> list[list[int]]:
+    """Contexts in order, cut where fewer than nine tenths of the documents of the stretch's first are left."""
+    stretches: list[list[int]] = []
+    for context in sorted(documents):
+        if stretches and documents[context] >= 0.9 * documents[stretches[-1][0]]:
+            stretches[-1].append(context)
+        else:
+            stretches.append([context])
+    return stretches

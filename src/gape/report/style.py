@@ -1,21 +1,18 @@
-"""How figures look: one colour per scheme everywhere, told apart without colour too, the same bytes every time."""
+"""How figures style: one colour per scheme everywhere, told apart without colour too, the same bytes every time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from gape.report.schemes import base_of
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-NAMES = {
-    "nope": "NoPE", "rope": "RoPE", "p-rope": "p-RoPE", "pi": "PI", "ntk": "NTK", "yarn": "YaRN",
-    "longrope": "LongRoPE", "alibi": "ALiBi", "kerple": "KERPLE", "fire": "FIRE", "t5": "T5", "fox": "FoX",
-}  # fmt: skip
 
 #: Okabe and Ito's colours, which colour-blind readers can tell apart, by base.
 COLOURS = {
@@ -24,10 +21,10 @@ COLOURS = {
 OTHER = "#56B4E9"
 #: For series that are not schemes.
 CYCLE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#6E6E6E")
+#: For variants of one scheme, after the scheme's own colour.
+_VARIANT_COLOURS = ("#882255", "#332288", "#117733", "#AA4499", "#661100")
 MARKERS = {"nope": "o", "rope": "s", "p-rope": "^", "yarn": "D", "alibi": "v", "fox": "P"}
 INK, FAINT = "#222222", "#8A8A8A"
-
-TARGETS = {"last": "Needle close (last)", "first": "Needle far (first)", "middle": "Needle in the middle"}
 
 _RC = {
     "figure.dpi": 100, "savefig.dpi": 200, "figure.constrained_layout.use": True,
@@ -93,19 +90,9 @@ def _to_palette(png: Path) -> None:
         few.save(png, optimize=True, dpi=image.info["dpi"])
 
 
-def label(position: str, evaluated: str | None = None) -> str:
-    """A scheme as the paper writes it, with what it was switched to for evaluation."""
-    base = position.removesuffix("+gape")
-    text = NAMES.get(base, base) + ("+GAPE" if base != position else "")
-    if evaluated in (None, position):
-        return text
-    other = str(evaluated).removesuffix("+gape")
-    return f"{text}, {NAMES.get(other, other)} at evaluation"
-
-
 def line(position: str, evaluated: str | None = None) -> dict[str, Any]:
     """How a scheme's curve is drawn: colour and marker by base, solid and filled with gates."""
-    base = position.removesuffix("+gape")
+    base = base_of(position)
     gated, switched = base != position, evaluated not in (None, position)
     colour = COLOURS.get(base, OTHER)
     return {
@@ -118,10 +105,60 @@ def line(position: str, evaluated: str | None = None) -> dict[str, Any]:
     }
 
 
-def length_axis(axes: Axes, lengths: list[int], name: str = "Context length (tokens)") -> None:
+def lines(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How the curve of each entry's scheme is drawn; further variants of one scheme get colours of their own."""
+    counts: dict[str, int] = {}
+    drawn = []
+    for entry in entries:
+        style, number = line(entry["position"]), counts.get(entry["position"], 0)
+        if number:
+            colour = _VARIANT_COLOURS[(number - 1) % len(_VARIANT_COLOURS)]
+            # Hollow markers stay so: they tell a scheme from the same with gates.
+            face = colour if style["markerfacecolor"] != "white" else "white"
+            style |= {"color": colour, "markerfacecolor": face, "markeredgecolor": colour, "linestyle": "-."}
+        counts[entry["position"]] = number + 1
+        drawn.append(style)
+    return drawn
+
+
+def ramp(count: int) -> list[Any]:
+    """Colours for layers or heads, in order; told apart in grey too."""
+    if count <= len(CYCLE):
+        return list(CYCLE[:count])
+    from matplotlib import colormaps  # noqa: PLC0415
+
+    return [colormaps["viridis"](at / max(1, count - 1) * 0.92) for at in range(count)]
+
+
+def length_axis(axes: Axes, lengths: Iterable[int], name: str = "Context length (tokens)") -> None:
     """A logarithmic axis with a tick at each measured length."""
+    ticks = sorted(set(lengths))
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
+    axes.set_xticks(ticks, [f"{length:,}" for length in ticks], minor=False)
     axes.minorticks_off()
-    axes.set_xlim(min(lengths) / 1.12, max(lengths) * 1.12)
+    axes.set_xlim(min(ticks) / 1.12, max(ticks) * 1.12)
     axes.set_xlabel(name)
+
+
+def log_axis(axes: Axes, which: str, base: int = 10, digits: tuple[int, ...] = ()) -> None:
+    """A logarithmic axis "x" or "y" whose ticks show plain numbers; `digits`: at which of each power of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log", base=base)
+    if digits:
+        axis.set_major_locator(LogLocator(10, subs=digits))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend_below(figure: Figure, axes: Any, inches: float = 1.5) -> None:
+    """One legend for what the panels share, under them, in as few and as even rows as fit; reference lines last."""
+    named: dict[str, Any] = {}
+    for ax in axes.flat:
+        handles, names = ax.get_legend_handles_labels()
+        named |= dict(zip(names, handles, strict=True))
+    most = max(2, int(figure.get_figwidth() / inches))
+    columns = -(-len(named) // -(-len(named) // most))
+    names = sorted(named, key=lambda name: name in ("chance", "training length"))
+    figure.legend([named[name] for name in names], names, loc="outside lower center", ncols=columns, handlelength=2.6)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from gape.report import catalogue, forgetting, hf, lm_tables, ruler
-from gape.report.lm_results import store
+from gape.report import catalogue, forgetting, ruler
 from gape.report.page import page
-from gape.report.results import Results
+from gape.report.results import Results, store
 from gape.report.series import NoData
 from gape.report.style import matplotlib
-from gape.report.tables import Table, accuracy_tables, comparison_table, digit_table
+from gape.report.tables import Table, hf_differences, language_tables, needle_tables
 from gape.utils import files
 from gape.utils.jsonl import read_object
 
@@ -29,17 +28,17 @@ def report(
     removed, files of others are not. Without Matplotlib the page has tables only, and says why.
 
     Args:
-        results: from :func:`gape.report.lm_results.gather`.
-        directory: made when missing.
+        results: from :func:`gape.report.results.gather`.
+        directory: all_tables when missing.
         title: of the page.
         say: is told which figures could not be drawn.
 
     Returns:
         The page.
     """
-    made = tables(results)
+    all_tables = tables(results)
     store(results, directory)
-    files.replace(directory / "tables.md", ("\n\n".join(t.markdown() for t in made) + "\n").encode())
+    files.replace(directory / "tables.md", ("\n\n".join(t.markdown() for t in all_tables) + "\n").encode())
     drawn: list[tuple[catalogue.Entry, Path]] = []
     notes = []
     try:
@@ -49,17 +48,15 @@ def report(
         say(notes[-1])
     else:
         drawn = _figures(results, directory / "figures")
-    text = page(title, results, made, drawn, notes)
+    text = page(title, results, all_tables, drawn, notes)
     files.replace(directory / PAGE, text.encode())
     return directory / PAGE
 
 
 def tables(results: Results) -> list[Table]:
     """All tables of some results."""
-    found = (*accuracy_tables(results), comparison_table(results), digit_table(results))
-    needle = [table for table in found if table is not None]
-    language = lm_tables.tables(results) + hf.beside(results) + ruler.loss_tables(results)
-    return needle + language + forgetting.result_tables(results)
+    kinds = (needle_tables, language_tables, hf_differences, ruler.tables, forgetting.result_tables)
+    return [table for tables_of in kinds for table in tables_of(results)]
 
 
 def _figures(results: Results, directory: Path) -> list[tuple[catalogue.Entry, Path]]:

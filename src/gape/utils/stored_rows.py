@@ -1,4 +1,4 @@
-"""What a stored row may hold: the values that tables and figures compute with, by their keys."""
+"""Checks of stored rows: which types the values have that tables and figures compute with."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _EXPECTED = {key: (expected, fits) for keys, expected, fits in _TYPES for key in
 
 @contextlib.contextmanager
 def usable(paths: Iterable[object]) -> Iterator[None]:
-    """Name the results that tables or figures fail on: what lies deep inside a row is looked at only by these.
+    """Turn a failure of tables or figures into an error that names the results: :func:`fault` checks no nested values.
 
     Raises:
         ValueError: names the paths.
@@ -65,9 +65,9 @@ def usable(paths: Iterable[object]) -> Iterator[None]:
     try:
         yield
     except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        told = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"results: {', '.join(map(str, paths))} hold a row that is not as our commands write it ({told})"
+            f"results: {', '.join(map(str, paths))} hold a row that is not as our commands write it ({cause})"
         ) from error
 
 
