@@ -21,8 +21,8 @@ from tests.cli.test_commands import gape_exits
 CHILD = """
 import hashlib, sys
 from gape.cli import main, report
-from gape.utils import stopping
-stopping.GRACE = 0.1
+from gape.utils import signals
+signals.GRACE = 0.1
 def work(*given):
     print("began", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)

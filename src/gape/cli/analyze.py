@@ -154,7 +154,7 @@ def routing(runs: Runs) -> None:
     """The routing variables at the end of training, by layer, from the routing.jsonl that training left."""
     from gape.report.lm_results import collect  # noqa: PLC0415
     from gape.report.lm_tables import routing_table  # noqa: PLC0415
-    from gape.report.rows import usable  # noqa: PLC0415
+    from gape.utils.stored_rows import usable  # noqa: PLC0415
 
     found = collect(runs).measured.get("routing", ())
     if not found:
