@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gape.experiments import recipes
+from gape.experiments import recipe
 from gape.report.results import Record, read_rows
 from gape.report.series import TARGET_ORDER
 from gape.report.style import label
@@ -239,7 +239,7 @@ def test_what_other_runs_say_of_the_first_needle() -> None:
 
 def test_the_recipe_is_the_run_that_was_measured() -> None:
     (measured,) = [each for each in read_rows(RESULTS / "runs.jsonl") if each["run"] == RUN]
-    (trained,) = recipes.load("lm/floor4").runs
+    (trained,) = recipe.load("lm/floor4").runs
     settings, own = measured["settings"], trained.to_dict()
     assert [settings[name] for name in ("model", "task", "batch_size", "seed")] == [
         own[name] for name in ("model", "task", "batch_size", "seed")

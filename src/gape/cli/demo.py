@@ -21,7 +21,7 @@ def demo(
     """Train p-RoPE with and without gates to find a needle in 128 tokens, then ask for it in up to 1,024."""
     from gape.cli.niah import run_all  # noqa: PLC0415
     from gape.cli.report import write_report  # noqa: PLC0415
-    from gape.experiments import recipes  # noqa: PLC0415
+    from gape.experiments import recipe as recipes  # noqa: PLC0415
 
     recipe = recipes.load(RECIPE, overrides or [])
     # At this size a core per run is quicker than all cores for each.

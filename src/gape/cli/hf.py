@@ -196,9 +196,9 @@ def measure(
 ) -> None:
     """Measure models at several contexts; rows go to perplexity.jsonl in each directory."""
     from gape.experiments import hf_perplexity  # noqa: PLC0415
-    from gape.experiments.recipes.lm import Evaluation  # noqa: PLC0415
+    from gape.experiments.run import LanguageEvaluation  # noqa: PLC0415
 
-    evaluation = Evaluation(
+    evaluation = LanguageEvaluation(
         contexts=numbers("contexts", contexts, int, "512,1024"),
         last=last,
         align=align,
@@ -212,7 +212,7 @@ def measure(
 
 def _values(name: str, given: list[str] | None) -> dict[str, Any]:
     """KEY=VALUE of an option of that name, the values as in a recipe."""
-    from gape.experiments.recipes.tables import override  # noqa: PLC0415
+    from gape.experiments.settings import override  # noqa: PLC0415
 
     for text in given or []:
         if not text.partition("=")[0].strip() or "=" not in text:

@@ -13,8 +13,7 @@ from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, run_one
 
 if TYPE_CHECKING:
     from gape.data import Corpus
-    from gape.experiments.recipes import LanguageRun
-    from gape.experiments.recipes.lm import Evaluation
+    from gape.experiments.run import LanguageEvaluation, LanguageRun
     from gape.report.tables import Table
 
 app = typer.Typer(help="Language models on a corpus of your own.", no_args_is_help=True, rich_markup_mode=None)
@@ -36,7 +35,7 @@ def train(
 ) -> None:
     """Train and measure every run of a recipe, on the corpus data=DIR. Stop it and start it again as you like."""
     from gape.cli import runs  # noqa: PLC0415
-    from gape.experiments import recipes  # noqa: PLC0415
+    from gape.experiments import recipe as recipes  # noqa: PLC0415
 
     loaded = recipes.load(recipe, overrides or [], kind="lm").only(only or [])
     directory = out or runs.default_directory(recipe, loaded)
@@ -73,12 +72,12 @@ def measure(
     """Measure trained runs at several contexts. What was measured before is not measured again."""
     from gape.data import open_corpus  # noqa: PLC0415
     from gape.experiments import experiment, language  # noqa: PLC0415
-    from gape.experiments.recipes.lm import Evaluation  # noqa: PLC0415
+    from gape.experiments.run import LanguageEvaluation  # noqa: PLC0415
     from gape.train import StopFlag  # noqa: PLC0415
     from gape.utils.progress import Voice  # noqa: PLC0415
 
     corpus, voice = open_corpus(data), Voice()
-    evaluation = Evaluation(
+    evaluation = LanguageEvaluation(
         contexts=() if contexts is None else numbers("contexts", contexts, int, "512,1024"), protocol=protocol,
         last=last, stride=stride, align=align, max_windows=max_windows, seed=seed, chunk=chunk,
     )  # fmt: skip
@@ -148,8 +147,8 @@ def _verdict(nll: float, separable: bool) -> str:
 
 
 def _filled(
-    evaluation: Evaluation, corpus: Corpus, split: str, stratum: str | None, say: Callable[[str], None]
-) -> Evaluation:
+    evaluation: LanguageEvaluation, corpus: Corpus, split: str, stratum: str | None, say: Callable[[str], None]
+) -> LanguageEvaluation:
     """The evaluation with the contexts that a document fills.
 
     Raises:
@@ -172,7 +171,7 @@ def _filled(
     return replace(evaluation, contexts=tuple(kept))
 
 
-def _asked(directory: Path, evaluation: Evaluation, corpus: Corpus) -> LanguageRun:
+def _asked(directory: Path, evaluation: LanguageEvaluation, corpus: Corpus) -> LanguageRun:
     """The stored run with these measurements asked for.
 
     Raises:

@@ -11,7 +11,8 @@ from gape.cli.options import INTS, Device, Resume, numbers
 from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, run_one
 
 if TYPE_CHECKING:
-    from gape.experiments.recipes import NeedleRun, Recipe
+    from gape.experiments.recipe import Recipe
+    from gape.experiments.run import NeedleRun
 
 app = typer.Typer(help="The needle-in-a-haystack task.", no_args_is_help=True, rich_markup_mode=None)
 app.command("run", hidden=True)(run_one)
@@ -29,7 +30,7 @@ def train(
 ) -> None:
     """Train, evaluate and look into every run of a recipe. Stop it and start it again as you like."""
     from gape.cli import runs  # noqa: PLC0415
-    from gape.experiments import recipes  # noqa: PLC0415
+    from gape.experiments import recipe as recipes  # noqa: PLC0415
 
     loaded = recipes.load(recipe, overrides or [], kind="niah").only(only or [])
     directory = out or runs.default_directory(recipe, loaded)

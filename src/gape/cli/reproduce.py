@@ -86,12 +86,12 @@ def _committed(entry: Entry, results: Path) -> Results:
 
 def _run(entry: Entry, runs: Path | None, jobs: int) -> Results:
     from gape.cli.niah import run_all  # noqa: PLC0415
-    from gape.experiments import RUNS, recipes  # noqa: PLC0415
+    from gape.experiments import recipe as recipes  # noqa: PLC0415
     from gape.report.results import gather  # noqa: PLC0415
 
     if entry.command:
         raise ValueError(f"--run: got {entry.name}, expected a figure of the needle task; gape lm train needs data=DIR")
     recipe = recipes.load(entry.recipe)
-    directory = runs or RUNS / entry.recipe
+    directory = runs or recipes.RUNS / entry.recipe
     run_all(recipe, directory, jobs, "auto")
     return gather([directory])

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gape.cli.options import Resume
-from gape.experiments import RUNS
+from gape.experiments.recipe import RUNS
 
 if TYPE_CHECKING:
-    from gape.experiments.recipes import Recipe
+    from gape.experiments.recipe import Recipe
     from gape.train import StopFlag
 
 RecipeName = Annotated[
@@ -60,7 +60,7 @@ def sweep_all(recipe: Recipe, directory: Path, jobs: int, resume: str) -> tuple[
 
 def default_directory(name: str, recipe: Recipe) -> Path:
     """runs/niah/demo for the recipe niah/demo, runs/NAME for a file elsewhere."""
-    from gape.experiments import recipes  # noqa: PLC0415
+    from gape.experiments import recipe as recipes  # noqa: PLC0415
 
     known = {file: short for short, file in recipes.available().items()}
     return RUNS / known.get(recipes.find(name).resolve(), recipe.name)

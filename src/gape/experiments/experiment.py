@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from rich.console import Console
 
-from gape.experiments.recipes import Run
+from gape.experiments.run import Run
 from gape.train import StopFlag, checkpoint
 from gape.train.config import changes
 from gape.utils import files

@@ -15,7 +15,7 @@ import numpy as np
 from gape.experiments import forgetting_timing as timing
 from gape.experiments.experiment import Record
 from gape.experiments.forgetting_bench import Bench, Forgetful, Way, setting
-from gape.experiments.recipes import NeedleRun
+from gape.experiments.run import NeedleRun
 from gape.models.gpt import GPT
 from gape.models.skipping import IMPL
 from gape.ops.inputs import Problem

@@ -22,7 +22,7 @@ from gape.analysis.runs import Trained
 from gape.cache.kv import BOUNDS, piece
 from gape.experiments.experiment import Record, Say, answers
 from gape.experiments.forgetting_models import Precision, Subject
-from gape.experiments.recipes import NeedleRun, Run
+from gape.experiments.run import NeedleRun, Run
 from gape.models.gpt import GPT
 from gape.models.skipping import IMPL, skipping
 from gape.ops import dispatch

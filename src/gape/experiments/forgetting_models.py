@@ -16,7 +16,7 @@ from gape.analysis.runs import Trained, open_run
 from gape.analysis.tap import attended
 from gape.cache.kv import ForgettingCache
 from gape.experiments.experiment import SETTINGS, Say, asked_precision, described
-from gape.experiments.recipes import Run
+from gape.experiments.run import Run
 from gape.models.gpt import GPT
 from gape.ops.inputs import Problem
 from gape.utils.jsonl import read_object

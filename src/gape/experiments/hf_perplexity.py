@@ -20,7 +20,7 @@ from gape.data import Corpus, open_corpus
 from gape.experiments import experiment
 from gape.experiments.experiment import Record
 from gape.experiments.finetune import MODEL, RUN, base_of, described, load, refuse_corpus, refuse_length
-from gape.experiments.recipes.lm import Evaluation
+from gape.experiments.run import LanguageEvaluation
 from gape.hf.reading import read_config
 from gape.report.hf import UNTRAINED
 from gape.report.results import read_rows
@@ -40,14 +40,14 @@ class Asked:
     """What models are asked."""
 
     corpus: Corpus
-    evaluation: Evaluation
+    evaluation: LanguageEvaluation
     plans: tuple[perplexity.Plan, ...]
     split: str
     device: torch.device
     low: bool
 
     @classmethod
-    def of(cls, data: Path, evaluation: Evaluation, *, split: str, device: str, precision: str) -> Asked:
+    def of(cls, data: Path, evaluation: LanguageEvaluation, *, split: str, device: str, precision: str) -> Asked:
         """Lay the evaluation over a corpus.
 
         Raises:

@@ -16,8 +16,7 @@ from gape.analysis.routing import routing_variables
 from gape.data import Corpus, WindowSource, open_corpus
 from gape.experiments import experiment
 from gape.experiments.experiment import Record, Say, answers, low_precision, model_step, named_device
-from gape.experiments.recipes import LanguageRun
-from gape.experiments.recipes.lm import Evaluation
+from gape.experiments.run import LanguageEvaluation, LanguageRun
 from gape.models.gpt import GPT
 from gape.report.results import read_rows
 from gape.tasks import perplexity, perplexity_rows
@@ -252,7 +251,7 @@ def _asked(
 
 def _unmeasured(run: LanguageRun, directory: Path, asked: Record) -> list[int]:
     """The contexts without rows, short ones first."""
-    evaluation: Evaluation = run.evaluation
+    evaluation: LanguageEvaluation = run.evaluation
     return [
         context
         for context in sorted(set(evaluation.contexts))

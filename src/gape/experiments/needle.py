@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gape.analysis.niah import look_inside
 from gape.experiments.experiment import Record, Say, answers, how, model_step, named_device
-from gape.experiments.recipes import NeedleRun
+from gape.experiments.run import NeedleRun
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.report.results import pack_hits, read_rows

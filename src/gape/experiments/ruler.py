@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from gape.data import load_tokenizer
-from gape.experiments import RUNS, experiment
+from gape.experiments import experiment
 from gape.experiments.experiment import Record, Say
+from gape.experiments.recipe import RUNS
 from gape.report.results import read_rows
 from gape.tasks.ruler import evaluation, generator, opening, prompts
 from gape.tasks.ruler.evaluation import Settings

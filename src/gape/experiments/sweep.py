@@ -16,7 +16,7 @@ from typing import IO
 import torch
 
 from gape.experiments.experiment import check, claim, finished, perform, pick_device
-from gape.experiments.recipes import Run
+from gape.experiments.run import Run
 from gape.train import DiskFullError, Interrupted, StopFlag
 from gape.utils import files
 from gape.utils.progress import Board, Voice
