@@ -24,7 +24,7 @@ from gape.cli.options import Device
 from gape.experiments.experiment import pick_device
 from gape.ops import attention
 from gape.utils import run_info
-from gape.utils.progress import Voice
+from gape.utils.progress import Progress
 from render import redraw
 
 #: The stored rows, and the page whose tables are drawn from them, in a clone.
@@ -254,7 +254,7 @@ def main(
     if (keep or render) and not PAGE.is_file():
         raise ValueError(f"save: there is no {PAGE} here, expected the root of a clone")
     if not render:
-        place, say, rows = pick_device(device), Voice().say, list[Row]()
+        place, say, rows = pick_device(device), Progress().log, list[Row]()
         common.run_tests("precision", trust=trust)
         for row in measure(place.type, quick):
             rows.append(row)

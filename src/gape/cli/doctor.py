@@ -38,16 +38,16 @@ def doctor(
         raise invalid_argument("kv_heads", kv_heads, f"a divisor of heads = {heads}")
     if dtype not in ("bfloat16", "float16", "float32"):
         raise invalid_argument("dtype", dtype, "bfloat16, float16 or float32")
-    where, kind = pick_device(device), getattr(torch, dtype)
-    for name, value in surroundings(where).items():
+    target, torch_dtype = pick_device(device), getattr(torch, dtype)
+    for name, value in environment(target).items():
         typer.echo(f"{name:12} {value}")
-    told = f"batch {batch}, {', '.join(f'{name} {value}' for name, value in sizes.items())}, {dtype}"
-    _say(f"{told}, {'training' if training else 'inference'}", sizes, length, kind, where, training)
+    shape = f"batch {batch}, {', '.join(f'{name} {value}' for name, value in sizes.items())}, {dtype}"
+    _print_plan(f"{shape}, {'training' if training else 'inference'}", sizes, length, torch_dtype, target, training)
     if not training and length > 1:
-        _say(f"{told}, one new token", sizes, 1, kind, where, training)
+        _print_plan(f"{shape}, one new token", sizes, 1, torch_dtype, target, training)
 
 
-def surroundings(device: torch.device) -> dict[str, str]:
+def environment(device: torch.device) -> dict[str, str]:
     """Versions and the device."""
     import torch  # noqa: PLC0415
 
@@ -55,21 +55,21 @@ def surroundings(device: torch.device) -> dict[str, str]:
     from gape.ops.columns import tf32_allowed  # noqa: PLC0415
     from gape.utils import run_info  # noqa: PLC0415
 
-    made = run_info.stamp(device)
-    found = {"gape": gape.__version__, "python": platform.python_version()}
-    found |= {name: made[name] for name in ("torch", "triton", "device")}
+    stamp = run_info.stamp(device)
+    entries = {"gape": gape.__version__, "python": platform.python_version()}
+    entries |= {name: stamp[name] for name in ("torch", "triton", "device")}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        entries |= {
             "capability": f"{properties.major}.{properties.minor}",
             "memory": f"{properties.total_memory / 2**30:.0f} GiB",
             "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
             "TF32": "allowed in float32 products" if tf32_allowed() else "off",
         }
-    return found
+    return entries
 
 
-def _say(
+def _print_plan(
     title: str, sizes: dict[str, int], queries: int, dtype: torch.dtype, device: torch.device, training: bool
 ) -> None:
     """What would run for one shape. The batch does not matter for the choice, so one sample stands for it."""

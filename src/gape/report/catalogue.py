@@ -216,7 +216,7 @@ _ALL = (
     ),
     Entry(
         name="forgetting", paper=None, measure=forgetting.series, draw=forgetting.draw, recipe="forgetting",
-        every_variant=True, command="forget measure", made_by=forgetting.MADE_BY, tables=forgetting.result_tables,
+        every_variant=True, command="lm forgetting", made_by=forgetting.MADE_BY, tables=forgetting.result_tables,
         caption="Left: time of prefill beside dense attention. Middle: speed of decoding against bytes held, beside "
         "the full cache. Right: what it costs, beside dense attention on the same text.",
     ),

@@ -1,4 +1,4 @@
-"""What forgetting gains and costs: tables and a figure out of the rows of `gape forget measure`."""
+"""What forgetting gains and costs: tables and a figure out of the rows of `gape lm forgetting`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 #: Commands that make the results of the figure.
 MADE_BY = (
-    "gape lm train lm/forgetting data=DIR, gape forget measure runs/lm/forgetting/* --data DIR, the same with "
-    "niah/forgetting, and then gape report runs/lm/forgetting runs/niah/forgetting --out results/forgetting"
+    "gape lm train lm/forgetting data=DIR, gape lm forgetting runs/lm/forgetting/* --data DIR, gape niah train "
+    "niah/forgetting, gape niah forgetting runs/niah/forgetting/*, "
+    "and then gape report runs/lm/forgetting runs/niah/forgetting --out results/forgetting"
 )
 
 #: What tells two rows of one kind apart besides the run.
