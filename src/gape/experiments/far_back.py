@@ -83,9 +83,9 @@ def measure_run(
         ids = _window(corpus, document, config.context, config.seed)
         passage = _passage(corpus, document, others, config) if "planted" in config.kinds else None
         with torch.autocast(device.type, torch.bfloat16, enabled=low):
-            found = measure(model, ids, passage, config, short=int(run.identity["train_length"]), decode=decode)
-        store.append({"key": key, "document": document.id, "found": [list(f) for f in found]})
-        done[document.id] = found
+            losses = measure(model, ids, passage, config, short=int(run.identity["train_length"]), decode=decode)
+        store.append({"key": key, "document": document.id, "found": [list(loss) for loss in losses]})
+        done[document.id] = losses
         log(f"{run.identity['run']}: far back, document {at} of {len(chosen)}")
     return _write(run, key, settings, {document.id: done[document.id] for document in chosen})
 

@@ -1,4 +1,4 @@
-"""What `gape hf` does: models read, changed, trained on windows of a corpus, and written."""
+"""What `gape hf import`, `inject`, `remove`, `convert` and `finetune` do: change models of transformers, train them."""
 
 from __future__ import annotations
 
@@ -194,15 +194,17 @@ def finetune(
     return out / MODEL
 
 
-def _source(name: str, config: Any, out: Path, corpus: Callable[[], Corpus], about: Mapping[str, Any]) -> WindowSource:
+def _source(
+    name: str, config: Any, out: Path, corpus: Callable[[], Corpus], windows: Mapping[str, Any]
+) -> WindowSource:
     """Windows of a corpus that fits a model; one that was made here and does not is taken away again."""
-    there = (out / CORPUS).exists()
+    existed = (out / CORPUS).exists()
     try:
-        found = corpus()
-        refuse_corpus(name, config, found)
-        return WindowSource(found, **about)
+        opened = corpus()
+        refuse_corpus(name, config, opened)
+        return WindowSource(opened, **windows)
     except ValueError:
-        if not there and (out / CORPUS).exists():
+        if not existed and (out / CORPUS).exists():
             shutil.rmtree(out / CORPUS)
             if not any(out.iterdir()):
                 out.rmdir()

@@ -70,11 +70,11 @@ class Settings:
     def stored(self) -> dict[str, Any]:
         """What a file of floors says of these settings; names, wherever they are."""
         data = Path(self.data).resolve().name if Path(self.data).exists() else self.data
-        made = {"free": self.free, "floor": float(self.floor), "model": base_of(self.model), "data": data}
+        common = {"free": self.free, "floor": float(self.floor), "model": base_of(self.model), "data": data}
         if self.candidates is None:
-            return made
+            return common
         gates = dict(self.gates)
-        return {**made, "candidates": self.candidates, "context_length": self.context_length, "gates": gates}
+        return {**common, "candidates": self.candidates, "context_length": self.context_length, "gates": gates}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,20 +99,20 @@ def write(settings: Settings, out: Path, device: str) -> None:
     refuse_missing(settings.model)
     if str(read_config(settings.model).model_type).startswith("gape_"):
         raise invalid_argument("model", settings.model, "one without gates; gape hf remove takes them out")
-    found, _ = sources.read([settings.data])
+    samples, _ = sources.read([settings.data])
     reader = opening.open_transformers(settings.model, device=target)
     groups = _checked(reader.model, settings)
-    located = locate(reader, found, settings.samples, progress)
+    located = locate(reader, samples, settings.samples, progress)
     score = _scores(reader, located, progress)
-    made = {
+    record = {
         FLOORS: heads.floors(score, settings.free, settings.floor, groups),
         "score": [[round(value, 6) for value in row] for row in score.tolist()],
         **settings.stored(), "samples": len(located),
     }  # fmt: skip
     if settings.candidates is not None:
         best = _pruned(reader, located, heads.best(score, settings.candidates), settings, progress)
-        made |= {FLOORS: best.floors, "loss": [round(loss, 6) for loss in best.losses]}
-    _save(out, files.to_json(made, indent=None))
+        record |= {FLOORS: best.floors, "loss": [round(loss, 6) for loss in best.losses]}
+    _save(out, files.to_json(record, indent=None))
     _show(score, settings.free)
 
 
@@ -141,22 +141,24 @@ def locate(reader: TransformersReader, samples: Sequence[Sample], most: int, pro
         raise invalid_argument(
             "tokenizer", type(reader.tokenizer).__name__, "a fast one, which tells the characters of a token"
         )
-    made: list[Located] = []
+    located: list[Located] = []
     left = Counter[str]()
     for sample in _evenly(samples):
-        if len(made) == most:
+        if len(located) == most:
             break
         one = _located(reader, sample)
         if isinstance(one, str):
             left[one] += 1
         else:
-            made.append(one)
-    told = "; ".join(f"{count} left out: {why}" for why, count in left.items())
-    if not made:
-        raise ValueError(f"data: none of its samples can be used, expected one whose answer stands in its text; {told}")
-    if told:
-        progress.log(told)
-    return made
+            located.append(one)
+    reasons = "; ".join(f"{count} left out: {why}" for why, count in left.items())
+    if not located:
+        raise ValueError(
+            f"data: none of its samples can be used, expected one whose answer stands in its text; {reasons}"
+        )
+    if reasons:
+        progress.log(reasons)
+    return located
 
 
 def _evenly(samples: Sequence[Sample]) -> Iterator[Sample]:
@@ -203,17 +205,17 @@ def _scores(reader: TransformersReader, located: Sequence[Located], progress: Pr
     own = reader.model.config._attn_implementation
     # The model's own would not tell its weights.
     reader.model.set_attn_implementation("eager")
-    found = []
+    scores = []
     with ProgressTable(progress, "sample") as table:
         for number, one in enumerate(located, 1):
             table.show("scores of heads", number - 1, len(located))
             ids = one.ids[None].to(reader.device)
-            found.append(heads.scores(reader.model, ids, one.source, one.answer))
+            scores.append(heads.scores(reader.model, ids, one.source, one.answer))
             progress.log(
                 f"{number} of {len(located)}: {one.sample.source} {one.sample.number}, {len(one.ids):,} tokens"
             )
     reader.model.set_attn_implementation(own)
-    return torch.stack(found).mean(0)
+    return torch.stack(scores).mean(0)
 
 
 def _pruned(
@@ -228,7 +230,7 @@ def _pruned(
     samples = [(one.ids[None].to(reader.device), one.answer) for one in located]
     first = left = len(candidates) + 1
 
-    def told(head: heads.Head | None, loss: float) -> None:
+    def log_head(head: heads.Head | None, loss: float) -> None:
         nonlocal left
         left -= 1
         what = "" if head is None else f"a floor under layer {head[0]}, key head {head[1]}, "
@@ -239,7 +241,7 @@ def _pruned(
         table.show("floors", 0, first - settings.free)
         return heads.pruned(
             reader.model, samples, candidates, settings.free, floor=settings.floor, gates=settings.gates,
-            context_length=settings.context_length, told=told,
+            context_length=settings.context_length, told=log_head,
         )  # fmt: skip
 
 
