@@ -21,7 +21,7 @@ import gape.cli
 from gape.cli.options import INTS, NAMES, numbers
 from gape.experiments.experiment import pick_device
 from gape.utils import run_info
-from gape.utils.progress import Voice
+from gape.utils.progress import Progress
 from gape.utils.timing import measured
 from gape.utils.validation import invalid_argument, positive_number, whole
 
@@ -155,7 +155,7 @@ def benchmark(
     path = (out or DATA / f"{name}.csv") if save else None
     if path is not None:
         check_columns(path, fields)
-    say, rows = Voice().say, list[Row]()
+    say, rows = Progress().log, list[Row]()
     stamp = run_info.stamp(settings.device) | {"tests": run_tests(name, trust=trust)}
     for row in measure(settings, stamp, say):
         rows.append(row)

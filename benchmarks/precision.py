@@ -24,7 +24,7 @@ from gape.cli.options import Device
 from gape.experiments.experiment import pick_device
 from gape.ops import attention
 from gape.utils import run_info
-from gape.utils.progress import Voice
+from gape.utils.progress import Progress
 
 #: The stored rows, in a clone.
 ROWS = DATA / "precision.csv"
@@ -229,7 +229,7 @@ def main(
         raise ValueError("save: keeps whole tables, leave out --quick")
     if keep and not DATA.is_dir():
         raise ValueError(f"save: there is no {DATA} here, expected the root of a clone")
-    place, say, rows = pick_device(device), Voice().say, list[Row]()
+    place, say, rows = pick_device(device), Progress().log, list[Row]()
     common.run_tests("precision", trust=trust)
     for row in measure(place.type, quick):
         rows.append(row)

@@ -25,7 +25,6 @@ GUIDE = [page for page in PAGES if page.startswith("docs/guide")]
 ELSEWHERE = {"docs/guide/hf.md", "docs/guide/forgetting.md"}
 #: The command line, and names of commands that are about to change.
 COMMANDS = typer.main.get_command(app)
-RENAMED = {("lm", "forgetting"): ("forget", "measure"), ("hf", "forgetting"): ("forget", "measure")}
 
 
 def anchors(text: str) -> set[str]:
@@ -63,7 +62,6 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 def leaf(command: Any, words: list[str]) -> tuple[Any, list[str]]:
     """The command that words name, and the words behind its name."""
-    words = [*RENAMED.get((words[0], words[1]), words[:2]), *words[2:]] if len(words) > 1 else words
     while hasattr(command, "commands") and words and words[0] in command.commands:
         command, words = command.commands[words[0]], words[1:]
     return command, words

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gape.experiments import recipes
+from gape.experiments import recipe
+from gape.experiments.run import LanguageRun, NeedleRun, Run
 
 SMALL = """
 description = "small"
@@ -29,11 +30,11 @@ def write(tmp_path: Path, text: str = SMALL) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", recipes.available())
+@pytest.mark.parametrize("name", recipe.available())
 def test_what_ships_is_whole_and_explained(name: str) -> None:
     """Every key has a comment on the line above it."""
-    assert recipes.load(name).runs
-    lines = recipes.available()[name].read_text(encoding="utf-8").splitlines()
+    assert recipe.load(name).runs
+    lines = recipe.available()[name].read_text(encoding="utf-8").splitlines()
     inside = False
     for number, line in enumerate(lines):
         opens, closes = line.count("["), line.count("]")
@@ -47,7 +48,7 @@ def test_what_ships_is_whole_and_explained(name: str) -> None:
 
 
 def test_the_papers_setting_is_the_papers() -> None:
-    run = recipes.load("niah/paper").runs[0]
+    run = recipe.load("niah/paper").runs[0]
     model = run.model
     assert (model.n_layer, model.n_head, model.n_embd, model.dropout, model.vocab_size) == (2, 2, 64, 0.0, 27)
     assert (run.task.length, run.task.needles, run.batch_size, model.context_length) == (2048, 32, 64, 2048)
@@ -55,11 +56,11 @@ def test_the_papers_setting_is_the_papers() -> None:
     assert (train.max_steps, train.learning_rate, train.min_learning_rate) == (5000, 3e-4, 3e-5)
     assert (train.weight_decay, train.validate_every, train.stop_after_perfect) == (0.1, 100, 3)
     assert run.evaluation.validation_samples == 1000
-    assert len(recipes.load("niah/paper").runs) == 10 * 3 * 3
+    assert len(recipe.load("niah/paper").runs) == 10 * 3 * 3
 
 
 def test_precision_is_compared_at_equal_content() -> None:
-    runs = recipes.load("niah/precision").runs
+    runs = recipe.load("niah/precision").runs
     assert {(run.variant, run.model.impl, run.model.reserve) for run in runs} == {
         ("split", "split", 6),
         ("rank2", "rank2", 6),
@@ -67,14 +68,14 @@ def test_precision_is_compared_at_equal_content() -> None:
 
 
 def test_a_recipe_without_a_sweep_is_one_run(tmp_path: Path) -> None:
-    (run,) = recipes.load(write(tmp_path)).runs
+    (run,) = recipe.load(write(tmp_path)).runs
     assert run.name == "small"
     assert run.train.seed == run.seed == 0
 
 
 def test_a_sweep_multiplies_out_and_names_its_runs(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL + '[sweep]\n"model.position" = ["rope", "rope+gape"]\nseed = [0, 1]\n')
-    runs = recipes.load(path).runs
+    runs = recipe.load(path).runs
     assert [run.name for run in runs] == ["rope_seed0", "rope_seed1", "rope+gape_seed0", "rope+gape_seed1"]
     assert [(run.model.position, run.train.seed) for run in runs][2] == ("rope+gape", 0)
 
@@ -83,7 +84,7 @@ def test_each_variant_runs_through_the_sweep(tmp_path: Path) -> None:
     text = (
         '[sweep]\nseed = [0, 1]\n[[variants]]\nname = "a"\n[[variants]]\nname = "b"\n"model.options.gate_floor" = 4.0\n'
     )
-    runs = recipes.load(write(tmp_path, SMALL + text)).runs
+    runs = recipe.load(write(tmp_path, SMALL + text)).runs
     assert [(run.name, run.variant, run.model.options) for run in runs] == [
         ("a_seed0", "a", {}), ("a_seed1", "a", {}),
         ("b_seed0", "b", {"gate_floor": 4.0}), ("b_seed1", "b", {"gate_floor": 4.0}),
@@ -102,21 +103,21 @@ def test_each_variant_runs_through_the_sweep(tmp_path: Path) -> None:
     ],
 )
 def test_overrides_win(tmp_path: Path, override: str, section: str, key: str, value: object) -> None:
-    (run,) = recipes.load(write(tmp_path), [override]).runs
+    (run,) = recipe.load(write(tmp_path), [override]).runs
     assert getattr(getattr(run, section), key) == value
     assert type(getattr(getattr(run, section), key)) is type(value)
 
 
 def test_an_override_wins_over_variants(tmp_path: Path) -> None:
     text = '[[variants]]\nname = "a"\n"train.max_steps" = 9\n'
-    (run,) = recipes.load(write(tmp_path, SMALL + text), ["train.max_steps=2"]).runs
+    (run,) = recipe.load(write(tmp_path, SMALL + text), ["train.max_steps=2"]).runs
     assert run.train.max_steps == 2
 
 
 @pytest.mark.parametrize(("override", "seeds"), [("seed=5", [5]), ("seed=[5, 6]", [5, 6]), ("sweep.seed=[7]", [7])])
 def test_an_override_of_a_swept_key_replaces_its_list(tmp_path: Path, override: str, seeds: list[int]) -> None:
     path = write(tmp_path, SMALL + "[sweep]\nseed = [0, 1]\n")
-    assert [run.seed for run in recipes.load(path, [override]).runs] == seeds
+    assert [run.seed for run in recipe.load(path, [override]).runs] == seeds
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_an_override_of_a_swept_key_replaces_its_list(tmp_path: Path, override: 
 )
 def test_mistakes_are_named(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        recipes.load(write(tmp_path), [override])
+        recipe.load(write(tmp_path), [override])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_mistakes_are_named(tmp_path: Path, override: str, message: str) -> None
 )
 def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        recipes.load(write(tmp_path, SMALL + text))
+        recipe.load(write(tmp_path, SMALL + text))
 
 
 @pytest.mark.parametrize(
@@ -171,43 +172,43 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, message: str) -
 )
 def test_a_file_that_cannot_be_a_recipe_is_named(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Where a sweep is multiplied out nevertheless, its first run ends it.
-    monkeypatch.setattr(recipes.NeedleRun, "build", lambda *_: pytest.fail("built"))
+    monkeypatch.setattr(NeedleRun, "build", lambda *_: pytest.fail("built"))
     with pytest.raises(ValueError, match=r"small\.toml"):
-        recipes.load(write(tmp_path, text))
+        recipe.load(write(tmp_path, text))
 
 
 @pytest.mark.parametrize("name", ["..", ".", ".lock", "x" * 300])
 def test_a_run_has_a_name_for_a_directory(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="name: got"):
-        recipes.load(write(tmp_path, f'{SMALL}[[variants]]\nname = "{name}"\n'))
+        recipe.load(write(tmp_path, f'{SMALL}[[variants]]\nname = "{name}"\n'))
 
 
 def test_a_recipe_has_a_name_for_a_directory(tmp_path: Path) -> None:
     """Its runs go to runs/NAME where nothing else is said."""
     path = write(tmp_path, f"{SMALL}[sweep]\nseed = [0]\n").rename(tmp_path / "...toml")
     with pytest.raises(ValueError, match="recipe: got"):
-        recipes.load(path)
+        recipe.load(path)
 
 
 def test_a_missing_setting_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.n_layer: got nothing, expected a whole number"):
-        recipes.load(write(tmp_path, SMALL.replace("n_layer = 1\n", "")))
+        recipe.load(write(tmp_path, SMALL.replace("n_layer = 1\n", "")))
 
 
 def test_an_unknown_recipe_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"niah/demo.* did you mean niah/paper\?"):
-        recipes.load("niah/papr")
+        recipe.load("niah/papr")
 
 
 def test_a_run_is_stored_and_read_back() -> None:
-    for run in recipes.load("niah/paper").runs[:4]:
-        assert recipes.Run.from_dict(run.to_dict()) == run
+    for run in recipe.load("niah/paper").runs[:4]:
+        assert Run.from_dict(run.to_dict()) == run
 
 
 def test_the_scheme_switched_to_keeps_the_rest(tmp_path: Path) -> None:
     text = '[evaluation.switch]\n"rope+gape" = "yarn+gape"\n[evaluation.switch_options]\nfactor = 2.0\n'
     overrides = ["model.position=rope+gape", "model.options.gate_floor=1.0"]
-    (run,) = recipes.load(write(tmp_path, SMALL + text), overrides).runs
+    (run,) = recipe.load(write(tmp_path, SMALL + text), overrides).runs
     assert run.switched is not None
     assert (run.switched.position, run.switched.options) == ("yarn+gape", {"gate_floor": 1.0, "factor": 2.0})
 
@@ -216,15 +217,15 @@ def test_nothing_in_a_recipe_is_executed(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     for value in (f"__import__('pathlib').Path({str(mark)!r}).touch()", "$(touch x)"):
         with pytest.raises(ValueError, match="target"):
-            recipes.load(write(tmp_path), [f"task.target={value}"])
+            recipe.load(write(tmp_path), [f"task.target={value}"])
     assert not mark.exists()
     assert tomllib.loads(SMALL)
 
 
 def test_the_papers_language_model_is_the_papers() -> None:
-    recipe = recipes.load("lm/paper")
-    run = recipe.runs[-1]
-    assert isinstance(run, recipes.LanguageRun)
+    paper = recipe.load("lm/paper")
+    run = paper.runs[-1]
+    assert isinstance(run, LanguageRun)
     model, train = run.model, run.train
     assert (model.n_layer, model.n_head, model.n_embd, model.vocab_size, model.context_length) == (
         6,
@@ -236,14 +237,14 @@ def test_the_papers_language_model_is_the_papers() -> None:
     assert (run.batch_size, train.accumulation, train.max_steps, train.warmup_steps) == (64, 8, 3000, 300)
     assert (train.learning_rate, train.min_learning_rate, train.betas) == (1e-3, 1e-4, (0.9, 0.95))
     assert (train.clip, train.weight_decay, train.lambda_l1) == (1.0, 0.1, 0.0)
-    assert [run.model.position for run in recipe.runs] == ["rope", "p-rope", "p-rope+gape"]
+    assert [run.model.position for run in paper.runs] == ["rope", "p-rope", "p-rope+gape"]
     assert model.options == {
         "theta": 10000.0, "fraction": 0.75, "init_gate_bias": -3.0, "init_landmark_bias": 0.0, "init_amplitude": 0.5413,
     }  # fmt: skip
 
 
 def test_ablations_change_one_thing_each() -> None:
-    runs = {run.variant: run for run in recipes.load("lm/ablations").runs}
+    runs = {run.variant: run for run in recipe.load("lm/ablations").runs}
     assert {name: run.model.options.get("gate_floor", 0.0) for name, run in runs.items() if "floor" in name} == {
         "floor2": 2.0, "floor4": 4.0, "floor8": 8.0,
     }  # fmt: skip
@@ -259,26 +260,60 @@ def test_ablations_change_one_thing_each() -> None:
 
 
 def test_the_recipe_that_forgets_is_the_run_that_was_measured() -> None:
-    assert recipes.load("lm/floor4").runs == recipes.load("lm/books").only(["p-rope+gape_floor4_seed0"]).runs
+    assert recipe.load("lm/floor4").runs == recipe.load("lm/books").only(["p-rope+gape_floor4_seed0"]).runs
 
 
 @pytest.mark.parametrize("name", ["lm/paper", "lm/books", "lm/floor4", "lm/ablations", "lm/toy"])
 def test_a_run_of_a_language_model_is_stored_and_read_back(name: str) -> None:
-    for run in recipes.load(name, ["data=somewhere"]).runs:
-        assert recipes.Run.from_dict(run.to_dict()) == run
+    for run in recipe.load(name, ["data=somewhere"]).runs:
+        assert Run.from_dict(run.to_dict()) == run
         assert run.to_dict()["kind"] == "lm"
 
 
 def test_runs_are_picked_by_name() -> None:
-    recipe = recipes.load("lm/books")
-    assert [run.name for run in recipe.only(["p-rope*", "fox_*"]).runs] == [
+    books = recipe.load("lm/books")
+    assert [run.name for run in books.only(["p-rope*", "fox_*"]).runs] == [
         "p-rope_seed0", "p-rope+gape_seed0", "p-rope+gape_floor4_seed0", "fox_seed0",
     ]  # fmt: skip
-    assert recipe.only([]) == recipe
+    assert books.only([]) == books
     with pytest.raises(ValueError, match="only: got str 'yarn'"):
-        recipe.only(["yarn"])
+        books.only(["yarn"])
 
 
 def test_an_unknown_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"kind: got str 'lmm', expected one of .*did you mean lm\?"):
-        recipes.load(write(tmp_path, f'kind = "lmm"\n{SMALL}'))
+        recipe.load(write(tmp_path, f'kind = "lmm"\n{SMALL}'))
+
+
+def extending(tmp_path: Path, text: str, name: str = "other.toml", base: str = "small.toml") -> Path:
+    path = tmp_path / name
+    path.write_text(f'extends = "{base}"\n{text}', encoding="utf-8")
+    return path
+
+
+def test_a_recipe_takes_what_it_does_not_say_from_the_one_it_extends(tmp_path: Path) -> None:
+    write(tmp_path, SMALL + '[model.options]\nfraction = 0.5\n[sweep]\nseed = [0, 1]\n[[variants]]\nname = "a"\n')
+    between = extending(tmp_path, "[train]\nlearning_rate = 0.5\n", "between.toml")
+    (run,) = recipe.load(
+        extending(
+            tmp_path,
+            "variants = []\n[train]\nmax_steps = 9\n[model]\noptions = {}\n[sweep]\nseed = [3]\n",
+            base=between.name,
+        )
+    ).runs
+    assert (run.name, run.train.max_steps, run.train.learning_rate, run.seed) == ("seed3", 9, 0.5, 3)
+    assert (run.model.n_embd, run.model.options) == (16, {})
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("lm/bokks", r"extends: got 'lm/bokks', expected a TOML file or one of .*did you mean lm/books\?"),
+        ("other.toml", "extends: got other → other, expected a recipe that does not lead back to itself"),
+        ("between.toml", "extends: got other → between → other"),
+    ],
+)
+def test_a_recipe_that_cannot_be_extended_is_named(tmp_path: Path, base: str, message: str) -> None:
+    extending(tmp_path, "", "between.toml", base="other.toml")
+    with pytest.raises(ValueError, match=message):
+        recipe.load(extending(tmp_path, "", base=base))

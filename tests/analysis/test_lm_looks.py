@@ -12,8 +12,6 @@ import torch
 
 from gape.analysis import attended, lm, statistics
 from gape.analysis.passages import Passage, Reader
-from gape.analysis.runs import Trained, keep, kept
-from gape.utils.jsonl import read_object
 from tests.tasks import text
 
 
@@ -120,32 +118,3 @@ def test_a_spectrum_has_an_entry_per_pair() -> None:
     found = lm.spectrum(text.gpt("p-rope+gape", torch.float32), passages())
     pairs = len(found["inv_freq"])
     assert np.array(found["queries"]["mean"]).shape == np.array(found["keys"]["std"]).shape == (2, 2, pairs)
-
-
-def trained(home: Path, **changed: object) -> Trained:
-    known = {"run": "a", "variant": "", "position": "rope", "seed": 0, "train_length": 16, "step": 5}
-    tokenizer = {"name": "bytes", "sha256": "b"}
-    return Trained(directory=home, identity=known | changed, model=text.gpt("rope"), tokenizer=tokenizer)
-
-
-def test_findings_are_kept_once_and_go_with_the_weights(tmp_path: Path) -> None:
-    run = trained(tmp_path)
-    for asked, value in (({"length": 8}, 1), ({"length": 16}, 2), ({"length": 8}, 3)):
-        keep(run, "entropy", asked, {"value": value})
-    assert [s["value"] for s in read_object(tmp_path / "entropy.json")["sets"]] == [2, 3]
-    assert kept(run, "entropy", {"length": 8})
-    assert not kept(trained(tmp_path, step=9), "entropy", {"length": 8})
-    keep(trained(tmp_path, step=9), "entropy", {"length": 4}, {"value": 4})
-    assert [s["value"] for s in read_object(tmp_path / "entropy.json")["sets"]] == [4]
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "message"),
-    [
-        ({"name": "gpt2", "sha256": "g", "vocab_size": 257}, "gpt2.*expected bytes"),
-        ({"name": "bytes", "sha256": "b", "vocab_size": 300}, "257 tokens"),
-    ],
-)
-def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, tokenizer: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        trained(tmp_path).accept(tokenizer)

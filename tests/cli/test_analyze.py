@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gape.analysis import far_back
+from gape.experiments import far_back
 from gape.report import catalogue
+from gape.utils import jsonl
 from tests.cli.test_commands import gape_exits
 from tests.cli.test_measurements import held
 from tests.tasks import text
@@ -91,7 +92,7 @@ def test_far_back_goes_on_where_it_stopped(home: Path, monkeypatch: pytest.Monke
     shutil.copytree("runs", "whole")
     whole = [run.replace("runs", "whole") for run in RUNS]
     assert gape_exits("analyze", "far-back", *whole, "--data", home, *FAR) == 0
-    append, written = far_back.append, []
+    append, written = jsonl.append, []
 
     def stopping(path: Path, row: dict[str, object]) -> None:
         append(path, row)
@@ -99,7 +100,7 @@ def test_far_back_goes_on_where_it_stopped(home: Path, monkeypatch: pytest.Monke
         if len(written) == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(far_back, "append", stopping)
+    monkeypatch.setattr(jsonl, "append", stopping)
     assert analyze("far-back", home, *FAR) == 143
     with (Path(RUNS[1]) / far_back.DOCUMENTS).open("a") as file:
         file.write('{"key": "')

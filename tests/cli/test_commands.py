@@ -24,7 +24,7 @@ from gape.models.gpt import GPT
 from gape.report import catalogue
 from gape.train import BusyError
 from gape.utils import jsonl
-from gape.utils.progress import Voice
+from gape.utils.progress import Progress
 
 TOY = """
 description = "toy"
@@ -277,7 +277,7 @@ def test_progress_that_nobody_reads_costs_neither_the_work_nor_the_results(monke
 
     monkeypatch.setattr(sys, "stderr", Broken())
     out = os.fstat(sys.stdout.fileno()).st_ino
-    Voice().say("half way")
+    Progress().log("half way")
     assert os.fstat(sys.stdout.fileno()).st_ino == out
 
 

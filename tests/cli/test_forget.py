@@ -1,4 +1,4 @@
-"""`gape forget` at toy size: a language model and a needle run measured, the rows kept, resumed and reported."""
+"""`gape lm forgetting` and `gape niah forgetting` at toy size: measured, stored, resumed and reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pat
 
 def measured(home: Path, corpus: Path, *more: str) -> int:
     few = ["--lengths", "96", "--batches", "2", "--last", "16", "--max-windows", "3", "--chunk", "24"]
-    return gape_exits("forget", "measure", home, "--data", corpus, *few, *FEW, *more)
+    return gape_exits("lm", "forgetting", home, "--data", corpus, *few, *FEW, *more)
 
 
 def rows(home: Path) -> list[dict[str, Any]]:
@@ -109,7 +109,8 @@ def test_what_was_interrupted_goes_on(language: tuple[Path, Path], monkeypatch: 
 
 def test_samples_of_a_batch_differ_while_there_is_text(tmp_path: Path) -> None:
     reader = Reader(text.corpus(tmp_path / "books").directory)
-    bench: Any = SimpleNamespace(run=None, reader=reader, asked=forgetting_bench.Asked(), device="cpu")
+    opened = SimpleNamespace(run=None)
+    bench: Any = SimpleNamespace(opened=opened, reader=reader, settings=forgetting_bench.Settings(), device="cpu")
     few, many = (forgetting_bench.Bench.text(bench, 96, count) for count in (1, 20))
     assert len(many.unique(dim=0)) == 20
     assert many[:1].equal(few)
@@ -121,7 +122,7 @@ def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     assert gape_exits("niah", "train", "niah/demo", *NEEDLE) == 0
     home = tmp_path / "runs/niah/demo/p-rope+gape_seed0"
-    assert gape_exits("forget", "measure", home, "--factors", "1,4", "--samples", "5", *FEW) == 0
+    assert gape_exits("niah", "forgetting", home, "--factors", "1,4", "--samples", "5", *FEW) == 0
     found = rows(home)
     assert [(r["kind"], r["length"]) for r in found[:2]] == [("tiles", 32), ("tiles", 128)]
     answers = {(r["factor"], r["how"], r.get("bounds")): r["hits"] for r in found if r["kind"] == "needle"}
@@ -152,7 +153,7 @@ def test_all_runs_are_checked_before_one_is_measured(
     for position, options in (("p-rope+gape", NEEDLE), ("p-rope", [x for x in NEEDLE if "model.options" not in x])):
         assert gape_exits("niah", "train", "niah/demo", *options, f"model.position={position}") == 0
     homes = [tmp_path / f"runs/niah/demo/{name}_seed0" for name in ("p-rope+gape", "p-rope")]
-    assert gape_exits("forget", "measure", *homes, "--factors", "1", "--samples", "4", *FEW) == 2
+    assert gape_exits("niah", "forgetting", *homes, "--factors", "1", "--samples", "4", *FEW) == 2
     assert "run: got str 'p-rope'" in capsys.readouterr().err
     assert not (homes[0] / "forgetting.jsonl").exists()
 

@@ -1,4 +1,4 @@
-"""`gape forget` on models of transformers at toy size: measured, kept, resumed, reported; what is refused before."""
+"""`gape hf forgetting` on models of transformers at toy size: measured, resumed, reported; what is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measured(*more: str) -> int:
-    return gape_exits("forget", "measure", *more, "--data", "books", *FEW)
+    return gape_exits("hf", "forgetting", *more, "--data", "books", *FEW)
 
 
 def rows(home: str) -> list[dict[str, Any]]:
@@ -158,11 +158,11 @@ def test_models_that_cannot_be_measured_are_refused_before_any_is(
     ],
 )
 def test_bad_wishes_are_refused(work: Path, capsys: pytest.CaptureFixture[str], more: list[str], match: str) -> None:
-    assert gape_exits("forget", "measure", *more, "--data", "books", "--device", "cpu") == 2
+    assert gape_exits("hf", "forgetting", *more, "--data", "books", "--device", "cpu") == 2
     assert match in capsys.readouterr().err
     assert not Path("gated/forgetting.jsonl").exists()
 
 
 def test_a_language_model_needs_a_corpus(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gape_exits("forget", "measure", "gated", "--device", "cpu") == 2
+    assert gape_exits("hf", "forgetting", "gated", "--device", "cpu") == 2
     assert "data: got nothing" in capsys.readouterr().err

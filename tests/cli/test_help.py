@@ -12,7 +12,7 @@ import typer
 import gape
 from gape.cli import app
 from gape.cli.options import numbers
-from gape.experiments.experiment import asked_precision, pick_device
+from gape.experiments.experiment import pick_device, wants_bfloat16
 from tests.cli.test_commands import gape_exits
 
 COMMAND = typer.main.get_command(app)
@@ -43,7 +43,7 @@ def test_a_name_means_the_same_everywhere() -> None:
     assert devices == {"cpu, cuda, or auto: a GPU where there is one."}
     assert {parameter.default for _, parameter in FOUND if parameter.name == "device"} == {"auto"}
     computing = [parameter for path, parameter in FOUND if parameter.name == "precision" and "table" not in path]
-    assert len(computing) == 6
+    assert len(computing) == 8
     assert all(parameter.opts == ["--precision", "--dtype"] for parameter in computing)
     lists = [parameter for _, parameter in FOUND if parameter.name in ("lengths", "contexts", "factors", "eps", "impl")]
     assert {p.metavar for p in lists if p.default is None or "," in str(p.default)} <= {
@@ -62,9 +62,9 @@ def test_numbers_with_commas() -> None:
 
 
 def test_a_precision_that_is_none_is_refused() -> None:
-    assert not asked_precision("auto", pick_device("cpu"))
+    assert not wants_bfloat16("auto", pick_device("cpu"))
     with pytest.raises(ValueError, match=r"^precision: got str 'half', expected auto, float32 or bfloat16"):
-        asked_precision("half", pick_device("cpu"))
+        wants_bfloat16("half", pick_device("cpu"))
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,19 +14,20 @@ from rich.console import Console
 
 from gape.train import StopFlag
 from gape.utils import heartbeat, signals
-from gape.utils.progress import Board, Voice
+from gape.utils.progress import Progress, ProgressTable
 from tests.cli.test_commands import gape_exits
 
 #: Work in one call of C, during which no line of Python runs.
 CHILD = """
 import hashlib, sys
-from gape.cli import main, report
-from gape.utils import stopping
-stopping.GRACE = 0.1
+from gape.cli import main
+from gape.experiments import reporting
+from gape.utils import signals
+signals.GRACE = 0.1
 def work(*given):
     print("began", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)
-report.write_report = work
+reporting.write_report = work
 sys.argv = ["gape", "report", "somewhere"]
 main()
 """
@@ -77,8 +78,8 @@ def test_a_silent_command_says_where_it_is(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(heartbeat, "SECONDS", 0.02)
 
     def work(directory: object) -> None:
-        with Board(Voice(), "file") as board:
-            board.show("books", 3, 7)
+        with ProgressTable(unit="file") as table:
+            table.show("books", 3, 7)
             time.sleep(0.2)
         raise ValueError("enough")
 
@@ -88,11 +89,11 @@ def test_a_silent_command_says_where_it_is(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_board_inside_another_adds_its_bars_to_it() -> None:
-    voice = Voice()
-    voice.console = Console(file=io.StringIO(), force_terminal=True, width=80)  # type: ignore[assignment]
-    with Board(voice, "run") as outer:
+    progress = Progress()
+    progress.console = Console(file=io.StringIO(), force_terminal=True, width=80)  # type: ignore[assignment]
+    with ProgressTable(progress, "run") as outer:
         outer.show("all", 0, 2)
-        with Board(Voice(), "window") as inner:
+        with ProgressTable(unit="window") as inner:
             inner.show("one", 1, 3)
             time.sleep(0.6)
-    assert "1/3" in voice.console.file.getvalue()
+    assert "1/3" in progress.console.file.getvalue()

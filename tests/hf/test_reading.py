@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from gape.experiments.finetune import load
+from gape.experiments.open_model import load_transformers
 from tests.hf.tiny import opened, tiny
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -34,7 +34,7 @@ def test_a_config_that_makes_no_sense_is_one_line(folder: Path, tmp_path: Path, 
     for value in WRONG:
         (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
         try:
-            load(str(tmp_path))
+            load_transformers(str(tmp_path))
         except ValueError as error:
             said.append(str(error))
     assert len(said) >= 6
@@ -53,7 +53,7 @@ def test_a_config_that_its_weights_cannot_fill_is_refused(
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=tmp_path.name):
-        load(str(tmp_path))
+        load_transformers(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_config_that_its_weights_cannot_fill_is_refused(
 def test_a_config_that_is_no_object_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"config\.json"):
-        load(str(tmp_path))
+        load_transformers(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_weights_that_are_no_safetensors_are_refused_by_their_name(
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors"):
-        load(str(tmp_path))
+        load_transformers(str(tmp_path))
 
 
 def test_a_model_without_all_its_weights_is_refused(tmp_path: Path) -> None:
@@ -83,4 +83,4 @@ def test_a_model_without_all_its_weights_is_refused(tmp_path: Path) -> None:
     tensors["something.else"] = tensors.pop("model.norm.weight")
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        load(str(tmp_path))
+        load_transformers(str(tmp_path))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gape.cli import analyze, data, demo, doctor, forget, hf, lm, niah, report, reproduce, ruler
+from gape.cli import analyze, data, demo, doctor, hf, lm, niah, report, reproduce, ruler
 from gape.utils import heartbeat, signals
 
 app = typer.Typer(
@@ -31,11 +31,10 @@ app.add_typer(lm.app, name="lm")
 app.add_typer(hf.app, name="hf")
 app.add_typer(niah.app, name="niah")
 app.add_typer(ruler.app, name="ruler")
-app.add_typer(forget.app, name="forget")
 app.add_typer(analyze.app, name="analyze", short_help="Look into trained language models.")
 
 
-def _tell(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from gape import __version__  # noqa: PLC0415
 
@@ -46,7 +45,7 @@ def _tell(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
     pass
@@ -70,7 +69,7 @@ def run(app: typer.Typer) -> None:
         # Where the encoding lacks ± or → a ? stands for it; it should not be what ends hours of work.
         sys.stdout.reconfigure(errors="replace")
     try:
-        with signals.at_once(), heartbeat.beating():
+        with signals.at_once(), heartbeat.heartbeat():
             app()
     except signals.Stopped as signal:
         print(f"gape: {signal}", file=sys.stderr)

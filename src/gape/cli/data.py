@@ -13,8 +13,8 @@ import typer
 from gape.cli.options import INTS, numbers
 
 if TYPE_CHECKING:
-    from gape.data.pipeline import Progress
-    from gape.utils.progress import Voice
+    from gape.data import pipeline
+    from gape.utils.progress import Progress
 
 app = typer.Typer(help="Corpora of tokens.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -69,12 +69,12 @@ def prepare(
     # What is None was not given, and stays as the recipe or the default has it.
     given = {name: value for name, value in locals().items() if name not in ("inputs", "out", "workers")}
     from gape.data.pipeline import prepare as make  # noqa: PLC0415
-    from gape.utils.progress import Voice  # noqa: PLC0415
+    from gape.utils.progress import Progress  # noqa: PLC0415
 
     config = settings(inputs or [], {name: value for name, value in given.items() if value is not None})
-    voice = Voice()
-    with Meter(voice) as meter:
-        make(config, out, workers=workers, show=meter.show, say=voice.say)
+    progress = Progress()
+    with ReadingProgress(progress) as shown:
+        make(config, out, workers=workers, show=shown.show, say=progress.log)
     typer.echo((out / "card.md").read_text(encoding="utf-8"))
 
 
@@ -82,11 +82,11 @@ def prepare(
 def verify(directory: Annotated[Path, typer.Argument(help="A prepared corpus.")]) -> None:
     """Read a whole corpus and compare it with the hashes in its card."""
     from gape.data import open_corpus  # noqa: PLC0415
-    from gape.utils.progress import Board, Voice  # noqa: PLC0415
+    from gape.utils.progress import ProgressTable  # noqa: PLC0415
 
     corpus = open_corpus(directory)
-    with Board(Voice(), "file") as board:
-        corpus.verify(lambda done, total: board.show(str(directory), done, total))
+    with ProgressTable(unit="file") as table:
+        corpus.verify(lambda done, total: table.show(str(directory), done, total))
     typer.echo(f"{directory}: as it was prepared, fingerprint {corpus.fingerprint()}")
 
 
@@ -110,20 +110,21 @@ def settings(inputs: list[str], given: dict[str, Any]) -> Any:
     return PrepareConfig(**(base | given))
 
 
-class Meter(AbstractContextManager["Meter"]):
-    """How far the reading is: a bar on a terminal, a line now and then elsewhere."""
+class ReadingProgress(AbstractContextManager["ReadingProgress"]):
+    """Shows how far a corpus is read: a bar on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, voice: Voice) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+    def __init__(self, progress: Progress) -> None:
+        from rich import progress as rich  # noqa: PLC0415
 
-        self._voice, self._began, self._told = voice, time.monotonic(), time.monotonic()
+        self._progress, self._began, self._last_line = progress, time.monotonic(), time.monotonic()
         # Tokens there were when this process began to count: a resumed corpus has some already.
         self._first: int | None = None
-        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=voice.console, transient=True) if voice.console.is_terminal else None
+        columns = (rich.BarColumn(), rich.TextColumn("{task.description}"), rich.TimeElapsedColumn())
+        console = progress.console
+        self._bar = rich.Progress(*columns, console=console, transient=True) if console.is_terminal else None
         self._task = self._bar.add_task("reading", total=None) if self._bar else None
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> ReadingProgress:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -132,16 +133,16 @@ class Meter(AbstractContextManager["Meter"]):
         if self._bar is not None:
             self._bar.stop()
 
-    def show(self, progress: Progress) -> None:
-        """Where it is now."""
+    def show(self, state: pipeline.Progress) -> None:
+        """Show the documents and tokens that were read so far."""
         if self._first is None:
-            self._first, self._began = progress.tokens, time.monotonic()
+            self._first, self._began = state.tokens, time.monotonic()
         now = time.monotonic()
-        rate = (progress.tokens - self._first) / max(now - self._began, 1e-9)
-        line = f"{progress.documents:,} documents, {progress.tokens:,} tokens, {rate:,.0f} tokens/s"
+        rate = (state.tokens - self._first) / max(now - self._began, 1e-9)
+        line = f"{state.documents:,} documents, {state.tokens:,} tokens, {rate:,.0f} tokens/s"
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=progress.position, total=progress.total or None, description=line)
-        elif now - self._told >= SECONDS_BETWEEN_LINES:
-            self._told = now
-            share = f"{100 * progress.position / progress.total:.0f}% read, " if progress.total else ""
-            self._voice.say(f"{share}{line}")
+            self._bar.update(self._task, completed=state.position, total=state.total or None, description=line)
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            share = f"{100 * state.position / state.total:.0f}% read, " if state.total else ""
+            self._progress.log(f"{share}{line}")

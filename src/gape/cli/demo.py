@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gape.cli.niah import run_and_print
 from gape.cli.runs import Overrides
 
 RECIPE = "niah/demo"
@@ -19,13 +20,12 @@ def demo(
     overrides: Overrides = None,
 ) -> None:
     """Train p-RoPE with and without gates to find a needle in 128 tokens, then ask for it in up to 1,024."""
-    from gape.cli.niah import run_all  # noqa: PLC0415
-    from gape.cli.report import write_report  # noqa: PLC0415
-    from gape.experiments import recipes  # noqa: PLC0415
+    from gape.experiments.recipe import load  # noqa: PLC0415
+    from gape.experiments.reporting import write_report  # noqa: PLC0415
 
-    recipe = recipes.load(RECIPE, overrides or [])
+    recipe = load(RECIPE, overrides or [])
     # At this size a core per run is quicker than all cores for each.
-    run_all(recipe, out, min(len(recipe.runs), os.cpu_count() or 1) if jobs is None else jobs, "auto")
+    run_and_print(recipe, out, min(len(recipe.runs), os.cpu_count() or 1) if jobs is None else jobs, "auto")
     page = write_report([out / run.name for run in recipe.runs], out / "report", "The needle task, small")
     faster = recipe.runs[0].train.gate_lr_multiplier
     if faster != 1:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gape.cli import forgetting
 from gape.cli.options import INTS, Device, Precision, Resume, Split, numbers
 
 app = typer.Typer(help="Models of transformers.", no_args_is_help=True, rich_markup_mode=None)
@@ -87,11 +88,11 @@ def heads(
     """Find the heads of a model without gates that retrieve, and write floors that leave them free."""
     from gape.experiments import retrieval_heads  # noqa: PLC0415
 
-    order = retrieval_heads.Order(
+    settings = retrieval_heads.Settings(
         model=model, data=data, free=free, floor=floor, samples=samples, candidates=candidates,
         context_length=context_length, gates=_values("gate", gate),
     )  # fmt: skip
-    retrieval_heads.write(order, out, device)
+    retrieval_heads.write(settings, out, device)
 
 
 @app.command()
@@ -196,23 +197,22 @@ def measure(
 ) -> None:
     """Measure models at several contexts; rows go to perplexity.jsonl in each directory."""
     from gape.experiments import hf_perplexity  # noqa: PLC0415
-    from gape.experiments.recipes.lm import Evaluation  # noqa: PLC0415
+    from gape.experiments.run import LanguageEvaluation  # noqa: PLC0415
 
-    evaluation = Evaluation(
-        contexts=numbers("contexts", contexts, int, "512,1024"),
-        last=last,
-        align=align,
-        max_windows=max_windows,
-        seed=seed,
-        chunk=chunk,
-    )
-    asked = hf_perplexity.Asked.of(data, evaluation, split=split, device=device, precision=precision)
-    typer.echo(hf_perplexity.table(models, asked, attention).text())
+    evaluation = LanguageEvaluation(
+        contexts=numbers("contexts", contexts, int, "512,1024"), last=last, align=align, max_windows=max_windows,
+        seed=seed, chunk=chunk,
+    )  # fmt: skip
+    settings = hf_perplexity.Settings.of(data, evaluation, split=split, device=device, precision=precision)
+    typer.echo(hf_perplexity.table(models, settings, attention).text())
+
+
+app.command("forgetting")(forgetting.language)
 
 
 def _values(name: str, given: list[str] | None) -> dict[str, Any]:
     """KEY=VALUE of an option of that name, the values as in a recipe."""
-    from gape.experiments.recipes.tables import override  # noqa: PLC0415
+    from gape.experiments.settings import override  # noqa: PLC0415
 
     for text in given or []:
         if not text.partition("=")[0].strip() or "=" not in text:

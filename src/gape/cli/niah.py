@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gape.cli import forgetting
 from gape.cli.options import INTS, Device, Resume, numbers
-from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, run_one
+from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, print_states, run_one
 
 if TYPE_CHECKING:
-    from gape.experiments.recipes import NeedleRun, Recipe
+    from gape.experiments.recipe import Recipe
 
 app = typer.Typer(help="The needle-in-a-haystack task.", no_args_is_help=True, rich_markup_mode=None)
 app.command("run", hidden=True)(run_one)
@@ -28,15 +30,14 @@ def train(
     dry: Dry = False,
 ) -> None:
     """Train, evaluate and look into every run of a recipe. Stop it and start it again as you like."""
-    from gape.cli import runs  # noqa: PLC0415
-    from gape.experiments import recipes  # noqa: PLC0415
+    from gape.experiments.recipe import default_directory, load  # noqa: PLC0415
 
-    loaded = recipes.load(recipe, overrides or [], kind="niah").only(only or [])
-    directory = out or runs.default_directory(recipe, loaded)
+    loaded = load(recipe, overrides or [], kind="niah").only(only or [])
+    directory = out or default_directory(recipe, loaded)
     if dry:
-        runs.list_runs(loaded, directory)
+        print_states(loaded, directory)
         return
-    run_all(loaded, directory, jobs, resume)
+    run_and_print(loaded, directory, jobs, resume)
 
 
 @app.command("eval")
@@ -49,65 +50,38 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Measure trained runs at several lengths. What was measured before is not measured again."""
-    from gape.experiments import needle  # noqa: PLC0415
-    from gape.experiments.experiment import pick_device  # noqa: PLC0415
-    from gape.train import StopFlag  # noqa: PLC0415
-    from gape.utils.progress import Voice  # noqa: PLC0415
+    from gape.experiments.needle import evaluate_runs  # noqa: PLC0415
+    from gape.utils.progress import Progress  # noqa: PLC0415
 
-    voice, where = Voice(), pick_device(device)
-    # Every run is asked about before the first is measured.
-    asked = {directory: _asked(directory, factors, samples, seed, position) for directory in runs}
-    for directory, run in asked.items():
-        needle.evaluate(run, directory, where, stop=StopFlag(), say=voice.say)
-    print_tables([row for directory, run in asked.items() for row in needle.answered(run, directory, where)])
+    multiples = numbers("factors", factors, int, "1,2,4")
+    rows = evaluate_runs(
+        runs, factors=multiples, samples=samples, seed=seed, position=position, device=device, log=Progress().log
+    )
+    _print_tables(rows)
 
 
-def run_all(recipe: Recipe, directory: Path, jobs: int, resume: str) -> None:
+app.command("forgetting")(forgetting.needles)
+
+
+def run_and_print(recipe: Recipe, directory: Path, jobs: int, resume: str) -> None:
     """Run a recipe and print its tables.
 
     Raises:
         typer.Exit: with code 1 when a run failed.
     """
-    from gape.cli.runs import sweep_all  # noqa: PLC0415
-    from gape.experiments.experiment import pick_device  # noqa: PLC0415
-    from gape.experiments.needle import answered  # noqa: PLC0415
+    from gape.experiments.needle import recipe_rows  # noqa: PLC0415
+    from gape.experiments.sweep import run_recipe  # noqa: PLC0415
 
-    good, failed = sweep_all(recipe, directory, jobs, resume)
-    runs = [cast("NeedleRun", run) for run in recipe.runs if directory / run.name in good]
-    if runs:
-        print_tables([row for run in runs for row in answered(run, directory / run.name, pick_device(run.device))])
-    if failed:
+    result = run_recipe(recipe, directory, jobs=jobs, resume=resume)
+    if len(result.failed) < len(recipe.runs):
+        _print_tables(recipe_rows(recipe, directory, without=result.failed))
+    if result.failed:
         raise typer.Exit(1)
 
 
-def print_tables(rows: list[dict[str, Any]]) -> None:
-    """Print rows of measurements as tables, on standard output.
-
-    Raises:
-        ValueError: some would be averaged as seeds of one scheme and are not.
-    """
+def _print_tables(rows: Sequence[dict[str, Any]]) -> None:
     from gape.report.results import needle_results  # noqa: PLC0415
     from gape.report.write import tables  # noqa: PLC0415
 
     for table in tables(needle_results(rows)):
         typer.echo(f"\n{table.text()}")
-
-
-def _asked(directory: Path, factors: str, samples: int, seed: int, position: str | None) -> NeedleRun:
-    """The stored run with these measurements asked for.
-
-    Raises:
-        ValueError: no run of the needle task is there, or one that cannot be measured so.
-    """
-    from dataclasses import replace  # noqa: PLC0415
-
-    from gape.experiments.experiment import stored  # noqa: PLC0415
-    from gape.experiments.needle import check  # noqa: PLC0415
-
-    run = cast("NeedleRun", stored(directory, "niah"))
-    multiples = numbers("factors", factors, int, "1,2,4")
-    switch = {run.model.position: position} if position and position != run.model.position else {}
-    evaluation = replace(run.evaluation, factors=multiples, samples=samples, seed=seed, switch=switch)
-    asked = replace(run, evaluation=evaluation)
-    check(asked, directory)
-    return asked

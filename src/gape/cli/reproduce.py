@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from gape.report.catalogue import Entry
-    from gape.report.results import Results
+from gape.cli.niah import run_and_print
 
 
 def reproduce(
@@ -27,71 +25,18 @@ def reproduce(
     ] = None,
 ) -> None:
     """Draw a figure of the paper: NAME.png, NAME.pdf and NAME.json with its numbers."""
-    from dataclasses import replace  # noqa: PLC0415
-
-    from gape.report import catalogue  # noqa: PLC0415
-    from gape.report.series import NoData  # noqa: PLC0415
-    from gape.utils.stored_rows import usable  # noqa: PLC0415
+    from gape.experiments import reporting  # noqa: PLC0415
+    from gape.experiments.recipe import RUNS, load  # noqa: PLC0415
 
     if listing or name is None:
-        for entry in catalogue.FIGURES.values():
-            where = "drawn from the theory" if entry.measure is None else str(home(entry, results))
-            state = "" if entry.measure is None or _there(home(entry, results)) else " (no results yet)"
-            typer.echo(f"{entry.name:16} {entry.paper or 'our own':30} {where}{state}")
+        for line in reporting.figure_lines(results):
+            typer.echo(line)
         return
-    entry = catalogue.figure(name)
-    entry = replace(entry, recipe=recipe or entry.recipe)
-    found = None
-    if entry.measure is not None:
-        found = _run(entry, runs, jobs) if run else _committed(entry, results)
-    try:
-        with usable([home(entry, results)]):
-            paths = catalogue.write(entry, found, out)
-    except NoData as error:
-        train = f"gape {entry.command}" if entry.command else f"gape niah train {entry.recipe}"
-        how = entry.made_by or f"{train} and then gape report runs/{entry.recipe} --out {home(entry, results)}"
-        raise ValueError(f"{entry.name}: {error}; {how} make them") from error
-    for path in paths:
+    entry = reporting.figure(name, recipe)
+    directory = None
+    if run and entry.measure is not None:
+        reporting.refuse_run(entry)
+        directory = runs or RUNS / entry.recipe
+        run_and_print(load(entry.recipe), directory, jobs, "auto")
+    for path in reporting.draw_figure(entry, out, results, directory):
         typer.echo(path)
-
-
-def home(entry: Entry, results: Path) -> Path:
-    """Where the committed results of a figure's recipe lie."""
-    return results / entry.recipe
-
-
-def _there(path: Path) -> bool:
-    return (path / "runs.jsonl").is_file() or (path / "results.jsonl").is_file()
-
-
-def _committed(entry: Entry, results: Path) -> Results:
-    from gape.report.results import gather  # noqa: PLC0415
-
-    path = home(entry, results)
-    if not _there(path) and entry.made_by:
-        raise ValueError(f"{entry.name}: there are no results in {path}; {entry.made_by} make them")
-    if not _there(path) and entry.command:
-        measure = "" if entry.command == "lm train" else f", gape {entry.command} runs/{entry.recipe}/* --data DIR"
-        raise ValueError(
-            f"{entry.name}: there are no results in {path}; gape lm train {entry.recipe} data=DIR{measure} and then "
-            f"gape report runs/{entry.recipe} --out {path} make them"
-        )
-    if not _there(path):
-        raise ValueError(
-            f"{entry.name}: there are no results in {path}; gape reproduce {entry.name} --run makes them, or "
-            f"gape niah train {entry.recipe} and then gape report runs/{entry.recipe} --out {path}"
-        )
-    return gather([path])
-
-
-def _run(entry: Entry, runs: Path | None, jobs: int) -> Results:
-    from gape.cli.niah import run_all  # noqa: PLC0415
-    from gape.experiments import RUNS, recipes  # noqa: PLC0415
-    from gape.report.results import gather  # noqa: PLC0415
-
-    if entry.command:
-        raise ValueError(f"--run: got {entry.name}, expected a figure of the needle task; gape lm train needs data=DIR")
-    recipe = recipes.load(entry.recipe)
-    directory = runs or RUNS / entry.recipe
-    run_all(recipe, directory, jobs, "auto")
-    return gather([directory])

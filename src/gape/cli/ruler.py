@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from gape.cli.options import INTS, NAMES, Chunk, Device, numbers, precision_option
 
-if TYPE_CHECKING:
-    from gape.report.results import Results
-
 app = typer.Typer(help="RULER: long-context tasks.", no_args_is_help=True, rich_markup_mode=None)
-
-Record = dict[str, Any]
-TABLES = {"markdown": "tables.md", "latex": "tables.tex"}
 
 Names = Annotated[str | None, typer.Option(metavar=NAMES, help="RULER's names of tasks; all by default.")]
 
@@ -43,18 +36,18 @@ def generate(
     out: Annotated[Path, typer.Option(help="Directory that gets TASK_LENGTH.jsonl and manifest.json.")] = Path("ruler"),
 ) -> None:
     """Make samples of exact length for a tokenizer, the same bytes for the same seed. Needs no network."""
-    from gape.experiments.ruler import Order, write  # noqa: PLC0415
-    from gape.utils.progress import Board, Voice  # noqa: PLC0415
+    from gape.experiments.ruler import Samples, write  # noqa: PLC0415
+    from gape.utils.progress import Progress, ProgressTable  # noqa: PLC0415
 
     questions = {name: path for name, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path is not None}
-    each = tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192")))
-    order = Order(
-        tokenizer=tokenizer, lengths=each, tasks=_task_names(tasks), named=tasks is not None,
-        count=count, seed=seed, haystack=haystack, questions=questions, wording=wording,
+    samples = Samples(
+        tokenizer=tokenizer, lengths=tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192"))),
+        tasks=None if tasks is None else tuple(tasks.split(",")), count=count, seed=seed, haystack=haystack,
+        questions=questions, wording=wording,
     )  # fmt: skip
-    voice = Voice()
-    with Board(voice, "sample") as board:
-        paths = list(write(order, out, show=board.show, say=voice.say))
+    progress = Progress()
+    with ProgressTable(progress, "sample") as table:
+        paths = list(write(samples, out, show=table.show, log=progress.log))
     for path in paths:
         typer.echo(path)
 
@@ -97,26 +90,29 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Directory of its results; runs/ruler/NAME by default.")] = None,
 ) -> None:
     """Score models: NLL per token of right answers, string match of generated ones. Stop and start as you like."""
-    from gape.experiments.experiment import asked_precision, pick_device  # noqa: PLC0415
-    from gape.experiments.ruler import Asked, measure  # noqa: PLC0415
+    from gape.experiments.experiment import pick_device, wants_bfloat16  # noqa: PLC0415
+    from gape.experiments.ruler import Evaluation, choose, measure  # noqa: PLC0415
+    from gape.report.results import Results  # noqa: PLC0415
+    from gape.report.ruler import tables  # noqa: PLC0415
     from gape.tasks.ruler.evaluation import Settings, Way  # noqa: PLC0415
     from gape.tasks.ruler.prompts import check_template  # noqa: PLC0415
     from gape.tasks.ruler.sources import read  # noqa: PLC0415
-    from gape.utils.progress import Voice  # noqa: PLC0415
+    from gape.utils.progress import Progress  # noqa: PLC0415
 
-    where = pick_device(device)
-    low = asked_precision(precision, where)
+    target = pick_device(device)
     settings = Settings(
         template=check_template(template), overlength=overlength, max_length=max_length, generate=generated,
-        batch_tokens=batch_tokens, chunk=chunk, precision="bfloat16" if low else "float32",
+        batch_tokens=batch_tokens, chunk=chunk,
+        precision="bfloat16" if wants_bfloat16(precision, target) else "float32",
         way=Way(skip_eps=skip_eps, forget_eps=forget_eps, bounds=bounds),
     )  # fmt: skip
     samples, sources = read(data, task_name=task, length=length)
-    asked = Asked(
-        samples=_chosen(samples, tasks, limit), sources=sources, settings=settings, tokenizer=tokenizer, device=where,
-        name=name, out=out,
+    evaluation = Evaluation(
+        samples=choose(samples, None if tasks is None else tasks.split(","), limit), sources=sources,
+        settings=settings, tokenizer=tokenizer, device=target, name=name, out=out,
     )  # fmt: skip
-    _print(measure(models, asked, say=Voice().say))
+    rows = measure(models, evaluation, log=Progress().log)
+    typer.echo("\n\n".join(table.text() for table in tables(Results(measured={"ruler": tuple(rows)}))))
 
 
 @app.command()
@@ -135,70 +131,6 @@ def table(
     ] = None,
 ) -> None:
     """Print the paper's table from stored results: best bold, second underlined, differences on the same samples."""
-    from gape.report import ruler  # noqa: PLC0415
-    from gape.report.results import gather  # noqa: PLC0415
-    from gape.report.tables import FORMATS  # noqa: PLC0415
-    from gape.utils.stored_rows import usable  # noqa: PLC0415
-    from gape.utils.validation import invalid_argument  # noqa: PLC0415
+    from gape.experiments.reporting import ruler_text  # noqa: PLC0415
 
-    if form not in FORMATS:
-        raise invalid_argument("format", form, f"one of {', '.join(FORMATS)}")
-    if precision not in (None, "float32", "bfloat16"):
-        raise invalid_argument("precision", precision, "float32 or bfloat16")
-    found = gather(results)
-    rows = tuple(row for row in found.of("ruler") if precision in (None, row.get("precision")))
-    if not rows:
-        held = "no rows of gape ruler eval" if precision is None else f"no rows of gape ruler eval in {precision}"
-        raise ValueError(f"results: {', '.join(map(str, results))} hold {held}")
-    found = found.only(ruler=rows)
-    position, _, variant = full.partition(":")
-    with usable(results):
-        made = ruler.ablation_tables(found, (position, variant)) if ablation else ruler.tables(found)
-    if out is not None:
-        _store(found, made, out)
-    typer.echo("\n\n".join(FORMATS[form](one) for one in made))
-
-
-def _store(found: Results, made: Sequence[Any], out: Path) -> None:
-    from gape.report.results import store  # noqa: PLC0415
-    from gape.report.tables import FORMATS  # noqa: PLC0415
-    from gape.utils import files  # noqa: PLC0415
-
-    store(found, out)
-    for form, name in TABLES.items():
-        files.replace(out / name, ("\n\n".join(FORMATS[form](one) for one in made) + "\n").encode())
-
-
-def _print(found: Sequence[Record]) -> None:
-    from gape.report import ruler  # noqa: PLC0415
-    from gape.report.results import Results  # noqa: PLC0415
-
-    results = Results(measured={"ruler": tuple(found)})
-    typer.echo("\n\n".join(one.text() for one in ruler.tables(results)))
-
-
-def _chosen(samples: Sequence[Any], tasks: str | None, limit: int | None) -> list[Any]:
-    """Samples of the tasks that were asked for, the first few of each task and length.
-
-    Raises:
-        ValueError: there is none of a task.
-    """
-    from gape.utils.validation import whole  # noqa: PLC0415
-
-    wanted = _task_names(tasks)
-    missing = [name for name in wanted if tasks and name not in {sample.task for sample in samples}]
-    if missing:
-        raise ValueError(f"tasks: the data have no samples of {', '.join(missing)}")
-    seen: dict[tuple[str, int], int] = {}
-    kept = []
-    for sample in samples:
-        place = seen[sample.task, sample.length] = seen.get((sample.task, sample.length), 0) + 1
-        if sample.task in wanted and (limit is None or place <= whole("limit", limit)):
-            kept.append(sample)
-    return kept
-
-
-def _task_names(text: str | None) -> tuple[str, ...]:
-    from gape.tasks.ruler.tasks import TASKS, task  # noqa: PLC0415
-
-    return tuple(TASKS) if text is None else tuple(dict.fromkeys(task(part.strip()).name for part in text.split(",")))
+    typer.echo(ruler_text(results, ablation=ablation, full=full, precision=precision, form=form, out=out))

@@ -1,22 +1,16 @@
-"""What `gape niah` and `gape lm` share: a recipe's runs listed, started, and brought to their ends."""
+"""What `gape niah train` and `gape lm train` share: options, the list of a recipe's runs, and one run by itself."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gape.cli.options import Resume
-from gape.experiments import RUNS
 
 if TYPE_CHECKING:
-    from gape.experiments.recipes import Recipe
-    from gape.train import StopFlag
+    from gape.experiments.recipe import Recipe
 
 RecipeName = Annotated[
     str, typer.Argument(help="A TOML file, or the name of one that ships, such as niah/demo or lm/toy.")
@@ -37,53 +31,14 @@ def run_one(
     directory: Annotated[Path, typer.Argument(help="A directory with run.json.")], resume: Resume = "auto"
 ) -> None:
     """Bring one run to its end: what a sweep starts for each of several at once."""
-    from gape.experiments.experiment import described, perform  # noqa: PLC0415
-    from gape.train import StopFlag  # noqa: PLC0415
-    from gape.utils.progress import Voice  # noqa: PLC0415
+    from gape.experiments.sweep import run_directory  # noqa: PLC0415
 
-    run, voice, stop = described(directory), Voice(), StopFlag()
-    _end_with_parent(stop)
-    perform(run, directory, stop=stop, resume=resume, console=voice.console, say=voice.say)
+    run_directory(directory, resume)
 
 
-def sweep_all(recipe: Recipe, directory: Path, jobs: int, resume: str) -> tuple[list[Path], dict[str, str]]:
-    """Run a recipe; the directories of the runs that are done, and why others failed, by name."""
-    from gape.experiments.sweep import sweep  # noqa: PLC0415
-    from gape.utils.progress import Voice  # noqa: PLC0415
-
-    voice = Voice()
-    tally = sweep(recipe.runs, directory, jobs=jobs, resume=resume, voice=voice)
-    if tally.failed:
-        voice.say(f"{len(tally.failed)} of {len(recipe.runs)} runs failed: {', '.join(tally.failed)}")
-    return [directory / run.name for run in recipe.runs if run.name not in tally.failed], tally.failed
-
-
-def default_directory(name: str, recipe: Recipe) -> Path:
-    """runs/niah/demo for the recipe niah/demo, runs/NAME for a file elsewhere."""
-    from gape.experiments import recipes  # noqa: PLC0415
-
-    known = {file: short for short, file in recipes.available().items()}
-    return RUNS / known.get(recipes.find(name).resolve(), recipe.name)
-
-
-def list_runs(recipe: Recipe, directory: Path) -> None:
+def print_states(recipe: Recipe, directory: Path) -> None:
     """Print the state and the directory of every run."""
-    from gape.experiments.experiment import finished, trained  # noqa: PLC0415
+    from gape.experiments.sweep import states  # noqa: PLC0415
 
-    for run in recipe.runs:
-        home = directory / run.name
-        state = "done" if finished(run, home) else "trained" if trained(run, home) else "to do"
+    for home, state in states(recipe, directory).items():
         typer.echo(f"{state:8} {home}")
-
-
-def _end_with_parent(stop: StopFlag) -> None:
-    """Save and stop when the process that started this one is gone, however it died: its end of the pipe closes."""
-
-    def watch() -> None:
-        # Not through sys.stdin: a thread that sleeps in its buffer's lock makes the interpreter abort at exit.
-        while os.read(0, 4096):
-            pass
-        stop.request(signal.SIGTERM)
-
-    if not sys.stdin.isatty():
-        threading.Thread(target=watch, daemon=True).start()

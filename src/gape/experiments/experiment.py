@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -10,16 +10,15 @@ from typing import Any, Protocol, cast
 import torch
 from rich.console import Console
 
-from gape.experiments.recipes import Run
+from gape.experiments.open_model import SETTINGS, SUMMARY
+from gape.experiments.run import Run
 from gape.train import StopFlag, checkpoint
 from gape.train.config import changes
 from gape.utils import files
 from gape.utils.jsonl import read_object
 from gape.utils.validation import invalid_argument
 
-SETTINGS, SUMMARY = "run.json", "summary.json"
-
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Record = dict[str, Any]
 
 
@@ -40,22 +39,22 @@ class Experiment(Protocol):
         """Whether measurements of the trained weights are missing."""
         ...
 
-    def measure(self, run: Any, directory: Path, device: torch.device, stop: StopFlag, say: Say) -> None:
+    def measure(self, run: Any, directory: Path, device: torch.device, stop: StopFlag, log: Log) -> None:
         """Make the missing measurements."""
         ...
 
 
-#: Where each kind of run is at home.
-_HOMES = {"niah": "gape.experiments.needle", "lm": "gape.experiments.language"}
+#: The module of each kind of run.
+_MODULES = {"niah": "gape.experiments.needle", "lm": "gape.experiments.language"}
 
 
 def experiment(run: Run) -> Experiment:
     """The experiment that a run is of."""
-    return cast(Experiment, import_module(_HOMES[run.kind]))
+    return cast(Experiment, import_module(_MODULES[run.kind]))
 
 
 def perform(
-    run: Run, directory: Path, *, stop: StopFlag, resume: str = "auto", console: Console | None = None, say: Say = print
+    run: Run, directory: Path, *, stop: StopFlag, resume: str = "auto", console: Console | None = None, log: Log = print
 ) -> None:
     """Bring a run to its end, from wherever its directory stands.
 
@@ -65,7 +64,7 @@ def perform(
         stop: polled in training and validation; a signal ends measurements at once.
         resume: "auto" goes on with what is there, "never" refuses it.
         console: where training shows its progress.
-        say: told what was measured.
+        log: called with a line for each measurement.
 
     Raises:
         Interrupted: a signal came; what was done is kept.
@@ -82,7 +81,7 @@ def perform(
         if not finished(run, directory):
             # A row is kept as soon as it is measured.
             with stop.at_once():
-                own.measure(run, directory, device, stop, say)
+                own.measure(run, directory, device, stop, log)
 
 
 def check(run: Run, directory: Path, resume: str = "auto") -> None:
@@ -117,40 +116,6 @@ def claim(run: Run, directory: Path) -> None:
     files.replace(directory / SETTINGS, files.to_json(run.to_dict()))
 
 
-def described(
-    directory: Path, expected: str = f"a directory with {SETTINGS}, as gape lm train and gape niah train make"
-) -> Run:
-    """The run that a directory holds, trained or not.
-
-    Raises:
-        ValueError: there is none, and what is expected; or what is there describes none.
-    """
-    path = directory / SETTINGS
-    settings = read_object(path)
-    if not settings:
-        raise ValueError(f"run: got {str(directory)!r}, expected {expected}")
-    try:
-        return Run.from_dict(settings)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def stored(directory: Path, kind: str) -> Run:
-    """The run of a kind that a directory holds, to be measured.
-
-    Raises:
-        ValueError: there is none, one of another kind, or one without a checkpoint.
-    """
-    run = described(directory)
-    if run.kind != kind:
-        raise ValueError(
-            f"run: {str(directory)!r} was made by gape {run.kind} train, expected one of gape {kind} train"
-        )
-    if not checkpoint.found(directory / "checkpoints"):
-        raise ValueError(f"run: got {str(directory)!r}, expected one with a checkpoint, as gape {kind} train leaves")
-    return run
-
-
 def trained(run: Run, directory: Path) -> bool:
     """Whether training has come to its end."""
     summary = read_object(directory / SUMMARY)
@@ -170,14 +135,9 @@ def model_step(run: Run, directory: Path) -> int | None:
     return step
 
 
-def how(run: Run, device: torch.device) -> Record:
+def conditions(run: Run, device: torch.device) -> Record:
     """How a run is measured on a device: the keys by which rows of another precision or device are told apart."""
     return {"precision": "bfloat16" if low_precision(run.train.precision, device) else "float32", "device": device.type}
-
-
-def answers(row: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """Whether a stored row was measured as asked; one that does not tell its device fits any."""
-    return all(row.get(key, value if key == "device" else None) == value for key, value in asked.items())
 
 
 def identity(run: Run) -> Record:
@@ -216,7 +176,7 @@ def named_device(name: str) -> torch.device:
         raise invalid_argument("device", name, "auto, cpu, or a device that is here") from error
 
 
-def asked_precision(precision: str, device: torch.device, *others: str) -> bool:
+def wants_bfloat16(precision: str, device: torch.device, *others: str) -> bool:
     """Whether the --precision that was asked for means bfloat16 autocast on a device.
 
     Raises:

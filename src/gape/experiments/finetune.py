@@ -1,4 +1,4 @@
-"""What `gape hf` does: models read, changed, trained on windows of a corpus, and written."""
+"""What `gape hf import`, `inject`, `remove`, `convert` and `finetune` do: change models of transformers, train them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ import transformers
 
 import gape.hf
 from gape.data import Corpus, PrepareConfig, Tokenizer, WindowSource, load_tokenizer, open_corpus, prepare
-from gape.experiments import experiment
+from gape.experiments.experiment import pick_device
+from gape.experiments.open_model import MODEL, SETTINGS, base_of, describe, load_transformers, refuse_length
 from gape.hf.formats import MAGIC, read_gguf, read_llama2c
 from gape.hf.gates import LEARN, freeze, has_gates
 from gape.hf.gpt2 import extend_positions
-from gape.hf.reading import read, read_model
+from gape.hf.reading import read
 from gape.hf.save_load import write_card
 from gape.train import StopFlag, TrainConfig, Trainer, checkpoint
 from gape.train.resume import choose
 from gape.utils import files
-from gape.utils.progress import Voice
+from gape.utils.progress import Progress
 from gape.utils.validation import invalid_argument, whole
 
 #: Files that make a tokenizer; a model is written with those it came with.
@@ -31,32 +32,10 @@ TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-CARD, MODEL, CORPUS, RUN, PART = "card.json", "model", "corpus", "run.json", ".part"
+CARD, CORPUS, PART = "card.json", "corpus", ".part"
 VALIDATION_WINDOWS = 64
 #: Tokens that tell a corpus of another tokenizer.
 _COMPARED = 512
-
-
-def load(name: str, attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal language model; code that comes with it is never run.
-
-    Args:
-        name: a directory, or a name on the hub.
-        attention: an `attn_implementation` in place of the model's own.
-        dtype: of its weights.
-
-    Raises:
-        ValueError: there is none.
-    """
-    told = {} if attention is None else {"attn_implementation": attention}
-    refuse_missing(name)
-    return read_model(name, dtype=dtype, **told)
-
-
-def refuse_missing(name: str) -> None:
-    """Refuse a path where there is nothing, which the hub would be asked for."""
-    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise invalid_argument("model", name, "a directory that is there, or a name on the Hugging Face hub")
 
 
 def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
@@ -89,19 +68,19 @@ def retrofit(
     """Put gates, or another scheme, into a model and save it."""
     _free(out)
     whole("seed", seed, 0)
-    model = load(name)
+    model = load_transformers(name)
     if learned_positions:
         if model.config.model_type != "gpt2":
             raise invalid_argument(
                 "model", model.config.model_type, "a GPT-2, which has learned positions; others: gape hf inject"
             )
         context_length = context_length or model.config.n_positions
-    told: dict[str, Any] = {"position": position, "layers": layers, "start": start, "gates": gates, **options}
-    print(gape.hf.plan(model, context_length=context_length, **told))
+    settings: dict[str, Any] = {"position": position, "layers": layers, "start": start, "gates": gates, **options}
+    print(gape.hf.plan(model, context_length=context_length, **settings))
     if dry_run:
         return
     torch.manual_seed(seed)
-    gape.hf.inject(model, context_length=context_length, **told)
+    gape.hf.inject(model, context_length=context_length, **settings)
     # Runs say it in their rows; the directory that they begin with may be called after a scheme.
     model.config.gape_from = base_of(name)
     save(model, name, out)
@@ -110,7 +89,7 @@ def retrofit(
 def strip(name: str, out: Path) -> None:
     """Take the gates out of a model and save it."""
     _free(out)
-    model = gape.hf.remove(load(name))
+    model = gape.hf.remove(load_transformers(name))
     vars(model.config).pop("gape_from", None)
     save(model, name, out)
 
@@ -118,7 +97,7 @@ def strip(name: str, out: Path) -> None:
 def lengthen(name: str, out: Path, length: int, *, dry_run: bool) -> None:
     """Give a GPT-2 more learned positions and save it."""
     _free(out)
-    model = load(name)
+    model = load_transformers(name)
     before = model.num_parameters()
     extend_positions(model, length)
     print(f"parameters   {model.num_parameters() - before:+,} beside {before:,}, {length:,} positions")
@@ -185,44 +164,46 @@ def finetune(
         Interrupted: a signal came; everything is saved.
         ValueError: a model or data that do not fit.
     """
-    voice, where = Voice(), experiment.pick_device(device)
+    progress, target = Progress(), pick_device(device)
     # A corpus that is made of text is written: whatever can be refused before is.
     whole("batch_size", batch_size)
     if resume != "auto":
-        choose(out / "checkpoints", resume, voice.say)
+        choose(out / "checkpoints", resume, progress.log)
     model = _learner(name, attention, learn, length, gradient_checkpointing=gradient_checkpointing)
-    about = {
-        "length": length, "batch_size": batch_size, "seed": config.seed, "device": where,
+    windows = {
+        "length": length, "batch_size": batch_size, "seed": config.seed, "device": target,
         "accumulation": config.accumulation,
     }  # fmt: skip
-    source = _source(name, model.config, out, lambda: _corpus(name, data, out, heldout_fraction, voice), about)
-    told = described(model.config, name) | {"learn": learn}
+    source = _source(name, model.config, out, lambda: _corpus(name, data, out, heldout_fraction, progress), windows)
+    about = describe(model.config, name) | {"learn": learn}
     settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
-    settings |= {"task": {"length": length}, "model": told, "train": config.to_dict()}
-    wrapped = gape.hf.LanguageModel(model.to(where))
+    settings |= {"task": {"length": length}, "model": about, "train": config.to_dict()}
+    wrapped = gape.hf.LanguageModel(model.to(target))
     with StopFlag() as stop:
         trainer = Trainer(
-            wrapped, config, source, out, _validation(source, voice, stop, config), stop=stop,
-            console=voice.console, extra={"base": name, "learn": learn, "tokenizer": source.corpus.tokenizer},
+            wrapped, config, source, out, _validation(source, progress, stop, config), stop=stop,
+            console=progress.console, extra={"base": name, "learn": learn, "tokenizer": source.corpus.tokenizer},
         )  # fmt: skip
         trainer.run(resume)
-    chosen = checkpoint.resolve(out, voice.say)
+    chosen = checkpoint.resolve(out, progress.log)
     checkpoint.load_model_tensors(wrapped, chosen.model, chosen.state["aliases"])
     save(model.cpu(), name, out / MODEL)
     # Last: a run that has it is done.
-    files.replace(out / RUN, files.to_json(settings))
+    files.replace(out / SETTINGS, files.to_json(settings))
     return out / MODEL
 
 
-def _source(name: str, config: Any, out: Path, corpus: Callable[[], Corpus], about: Mapping[str, Any]) -> WindowSource:
+def _source(
+    name: str, config: Any, out: Path, corpus: Callable[[], Corpus], windows: Mapping[str, Any]
+) -> WindowSource:
     """Windows of a corpus that fits a model; one that was made here and does not is taken away again."""
-    there = (out / CORPUS).exists()
+    existed = (out / CORPUS).exists()
     try:
-        found = corpus()
-        refuse_corpus(name, config, found)
-        return WindowSource(found, **about)
+        opened = corpus()
+        refuse_corpus(name, config, opened)
+        return WindowSource(opened, **windows)
     except ValueError:
-        if not there and (out / CORPUS).exists():
+        if not existed and (out / CORPUS).exists():
             shutil.rmtree(out / CORPUS)
             if not any(out.iterdir()):
                 out.rmdir()
@@ -234,7 +215,7 @@ def _learner(name: str, attention: str | None, learn: str, length: int, *, gradi
     if learn not in LEARN:
         raise invalid_argument("learn", learn, f"one of {', '.join(LEARN)}")
     whole("length", length)
-    model = load(name, attention)
+    model = load_transformers(name, attention)
     if learn != "all" and not has_gates(model):
         raise invalid_argument("learn", learn, f"'all', since {name} has no gates")
     refuse_length(model, length)
@@ -248,30 +229,7 @@ def _learner(name: str, attention: str | None, learn: str, length: int, *, gradi
     return model
 
 
-def described(config: Any, name: str) -> dict[str, Any]:
-    """What tables say of a model that was read from `name`: where it came from, its scheme, its own context."""
-    told = getattr(config, "gape", None) or {}
-    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = str(rotary.get("rope_type") or rotary.get("type") or "default")
-    own = "learned" if config.model_type.endswith("gpt2") else _NAMES.get(kind, kind)
-    # A GPT of ours says it as one of its sizes.
-    position = told.get("position") or getattr(config, "position", None) or (f"{own}+gape" if told else own)
-    kept = {key: told[key] for key in ("context_length", "start", "gates", "options", "layers") if told.get(key)}
-    base = getattr(config, "gape_from", base_of(name))
-    native = told.get("native") or getattr(config, "max_position_embeddings", None)
-    return {"base": base, "position": position, "native": native, **kept}
-
-
-#: Rotations of transformers by the names they have here; others keep their own.
-_NAMES = {"default": "rope", "linear": "pi", "dynamic": "ntk"}
-
-
-def base_of(name: str) -> str:
-    """What to call a model: the last word of its path or name."""
-    return Path(name).resolve().name if Path(name).is_dir() else name.rpartition("/")[2]
-
-
-def _validation(training: WindowSource, voice: Voice, stop: StopFlag, config: TrainConfig) -> Any:
+def _validation(training: WindowSource, progress: Progress, stop: StopFlag, config: TrainConfig) -> Any:
     """The loss on held-out windows like those of training, or None where there are none."""
     if not config.validate_every:
         return None
@@ -281,7 +239,7 @@ def _validation(training: WindowSource, voice: Voice, stop: StopFlag, config: Tr
             device=training.device,
         )  # fmt: skip
     except ValueError as error:
-        voice.say(f"nothing is validated: {error}")
+        progress.log(f"nothing is validated: {error}")
         return None
     batches = max(1, min(VALIDATION_WINDOWS, held_out.windows) // held_out.batch_size)
 
@@ -296,7 +254,7 @@ def _validation(training: WindowSource, voice: Voice, stop: StopFlag, config: Tr
     return validate
 
 
-def _corpus(name: str, data: Sequence[str], out: Path, heldout_fraction: float, voice: Voice) -> Corpus:
+def _corpus(name: str, data: Sequence[str], out: Path, heldout_fraction: float, progress: Progress) -> Corpus:
     """The prepared corpus, or one made of text with the model's own tokenizer."""
     if len(data) == 1 and (Path(data[0]) / CARD).is_file():
         return open_corpus(data[0])
@@ -304,18 +262,8 @@ def _corpus(name: str, data: Sequence[str], out: Path, heldout_fraction: float, 
         if not given.startswith("hf:") and not Path(given).exists():
             raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
     settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
-    prepare(settings, out / CORPUS, workers=1, say=voice.say)
+    prepare(settings, out / CORPUS, workers=1, say=progress.log)
     return open_corpus(out / CORPUS)
-
-
-def refuse_length(model: Any, length: int) -> None:
-    """Refuse windows beyond what learned positions reach."""
-    table = getattr(getattr(model, "transformer", None), "wpe", None)
-    limit = getattr(table, "num_embeddings", None)
-    if limit is not None and length > limit:
-        raise invalid_argument(
-            "length", length, f"at most {limit}, the model's learned positions; gape hf convert goes further"
-        )
 
 
 def refuse_corpus(name: str, config: Any, corpus: Corpus) -> None:

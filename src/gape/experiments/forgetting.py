@@ -1,27 +1,42 @@
-"""What forgetting does to a trained model: tiles, time of prefill, decoding, perplexity and needles.
+"""What forgetting does to trained models: tiles, time of prefill, decoding, perplexity and needles.
 
-:mod:`gape.experiments.forgetting_bench` keeps the rows.
+:func:`measure_runs` measures; :mod:`gape.experiments.forgetting_bench` stores the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache as kept_once
+from dataclasses import replace
+from functools import cache as call_once
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 
+from gape.analysis.passages import Reader
 from gape.experiments import forgetting_timing as timing
-from gape.experiments.experiment import Record
-from gape.experiments.forgetting_bench import Bench, Forgetful, Way, setting
-from gape.experiments.recipes import NeedleRun
+from gape.experiments.experiment import Log, Record, pick_device
+from gape.experiments.forgetting_bench import (
+    Bench,
+    Forgetful,
+    Precision,
+    Settings,
+    Way,
+    gpt_subject,
+    injected_subject,
+    setting,
+)
+from gape.experiments.open_model import kind_of, open_model
+from gape.experiments.run import NeedleRun
 from gape.models.gpt import GPT
 from gape.models.skipping import IMPL
 from gape.ops.inputs import Problem
 from gape.report.results import pack_hits
 from gape.tasks import niah, perplexity, perplexity_rows
-from gape.utils.progress import Board, Voice
+from gape.utils import locks
+from gape.utils.progress import Progress, ProgressTable
 from gape.utils.validation import invalid_argument
 
 #: What is measured of a run of each kind unless asked otherwise.
@@ -44,25 +59,25 @@ def check(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
             raise invalid_argument("measure", name, f"some of {', '.join(MEASURES)}")
         if ONLY.get(name, bench.kind) != bench.kind:
             raise invalid_argument("measure", name, f"others for {WHAT[bench.kind]}")
-    bench.subject.check(max(bench.lengths) + ("decode" in chosen) * bench.asked.tokens)
+    bench.subject.check(max(bench.lengths) + ("decode" in chosen) * bench.settings.tokens)
     for length in bench.lengths:
         bench.text(length, 1)
         if "decode" in chosen:
-            bench.text(length + bench.asked.tokens, 1)
+            bench.text(length + bench.settings.tokens, 1)
     return chosen
 
 
 def tiles(bench: Bench) -> None:
     """Tiles visited, by layer and head."""
     for length in bench.lengths if bench.skips else ():
-        layers = kept_once(partial(bench.layers, length))
-        for eps in bench.asked.eps:
+        layers = call_once(partial(bench.layers, length))
+        for eps in bench.settings.eps:
             about = {"kind": "tiles", "length": length, "how": "skipping", "impl": IMPL, "eps": eps}
 
             def make(eps: float = eps, layers: Callable[[], list[Problem]] = layers) -> Record:
-                found = timing.tiles(layers(), eps)
-                mean = float(np.mean([np.mean(layer) for layer in found]))
-                return {"tiles": [[round(x, 5) for x in layer] for layer in found], "mean": mean}
+                fractions = timing.tiles(layers(), eps)
+                mean = float(np.mean([np.mean(layer) for layer in fractions]))
+                return {"tiles": [[round(x, 5) for x in layer] for layer in fractions], "mean": mean}
 
             bench.once(about, make, lambda row: f"{row['mean']:.3f} of the tiles")
 
@@ -76,10 +91,10 @@ def prefill(bench: Bench) -> None:
 
 def _attention(bench: Bench, length: int) -> None:
     clock = _clock(bench)
-    layers = kept_once(partial(bench.layers, length))
+    layers = call_once(partial(bench.layers, length))
     ways = [("cudnn", 0.0), ("split", 0.0)]
     if bench.skips:
-        ways += [(IMPL, eps) for eps in (0.0, *bench.asked.eps)]
+        ways += [(IMPL, eps) for eps in (0.0, *bench.settings.eps)]
     for name, eps in ways:
         about = {"kind": "prefill", "what": "attention", "length": length, "how": "skipping" if eps else "dense"}
 
@@ -92,7 +107,7 @@ def _attention(bench: Bench, length: int) -> None:
 
 def _whole_model(bench: Bench, length: int) -> None:
     clock = _clock(bench)
-    for eps in (0.0, *(bench.asked.eps if bench.skips else ())):
+    for eps in (0.0, *(bench.settings.eps if bench.skips else ())):
         about = {"kind": "prefill", "what": "model", "length": length, "how": "skipping" if eps else "dense"}
 
         def make(eps: float = eps) -> Record:
@@ -103,7 +118,7 @@ def _whole_model(bench: Bench, length: int) -> None:
 
 
 def _clock(bench: Bench) -> timing.Clock:
-    return timing.clock(bench.asked.seconds, least=5 if bench.device.type == "cuda" else 1)
+    return timing.clock(bench.settings.seconds, least=5 if bench.device.type == "cuda" else 1)
 
 
 def decode(bench: Bench) -> None:
@@ -111,11 +126,11 @@ def decode(bench: Bench) -> None:
 
     Each cache reads the prompt anew: what it has dropped by then, the later chunks did not see.
     """
-    tokens, chunk = bench.asked.tokens, bench.asked.chunk
+    tokens, chunk = bench.settings.tokens, bench.settings.chunk
     for length in bench.lengths:
-        for told, new_cache in bench.caches(length + tokens):
-            for batch in bench.asked.batches:
-                about = {"kind": "decode", "length": length, "batch": batch, "tokens": tokens, "chunk": chunk, **told}
+        for name, new_cache in bench.caches(length + tokens):
+            for batch in bench.settings.batches:
+                about = {"kind": "decode", "length": length, "batch": batch, "tokens": tokens, "chunk": chunk, **name}
                 make = partial(_decoded, bench, new_cache, about)
                 bench.once(about, make, _speed)
 
@@ -123,14 +138,14 @@ def decode(bench: Bench) -> None:
 def _decoded(bench: Bench, new_cache: Callable[[], Any], about: Record) -> Record:
     tokens, batch = about["tokens"], about["batch"]
     ids, cache = bench.text(about["length"] + tokens, batch), new_cache()
-    label = f"{bench.trained.identity['run']}: {setting(about)}"
-    with Board(Voice(), "token") as board:
-        found = timing.decode(
+    label = f"{bench.opened.identity['run']}: {setting(about)}"
+    with ProgressTable(unit="token") as table:
+        results = timing.decode(
             bench.model, cache, ids, tokens, max(1, about["chunk"] // batch),
-            lambda done, total: board.show(label, done, total),
+            lambda done, total: table.show(label, done, total),
         )  # fmt: skip
-        board.drop(label)
-    return found | ({"kept": cache.kept, "beyond": cache.beyond} if about["how"] == "forgetting" else {})
+        table.remove(label)
+    return results | ({"kept": cache.kept, "beyond": cache.beyond} if about["how"] == "forgetting" else {})
 
 
 def _speed(row: Record) -> str:
@@ -143,13 +158,13 @@ def perplexities(bench: Bench) -> None:
     """Perplexity dense, skipping, and read through forgetting caches."""
     assert bench.reader is not None
     assert bench.reader.corpus is not None
-    asked = bench.asked
+    settings = bench.settings
     for length in bench.lengths:
-        protocol = perplexity.Protocol(context=length, last=min(asked.last, length))
-        plan = perplexity.plan(bench.reader.corpus, protocol, max_windows=asked.max_windows, seed=asked.seed)
+        protocol = perplexity.Protocol(context=length, last=min(settings.last, length))
+        plan = perplexity.plan(bench.reader.corpus, protocol, max_windows=settings.max_windows, seed=settings.seed)
         for way in bench.ways(length):
-            about = {"kind": "perplexity", "length": length, "max_windows": asked.max_windows}
-            about |= protocol.settings() | way.told
+            about = {"kind": "perplexity", "length": length, "max_windows": settings.max_windows}
+            about |= protocol.settings() | way.name
             make = partial(_scored, bench, plan, about, way)
             bench.once(about, make, lambda row: f"perplexity {row['perplexity']:.3f}, loss {row['nll']:.5f}")
 
@@ -157,33 +172,35 @@ def perplexities(bench: Bench) -> None:
 def _scored(bench: Bench, plan: perplexity.Plan, about: Record, way: Way) -> Record:
     assert bench.reader is not None
     assert bench.reader.corpus is not None
-    store = bench.trained.directory / f".forgetting-{about['how']}-{about['length']}.jsonl"
-    label = f"{bench.trained.identity['run']}: {setting(about)}"
-    with Board(Voice(), "window") as board, way.context():
+    scores = bench.opened.directory / f".forgetting-{about['how']}-{about['length']}.jsonl"
+    label = f"{bench.opened.identity['run']}: {setting(about)}"
+    with ProgressTable(unit="window") as table, way.context():
         scored = perplexity_rows.score_all(
-            cast(GPT, way.reader), bench.reader.corpus, plan, store=store,
+            cast(GPT, way.reader), bench.reader.corpus, plan, store=scores,
             of=repr(sorted((bench.shared | about).items(), key=str)), chunk=about["chunk"],
-            progress=lambda done, total: board.show(label, done, total),
+            progress=lambda done, total: table.show(label, done, total),
         )  # fmt: skip
-        board.drop(label)
-    rows = perplexity_rows.rows(plan, scored, bench.asked.seed)
-    store.unlink()
+        table.remove(label)
+    rows = perplexity_rows.rows(plan, scored, bench.settings.seed)
+    scores.unlink()
     return next((row for row in rows if row["stratum"] is None), rows[-1])
 
 
 def needles(bench: Bench) -> None:
     """Accuracy on the needle task dense, skipping, and read through forgetting caches."""
-    run, samples = cast(NeedleRun, bench.run), bench.asked.samples
-    for factor, length in zip(bench.asked.factors, bench.lengths, strict=True):
+    run, samples = cast(NeedleRun, bench.opened.run), bench.settings.samples
+    for factor, length in zip(bench.settings.factors, bench.lengths, strict=True):
         config = run.task.at(length)
         for way in bench.ways(length):
-            about = {"kind": "needle", "length": length, "factor": factor, "samples": samples, **way.told}
+            about = {"kind": "needle", "length": length, "factor": factor, "samples": samples, **way.name}
             bench.once(about, partial(_answered, bench, config, way), lambda row: f"accuracy {row['accuracy']:.3f}")
 
 
 def _answered(bench: Bench, config: niah.NIAHConfig, way: Way) -> Record:
     with way.context():
-        right = niah.hits(way.reader, config, samples=bench.asked.samples, seed=bench.asked.seed, device=bench.device)
+        right = niah.hits(
+            way.reader, config, samples=bench.settings.samples, seed=bench.settings.seed, device=bench.device
+        )
     held = way.reader.held if isinstance(way.reader, Forgetful) else []
     share = {"held": sum(held) / len(held)} if held else {}
     return {"accuracy": float(right.double().mean()), "hits": pack_hits(right.tolist())} | share
@@ -197,3 +214,68 @@ MEASURES: dict[str, Callable[[Bench], None]] = {
     "perplexity": perplexities,
     "needle": needles,
 }
+
+
+def measure_runs(
+    directories: Sequence[Path],
+    settings: Settings,
+    *,
+    data: Path | None = None,
+    measures: Sequence[str] | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+) -> list[Record]:
+    """Measure what is missing of every model, once all of them are known to be measurable.
+
+    Args:
+        directories: runs of ours or of `gape hf finetune`, or saved models with gates.
+        settings: what is to be measured.
+        data: a corpus, for language models.
+        measures: names of `MEASURES`; those of `DEFAULT` by default.
+        device, precision: as the options of `gape lm forgetting`.
+
+    Returns:
+        All rows of the models' weights, by directory.
+
+    Raises:
+        ValueError: a directory without a model, no corpus for a language model, or what :func:`check` refuses.
+    """
+    progress, target, rows = Progress(), pick_device(device), list[Record]()
+    how, reader = Precision.named(precision, target), _corpus(directories, data)
+    for directory in directories:
+        check(_bench(directory, reader, settings, torch.device("cpu"), how, lambda _: None), measures)
+    for directory in directories:
+        with locks.locked(directory, "measured"), ProgressTable(progress, "measure") as table:
+            bench = _bench(directory, reader, settings, target, how, progress.log)
+            names = check(bench, measures)
+            for number, name in enumerate(names):
+                table.show(str(directory), number, len(names))
+                MEASURES[name](bench)
+            # Directories of one name are different runs.
+            rows += [row | {"run": str(directory)} for row in bench.rows()]
+    return rows
+
+
+def _corpus(directories: Sequence[Path], data: Path | None) -> Reader | None:
+    """The corpus that language models among the runs read; None where there is none."""
+    for directory in directories:
+        if kind_of(directory) != "niah" and data is None:
+            raise ValueError(f"data: got nothing, expected --data CORPUS for the language model in {directory}")
+    if data is None:
+        return None
+    if not data.is_dir():
+        raise ValueError(f"data: got {str(data)!r}, expected a corpus that gape data prepare wrote")
+    return Reader(data)
+
+
+def _bench(
+    directory: Path, reader: Reader | None, settings: Settings, device: torch.device, precision: Precision, log: Log
+) -> Bench:
+    opened = open_model(directory, device, precision.weights, log)
+    subject = gpt_subject(opened.model) if isinstance(opened.model, GPT) else injected_subject(opened.model)
+    bench = Bench(opened=opened, subject=subject, settings=settings, reader=reader, precision=precision, log=log)
+    if bench.kind != "lm":
+        return replace(bench, reader=None)
+    assert reader is not None
+    opened.accept(reader.tokenizer)
+    return bench

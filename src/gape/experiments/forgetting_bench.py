@@ -1,7 +1,7 @@
-"""A trained model on the bench: its text, the ways it can be run, and rows that are kept one by one.
+"""A trained model on the bench: its text, the ways it can be run, and rows that are stored one by one.
 
 Every row says what it is of (`kind`), how the model ran (`how`: dense, skipping or forgetting) and with which eps. It
-is on the disk before the next measurement begins, and what was measured as asked is not measured again.
+is on the disk before the next measurement begins, and what was measured with the same settings is not measured again.
 """
 
 from __future__ import annotations
@@ -11,35 +11,130 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gape.analysis.passages import Reader
-from gape.analysis.runs import Trained
-from gape.cache.kv import BOUNDS, piece
-from gape.experiments.experiment import Record, Say, answers
-from gape.experiments.forgetting_models import Precision, Subject
-from gape.experiments.recipes import NeedleRun, Run
+from gape.analysis.tap import attended
+from gape.cache.kv import BOUNDS, ForgettingCache, piece
+from gape.experiments.experiment import Log, Record, wants_bfloat16
+from gape.experiments.open_model import OpenModel
+from gape.experiments.result_store import ResultStore
+from gape.experiments.run import NeedleRun
 from gape.models.gpt import GPT
 from gape.models.skipping import IMPL, skipping
 from gape.ops.implementations import IMPLEMENTATIONS
 from gape.ops.inputs import Problem
-from gape.report.results import read_rows
 from gape.tasks import niah
-from gape.utils import jsonl, run_info
+from gape.utils import run_info
 from gape.utils.validation import invalid_argument, positive_number, weight, whole
 
 if TYPE_CHECKING:
     from gape.hf import LanguageModel
 
 ROWS = "forgetting.jsonl"
+#: The --precision in which weights are rounded, too.
+SERVED = "bfloat16-weights"
+
+
+class Precision(NamedTuple):
+    """In which precision a model runs.
+
+    Attributes:
+        name: in rows.
+        autocast: whether bfloat16 is autocast.
+        weights: dtype of the weights; gates of injected models stay in float32.
+    """
+
+    name: str
+    autocast: bool
+    weights: torch.dtype
+
+    @property
+    def products(self) -> torch.dtype:
+        """The dtype in which attention multiplies."""
+        return torch.bfloat16 if self.autocast else self.weights
+
+    @staticmethod
+    def named(name: str, device: torch.device) -> Precision:
+        """What a name means on a device.
+
+        Raises:
+            ValueError: no such precision.
+        """
+        if name == SERVED:
+            return Precision(name, autocast=False, weights=torch.bfloat16)
+        low = wants_bfloat16(name, device, SERVED)
+        return Precision("bfloat16" if low else "float32", autocast=low, weights=torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Subject:
+    """A language model as it is measured: a GPT of ours, or one of transformers behind the same interface.
+
+    Attributes:
+        model: in eval mode.
+        impl: the implementation that its attention runs dense.
+        attended: ids (B, N) → what each layer with gates attends with.
+        full_cache: tokens to make room for → an empty cache that keeps everything.
+        forgetting_cache: called as :class:`gape.cache.kv.ForgettingCache` is, without the model.
+        check: refuses, with a ValueError, a model that cannot be measured on texts of so many tokens.
+    """
+
+    model: GPT | LanguageModel
+    impl: str
+    attended: Callable[[Tensor], list[Problem]]
+    full_cache: Callable[[int], Any]
+    forgetting_cache: Callable[..., Any]
+    check: Callable[[int], None]
+
+
+def gpt_subject(model: GPT) -> Subject:
+    """A GPT as it is measured."""
+    width = next(model.blocks()).attention.head_dim
+
+    def problems(ids: Tensor) -> list[Problem]:
+        layers = (layer.problem(0, layer.seen.n_q) for layer in attended(model, ids, logits_to_keep=1))
+        return [replace(problem, v=problem.k.new_empty(*problem.k.shape[:3], width)) for problem in layers]
+
+    def check(longest: int) -> None:
+        if next(model.gates(), None) is None:
+            raise invalid_argument("run", model.config.position, "a scheme with gates, which alone forgets")
+
+    return Subject(
+        model=model, impl=model.config.impl, attended=problems, check=check,
+        full_cache=model.new_cache, forgetting_cache=partial(ForgettingCache, model),
+    )  # fmt: skip
+
+
+def injected_subject(model: LanguageModel) -> Subject:
+    """A model that gates were put into, as it is measured."""
+    from gape import hf  # noqa: PLC0415
+    from gape.experiments.open_model import refuse_length  # noqa: PLC0415
+    from gape.hf.implementations import IMPLEMENTATIONS, supported_name  # noqa: PLC0415
+    from gape.hf.keeping import can_keep  # noqa: PLC0415
+    from gape.hf.language import attention_inputs, gated_layers  # noqa: PLC0415
+
+    def check(longest: int) -> None:
+        gated_layers(model.model)
+        refuse_length(model.model, longest)
+
+    def full_cache(capacity: int) -> Any:
+        # That of transformers takes layers without gates, and attention that has no use for keys with a bias.
+        return hf.KeepingCache(model.model, capacity) if can_keep(model.model) else model.new_cache(capacity)
+
+    return Subject(
+        model=model, impl=IMPLEMENTATIONS[supported_name(model.config._attn_implementation)], check=check,
+        attended=partial(attention_inputs, model), full_cache=full_cache,
+        forgetting_cache=partial(hf.ForgettingCache, model.model, carried=True),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
     """What is to be measured.
 
     Attributes:
@@ -94,12 +189,12 @@ class Way:
     """A way to run the model.
 
     Attributes:
-        told: how, eps and whatever else names it in rows.
+        name: how, eps and whatever else names it in rows.
         reader: what reads a text: the model, or something that looks like it.
         context: in which it does.
     """
 
-    told: Record
+    name: Record
     reader: Any
     context: Callable[[], Any] = nullcontext
 
@@ -109,27 +204,25 @@ class Bench:
     """A model on the bench.
 
     Attributes:
-        trained: where it lies, what names it, and its tokenizer.
+        opened: where it lies, what names it, its tokenizer, and the settings of its run if it is one of ours.
         subject: the model as it is measured.
-        run: its settings; None for a model of transformers.
-        asked: what is to be measured.
+        settings: what is to be measured.
         reader: a corpus, for a language model.
         precision: in which it runs.
-        say: told how it goes.
+        log: called with a line for each measurement.
     """
 
-    trained: Trained
+    opened: OpenModel
     subject: Subject
-    run: Run | None
-    asked: Asked
+    settings: Settings
     reader: Reader | None
     precision: Precision
-    say: Say
+    log: Log
 
     @property
     def kind(self) -> str:
         """Whether it is a language model, "lm", or one of the needle task, "niah"."""
-        return "lm" if self.run is None else self.run.kind
+        return "lm" if self.opened.run is None else self.opened.run.kind
 
     @property
     def model(self) -> GPT | LanguageModel:
@@ -144,36 +237,36 @@ class Bench:
     @property
     def lengths(self) -> list[int]:
         """Tokens at which it is measured."""
-        if isinstance(self.run, NeedleRun):
-            return [factor * self.run.task.length for factor in self.asked.factors]
-        return list(self.asked.lengths)
+        if isinstance(self.opened.run, NeedleRun):
+            return [factor * self.opened.run.task.length for factor in self.settings.factors]
+        return list(self.settings.lengths)
 
     @cached_property
     def shared(self) -> Record:
         """What all rows have in common."""
-        how: Record = {"precision": self.precision.name, "device": self.device.type}
+        conditions: Record = {"precision": self.precision.name, "device": self.device.type}
         if self.reader is not None and self.reader.corpus is not None:
-            how["corpus"] = self.reader.corpus.fingerprint()
-        if isinstance(self.run, NeedleRun):
-            how["target"] = self.run.task.target
-        return self.trained.identity | how | {"text_seed": self.asked.seed}
+            conditions["corpus"] = self.reader.corpus.fingerprint()
+        if isinstance(self.opened.run, NeedleRun):
+            conditions["target"] = self.opened.run.task.target
+        return self.opened.identity | conditions | {"text_seed": self.settings.seed}
 
     def text(self, length: int, count: int) -> Tensor:
         """Token ids (count, length) of held-out text.
 
         Documents that are long enough come first, then other windows of theirs; texts come again where these are few.
         """
-        if isinstance(self.run, NeedleRun):
-            config = self.run.task.at(length)
-            return niah.sample(config, count, seed=self.asked.seed, split="test", device=self.device).ids
+        if isinstance(self.opened.run, NeedleRun):
+            config = self.opened.run.task.at(length)
+            return niah.sample(config, count, seed=self.settings.seed, split="test", device=self.device).ids
         assert self.reader is not None
-        found: dict[str, Any] = {}
-        for seed in itertools.count(self.asked.seed):
-            known = len(found)
-            found |= {passage.id: passage.ids for passage in self.reader.passages(length, count, seed=seed).items}
-            if len(found) == known or len(found) >= count:
+        passages: dict[str, Any] = {}
+        for seed in itertools.count(self.settings.seed):
+            known = len(passages)
+            passages |= {passage.id: passage.ids for passage in self.reader.passages(length, count, seed=seed).items}
+            if len(passages) == known or len(passages) >= count:
                 break
-        texts = list(found.values())
+        texts = list(passages.values())
         rows = [texts[at % len(texts)] for at in range(count)]
         return torch.from_numpy(np.stack(rows).astype(np.int64)).to(self.device)
 
@@ -194,30 +287,29 @@ class Bench:
         """Whether the kernel that skips can run here; why not is said once."""
         reason = IMPLEMENTATIONS[IMPL].cannot(self.layers(16)[0])
         if reason is not None:
-            self.say(f"{self.trained.identity['run']}: {IMPL} is left out: it {reason}")
+            self.log(f"{self.opened.identity['run']}: {IMPL} is left out: it {reason}")
         return reason is None
 
+    @property
+    def _store(self) -> ResultStore:
+        return ResultStore(self.opened.directory / ROWS)
+
     def rows(self) -> list[Record]:
-        """All rows of the weights that were kept so far."""
-        path = self.trained.directory / ROWS
-        own = [self.trained.identity.get(key) for key in ("step", "weights")]
-        stored = read_rows(path) if path.is_file() else []
-        return [row for row in stored if [row.get(key) for key in ("step", "weights")] == own]
+        """All rows of the weights that were stored so far."""
+        own = [self.opened.identity.get(key) for key in ("step", "weights")]
+        return [row for row in self._store.rows() if [row.get(key) for key in ("step", "weights")] == own]
 
-    def missing(self, about: Record) -> bool:
-        """Whether no row answers what a measurement is told by."""
-        return not any(answers(row, self.shared | about) for row in self.rows())
-
-    def once(self, about: Record, make: Callable[[], Record], told: Callable[[Record], str]) -> None:
-        """Measure and keep a row, unless there is one that answers; `told` says what was found."""
-        if not self.missing(about):
+    def once(self, about: Record, make: Callable[[], Record], describe: Callable[[Record], str]) -> None:
+        """Measure and store a row, unless there is one; `describe` says what it is in the log."""
+        own = {key: self.opened.identity.get(key) for key in ("step", "weights")}
+        if not self._store.missing([own | self.shared | about]):
             return
         with self._autocast():
-            found = make()
-        made = run_info.stamp(self.device)
-        made_by = {"machine": made.pop("device")} | made
-        jsonl.append(self.trained.directory / ROWS, self.shared | about | found | made_by)
-        self.say(f"{self.trained.identity['run']}: {setting(about)}: {told(found)}")
+            results = make()
+        stamp = run_info.stamp(self.device)
+        environment = {"machine": stamp.pop("device")} | stamp
+        self._store.append(self.shared | about | results | environment)
+        self.log(f"{self.opened.identity['run']}: {setting(about)}: {describe(results)}")
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision.autocast)
@@ -225,27 +317,27 @@ class Bench:
     def caches(self, capacity: int) -> Iterator[tuple[Record, Callable[[], Any]]]:
         """The full cache, then forgetting ones, those that the model's floors allow."""
         yield {"how": "dense", "eps": 0.0, "bounds": None}, partial(self.subject.full_cache, capacity)
-        for bounds in self.asked.bounds:
+        for bounds in self.settings.bounds:
             try:
                 # Heads without a floor keep all their keys.
-                made = self.subject.forgetting_cache(eps=self.asked.eps[0], bounds=bounds, partial=True)
+                cache = self.subject.forgetting_cache(eps=self.settings.eps[0], bounds=bounds, partial=True)
             except ValueError as error:
-                self.say(f"{self.trained.identity['run']}: no forgetting cache by {bounds}: {error}")
+                self.log(f"{self.opened.identity['run']}: no forgetting cache by {bounds}: {error}")
                 continue
-            for eps in self.asked.eps:
-                yield {"how": "forgetting", "eps": eps, "bounds": bounds}, partial(made.fresh, eps)
+            for eps in self.settings.eps:
+                yield {"how": "forgetting", "eps": eps, "bounds": bounds}, partial(cache.fresh, eps)
 
     def ways(self, length: int) -> Iterator[Way]:
         """The ways to read a text of `length`: dense, skipping, and through forgetting caches."""
-        asked, model = self.asked, self.model
-        yield Way(told={"how": "dense", "impl": self.subject.impl, "eps": 0.0, "chunk": asked.chunk}, reader=model)
-        for eps in asked.eps if self.skips else ():
-            told = {"how": "skipping", "impl": IMPL, "eps": eps, "chunk": asked.chunk}
-            yield Way(told=told, reader=model, context=partial(skipping, model, eps))
-        chunk = piece(length, asked.chunk)
-        for told, make in self.caches(length):
-            if told["how"] == "forgetting":
-                yield Way(told=told | {"chunk": chunk}, reader=Forgetful(model, make, chunk))
+        settings, model = self.settings, self.model
+        yield Way(name={"how": "dense", "impl": self.subject.impl, "eps": 0.0, "chunk": settings.chunk}, reader=model)
+        for eps in settings.eps if self.skips else ():
+            name = {"how": "skipping", "impl": IMPL, "eps": eps, "chunk": settings.chunk}
+            yield Way(name=name, reader=model, context=partial(skipping, model, eps))
+        chunk = piece(length, settings.chunk)
+        for name, make in self.caches(length):
+            if name["how"] == "forgetting":
+                yield Way(name=name | {"chunk": chunk}, reader=Forgetful(model, make, chunk))
 
 
 class Forgetful:

@@ -6,8 +6,9 @@ See :mod:`gape.experiments.experiment`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -15,18 +16,28 @@ from rich.console import Console
 from gape.analysis.routing import routing_variables
 from gape.data import Corpus, WindowSource, open_corpus
 from gape.experiments import experiment
-from gape.experiments.experiment import Record, Say, answers, low_precision, model_step, named_device
-from gape.experiments.recipes import LanguageRun
-from gape.experiments.recipes.lm import Evaluation
+from gape.experiments.experiment import (
+    Log,
+    Record,
+    low_precision,
+    model_step,
+    named_device,
+    pick_device,
+    wants_bfloat16,
+)
+from gape.experiments.open_model import read_run
+from gape.experiments.result_store import ResultStore
+from gape.experiments.run import LanguageEvaluation, LanguageRun
 from gape.models.gpt import GPT
-from gape.report.results import read_rows
 from gape.tasks import perplexity, perplexity_rows
 from gape.train import StopFlag, Trainer, checkpoint
 from gape.train.load import model_of
-from gape.utils import files, jsonl, locks
-from gape.utils.progress import Board, Voice
+from gape.utils import jsonl, locks
+from gape.utils.progress import ProgressTable
 from gape.utils.validation import invalid_argument
 
+#: Contexts that are tried where none are asked for.
+CONTEXTS = tuple(2**n for n in range(9, 18))
 ROWS, POSITIONS, ROUTING, CONFIG = "perplexity.jsonl", "positions.jsonl", "routing.jsonl", "config.json"
 
 
@@ -86,16 +97,16 @@ def missing(run: LanguageRun, directory: Path) -> bool:
     """Whether a context is not measured, or the scores of one that is lie about still."""
     device = named_device(run.device)
     low = low_precision(run.train.precision, device)
-    contexts = run.evaluation.contexts
-    if any(_store(directory, run.evaluation.at(context)).exists() for context in contexts):
+    if any(_scores(directory, run.evaluation.at(context)).exists() for context in run.evaluation.contexts):
         return True
-    return bool(_unmeasured(run, directory, _asked(run, _corpus(run), model_step(run, directory), device, low)))
+    values = _conditions(run, _corpus(run), model_step(run, directory), device, low)
+    return bool(_missing(run, directory, values))
 
 
-def measure(run: LanguageRun, directory: Path, device: torch.device, stop: StopFlag, say: Say) -> None:
+def measure(run: LanguageRun, directory: Path, device: torch.device, stop: StopFlag, log: Log) -> None:
     """Measure perplexity at the missing contexts of the recipe."""
     low = low_precision(run.train.precision, device)
-    measure_perplexity(run, directory, _corpus(run), device=device, low=low, stop=stop, say=say)
+    measure_perplexity(run, directory, _corpus(run), device=device, low=low, stop=stop, log=log)
 
 
 def measure_perplexity(
@@ -106,7 +117,7 @@ def measure_perplexity(
     device: torch.device,
     low: bool,
     stop: StopFlag,
-    say: Say,
+    log: Log,
     split: str = "heldout",
     stratum: str | None = None,
 ) -> list[Record]:
@@ -127,11 +138,11 @@ def measure_perplexity(
     for protocol in contexts.values():
         perplexity.fits(corpus, protocol, split=split, stratum=stratum)
     with locks.locked(directory, "measured"):
-        chosen = checkpoint.resolve(directory, say)
-        asked = _asked(run, corpus, chosen.step, device, low, split, stratum)
-        left = _unmeasured(run, directory, asked)
+        chosen = checkpoint.resolve(directory, log)
+        values = _conditions(run, corpus, chosen.step, device, low, split, stratum)
+        left = _missing(run, directory, values)
         for context in contexts.keys() - left:
-            _store(directory, contexts[context]).unlink(missing_ok=True)
+            _scores(directory, contexts[context]).unlink(missing_ok=True)
         plans = [
             perplexity.plan(
                 corpus, contexts[context], split=split, stratum=stratum, max_windows=run.evaluation.max_windows,
@@ -142,9 +153,74 @@ def measure_perplexity(
         if plans:
             model: GPT = model_of(chosen, device=device)
             for plan in plans:
-                _measure_plan(run, directory, model, corpus, plan, asked, low, stop, say)
-    wanted = [asked | protocol.settings() for protocol in contexts.values()]
-    return [row for one in wanted for row in _latest(directory / ROWS, one)]
+                _measure_plan(run, directory, model, corpus, plan, values, low, stop, log)
+    store = _store(directory, ROWS)
+    return [row for protocol in contexts.values() for row in store.rows(values | protocol.settings())]
+
+
+def measure_runs(
+    directories: Sequence[Path],
+    corpus: Corpus,
+    evaluation: LanguageEvaluation,
+    *,
+    split: str = "heldout",
+    stratum: str | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    log: Log = print,
+) -> list[list[Record]]:
+    """Measure the perplexity of trained runs, once all of them are known to be measurable.
+
+    Args:
+        directories: of the runs.
+        corpus: of the runs' tokenizer.
+        evaluation: what to measure; without contexts, those of `CONTEXTS` that a document fills.
+        split, stratum: which documents.
+        device, precision: as the options of `gape lm perplexity`.
+        log: called with a line for each measurement.
+
+    Returns:
+        For each run its rows, old and new.
+
+    Raises:
+        ValueError: no run of a language model, one of another tokenizer, or no document that is long enough.
+    """
+    if not evaluation.contexts:
+        evaluation = _with_contexts(evaluation, corpus, split, stratum, log)
+    target = pick_device(device)
+    low = wants_bfloat16(precision, target)
+    runs = []
+    for directory in directories:
+        run = cast(LanguageRun, read_run(directory, "lm"))
+        refuse_tokenizer(directory, corpus)
+        runs.append(replace(run, evaluation=evaluation))
+    return [
+        measure_perplexity(
+            run, directory, corpus, device=target, low=low, stop=StopFlag(), log=log, split=split, stratum=stratum
+        )
+        for directory, run in zip(directories, runs, strict=True)
+    ]
+
+
+def _with_contexts(
+    evaluation: LanguageEvaluation, corpus: Corpus, split: str, stratum: str | None, log: Log
+) -> LanguageEvaluation:
+    """The evaluation at the contexts that a document fills.
+
+    Raises:
+        ValueError: there is none.
+    """
+    contexts: list[int] = []
+    for context in CONTEXTS:
+        try:
+            perplexity.fits(corpus, evaluation.at(context), split=split, stratum=stratum)
+        except ValueError as error:
+            if not contexts:
+                raise
+            log(f"contexts above {contexts[-1]:,} are left out: {error}")
+            break
+        contexts.append(context)
+    return replace(evaluation, contexts=tuple(contexts))
 
 
 def _measure_plan(
@@ -153,40 +229,40 @@ def _measure_plan(
     model: GPT,
     corpus: Corpus,
     plan: perplexity.Plan,
-    asked: Record,
+    values: Record,
     low: bool,
     stop: StopFlag,
-    say: Say,
+    log: Log,
 ) -> None:
     device, protocol = next(model.parameters()).device, plan.protocol
-    store = _store(directory, protocol)
+    scores = _scores(directory, protocol)
     if plan.left_out:
         names = ", ".join(document.id for document in plan.left_out[:5]) + (", …" if len(plan.left_out) > 5 else "")
         short = f"{len(plan.left_out)} of {len(plan.left_out) + len(plan.documents)}"
-        say(f"{run.name}: {short} documents have fewer than {protocol.needed:,} tokens and are left out: {names}")
+        log(f"{run.name}: {short} documents have fewer than {protocol.needed:,} tokens and are left out: {names}")
     label = f"{run.name} at {protocol.context:,}"
-    with Board(Voice(), "window") as board, torch.autocast(device.type, torch.bfloat16, enabled=low):
+    with ProgressTable(unit="window") as table, torch.autocast(device.type, torch.bfloat16, enabled=low):
         scored = perplexity_rows.score_all(
-            model, corpus, plan, store=store, of=repr(sorted(asked.items(), key=str)), chunk=run.evaluation.chunk,
-            check=stop.check, progress=lambda done, total: board.show(label, done, total),
+            model, corpus, plan, store=scores, of=repr(sorted(values.items(), key=str)), chunk=run.evaluation.chunk,
+            check=stop.check, progress=lambda done, total: table.show(label, done, total),
         )  # fmt: skip
-        board.drop(label)
-    about = experiment.identity(run) | asked | protocol.settings()
+        table.remove(label)
+    about = experiment.identity(run) | values | protocol.settings()
     rows = [about | row for row in perplexity_rows.rows(plan, scored, run.evaluation.seed)]
-    jsonl.append(directory / ROWS, *rows)
+    _store(directory, ROWS).append(*rows)
     # Last: its row says that the others are there.
-    jsonl.append(directory / POSITIONS, about | perplexity_rows.position_row(plan, scored))
-    store.unlink()
+    _store(directory, POSITIONS).append(about | perplexity_rows.position_row(plan, scored))
+    scores.unlink()
     last = rows[-1]
     plural = "s" * (last["documents"] != 1)
-    say(
+    log(
         f"{label}: perplexity {last['perplexity']:.2f}, loss {last['nll']:.4f} ({last['low']:.4f} … {last['high']:.4f} "
         f"over {last['resampled']}), {last['tokens']:,} tokens of {last['documents']} document{plural}"
     )
 
 
-def _store(directory: Path, protocol: perplexity.Protocol) -> Path:
-    """Where scores are until there are rows of them."""
+def _scores(directory: Path, protocol: perplexity.Protocol) -> Path:
+    """The file of the scores until there are rows of them."""
     return directory / f".scores-{protocol.name}-{protocol.context}.jsonl"
 
 
@@ -199,16 +275,15 @@ class RoutingLog:
     """
 
     def __init__(self, path: Path, identity: Record) -> None:
-        self.path, self.identity = path, identity
+        self._store, self._identity = ResultStore(path), identity
         self._begun = False
 
     def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Add the records of a step."""
-        if not self._begun and self.path.is_file():
-            before = [row for row in read_rows(self.path) if row["step"] < step]
-            files.replace(self.path, b"".join(files.to_json(row, indent=None) for row in before))
+        if not self._begun and self._store.path.is_file():
+            self._store.replace((), keep=lambda row: row["step"] < step)
         self._begun = True
-        jsonl.append(self.path, *(self.identity | {"step": step} | dict(record) for record in records))
+        self._store.append(*(self._identity | {"step": step} | dict(record) for record in records))
 
 
 def refuse_tokenizer(directory: Path, corpus: Corpus) -> None:
@@ -229,11 +304,10 @@ def refuse_tokenizer(directory: Path, corpus: Corpus) -> None:
 
 def recorded_corpus(directory: Path) -> Record:
     """What a run's config.json says of its corpus: fingerprint, tokenizer, epochs; empty before training began."""
-    found = jsonl.read_object(directory / CONFIG).get("extra", {}).get("corpus", {})
-    return dict(found)
+    return dict(jsonl.read_object(directory / CONFIG).get("extra", {}).get("corpus", {}))
 
 
-def _asked(
+def _conditions(
     run: LanguageRun,
     corpus: Corpus,
     step: int | None,
@@ -242,7 +316,7 @@ def _asked(
     split: str = "heldout",
     stratum: str | None = None,
 ) -> Record:
-    """What was asked besides the protocol; rows with these values answer it."""
+    """The values, besides the protocol's, that tell rows of one measurement from those of others."""
     return {
         "step": step, "corpus": corpus.fingerprint(), "split": split, "only_stratum": stratum,
         "precision": "bfloat16" if low else "float32", "device": device.type,
@@ -250,20 +324,15 @@ def _asked(
     }  # fmt: skip
 
 
-def _unmeasured(run: LanguageRun, directory: Path, asked: Record) -> list[int]:
+def _missing(run: LanguageRun, directory: Path, values: Record) -> list[int]:
     """The contexts without rows, short ones first."""
-    evaluation: Evaluation = run.evaluation
-    return [
-        context
-        for context in sorted(set(evaluation.contexts))
-        if not all(_latest(directory / name, asked | evaluation.at(context).settings()) for name in (ROWS, POSITIONS))
-    ]
+    wanted = {context: values | run.evaluation.at(context).settings() for context in run.evaluation.contexts}
+    missing = [row for name in (ROWS, POSITIONS) for row in _store(directory, name).missing(wanted.values())]
+    return sorted(context for context, row in wanted.items() if row in missing)
 
 
-def _latest(path: Path, wanted: Record) -> list[Record]:
-    """The rows of a file that have these values, the later of two for one stratum."""
-    found = read_rows(path) if path.is_file() else []
-    return list({row.get("stratum"): row for row in found if answers(row, wanted)}.values())
+def _store(directory: Path, name: str) -> ResultStore:
+    return ResultStore(directory / name, key=("stratum",))
 
 
 def _corpus(run: LanguageRun) -> Corpus:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
 
 from gape.analysis.niah import look_inside
-from gape.experiments.experiment import Record, Say, answers, how, model_step, named_device
-from gape.experiments.recipes import NeedleRun
+from gape.experiments.experiment import Log, Record, conditions, model_step, named_device, pick_device
+from gape.experiments.open_model import read_run
+from gape.experiments.recipe import Recipe
+from gape.experiments.result_store import ResultStore, matches
+from gape.experiments.run import NeedleRun
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
-from gape.report.results import pack_hits, read_rows
+from gape.report.results import pack_hits
 from gape.tasks import niah
 from gape.train import StopFlag, Trainer, checkpoint
 from gape.train.load import model_of
 from gape.utils import files, jsonl, locks
-from gape.utils.progress import Board, Voice
+from gape.utils.progress import ProgressTable
 from gape.utils.validation import invalid_argument
 
-ROWS, LOOKS = "eval.jsonl", "analysis.json"
+ROWS, ANALYSIS = "eval.jsonl", "analysis.json"
 
 
 def check(run: NeedleRun, directory: Path) -> None:
@@ -63,26 +69,27 @@ def train(
 
 
 def missing(run: NeedleRun, directory: Path) -> bool:
-    """Whether a length is not measured or the model not looked into."""
+    """Whether a length is not measured or the model not analysed."""
     step = model_step(run, directory)
-    return bool(_missing(run, directory, named_device(run.device), step)) or not _looked(run, directory, step)
+    wanted = _measurements(run, named_device(run.device), step)
+    return bool(_store(directory).missing(wanted)) or not _analysed(run, directory, step)
 
 
-def measure(run: NeedleRun, directory: Path, device: torch.device, stop: StopFlag, say: Say) -> None:
-    """Evaluate at the missing lengths, then look inside.
+def measure(run: NeedleRun, directory: Path, device: torch.device, stop: StopFlag, log: Log) -> None:
+    """Evaluate at the missing lengths, then analyse the model.
 
     Raises:
         BusyError: another process trains or measures the run.
     """
     with locks.locked(directory, "measured"):
-        chosen = checkpoint.resolve(directory, say)
+        chosen = checkpoint.resolve(directory, log)
         model: GPT = model_of(chosen, device=device)
-        _evaluate(run, model, directory, chosen.step, stop, say)
+        _evaluate(run, model, directory, chosen.step, stop, log)
         _analyse(run, model, directory, chosen.step, stop)
 
 
-def evaluate(run: NeedleRun, directory: Path, device: torch.device, *, stop: StopFlag, say: Say = print) -> None:
-    """Measure accuracy at every length that has no row of the newest weights yet, measured as asked.
+def evaluate(run: NeedleRun, directory: Path, device: torch.device, *, stop: StopFlag, log: Log = print) -> None:
+    """Measure accuracy at every length that has no row of the newest weights yet.
 
     Raises:
         Interrupted: a signal came; the rows so far are kept.
@@ -90,31 +97,73 @@ def evaluate(run: NeedleRun, directory: Path, device: torch.device, *, stop: Sto
         CheckpointError: the run has no valid checkpoint.
     """
     with locks.locked(directory, "measured"):
-        chosen = checkpoint.resolve(directory, say)
-        if _missing(run, directory, device, chosen.step):
-            _evaluate(run, model_of(chosen, device=device), directory, chosen.step, stop, say)
+        chosen = checkpoint.resolve(directory, log)
+        if _store(directory).missing(_measurements(run, device, chosen.step)):
+            _evaluate(run, model_of(chosen, device=device), directory, chosen.step, stop, log)
 
 
-def answered(run: NeedleRun, directory: Path, device: torch.device) -> list[Record]:
-    """The rows that were measured as a run asks for, the latest of each length, of the weights measured last."""
-    wanted = {(scheme, factor) for scheme in _schemes(run) for factor in run.evaluation.factors}
-    rows = [row for row in _rows(directory) if (row["evaluated"], row["factor"]) in wanted]
-    fitting = [row for row in rows if answers(row, _asked(run, row["evaluated"], device))]
-    newest = [row for row in fitting if row.get("step") == fitting[-1].get("step")]
+def evaluate_runs(
+    directories: Sequence[Path],
+    *,
+    factors: Sequence[int],
+    samples: int,
+    seed: int,
+    position: str | None = None,
+    device: str = "auto",
+    log: Log = print,
+) -> list[Record]:
+    """Measure trained runs at several lengths, once all of them are known to be measurable.
+
+    Args:
+        directories: of the runs.
+        factors, samples, seed: as in :class:`gape.experiments.run.NeedleEvaluation`.
+        position: a scheme that the weights are evaluated with as well.
+        device: "auto", "cpu", "cuda", …
+        log: called with a line for each measurement.
+
+    Returns:
+        The rows of these measurements, old and new.
+
+    Raises:
+        ValueError: a directory without a run of the needle task, or one that cannot be measured so.
+    """
+    target, runs = pick_device(device), {}
+    for directory in directories:
+        run = cast(NeedleRun, read_run(directory, "niah"))
+        switch = {run.model.position: position} if position and position != run.model.position else {}
+        evaluation = replace(run.evaluation, factors=tuple(factors), samples=samples, seed=seed, switch=switch)
+        runs[directory] = replace(run, evaluation=evaluation)
+        check(runs[directory], directory)
+    for directory, run in runs.items():
+        evaluate(run, directory, target, stop=StopFlag(), log=log)
+    return [row for directory, run in runs.items() for row in rows_of(run, directory, target)]
+
+
+def recipe_rows(recipe: Recipe, directory: Path, without: Container[str] = ()) -> list[Record]:
+    """The rows of the runs of a recipe, but for some by name, each in a directory of its own."""
+    runs = [cast(NeedleRun, run) for run in recipe.runs if run.name not in without]
+    return [row for run in runs for row in rows_of(run, directory / run.name, pick_device(run.device))]
+
+
+def rows_of(run: NeedleRun, directory: Path, device: torch.device) -> list[Record]:
+    """The rows of the measurements that a run asks for, the latest of each length, of the weights measured last."""
+    wanted = _measurements(run, device)
+    rows = [row for row in _store(directory).rows() if any(matches(row, values) for values in wanted)]
+    newest = [row for row in rows if row.get("step") == rows[-1].get("step")]
     return list({(row["evaluated"], row["factor"]): row for row in newest}.values())
 
 
-def _evaluate(run: NeedleRun, model: GPT, directory: Path, step: int, stop: StopFlag, say: Say) -> None:
+def _evaluate(run: NeedleRun, model: GPT, directory: Path, step: int, stop: StopFlag, log: Log) -> None:
     """Measure what is missing; a row is on the disk before the next measurement begins."""
-    device = next(model.parameters()).device
-    missing = _missing(run, directory, device, step)
-    for number, (evaluated, factor) in enumerate(missing):
-        asked = _asked(run, evaluated, device)
+    device, store = next(model.parameters()).device, _store(directory)
+    wanted = store.missing(_measurements(run, device, step))
+    for number, values in enumerate(wanted):
+        evaluated, factor = values["evaluated"], values["factor"]
         config = run.task.at(run.task.length * factor)
         reader = model if evaluated == run.model.position else switched(model, run.switched)
-        low = asked["precision"] == "bfloat16"
-        with Board(Voice(), "length") as board, torch.autocast(device.type, torch.bfloat16, enabled=low):
-            board.show(f"{run.name} at {config.length:,}", number, len(missing))
+        low = values["precision"] == "bfloat16"
+        with ProgressTable(unit="length") as table, torch.autocast(device.type, torch.bfloat16, enabled=low):
+            table.show(f"{run.name} at {config.length:,}", number, len(wanted))
             right = niah.hits(
                 reader, config, samples=run.evaluation.samples, seed=run.evaluation.seed, device=device,
                 stop=lambda: stop.requested,
@@ -122,13 +171,13 @@ def _evaluate(run: NeedleRun, model: GPT, directory: Path, step: int, stop: Stop
         if len(right) < run.evaluation.samples:
             stop.check()
         accuracy = float(right.double().mean())
-        measured = {
+        results = {
             "factor": factor, "length": config.length, "needles": config.needles, "samples": len(right),
             "accuracy": accuracy, "hits": pack_hits(right.tolist()),
         }  # fmt: skip
-        jsonl.append(directory / ROWS, identity(run) | {"evaluated": evaluated} | measured | asked | {"step": step})
+        store.append(identity(run) | {"evaluated": evaluated} | results | values)
         under = "" if evaluated == run.model.position else f" under {evaluated}"
-        say(f"{run.name}{under}: {factor}× ({config.length:,} tokens) accuracy {accuracy:.3f}")
+        log(f"{run.name}{under}: {factor}× ({config.length:,} tokens) accuracy {accuracy:.3f}")
 
 
 def switched(model: GPT, config: GPTConfig | None) -> GPT:
@@ -156,53 +205,47 @@ def identity(run: NeedleRun) -> Record:
 
 
 def _analyse(run: NeedleRun, model: GPT, directory: Path, step: int, stop: StopFlag) -> None:
-    if _looked(run, directory, step):
+    if _analysed(run, directory, step):
         return
-    asked = _look(run)
-    found = look_inside(
-        model, run.task, factors=asked["factors"], samples=asked["samples"], seed=asked["eval_seed"],
-        trace=asked["traces"], map_size=asked["map_size"], check=stop.check,
+    settings = _analysis(run)
+    results = look_inside(
+        model, run.task, factors=settings["factors"], samples=settings["samples"], seed=settings["eval_seed"],
+        trace=settings["traces"], map_size=settings["map_size"], check=stop.check,
     )  # fmt: skip
-    files.replace(directory / LOOKS, files.to_json(identity(run) | asked | {"step": step} | found, indent=None))
+    record = identity(run) | settings | {"step": step} | results
+    files.replace(directory / ANALYSIS, files.to_json(record, indent=None))
 
 
-def _missing(run: NeedleRun, directory: Path, device: torch.device, step: int | None) -> list[tuple[str, int]]:
-    """(scheme, factor) of the measurements that are still to be made of a step's weights, short lengths first."""
-    rows = [row for row in _rows(directory) if row.get("step") == step]
-    done = {(row["evaluated"], row["factor"]) for row in rows if answers(row, _asked(run, row["evaluated"], device))}
-    wanted = [(scheme, factor) for scheme in _schemes(run) for factor in sorted(set(run.evaluation.factors))]
-    return [measurement for measurement in wanted if measurement not in done]
+def _store(directory: Path) -> ResultStore:
+    return ResultStore(directory / ROWS, needed=("evaluated", "factor"))
 
 
-def _asked(run: NeedleRun, evaluated: str, device: torch.device) -> Record:
-    """What tells a measurement of a scheme at some length from others; rows with these values answer it."""
-    asked: Record = {"samples": run.evaluation.samples, "eval_seed": run.evaluation.seed, **how(run, device)}
-    if run.switched is not None and evaluated == run.switched.position:
-        asked["options"] = files.plain(run.switched.options)
-    return asked
+def _measurements(run: NeedleRun, device: torch.device, *step: int | None) -> list[Record]:
+    """The values that tell each measurement of a run, of any step or of one, from others; short lengths first."""
+    common = {"samples": run.evaluation.samples, "eval_seed": run.evaluation.seed, **conditions(run, device)}
+    schemes: list[tuple[str, Record]] = [(run.model.position, {})]
+    if run.switched is not None:
+        schemes.append((run.switched.position, {"options": files.plain(run.switched.options)}))
+    return [
+        {"evaluated": scheme, "factor": factor, **common, **options, **({"step": step[0]} if step else {})}
+        for scheme, options in schemes
+        for factor in sorted(set(run.evaluation.factors))
+    ]
 
 
-def _schemes(run: NeedleRun) -> list[str]:
-    """The schemes that the weights are measured with, their own first."""
-    return [run.model.position, *([] if run.switched is None else [run.switched.position])]
-
-
-def _rows(directory: Path) -> list[Record]:
-    return read_rows(directory / ROWS, ("evaluated", "factor")) if (directory / ROWS).is_file() else []
-
-
-def _look(run: NeedleRun) -> Record:
-    """What tells a look inside from others."""
+def _analysis(run: NeedleRun) -> Record:
+    """The values that tell an analysis from others."""
     wanted = run.analysis
-    kept = not wanted.seeds or run.seed in wanted.seeds
+    traced = not wanted.seeds or run.seed in wanted.seeds
     return {
         "samples": wanted.samples, "factors": list(wanted.factors), "eval_seed": run.evaluation.seed,
-        "traces": wanted.traces and kept, "map_size": wanted.map_size if kept else 0,
+        "traces": wanted.traces and traced, "map_size": wanted.map_size if traced else 0,
     }  # fmt: skip
 
 
-def _looked(run: NeedleRun, directory: Path, step: int | None) -> bool:
-    return run.analysis.samples == 0 or answers(jsonl.read_object(directory / LOOKS), _look(run) | {"step": step})
+def _analysed(run: NeedleRun, directory: Path, step: int | None) -> bool:
+    stored = jsonl.read_object(directory / ANALYSIS)
+    return run.analysis.samples == 0 or matches(stored, _analysis(run) | {"step": step})
 
 
 def _unfit(own: str, other: str) -> ValueError:

@@ -13,29 +13,29 @@ import torch
 from torch import Tensor
 
 import gape.hf
-from gape.experiments import experiment
-from gape.experiments.finetune import base_of, refuse_missing
+from gape.experiments.experiment import pick_device
+from gape.experiments.open_model import base_of, refuse_missing
 from gape.hf import heads
 from gape.hf.reading import read_config
 from gape.tasks.ruler import opening, prompts, sources
 from gape.tasks.ruler.readers import TransformersReader
 from gape.tasks.ruler.sources import Sample
 from gape.utils import files
-from gape.utils.progress import Board, Voice
+from gape.utils.progress import Progress, ProgressTable
 from gape.utils.validation import finite, invalid_argument, positive_number, whole
 
 #: The key of the floors in a file, as gates know them.
 FLOORS = "gate_floor"
-#: What a file says of its order; the last three only where heads were pruned.
-_ORDERED = ("free", "floor", "model", "data", "candidates", "context_length", "gates")
+#: What a file says of its settings; the last three only where heads were pruned.
+_KEYS = ("free", "floor", "model", "data", "candidates", "context_length", "gates")
 #: Heads that are printed.
 _SHOWN = 10
 _ABSENT, _LONG = "their answer does not stand in the text", "they are longer than the model can read"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """What is asked for; see the options of `gape hf heads`."""
+class Settings:
+    """How heads are chosen; see the options of `gape hf heads`."""
 
     model: str
     data: str
@@ -67,14 +67,14 @@ class Order:
         if FLOORS in self.gates:
             raise invalid_argument("gate", FLOORS, "other options: --floor gives the floors")
 
-    def settings(self) -> dict[str, Any]:
-        """What a file of floors says of its order; names, wherever they are."""
+    def stored(self) -> dict[str, Any]:
+        """What a file of floors says of these settings; names, wherever they are."""
         data = Path(self.data).resolve().name if Path(self.data).exists() else self.data
-        made = {"free": self.free, "floor": float(self.floor), "model": base_of(self.model), "data": data}
+        common = {"free": self.free, "floor": float(self.floor), "model": base_of(self.model), "data": data}
         if self.candidates is None:
-            return made
+            return common
         gates = dict(self.gates)
-        return {**made, "candidates": self.candidates, "context_length": self.context_length, "gates": gates}
+        return {**common, "candidates": self.candidates, "context_length": self.context_length, "gates": gates}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,51 +87,51 @@ class Located:
     answer: range
 
 
-def write(order: Order, out: Path, device: str) -> None:
+def write(settings: Settings, out: Path, device: str) -> None:
     """Score the heads of a model, prune them where that is asked for, print the best and write floors.
 
     Raises:
         ValueError: no such model or data, a model with gates, too few heads, no sample that shows where its answer
             stands, or another file in the place of `out`.
     """
-    voice, where = Voice(), experiment.pick_device(device)
-    _refuse_other(out, order)
-    refuse_missing(order.model)
-    if str(read_config(order.model).model_type).startswith("gape_"):
-        raise invalid_argument("model", order.model, "one without gates; gape hf remove takes them out")
-    found, _ = sources.read([order.data])
-    reader = opening.open_transformers(order.model, device=where)
-    groups = _checked(reader.model, order)
-    located = locate(reader, found, order.samples, voice)
-    score = _scores(reader, located, voice)
-    made = {
-        FLOORS: heads.floors(score, order.free, order.floor, groups),
+    progress, target = Progress(), pick_device(device)
+    _refuse_other(out, settings)
+    refuse_missing(settings.model)
+    if str(read_config(settings.model).model_type).startswith("gape_"):
+        raise invalid_argument("model", settings.model, "one without gates; gape hf remove takes them out")
+    samples, _ = sources.read([settings.data])
+    reader = opening.open_transformers(settings.model, device=target)
+    groups = _checked(reader.model, settings)
+    located = locate(reader, samples, settings.samples, progress)
+    score = _scores(reader, located, progress)
+    record = {
+        FLOORS: heads.floors(score, settings.free, settings.floor, groups),
         "score": [[round(value, 6) for value in row] for row in score.tolist()],
-        **order.settings(), "samples": len(located),
+        **settings.stored(), "samples": len(located),
     }  # fmt: skip
-    if order.candidates is not None:
-        best = _pruned(reader, located, heads.best(score, order.candidates), order, voice)
-        made |= {FLOORS: best.floors, "loss": [round(loss, 6) for loss in best.losses]}
-    _save(out, files.to_json(made, indent=None))
-    _show(score, order.free)
+    if settings.candidates is not None:
+        best = _pruned(reader, located, heads.best(score, settings.candidates), settings, progress)
+        record |= {FLOORS: best.floors, "loss": [round(loss, 6) for loss in best.losses]}
+    _save(out, files.to_json(record, indent=None))
+    _show(score, settings.free)
 
 
-def _checked(model: Any, order: Order) -> int:
+def _checked(model: Any, settings: Settings) -> int:
     """Query heads of a key head, after a look whether a model takes what is asked for."""
     layers, n_heads, n_kv_heads = heads.sizes(model)
     groups = n_heads // n_kv_heads
-    rows = heads.floors(torch.zeros(layers, n_kv_heads), order.free, order.floor, groups)
-    if order.candidates is not None:
+    rows = heads.floors(torch.zeros(layers, n_kv_heads), settings.free, settings.floor, groups)
+    if settings.candidates is not None:
         most = layers * n_kv_heads
-        if order.candidates > most:
-            expected = f"a whole number from {order.free}, as many as --free, to {most}, the key heads of the model"
-            raise invalid_argument("candidates", order.candidates, expected)
-        gates = {**order.gates, FLOORS: rows}
-        gape.hf.plan(model, context_length=order.context_length, start="paper", gates=gates)
+        if settings.candidates > most:
+            expected = f"a whole number from {settings.free}, as many as --free, to {most}, the key heads of the model"
+            raise invalid_argument("candidates", settings.candidates, expected)
+        gates = {**settings.gates, FLOORS: rows}
+        gape.hf.plan(model, context_length=settings.context_length, start="paper", gates=gates)
     return groups
 
 
-def locate(reader: TransformersReader, samples: Sequence[Sample], most: int, voice: Voice) -> list[Located]:
+def locate(reader: TransformersReader, samples: Sequence[Sample], most: int, progress: Progress) -> list[Located]:
     """The first samples that show where their answer stands, as many from each file and length.
 
     Raises:
@@ -141,22 +141,24 @@ def locate(reader: TransformersReader, samples: Sequence[Sample], most: int, voi
         raise invalid_argument(
             "tokenizer", type(reader.tokenizer).__name__, "a fast one, which tells the characters of a token"
         )
-    made: list[Located] = []
+    located: list[Located] = []
     left = Counter[str]()
     for sample in _evenly(samples):
-        if len(made) == most:
+        if len(located) == most:
             break
         one = _located(reader, sample)
         if isinstance(one, str):
             left[one] += 1
         else:
-            made.append(one)
-    told = "; ".join(f"{count} left out: {why}" for why, count in left.items())
-    if not made:
-        raise ValueError(f"data: none of its samples can be used, expected one whose answer stands in its text; {told}")
-    if told:
-        voice.say(told)
-    return made
+            located.append(one)
+    reasons = "; ".join(f"{count} left out: {why}" for why, count in left.items())
+    if not located:
+        raise ValueError(
+            f"data: none of its samples can be used, expected one whose answer stands in its text; {reasons}"
+        )
+    if reasons:
+        progress.log(reasons)
+    return located
 
 
 def _evenly(samples: Sequence[Sample]) -> Iterator[Sample]:
@@ -198,42 +200,48 @@ def _places(text: str, answer: str) -> list[tuple[int, int]]:
     return places
 
 
-def _scores(reader: TransformersReader, located: Sequence[Located], voice: Voice) -> Tensor:
+def _scores(reader: TransformersReader, located: Sequence[Located], progress: Progress) -> Tensor:
     """The mean over samples, (L, Hk)."""
     own = reader.model.config._attn_implementation
     # The model's own would not tell its weights.
     reader.model.set_attn_implementation("eager")
-    found = []
-    with Board(voice, "sample") as board:
+    scores = []
+    with ProgressTable(progress, "sample") as table:
         for number, one in enumerate(located, 1):
-            board.show("scores of heads", number - 1, len(located))
+            table.show("scores of heads", number - 1, len(located))
             ids = one.ids[None].to(reader.device)
-            found.append(heads.scores(reader.model, ids, one.source, one.answer))
-            voice.say(f"{number} of {len(located)}: {one.sample.source} {one.sample.number}, {len(one.ids):,} tokens")
+            scores.append(heads.scores(reader.model, ids, one.source, one.answer))
+            progress.log(
+                f"{number} of {len(located)}: {one.sample.source} {one.sample.number}, {len(one.ids):,} tokens"
+            )
     reader.model.set_attn_implementation(own)
-    return torch.stack(found).mean(0)
+    return torch.stack(scores).mean(0)
 
 
 def _pruned(
-    reader: TransformersReader, located: Sequence[Located], candidates: Sequence[heads.Head], order: Order, voice: Voice
+    reader: TransformersReader,
+    located: Sequence[Located],
+    candidates: Sequence[heads.Head],
+    settings: Settings,
+    progress: Progress,
 ) -> heads.Pruned:
     """The heads left of some, with a line for each that goes."""
-    assert order.context_length is not None
+    assert settings.context_length is not None
     samples = [(one.ids[None].to(reader.device), one.answer) for one in located]
     first = left = len(candidates) + 1
 
-    def told(head: heads.Head | None, loss: float) -> None:
+    def log_head(head: heads.Head | None, loss: float) -> None:
         nonlocal left
         left -= 1
         what = "" if head is None else f"a floor under layer {head[0]}, key head {head[1]}, "
-        voice.say(f"{left} free: {what}loss {loss:.4f}")
-        board.show("floors", first - left, first - order.free)
+        progress.log(f"{left} free: {what}loss {loss:.4f}")
+        table.show("floors", first - left, first - settings.free)
 
-    with Board(voice, "head") as board:
-        board.show("floors", 0, first - order.free)
+    with ProgressTable(progress, "head") as table:
+        table.show("floors", 0, first - settings.free)
         return heads.pruned(
-            reader.model, samples, candidates, order.free, floor=order.floor, gates=order.gates,
-            context_length=order.context_length, report=told,
+            reader.model, samples, candidates, settings.free, floor=settings.floor, gates=settings.gates,
+            context_length=settings.context_length, report=log_head,
         )  # fmt: skip
 
 
@@ -245,15 +253,15 @@ def _show(score: Tensor, free: int) -> None:
     print(f"{free} of {count} key heads are free and keep {100 * free / count:.1f} % of the keys of all heads")
 
 
-def _refuse_other(out: Path, order: Order) -> None:
-    """Refuse a file in the place of `out` that another order has written, or none."""
+def _refuse_other(out: Path, settings: Settings) -> None:
+    """Refuse a file in the place of `out` that other settings gave, or none of ours."""
     if not out.exists():
         return
     try:
         there = files.from_json(out.read_bytes())
     except (OSError, ValueError):
         there = {}
-    if {key: there[key] for key in _ORDERED if key in there} != order.settings():
+    if {key: there[key] for key in _KEYS if key in there} != settings.stored():
         raise invalid_argument("out", str(out), "a name that is free, or the file that the same command has written")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,20 +13,23 @@ from typing import Any, NamedTuple
 import torch
 
 from gape.data import load_tokenizer
-from gape.experiments import RUNS, experiment
-from gape.experiments.experiment import Record, Say
-from gape.report.results import read_rows
-from gape.tasks.ruler import evaluation, generator, opening, prompts
+from gape.experiments import experiment
+from gape.experiments.experiment import Log, Record
+from gape.experiments.open_model import read_run
+from gape.experiments.recipe import RUNS
+from gape.experiments.result_store import ResultStore
+from gape.tasks.ruler import evaluation as scoring
+from gape.tasks.ruler import generator, opening, prompts
 from gape.tasks.ruler.evaluation import Settings
 from gape.tasks.ruler.generator import WORDING, Generator
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.prompts import Prepared
 from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
-from gape.tasks.ruler.tasks import task
+from gape.tasks.ruler.tasks import TASKS, task
 from gape.utils import files, locks
-from gape.utils.jsonl import append, read_object
-from gape.utils.progress import Board, Voice
+from gape.utils.jsonl import read_object
+from gape.utils.progress import ProgressTable
 from gape.utils.validation import invalid_argument, whole
 
 MANIFEST = "manifest.json"
@@ -34,13 +38,15 @@ MOST = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """What samples are asked for; see the options of `gape ruler generate`. named: whether tasks were named."""
+class Samples:
+    """Which samples to write; see the options of `gape ruler generate`.
+
+    Without `tasks` every task is written that fits into a length; a task that is named has to fit.
+    """
 
     tokenizer: str
     lengths: tuple[int, ...]
-    tasks: tuple[str, ...]
-    named: bool
+    tasks: tuple[str, ...] | None
     count: int
     seed: int
     haystack: Path | None
@@ -50,26 +56,31 @@ class Order:
     def __post_init__(self) -> None:
         if whole("count", self.count) > MOST:
             raise invalid_argument("count", self.count, f"a whole number from 1 to {MOST:,}")
-        if self.wording not in ("own", generator.WORDING):
-            raise invalid_argument("wording", self.wording, f"own or {generator.WORDING}")
+        if self.wording not in ("own", generator.LM_EVAL):
+            raise invalid_argument("wording", self.wording, f"own or {generator.LM_EVAL}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tasks, by name."""
+        return task_names(self.tasks)
 
 
 def write(
-    order: Order,
+    samples: Samples,
     directory: Path,
     *,
     show: Callable[[str, int, int], None] = lambda name, done, total: None,
-    say: Callable[[str], None] = print,
+    log: Log = print,
 ) -> Iterator[Path]:
     """Write the samples of an order, each file at once; files of the same order that are there stay.
 
     Raises:
         ValueError: a task does not fit into a length, a file is missing or broken, or the folder holds other samples.
     """
-    made = _exact(order) if order.wording == generator.WORDING else _own(order, say)
+    tables = _exact(samples) if samples.wording == generator.LM_EVAL else _own(samples, log)
     settings = {
-        "tokenizer": load_tokenizer(order.tokenizer).identity(), "seed": order.seed, "count": order.count,
-        "wording": WORDING if order.wording == "own" else order.wording,
+        "tokenizer": load_tokenizer(samples.tokenizer).identity(), "seed": samples.seed, "count": samples.count,
+        "wording": WORDING if samples.wording == "own" else samples.wording,
     }  # fmt: skip
     path = directory / MANIFEST
     before = read_object(path)
@@ -77,12 +88,12 @@ def write(
         raise invalid_argument("out", str(directory), "an empty folder: this one holds samples of other settings")
     directory.mkdir(parents=True, exist_ok=True)
     listed: dict[str, Any] = dict(before.get("files", {}))
-    for (name, length), (identity, rows) in made.items():
+    for (name, length), (identity, rows) in tables.items():
         target = directory / f"{name}_{length}.jsonl"
         known = listed.get(target.name, {})
         intact = target.is_file() and files.sha256(target.read_bytes()) == known.get("sha256")
         if not (intact and known.get("ingredients") == files.plain(identity)):
-            data = _lines(rows, partial(show, target.stem), order.count)
+            data = _lines(rows, partial(show, target.stem), samples.count)
             files.replace(target, data)
             listed[target.name] = {"ingredients": identity, "sha256": files.sha256(data)}
             files.replace(path, files.to_json(settings | {"files": dict(sorted(listed.items()))}))
@@ -90,37 +101,37 @@ def write(
 
 
 #: By task and length: what the samples are made of, and the samples.
-_Made = dict[tuple[str, int], tuple[dict[str, Any], Iterator[dict[str, Any]]]]
+_Tables = dict[tuple[str, int], tuple[dict[str, Any], Iterator[dict[str, Any]]]]
 
 
-def _own(order: Order, say: Callable[[str], None]) -> _Made:
+def _own(samples: Samples, log: Log) -> _Tables:
     """Generators whose first sample was made already, so that nothing fails for its length later on."""
-    tokenizer, ingredients = load_tokenizer(order.tokenizer), Ingredients(order.haystack, order.questions)
-    made: _Made = {}
-    for name in order.tasks:
-        for length in order.lengths:
-            generator = Generator(name, length, tokenizer, ingredients, order.seed)
+    tokenizer, ingredients = load_tokenizer(samples.tokenizer), Ingredients(samples.haystack, samples.questions)
+    tables: _Tables = {}
+    for name in samples.names:
+        for length in samples.lengths:
+            generator = Generator(name, length, tokenizer, ingredients, samples.seed)
             try:
                 generator.sample(0)
             except ValueError as error:
-                if order.named:
+                if samples.tasks is not None:
                     raise
-                say(f"{name} at {length:,} is left out: {error}")
+                log(f"{name} at {length:,} is left out: {error}")
                 continue
-            made[name, length] = ingredients.identity(task(name)), generator.samples(order.count)
-    prose = [name for name, _ in made if task(name).settings.get("haystack") == "text"]
-    if prose and order.haystack is None:
-        say(f"{', '.join(dict.fromkeys(prose))}: no --haystack was given, repeated sentences stand in for prose")
-    if not made:
-        raise invalid_argument("tasks", order.tasks, "one that can be made")
-    return made
+            tables[name, length] = ingredients.identity(task(name)), generator.samples(samples.count)
+    prose = [name for name, _ in tables if task(name).settings.get("haystack") == "text"]
+    if prose and samples.haystack is None:
+        log(f"{', '.join(dict.fromkeys(prose))}: no --haystack was given, repeated sentences stand in for prose")
+    if not tables:
+        raise invalid_argument("tasks", samples.names, "one that can be made")
+    return tables
 
 
-def _exact(order: Order) -> _Made:
+def _exact(samples: Samples) -> _Tables:
     return {
-        (name, length): ({}, iter(generator.samples(name, length, order.tokenizer, order.count, order.seed)))
-        for name in order.tasks
-        for length in order.lengths
+        (name, length): ({}, iter(generator.samples(name, length, samples.tokenizer, samples.count, samples.seed)))
+        for name in samples.names
+        for length in samples.lengths
     }
 
 
@@ -132,12 +143,41 @@ def _lines(rows: Iterator[dict[str, Any]], show: Callable[[int, int], None], tot
     return "".join(lines).encode()
 
 
+def task_names(names: Sequence[str] | None) -> tuple[str, ...]:
+    """RULER's names of some tasks, each once; all without names.
+
+    Raises:
+        ValueError: there is no such task.
+    """
+    return tuple(TASKS) if names is None else tuple(dict.fromkeys(task(name.strip()).name for name in names))
+
+
+def choose(samples: Sequence[Sample], tasks: Sequence[str] | None, limit: int | None) -> list[Sample]:
+    """Samples of some tasks, the first few of each task and length.
+
+    Raises:
+        ValueError: there is none of a task.
+    """
+    names, known = task_names(tasks), {sample.task for sample in samples}
+    missing = [name for name in names if tasks is not None and name not in known]
+    if missing:
+        raise ValueError(f"tasks: the data have no samples of {', '.join(missing)}")
+    counts = Counter[tuple[str, int]]()
+    chosen = []
+    for sample in samples:
+        counts[sample.task, sample.length] += 1
+        first = limit is None or counts[sample.task, sample.length] <= whole("limit", limit)
+        if sample.task in names and first:
+            chosen.append(sample)
+    return chosen
+
+
 ROWS, HOME = "ruler.jsonl", "ruler"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What models are asked; see the options of `gape ruler eval`."""
+class Evaluation:
+    """What models are scored on, and how; see the options of `gape ruler eval`."""
 
     samples: Sequence[Sample]
     sources: Sequence[Source]
@@ -157,7 +197,7 @@ class _Opened(NamedTuple):
     home: Path
 
 
-def measure(models: Sequence[str], asked: Asked, *, say: Say) -> list[Record]:
+def measure(models: Sequence[str], evaluation: Evaluation, *, log: Log) -> list[Record]:
     """Score every model on all samples; what was scored before is not scored again.
 
     Returns:
@@ -167,47 +207,47 @@ def measure(models: Sequence[str], asked: Asked, *, say: Say) -> list[Record]:
         ValueError: a model that cannot be read, samples that do not fit; before any is scored, as far as that can be
             known.
     """
-    if (asked.out is not None or asked.name is not None) and len(models) > 1:
+    if (evaluation.out is not None or evaluation.name is not None) and len(models) > 1:
         raise ValueError(f"out and name: got them for {len(models)} models, expected one")
-    found: list[Record] = []
+    settings, rows = evaluation.settings, list[Record]()
     encoded: dict[str, list[Prepared]] = {}
     homes: set[Path] = set()
     for spec in models:
-        opened = _open(spec, asked)
+        opened = _open(spec, evaluation)
         if opened.home in homes:
             raise ValueError(f"models: {spec!r} goes by the name of another; score it by itself, with --name")
         homes.add(opened.home)
         tokenizer = str(opened.known["tokenizer"]["sha256"]) + str(opened.reader.limit)
         if tokenizer not in encoded:
             encoded[tokenizer] = prompts.prepare(
-                opened.reader, asked.samples, template=asked.settings.template, overlength=asked.settings.overlength,
-                max_length=asked.settings.max_length, generate=asked.settings.generate,
+                opened.reader, evaluation.samples, template=settings.template, overlength=settings.overlength,
+                max_length=settings.max_length, generate=settings.generate,
             )  # fmt: skip
-        found += _measured(opened, encoded[tokenizer], asked, say)
-    return found
+        rows += _measured(opened, encoded[tokenizer], evaluation, log)
+    return rows
 
 
-def _open(spec: str, asked: Asked) -> _Opened:
-    low, chunk = asked.settings.precision == "bfloat16", asked.settings.chunk
+def _open(spec: str, evaluation: Evaluation) -> _Opened:
+    low, chunk = evaluation.settings.precision == "bfloat16", evaluation.settings.chunk
     if opening.is_ours(spec):
-        reader, step = opening.open_run(spec, asked.tokenizer, device=asked.device, low=low, chunk=chunk)
-        run = experiment.stored(Path(spec), "lm")
-        told = experiment.identity(run) | {"step": step}
-        return _Opened(reader, reader.identity(), _read_so(reader, told, asked), asked.out or Path(spec))
+        reader, step = opening.open_run(spec, evaluation.tokenizer, device=evaluation.device, low=low, chunk=chunk)
+        run = read_run(Path(spec), "lm")
+        identity = experiment.identity(run) | {"step": step}
+        return _Opened(reader, reader.identity(), _read_so(reader, identity, evaluation), evaluation.out or Path(spec))
     if Path(spec).is_dir() and not (Path(spec) / "config.json").is_file():
         raise ValueError(f"model: got {spec!r}, expected a run of gape lm train or a folder of transformers")
-    other = opening.open_transformers(spec, device=asked.device, low=low, chunk=chunk)
-    name = asked.name or other.name
-    identity: Record = {
-        "run": name, "variant": "", "position": asked.name or _position(other) or name, "seed": 0,
+    other = opening.open_transformers(spec, device=evaluation.device, low=low, chunk=chunk)
+    name = evaluation.name or other.name
+    about: Record = {
+        "run": name, "variant": "", "position": evaluation.name or _position(other) or name, "seed": 0,
         "train_length": other.limit, "step": 0,
     }  # fmt: skip
-    return _Opened(other, other.identity(), _read_so(other, identity, asked), asked.out or RUNS / HOME / name)
+    return _Opened(other, other.identity(), _read_so(other, about, evaluation), evaluation.out or RUNS / HOME / name)
 
 
-def _read_so(reader: GPTReader | TransformersReader, identity: Record, asked: Asked) -> Record:
-    """Let a reader read as asked; what names it in rows: another variant than the same model read densely."""
-    way = asked.settings.way
+def _read_so(reader: GPTReader | TransformersReader, identity: Record, evaluation: Evaluation) -> Record:
+    """Let a reader read as evaluation; what names it in rows: another variant than the same model read densely."""
+    way = evaluation.settings.way
     way.take(reader)
     words = way.words()
     if not words:
@@ -216,47 +256,47 @@ def _read_so(reader: GPTReader | TransformersReader, identity: Record, asked: As
     return identity | {"run": f"{identity['run']}, {words}", "variant": variant} | way.settings()
 
 
-def _measured(opened: _Opened, items: Sequence[Prepared], asked: Asked, say: Say) -> list[Record]:
-    question = evaluation.question(opened.known, asked.sources, asked.settings)
-    question |= {"device": asked.device.type, "samples": [f"{i.sample.source}:{i.sample.number}" for i in items]}
-    key, name, path = evaluation.key(question), str(opened.identity["run"]), opened.home / ROWS
+def _measured(opened: _Opened, items: Sequence[Prepared], evaluation: Evaluation, log: Log) -> list[Record]:
+    settings = evaluation.settings
+    question = scoring.question(opened.known, evaluation.sources, settings)
+    question |= {"device": evaluation.device.type, "samples": [f"{i.sample.source}:{i.sample.number}" for i in items]}
+    key, name, store = scoring.key(question), str(opened.identity["run"]), ResultStore(opened.home / ROWS)
     about = opened.identity | {
         "key": key, "model": opened.known["size"], "parameters": opened.known["parameters"],
-        "precision": asked.settings.precision, "device": asked.device.type, "template": asked.settings.template,
-        "overlength": asked.settings.overlength,
+        "precision": settings.precision, "device": evaluation.device.type, "template": settings.template,
+        "overlength": settings.overlength,
     }  # fmt: skip
     opened.home.mkdir(parents=True, exist_ok=True)
-    with locks.locked(opened.home, "measured"), Board(Voice(), "sample") as board:
-        rows = evaluation.evaluate(
-            opened.reader, items, asked.settings, opened.home / HOME / key, asked=question,
-            progress=lambda done, total: board.show(name, done, total),
+    with locks.locked(opened.home, "measured"), ProgressTable(unit="sample") as table:
+        rows = scoring.evaluate(
+            opened.reader, items, settings, opened.home / HOME / key, asked=question,
+            progress=lambda done, total: table.show(name, done, total),
         )  # fmt: skip
-        board.drop(name)
-        made = [about | row for row in evaluation.summarise(rows)]
-        known = read_rows(path) if path.is_file() else []
-        append(path, *(row for row in made if row not in known))
-    _tell(name, made, say)
-    return [row for row in made if row["samples"]]
+        table.remove(name)
+        results = [about | row for row in scoring.summarise(rows)]
+        store.append(*store.missing(results))
+    _log_rows(name, results, log)
+    return [row for row in results if row["samples"]]
 
 
 def _position(reader: TransformersReader) -> str | None:
     """The scheme of a model with gates of ours; None for others, which do not say it."""
     config = reader.model.config
     # A model that gates were put into says it among its gates, ours as one of its sizes.
-    told = getattr(config, "gape", None) or vars(config)
-    found = told.get("position") if config.model_type.startswith("gape_") else None
-    return found if isinstance(found, str) else None
+    settings = getattr(config, "gape", None) or vars(config)
+    position = settings.get("position") if config.model_type.startswith("gape_") else None
+    return position if isinstance(position, str) else None
 
 
-def _tell(name: str, rows: Sequence[Record], say: Say) -> None:
+def _log_rows(name: str, rows: Sequence[Record], log: Log) -> None:
     for row in rows:
-        where = f"{name}: {row['task']} at {row['length']:,}"
+        place = f"{name}: {row['task']} at {row['length']:,}"
         odd = ", ".join(f"{row[what]} {what}" for what in ("skipped", "truncated") if row[what])
         if not row["samples"]:
-            say(f"{where}: {odd}")
+            log(f"{place}: {odd}")
             continue
         match = f", match {100 * row['match']:.1f}%" if "match" in row else ""
-        say(
-            f"{where}: NLL {row['nll']:.3f} ({row['nll_low']:.3f} … {row['nll_high']:.3f}){match}, "
+        log(
+            f"{place}: NLL {row['nll']:.3f} ({row['nll_low']:.3f} … {row['nll_high']:.3f}){match}, "
             f"{row['samples']} sample{'s' * (row['samples'] != 1)}" + (f", {odd}" if odd else "")
         )

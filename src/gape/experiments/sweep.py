@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,13 @@ from typing import IO
 
 import torch
 
-from gape.experiments.experiment import check, claim, finished, perform, pick_device
-from gape.experiments.recipes import Run
+from gape.experiments.experiment import check, claim, finished, perform, pick_device, trained
+from gape.experiments.open_model import read_run
+from gape.experiments.recipe import Recipe
+from gape.experiments.run import Run
 from gape.train import DiskFullError, Interrupted, StopFlag
 from gape.utils import files
-from gape.utils.progress import Board, Voice
+from gape.utils.progress import Progress, ProgressTable
 from gape.utils.validation import whole
 
 OUTPUT = "output.log"
@@ -27,7 +30,7 @@ POLL_SECONDS = 0.2
 
 
 @dataclass
-class Tally:
+class SweepResult:
     """How a sweep went: names of runs done now, done before, and failed (with the reason)."""
 
     done: list[str] = field(default_factory=list)
@@ -35,7 +38,9 @@ class Tally:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def sweep(runs: Sequence[Run], directory: Path, *, jobs: int = 1, resume: str = "auto", voice: Voice) -> Tally:
+def sweep(
+    runs: Sequence[Run], directory: Path, *, jobs: int = 1, resume: str = "auto", progress: Progress
+) -> SweepResult:
     """Bring every run to its end; a failed one does not keep the others from theirs.
 
     Args:
@@ -43,7 +48,7 @@ def sweep(runs: Sequence[Run], directory: Path, *, jobs: int = 1, resume: str = 
         directory: each run's own lies in it, under its name.
         jobs: runs at once. More than one each get a process and write to `output.log` in their directory.
         resume: "auto" goes on with what is there, "never" refuses directories in which something was trained.
-        voice: is told of progress.
+        progress: where it is shown.
 
     Raises:
         Interrupted: a signal came; running runs have saved.
@@ -60,36 +65,76 @@ def sweep(runs: Sequence[Run], directory: Path, *, jobs: int = 1, resume: str = 
     for run in runs:
         claim(run, directory / run.name)
     waiting = [run for run in runs if not finished(run, directory / run.name)]
-    tally = Tally(skipped=[run.name for run in runs if run not in waiting])
-    if tally.skipped:
-        voice.say(f"{len(tally.skipped)} of {len(runs)} runs are done already")
+    result = SweepResult(skipped=[run.name for run in runs if run not in waiting])
+    if result.skipped:
+        progress.log(f"{len(result.skipped)} of {len(runs)} runs are done already")
     with StopFlag() as stop:
         if jobs == 1 or len(waiting) <= 1:
-            _in_turn(waiting, directory, resume, stop, voice, tally)
+            _in_turn(waiting, directory, resume, stop, progress, result)
         else:
-            _at_once(waiting, directory, jobs, resume, stop, voice, tally)
-    return tally
+            _at_once(waiting, directory, jobs, resume, stop, progress, result)
+    return result
 
 
-def _in_turn(runs: Sequence[Run], directory: Path, resume: str, stop: StopFlag, voice: Voice, tally: Tally) -> None:
+def _in_turn(
+    runs: Sequence[Run], directory: Path, resume: str, stop: StopFlag, progress: Progress, result: SweepResult
+) -> None:
     for number, run in enumerate(runs, 1):
         if number > 1 and run.model != runs[number - 2].model:
             # Of one function torch keeps eight compiled forms and runs what comes after uncompiled.
             torch.compiler.reset()
-        voice.say(f"[{number}/{len(runs)}] {run.name}")
+        progress.log(f"[{number}/{len(runs)}] {run.name}")
         began = time.monotonic()
         try:
-            perform(run, directory / run.name, stop=stop, resume=resume, console=voice.console, say=voice.say)
+            perform(run, directory / run.name, stop=stop, resume=resume, console=progress.console, log=progress.log)
         except (Interrupted, DiskFullError):
             raise
         except Exception as error:
             if len(runs) == 1:
                 raise
-            tally.failed[run.name] = f"{type(error).__name__}: {error}"
-            voice.say(f"{run.name} failed: {tally.failed[run.name]}")
+            result.failed[run.name] = f"{type(error).__name__}: {error}"
+            progress.log(f"{run.name} failed: {result.failed[run.name]}")
         else:
-            tally.done.append(run.name)
-            voice.say(f"[{number}/{len(runs)}] {run.name} done in {time.monotonic() - began:.0f} s")
+            result.done.append(run.name)
+            progress.log(f"[{number}/{len(runs)}] {run.name} done in {time.monotonic() - began:.0f} s")
+
+
+def run_recipe(recipe: Recipe, directory: Path, *, jobs: int = 1, resume: str = "auto") -> SweepResult:
+    """Bring every run of a recipe to its end and say on standard error which failed; see :func:`sweep`."""
+    progress = Progress()
+    result = sweep(recipe.runs, directory, jobs=jobs, resume=resume, progress=progress)
+    if result.failed:
+        progress.log(f"{len(result.failed)} of {len(recipe.runs)} runs failed: {', '.join(result.failed)}")
+    return result
+
+
+def run_directory(directory: Path, resume: str = "auto") -> None:
+    """Bring the run that a directory describes to its end: what a sweep starts for each of several at once."""
+    run, progress, stop = read_run(directory), Progress(), StopFlag()
+    _end_with_parent(stop)
+    perform(run, directory, stop=stop, resume=resume, console=progress.console, log=progress.log)
+
+
+def states(recipe: Recipe, directory: Path) -> dict[Path, str]:
+    """Whether each run of a recipe is "done", "trained" or "to do", by its directory."""
+    by_directory: dict[Path, str] = {}
+    for run in recipe.runs:
+        home = directory / run.name
+        by_directory[home] = "done" if finished(run, home) else "trained" if trained(run, home) else "to do"
+    return by_directory
+
+
+def _end_with_parent(stop: StopFlag) -> None:
+    """Save and stop when the process that started this one is gone, however it died: its end of the pipe closes."""
+
+    def watch() -> None:
+        # Not through sys.stdin: a thread that sleeps in its buffer's lock makes the interpreter abort at exit.
+        while os.read(0, 4096):
+            pass
+        stop.request(signal.SIGTERM)
+
+    if not sys.stdin.isatty():
+        threading.Thread(target=watch, daemon=True).start()
 
 
 @dataclass
@@ -101,20 +146,26 @@ class _Child:
 
 
 def _at_once(
-    runs: Sequence[Run], directory: Path, jobs: int, resume: str, stop: StopFlag, voice: Voice, tally: Tally
+    runs: Sequence[Run],
+    directory: Path,
+    jobs: int,
+    resume: str,
+    stop: StopFlag,
+    progress: Progress,
+    result: SweepResult,
 ) -> None:
     waiting, children = list(runs), list[_Child]()
     try:
-        with Board(voice) as board:
+        with ProgressTable(progress) as table:
             while (waiting or children) and not stop.requested:
                 while waiting and len(children) < jobs:
                     children.append(_start(waiting.pop(0), directory, jobs, resume))
                 for child in list(children):
-                    board.show(child.run.name, _step(directory / child.run.name), child.run.train.max_steps)
+                    table.show(child.run.name, _step(directory / child.run.name), child.run.train.max_steps)
                     if child.process.poll() is not None:
                         children.remove(child)
-                        board.drop(child.run.name)
-                        _settle(child, directory, len(runs), voice, tally)
+                        table.remove(child.run.name)
+                        _settle(child, directory, len(runs), progress, result)
                 time.sleep(POLL_SECONDS)
     finally:
         for child in children:
@@ -150,14 +201,14 @@ def _step(home: Path) -> int:
         return 0
 
 
-def _settle(child: _Child, directory: Path, total: int, voice: Voice, tally: Tally) -> None:
+def _settle(child: _Child, directory: Path, total: int, progress: Progress, result: SweepResult) -> None:
     child.output.close()
     name, code = child.run.name, child.process.returncode
     if code == 0:
-        tally.done.append(name)
-        count = len(tally.done) + len(tally.failed)
-        voice.say(f"[{count}/{total}] {name} done in {time.monotonic() - child.began:.0f} s")
+        result.done.append(name)
+        count = len(result.done) + len(result.failed)
+        progress.log(f"[{count}/{total}] {name} done in {time.monotonic() - child.began:.0f} s")
         return
     text = (directory / name / OUTPUT).read_text(encoding="utf-8", errors="replace").strip()
-    tally.failed[name] = text.rpartition("\n")[2] or f"exit code {code}"
-    voice.say(f"{name} failed with exit code {code}: {tally.failed[name]}")
+    result.failed[name] = text.rpartition("\n")[2] or f"exit code {code}"
+    progress.log(f"{name} failed with exit code {code}: {result.failed[name]}")

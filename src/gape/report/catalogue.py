@@ -242,12 +242,13 @@ _LANGUAGE = (
         "runs/gpt2/*/model --data samples and gape ruler table runs/ruler --out results/ruler/124m",
     ),
     _language(
-        name="forgetting", paper=None, command="forget measure",
+        name="forgetting", paper=None, command="lm forgetting",
         caption="Left: time of prefill beside dense attention. Middle: speed of decoding against bytes held, beside "
         "the full cache. Right: what it costs, beside dense attention on the same text.",
         measure=forgetting.series, draw=figures.draw_forgetting, recipe="forgetting", tables=forgetting.result_tables,
-        made_by="gape lm train lm/forgetting data=DIR, gape forget measure runs/lm/forgetting/* --data DIR, the same "
-        "with niah/forgetting, and then gape report runs/lm/forgetting runs/niah/forgetting --out results/forgetting",
+        made_by="gape lm train lm/forgetting data=DIR, gape lm forgetting runs/lm/forgetting/* --data DIR, gape niah "
+        "train niah/forgetting, gape niah forgetting runs/niah/forgetting/*, "
+        "and then gape report runs/lm/forgetting runs/niah/forgetting --out results/forgetting",
     ),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What forgetting gains and costs: tables and the figure's numbers out of the rows of `gape forget measure`."""
+"""What forgetting gains and costs: tables and the figure's numbers out of the rows of `gape lm forgetting`."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class Trainer:
         for newer in checkpoint.found(self.checkpoints):
             if int(newer.name.removeprefix("step-")) > chosen.step:
                 self._warn(f"{newer.name} is not used any more, moved to {checkpoint.set_aside(newer).name}")
-        self._reporter.say(f"resumed from {chosen.path.name}")
+        self._reporter.log(f"resumed from {chosen.path.name}")
 
     def _loop(self) -> None:
         every = self.config.checkpoint_every
@@ -328,7 +328,7 @@ class Trainer:
         self._note(event="validation", step=state.step, seconds=seconds)
         self._clock += seconds
         shown = "  ".join(f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in metrics.items())
-        self._reporter.say(f"step {state.step}: validation {shown}")
+        self._reporter.log(f"step {state.step}: validation {shown}")
 
     def _amplitudes(self) -> list[list[float]]:
         """Γ of every gated layer, per head."""
@@ -380,7 +380,7 @@ class Trainer:
         }
         files.replace(self.run_dir / checkpoint.SUMMARY, files.to_json(summary))
         self._note(event="ended", step=state.step, status=summary["status"])
-        self._reporter.say(f"{summary['status']} at step {state.step}")
+        self._reporter.log(f"{summary['status']} at step {state.step}")
         return summary
 
     def _checkpoint_bytes(self) -> int:

@@ -15,29 +15,29 @@ SECONDS = 20.0
 _state, _last = "", 0.0
 
 
-def shown() -> None:
-    """Something was shown just now."""
+def reset() -> None:
+    """Count the silence from now: something was shown."""
     global _last  # noqa: PLW0603
     _last = time.monotonic()
 
 
-def note(state: str) -> None:
-    """Where the work is, for the next line."""
+def set_state(state: str) -> None:
+    """Say how far the work is, for the next line."""
     global _state  # noqa: PLW0603
     _state = state
 
 
 @contextlib.contextmanager
-def beating() -> Iterator[None]:
+def heartbeat() -> Iterator[None]:
     """Write a line to standard error, where that is no terminal, whenever nothing was shown for `SECONDS`."""
-    over, began = threading.Event(), time.monotonic()
-    shown()
-    note("")
+    stop, began = threading.Event(), time.monotonic()
+    reset()
+    set_state("")
 
     def beat() -> None:
-        while not over.wait(max(0.01, _last + SECONDS - time.monotonic())):
+        while not stop.wait(max(0.01, _last + SECONDS - time.monotonic())):
             if time.monotonic() - _last >= SECONDS:
-                shown()
+                reset()
                 _write(f"{_state or 'at work'}, {time.monotonic() - began:.0f} s so far")
 
     thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
@@ -45,7 +45,7 @@ def beating() -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        stop.set()
         thread.join()
 
 

@@ -13,21 +13,21 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as Bars
 
 from gape.utils import heartbeat
 
-# Lines in a log file should be readable next morning.
-SECONDS_BETWEEN_LINES = 2.0
+#: Where there is no terminal: seconds between two lines about a training run, and about a row of a table.
+TRAINING_LINE_SECONDS, TABLE_LINE_SECONDS = 2.0, 10.0
 
 
 class Reporter:
-    """Shows progress on standard error.
+    """Shows how far one training run is, on standard error.
 
     Args:
         style: "bar", "plain", "off" or "auto".
@@ -42,8 +42,8 @@ class Reporter:
         moves = self.console.is_terminal and not self.console.is_dumb_terminal
         self.style = ("bar" if moves else "plain") if style == "auto" else style
         self.total, self.label = total, label
-        self._bar: Progress | None = None
-        self._last = -SECONDS_BETWEEN_LINES
+        self._bar: Bars | None = None
+        self._last = -TRAINING_LINE_SECONDS
 
     def __enter__(self) -> Reporter:
         if self.style == "bar":
@@ -55,7 +55,7 @@ class Reporter:
                 TimeRemainingColumn(),
             )
             with _harmless():
-                self._bar = Progress(*columns, console=self.console, transient=True)
+                self._bar = Bars(*columns, console=self.console, transient=True)
                 self._bar.add_task(escape(self.label), total=self.total, note="")
                 self._bar.start()
         return self
@@ -65,7 +65,7 @@ class Reporter:
             with _harmless():
                 self._bar.stop()
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """A line, unless nothing is to be shown."""
         if self.style != "off":
             self.warn(message)
@@ -76,13 +76,13 @@ class Reporter:
             self.console.print(f"{self.label}: {message}", markup=False, highlight=False, soft_wrap=True)
 
     def update(self, step: int, note: str) -> None:
-        """Where the run is."""
+        """Show the step that the run is at."""
         with _harmless():
             if self._bar is not None:
                 self._bar.update(self._bar.task_ids[0], completed=step, note=escape(note))
-            elif self.style == "plain" and (time.monotonic() - self._last >= SECONDS_BETWEEN_LINES):
+            elif self.style == "plain" and (time.monotonic() - self._last >= TRAINING_LINE_SECONDS):
                 self._last = time.monotonic()
-                self.say(f"step {step}/{self.total}  {note}")
+                self.log(f"step {step}/{self.total}  {note}")
 
 
 class SteadyConsole(Console):
@@ -90,7 +90,7 @@ class SteadyConsole(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's; the next heartbeat counts from here."""
-        heartbeat.shown()
+        heartbeat.reset()
         super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
@@ -106,74 +106,72 @@ def _harmless() -> Iterator[None]:
         yield
 
 
-#: Lines in a log file should be readable next morning.
-SECONDS_BETWEEN_LINES = 10.0
-
-
-class Voice:
-    """Lines of progress on standard error; `console` is where they go."""
+class Progress:
+    """Writes lines about a command's progress to standard error; `console` is where they go."""
 
     def __init__(self) -> None:
         self.console = SteadyConsole(stderr=True)
 
-    def say(self, message: str) -> None:
-        """A line about how it goes."""
+    def log(self, message: str) -> None:
+        """Write a line."""
         self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
-class Board:
-    """Where several runs are at once: a bar each on a terminal, a line each now and then elsewhere.
+class ProgressTable:
+    """Shows how far several pieces of work are: a bar each on a terminal, a line each now and then elsewhere.
 
-    A board inside another one adds its bars to that one's. Nothing is to be written to standard output meanwhile.
+    A table inside another one adds its bars to that one's. Nothing is to be written to standard output meanwhile.
 
     Args:
-        voice: whose console it is shown on.
+        progress: whose console it is shown on; one of its own by default.
         unit: what is counted.
     """
 
     #: The innermost one that is shown.
-    _open: ClassVar[Board | None] = None
+    _open: ClassVar[ProgressTable | None] = None
 
-    def __init__(self, voice: Voice, unit: str = "step") -> None:
-        self._voice, self._unit = voice, unit
-        self._outer = Board._open
-        self._bars: Progress | None = None if self._outer is None else self._outer._bars
-        if self._outer is None and voice.console.is_terminal and not voice.console.is_dumb_terminal:
-            self._bars = Progress(
+    def __init__(self, progress: Progress | None = None, unit: str = "step") -> None:
+        self._progress, self._unit = progress or Progress(), unit
+        self._outer = ProgressTable._open
+        self._bars: Bars | None = None if self._outer is None else self._outer._bars
+        console = self._progress.console
+        if self._outer is None and console.is_terminal and not console.is_dumb_terminal:
+            self._bars = Bars(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                console=voice.console, transient=True, refresh_per_second=2,
+                console=console, transient=True, refresh_per_second=2,
             )  # fmt: skip
         self._tasks: dict[str, TaskID] = {}
-        self._told: dict[str, tuple[float, int]] = {}
+        # By name: when the last line was written, and of which step.
+        self._lines: dict[str, tuple[float, int]] = {}
 
-    def __enter__(self) -> Board:
-        Board._open = self
+    def __enter__(self) -> ProgressTable:
+        ProgressTable._open = self
         if self._bars is not None and self._outer is None:
             self._bars.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        Board._open = self._outer
+        ProgressTable._open = self._outer
         for name in list(self._tasks):
-            self.drop(name)
+            self.remove(name)
         if self._bars is not None and self._outer is None:
             self._bars.stop()
 
     def show(self, name: str, step: int, total: int | None = None) -> None:
-        """A run has done `step` of `total`, None where that is not known."""
+        """Show that `step` of `total` is done, None where the total is not known."""
         state = f"{name}: {self._unit} {step}" + ("" if total is None else f"/{total}")
-        heartbeat.note(state)
+        heartbeat.set_state(state)
         if self._bars is not None:
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(escape(name), total=total)
             self._bars.update(self._tasks[name], completed=step)
             return
-        when, before = self._told.setdefault(name, (time.monotonic(), 0))
-        if step != before and time.monotonic() - when >= SECONDS_BETWEEN_LINES:
-            self._told[name] = (time.monotonic(), step)
-            self._voice.say(state)
+        last, before = self._lines.setdefault(name, (time.monotonic(), 0))
+        if step != before and time.monotonic() - last >= TABLE_LINE_SECONDS:
+            self._lines[name] = (time.monotonic(), step)
+            self._progress.log(state)
 
-    def drop(self, name: str) -> None:
-        """A run is over."""
+    def remove(self, name: str) -> None:
+        """Take away the bar of work that is over."""
         if self._bars is not None and name in self._tasks:
             self._bars.remove_task(self._tasks.pop(name))

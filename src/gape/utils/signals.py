@@ -85,13 +85,13 @@ class StopFlag:
             Interrupted: a signal has come already.
         """
         self.check()
-        held = self._depth and _in_main_thread()
-        if held:
+        installed = self._depth and _in_main_thread()
+        if installed:
             self._restore()
         try:
             yield
         finally:
-            if held:
+            if installed:
                 self._install()
 
     def _install(self) -> None:
@@ -114,7 +114,6 @@ def _in_main_thread() -> bool:
 
 #: From the signal to the end of a process that does not come to its next line of Python.
 GRACE = 8.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(BaseException):
@@ -132,28 +131,28 @@ def at_once() -> Iterator[None]:
     What takes the signals meanwhile, such as a StopFlag around training, has them until it gives them back. A second
     signal ends the process where it is. Outside the main thread this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         yield
         return
-    owner, came, over = os.getpid(), list[int](), threading.Event()
+    owner, received, done = os.getpid(), list[int](), threading.Event()
 
     def handle(signum: int, frame: FrameType | None) -> None:
         # A forked worker inherits the handler: it should simply die.
-        if came or os.getpid() != owner:
+        if received or os.getpid() != owner:
             os._exit(128 + signum)
-        came.append(signum)
+        received.append(signum)
         raise Stopped(signum)
 
-    before = {signum: signal.signal(signum, handle) for signum in _SIGNALS}
+    before = {signum: signal.signal(signum, handle) for signum in SIGNALS}
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-    woken = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
 
     def watch() -> None:
         # Python's handlers wait for the main thread's next line; this thread hears of a signal at once.
         with ours:
             for signum in iter(lambda: ours.recv(1), b""):
-                if signum[0] in _SIGNALS and signal.getsignal(signum[0]) is handle and not over.wait(GRACE):
+                if signum[0] in SIGNALS and signal.getsignal(signum[0]) is handle and not done.wait(GRACE):
                     os.write(2, f"gape: {Stopped(signum[0])}\n".encode())
                     os._exit(128 + signum[0])
 
@@ -161,8 +160,8 @@ def at_once() -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
-        signal.set_wakeup_fd(woken)
+        done.set()
+        signal.set_wakeup_fd(wakeup)
         theirs.close()
         for signum, handler in before.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Generators of that package are made for this length and more; below it some never end.
 SHORTEST = 4096
 _NAMES = {"vt": "ruler_vt", "cwe": "ruler_cwe", "fwe": "ruler_fwe", "qa_1": "ruler_qa_squad", "qa_2": "ruler_qa_hotpot"}
-WORDING = "lm-eval"
+LM_EVAL = "lm-eval"
 
 
 def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -
         {
             "task": own.name, "index": number, "input": row["input"], "answer_prefix": f" {row['gen_prefix']}",
             "outputs": list(row["outputs"]), "length": row["length"], "max_seq_length": length, "budget": own.budget,
-            "wording": WORDING,
+            "wording": LM_EVAL,
         }
         for number, row in enumerate(rows)
     ]  # fmt: skip

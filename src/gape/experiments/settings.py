@@ -1,4 +1,4 @@
-"""Tables of settings: checked key by key against dataclasses, overridden, swept. Nothing in a file is ever executed."""
+"""Settings checked against dataclasses: unknown keys, missing ones and values of another type are named."""
 
 from __future__ import annotations
 
@@ -104,35 +104,6 @@ def place(settings: Settings, key: str, value: Any) -> None:
     settings[last] = value
 
 
-def swept(table: Any) -> dict[str, list[Any]]:
-    """The swept keys with their lists; quoted dotted keys and nested tables mean the same."""
-    lists: dict[str, list[Any]] = {}
-    for key, value in _flat(table, "sweep").items():
-        if not isinstance(value, list) or not value:
-            raise invalid_argument(f"sweep.{key}", value, "a list of at least one value")
-        lists[key] = value
-    return lists
-
-
-def variants(tables: Any) -> list[tuple[str, Settings]]:
-    """Name and settings, by dotted key, of each variant; one without either where there are none."""
-    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-        raise invalid_argument("variants", tables, "tables written [[variants]], each with a name")
-    made = []
-    for table in tables:
-        settings = _flat(table, "variants")
-        made.append((typed("variants.name", str, settings.pop("name", None)), settings))
-    return made or [("", {})]
-
-
-def run_name(variant: str, chosen: Mapping[str, Any]) -> str:
-    """A directory name out of what distinguishes a run."""
-    parts = [variant] if variant else []
-    for key, value in chosen.items():
-        parts.append(value if isinstance(value, str) else f"{key.rpartition('.')[2]}{value}")
-    return "_".join("".join(c if c.isalnum() or c in "+-._" else "-" for c in part) for part in parts)
-
-
 def refuse_unknown(prefix: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
     """Refuse keys that are not among the known ones, with the nearest of those."""
     for key in values:
@@ -148,12 +119,12 @@ def listed(value: Any) -> Any:
     return [listed(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def _flat(table: Any, path: str) -> Settings:
+def flatten(table: Any, path: str) -> Settings:
     """Nested tables as one table with dotted keys."""
     if not isinstance(table, Mapping):
         raise invalid_argument(path, table, "a table of settings")
-    flat: Settings = {}
+    entries: Settings = {}
     for key, value in table.items():
-        inner = _flat(value, path) if isinstance(value, Mapping) else {"": value}
-        flat |= {f"{key}.{name}" if name else key: v for name, v in inner.items()}
-    return flat
+        inner = flatten(value, path) if isinstance(value, Mapping) else {"": value}
+        entries |= {f"{key}.{name}" if name else key: v for name, v in inner.items()}
+    return entries

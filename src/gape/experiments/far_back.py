@@ -9,17 +9,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from gape.analysis.passages import Ids, long_documents, number, text_of
-from gape.analysis.runs import Record, Trained
+from gape.experiments.experiment import Log, Record
+from gape.experiments.open_model import OpenModel
+from gape.experiments.result_store import ResultStore
+from gape.models.gpt import GPT
 from gape.tasks.far_back import FarBackConfig, Found, measure, summary
 from gape.utils import files
-from gape.utils.jsonl import append, read_lines
 from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ DOCUMENTS, ROWS = "far_back_documents.jsonl", "far_back.jsonl"
 
 
 def measure_run(
-    run: Trained,
+    run: OpenModel,
     corpus: Corpus,
     config: FarBackConfig,
     *,
@@ -38,7 +39,7 @@ def measure_run(
     tokenizer: Tokenizer | None = None,
     precision: str = "auto",
     check: Callable[[], None] = lambda: None,
-    say: Callable[[str], None] = print,
+    log: Log = print,
 ) -> list[Record]:
     """Measure what is missing and write the rows.
 
@@ -50,7 +51,7 @@ def measure_run(
         tokenizer: the corpus's own, for names.
         precision: "float32", "bfloat16", or "auto", which is bfloat16 on a GPU.
         check: called before each document; may raise to stop, and nothing is lost.
-        say: told of progress.
+        log: called with a line for each document.
 
     Returns:
         The rows, as `far_back.jsonl` has them.
@@ -65,18 +66,16 @@ def measure_run(
     others = list(corpus.documents(split, stratum))
     if "planted" in config.kinds and len(others) < 2:
         raise invalid_argument("kinds", config.kinds, "none planted, since a passage has to come from another document")
-    device = next(run.model.parameters()).device
+    model = cast(GPT, run.model)
+    device = next(model.parameters()).device
     low = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
     # What changes the numbers; the chunk does not.
-    asked = {key: value for key, value in asdict(config).items() if key != "chunk"}
-    asked |= {"corpus": corpus.fingerprint(), "split": split, "stratum": stratum}
-    asked |= {"precision": "bfloat16" if low else "float32"}
-    key = hashlib.sha256(files.to_json([asked, run.identity], indent=None)).hexdigest()[:16]
-    done = {
-        line["document"]: [Found(*entry) for entry in line["found"]]
-        for line in _lines(run.directory / DOCUMENTS)
-        if line["key"] == key
-    }
+    settings = {key: value for key, value in asdict(config).items() if key != "chunk"}
+    settings |= {"corpus": corpus.fingerprint(), "split": split, "stratum": stratum}
+    settings |= {"precision": "bfloat16" if low else "float32"}
+    key = hashlib.sha256(files.to_json([settings, run.identity], indent=None)).hexdigest()[:16]
+    store = ResultStore(run.directory / DOCUMENTS)
+    done = {row["document"]: [Found(*entry) for entry in row["found"]] for row in store.rows({"key": key})}
     for at, document in enumerate(chosen, 1):
         if document.id in done:
             continue
@@ -84,24 +83,17 @@ def measure_run(
         ids = _window(corpus, document, config.context, config.seed)
         passage = _passage(corpus, document, others, config) if "planted" in config.kinds else None
         with torch.autocast(device.type, torch.bfloat16, enabled=low):
-            found = measure(run.model, ids, passage, config, short=int(run.identity["train_length"]), decode=decode)
-        append(run.directory / DOCUMENTS, {"key": key, "document": document.id, "found": [list(f) for f in found]})
-        done[document.id] = found
-        say(f"{run.identity['run']}: far back, document {at} of {len(chosen)}")
-    return _write(run, key, asked, {document.id: done[document.id] for document in chosen})
+            losses = measure(model, ids, passage, config, short=int(run.identity["train_length"]), decode=decode)
+        store.append({"key": key, "document": document.id, "found": [list(loss) for loss in losses]})
+        done[document.id] = losses
+        log(f"{run.identity['run']}: far back, document {at} of {len(chosen)}")
+    return _write(run, key, settings, {document.id: done[document.id] for document in chosen})
 
 
-def _write(run: Trained, key: str, asked: Record, found: dict[str, list[Found]]) -> list[Record]:
-    settings = {"key": key, "asked": asked}
-    rows = [run.identity | row | settings for row in summary(found)]
-    path = run.directory / ROWS
-    kept = [row for row in _lines(path) if row.get("key") != key]
-    files.replace(path, b"".join(files.to_json(row, indent=None) for row in [*kept, *rows]))
+def _write(run: OpenModel, key: str, settings: Record, documents: dict[str, list[Found]]) -> list[Record]:
+    rows = [run.identity | row | {"key": key, "asked": settings} for row in summary(documents)]
+    ResultStore(run.directory / ROWS).replace(rows, keep=lambda row: row.get("key") != key)
     return rows
-
-
-def _lines(path: Path) -> list[Record]:
-    return read_lines(path) if path.is_file() else []
 
 
 def _decoder(config: FarBackConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> Callable[[list[int]], str] | None:
@@ -111,8 +103,8 @@ def _decoder(config: FarBackConfig, corpus: Corpus, tokenizer: Tokenizer | None)
         name = corpus.tokenizer["name"]
         raise ValueError(f"tokenizer: got nothing, expected {name}, which the corpus was made with, to find names")
     if tokenizer.identity()["sha256"] != corpus.tokenizer["sha256"]:
-        made = f"{corpus.tokenizer['name']}, which the corpus was made with"
-        raise invalid_argument("tokenizer", tokenizer.identity()["name"], made)
+        wanted = f"{corpus.tokenizer['name']}, which the corpus was made with"
+        raise invalid_argument("tokenizer", tokenizer.identity()["name"], wanted)
     return tokenizer.decode
 
 

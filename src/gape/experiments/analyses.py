@@ -1,0 +1,225 @@
+"""What `gape analyze` does: attention entropy, spectra, maps and masks of trained runs, and losses far back.
+
+Sets of results lie in the run's directory (`entropy.json`, …). What was analysed of the same weights with the same
+settings is not analysed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from gape.analysis import lm
+from gape.analysis.passages import Passages, Reader, lengths_of
+from gape.analysis.spectrum import rotary
+from gape.data import load_tokenizer
+from gape.experiments.experiment import Log, Record, pick_device, wants_bfloat16
+from gape.experiments.far_back import measure_run
+from gape.experiments.open_model import OpenModel, open_run
+from gape.experiments.result_store import ResultSets
+from gape.models.gpt import GPT
+from gape.report import tables
+from gape.report.results import collect
+from gape.report.tables import Table
+from gape.tasks.far_back import FarBackConfig
+from gape.train import checkpoint
+from gape.utils import locks
+from gape.utils.jsonl import read_object
+from gape.utils.progress import Progress, ProgressTable
+from gape.utils.stored_rows import usable
+
+
+def entropy(
+    runs: Sequence[Path],
+    reader: Reader,
+    *,
+    lengths: Sequence[int] | None = None,
+    samples: int = 10,
+    longest: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+) -> Table:
+    """Attention entropy by layer and head, the gates beside it, and how far attention reaches: `entropy.json`.
+
+    Args:
+        runs: directories of trained runs.
+        reader: the text.
+        lengths: tokens; the training length by default.
+        samples: passages of each length.
+        longest: leave out prompts of more tokens.
+        seed: which passages.
+        device: "auto", "cpu", "cuda", …
+    """
+
+    def analyse(run: OpenModel, log: Log) -> None:
+        wanted = [_length(reader, length, run) for length in ((None,) if lengths is None else lengths)]
+        # All of them before the first is analysed: one may be longer than every document.
+        for passages in [reader.passages(length, samples, seed=seed, longest=longest) for length in wanted]:
+            if passages.left_out:
+                log(f"{passages.left_out} prompts are empty or longer than {longest} tokens and left out")
+            settings = {**_source(reader, seed), "samples": samples, "longest": longest}
+            _add(run, "entropy", passages, settings, partial(lm.entropy, _gpt(run), passages.items), log)
+
+    _each(runs, reader, device, analyse)
+    return tables.entropy_table([read_object(directory / "entropy.json") for directory in runs])
+
+
+def spectrum(
+    runs: Sequence[Path], reader: Reader, *, length: int | None = None, samples: int = 32, seed: int = 0,
+    device: str = "auto",
+) -> None:  # fmt: skip
+    """Norms of queries and keys by rotary frequency: `spectrum.json`. Schemes that do not rotate are left out."""
+
+    def analyse(run: OpenModel, log: Log) -> None:
+        model = _gpt(run)
+        if rotary(next(model.blocks()).attention.scheme) is None:
+            log(f"{run.identity['run']}: {run.identity['position']} does not rotate, so it has no spectrum")
+            return
+        passages = reader.passages(_length(reader, length, run), samples, seed=seed)
+        settings = {**_source(reader, seed), "samples": samples}
+        _add(run, "spectrum", passages, settings, partial(lm.spectrum, model, passages.items), log)
+
+    _each(runs, reader, device, analyse)
+
+
+def maps(
+    runs: Sequence[Path], reader: Reader, *, length: int | None = None, layer: int | None = None, size: int = 64,
+    seed: int = 0, device: str = "auto",
+) -> None:  # fmt: skip
+    """Attention of a layer's heads on one passage, in `size` × `size` cells: `maps.json`; the last layer by default."""
+    analyse = partial(_draw, "maps", lm.maps, reader, length, layer, size, seed)
+    _each(runs, reader, device, analyse)
+
+
+def masks(
+    runs: Sequence[Path], reader: Reader, *, length: int | None = None, layer: int | None = None, size: int = 64,
+    seed: int = 0, device: str = "auto",
+) -> None:  # fmt: skip
+    """The paper's mask M of a layer's heads on one passage, in cells: `masks.json`. Needs gates."""
+
+    def analyse(run: OpenModel, log: Log) -> None:
+        if next(_gpt(run).gates(), None) is None:
+            log(f"{run.identity['run']}: {run.identity['position']} has no gates, so it has no mask")
+            return
+        _draw("masks", lm.masks, reader, length, layer, size, seed, run, log)
+
+    _each(runs, reader, device, analyse)
+
+
+def routing(runs: Sequence[Path]) -> Table:
+    """The routing variables at the end of training, by layer, from the `routing.jsonl` that training left.
+
+    Raises:
+        ValueError: no run has one.
+    """
+    rows = collect(runs).measured.get("routing", ())
+    if not rows:
+        raise ValueError(
+            f"routing: got {', '.join(map(str, runs))}, expected runs with routing.jsonl, which gape lm train writes "
+            "for schemes with gates where analysis.routing_every is not 0"
+        )
+    with usable(runs):
+        return tables.routing_table(rows)
+
+
+def far_back(
+    runs: Sequence[Path],
+    data: Path,
+    config: FarBackConfig,
+    *,
+    tokenizer: str | None = None,
+    split: str = "heldout",
+    stratum: str | None = None,
+    precision: str = "auto",
+    device: str = "auto",
+) -> list[Table]:
+    """Loss on tokens whose answer lies far back in the documents of a corpus: `far_back.jsonl`.
+
+    Raises:
+        ValueError: no corpus, no document long enough, or a tokenizer that is not the corpus's or the run's.
+    """
+    low = wants_bfloat16(precision, pick_device(device))
+    if not data.is_dir():
+        raise ValueError(f"data: got {str(data)!r}, expected a corpus that gape data prepare wrote")
+    reader = Reader(data, split=split, stratum=stratum)
+    assert reader.corpus is not None
+    corpus, rows = reader.corpus, list[Record]()
+    # The tokenizer of bytes needs no files.
+    spec = tokenizer or ("bytes" if corpus.tokenizer["kind"] == "bytes" else None)
+    own = None if spec is None else load_tokenizer(spec)
+
+    def analyse(run: OpenModel, log: Log) -> None:
+        name = "bfloat16" if low else "float32"
+        rows.extend(
+            measure_run(run, corpus, config, split=split, stratum=stratum, tokenizer=own, precision=name, log=log)
+        )
+
+    _each(runs, reader, device, analyse)
+    return tables.far_back_table(rows)
+
+
+def _each(runs: Sequence[Path], reader: Reader, device: str, analyse: Callable[[OpenModel, Log], None]) -> None:
+    """Open the runs in turn and analyse each; a directory without a checkpoint is refused before the first."""
+    progress, target = Progress(), pick_device(device)
+    for directory in runs:
+        if not checkpoint.found(directory / "checkpoints"):
+            raise ValueError(f"run: got {str(directory)!r}, expected a directory that gape lm train made")
+    with ProgressTable(progress, "run") as table:
+        for number, directory in enumerate(runs):
+            table.show("analysed", number, len(runs))
+            with locks.locked(directory, "measured"):
+                run = open_run(directory, target, log=progress.log)
+                run.accept(reader.tokenizer)
+                analyse(run, progress.log)
+
+
+def _add(
+    run: OpenModel, kind: str, passages: Passages, settings: Record, analyse: Callable[[], Record], log: Log
+) -> None:
+    """Store what `analyse` returns, unless it was stored for the same weights and settings."""
+    settings = {"data": passages.data, "fingerprint": passages.fingerprint, "length": passages.length, **settings}
+    name = f"{run.identity['run']}: {kind}{'' if passages.length is None else f' at {passages.length:,} tokens'}"
+    sets = ResultSets(run.directory / f"{kind}.json", run.identity)
+    if settings in sets:
+        log(f"{name} of {passages.data} is there already")
+        return
+    texts = {"passages": [passage.id for passage in passages.items], "tokens": lengths_of(passages.items)}
+    sets.add(settings, texts | analyse())
+    log(f"{name} of {passages.data} → {sets.path}")
+
+
+def _draw(
+    kind: str,
+    draw: Callable[..., dict[str, Any]],
+    reader: Reader,
+    length: int | None,
+    layer: int | None,
+    size: int,
+    seed: int,
+    run: OpenModel,
+    log: Log,
+) -> None:
+    """Draw one layer on one passage."""
+    model = _gpt(run)
+    passages = reader.passages(_length(reader, length, run), 1, seed=seed)
+    number = model.config.n_layer - 1 if layer is None else layer
+    settings = {**_source(reader, seed), "layer": number, "size": size}
+    _add(run, kind, passages, settings, partial(draw, model, passages.items[0], layer=number, size=size), log)
+
+
+def _source(reader: Reader, seed: int) -> Record:
+    return {"split": reader.split, "stratum": reader.stratum, "seed": seed}
+
+
+def _length(reader: Reader, length: int | None, run: OpenModel) -> int | None:
+    """The training length where none is given; prompts have their own, and refuse any other."""
+    if length is None and not reader.prompts:
+        train_length: int = run.identity["train_length"]
+        return train_length
+    return length
+
+
+def _gpt(run: OpenModel) -> GPT:
+    return cast(GPT, run.model)

@@ -1,0 +1,91 @@
+"""Results in the directory of a run: find what was measured, measure what is missing, add it at once.
+
+A row, or a set, is on the disk before the next measurement begins, so a measurement that is interrupted goes on where
+it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gape.report.results import read_rows
+from gape.utils import files, jsonl
+
+Record = dict[str, Any]
+Measurement = TypeVar("Measurement", bound=Mapping[str, Any])
+
+
+def matches(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Whether a stored row has these values; one that does not name its device fits any."""
+    return all(row.get(key, value if key == "device" else None) == value for key, value in values.items())
+
+
+class ResultStore:
+    """Rows of measurements in a file of JSON lines.
+
+    Args:
+        path: the file, which need not be there yet.
+        key: of matching rows that agree in the values of these keys only the last counts; without keys all count.
+        needed: keys that every row must have.
+    """
+
+    def __init__(self, path: Path, *, key: Iterable[str] = (), needed: Iterable[str] = ()) -> None:
+        self.path, self._key, self._needed = path, tuple(key), tuple(needed)
+
+    def rows(self, values: Mapping[str, Any] | None = None) -> list[Record]:
+        """The rows that have these values, all by default, in the order of the file.
+
+        Raises:
+            ValueError: a line that is no row of ours; names file and line.
+        """
+        rows = [row for row in self._stored() if matches(row, values or {})]
+        return list({tuple(row.get(key) for key in self._key): row for row in rows}.values()) if self._key else rows
+
+    def missing(self, measurements: Iterable[Measurement]) -> list[Measurement]:
+        """Those of some measurements, each given by the values of its row, that have no row."""
+        rows = self._stored()
+        return [values for values in measurements if not any(matches(row, values) for row in rows)]
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Add rows, all or none.
+
+        Raises:
+            DiskFullError: there is no room for them.
+        """
+        jsonl.append(self.path, *rows)
+
+    def replace(self, rows: Iterable[Record], keep: Callable[[Record], bool]) -> None:
+        """Write the stored rows that `keep` accepts, and `rows` behind them, in one step."""
+        stored = filter(keep, self._stored())
+        files.replace(self.path, b"".join(files.to_json(row, indent=None) for row in (*stored, *rows)))
+
+    def _stored(self) -> list[Record]:
+        return read_rows(self.path, self._needed) if self.path.is_file() else []
+
+
+class ResultSets:
+    """Sets of results in one JSON file, such as `entropy.json`; a set has its settings under `asked`.
+
+    Args:
+        path: the file, which need not be there yet.
+        identity: what names the run and its weights; sets of other weights are replaced.
+    """
+
+    def __init__(self, path: Path, identity: Record) -> None:
+        self.path, self._identity = path, identity
+
+    def __contains__(self, settings: object) -> bool:
+        return any(known["asked"] == settings for known in self._sets())
+
+    def add(self, settings: Record, results: Record) -> None:
+        """Add a set, in the place of one with the same settings."""
+        others = [known for known in self._sets() if known["asked"] != settings]
+        record = self._identity | {"sets": [*others, {"asked": settings, **results}]}
+        files.replace(self.path, files.to_json(record, indent=None))
+
+    def _sets(self) -> list[Record]:
+        stored = jsonl.read_object(self.path)
+        same = bool(stored) and all(stored.get(key) == value for key, value in self._identity.items())
+        return list(stored["sets"]) if same else []
