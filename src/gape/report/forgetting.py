@@ -10,55 +10,62 @@ from gape.report.schemes import name
 from gape.report.series import Data, NoData
 from gape.report.tables import Table, number
 
+Cell = Callable[[Record], str]
+Columns = dict[str, Cell]
+
 KEY = KINDS["forgetting"].key
 #: What two rows that are compared have in common: weights and text.
 SAME = ("step", "weights", "corpus", "text_seed", "plan", "max_windows", "last", "samples", "tokens")
 #: Kinds whose rows are times, which are compared on one machine alone.
 TIMED = {"prefill", "decode"}
+#: Keys of texts that may be missing.
+_TEXTS = ("target", "bounds")
+
+
+def _cell(key: str, form: str = "", unit: str = "") -> Cell:
+    return lambda record: number(record[key], form, unit)
+
+
+def _eps(record: Record) -> str:
+    return f"{record['eps']:g}" if record["eps"] else "–"
+
+
+_COST = {"by": _cell("how"), "eps": _eps}
+#: The columns of each table by their headers, with what is in their cells.
+_PREFILL: Columns = {
+    "Run": _cell("label"), "what": _cell("what"), "tokens": _cell("length", ","), "by": _cell("impl"), "eps": _eps,
+    "tiles": _cell("tiles", ".3f"), "ms": _cell("ms", ".2f"), "speed": _cell("speedup", ".2f", "×"),
+}  # fmt: skip
+_DECODE: Columns = {
+    "Run": _cell("label"), "context": _cell("length", ","), "batch": _cell("batch"), "cache": _cell("cache"),
+    "eps": _eps, "MiB": lambda record: f"{record['bytes'] / 2**20:.1f}", "of full": _cell("share", ".3f"),
+    "tokens/s": _cell("tokens_per_second", ".1f"), "speed": _cell("speedup", ".2f", "×"),
+    "with looks": _cell("with_looks", ".1f"), "beyond": _cell("beyond", ","),
+}  # fmt: skip
+_PERPLEXITY: Columns = {
+    "Run": _cell("label"), "context": _cell("length", ","), **_COST, "perplexity": _cell("value", ".3f"),
+    "change": _cell("change", "+.3f", "%"),
+}  # fmt: skip
+_NEEDLE: Columns = {
+    "Run": _cell("label"), "tokens": _cell("length", ","), **_COST, "needle": _cell("target"),
+    "tiles": _cell("tiles", ".3f"), "keys": _cell("held", ".3f"), "accuracy": _cell("value", ".3f"),
+    "change": _cell("change", "+.3f"),
+}  # fmt: skip
 
 
 def tables(rows: Iterable[Record]) -> list[Table]:
     """A table for each kind of measurement that there are rows of."""
     latest = _latest(rows)
-    speedups, decoding, costs = _speedups(latest), _decoding(latest), _costs(latest)
+    costs, cost_order = _costs(latest), ("label", "target", "length", "how", "eps")
     kinds = (
         _table(
             "Prefill: attention alone beside plain dense attention, the whole model beside itself without skipping",
-            ("Run", "what", "tokens", "by", "eps", "tiles", "ms", "speed"),
-            sorted(speedups, key=lambda f: (f["label"], f["what"], f["length"], f["eps"])),
-            lambda f: (
-                f["label"], f["what"], f"{f['length']:,}", f["impl"], _eps(f["eps"]), number(f["tiles"], ".3f"),
-                f"{f['ms']:.2f}", number(f["speedup"], ".2f", "×"),
-            ),
+            _PREFILL, _speedups(latest), ("label", "what", "length", "eps"),
         ),
-        _table(
-            "Decoding beside the full cache",
-            (
-                "Run", "context", "batch", "cache", "eps", "MiB", "of full", "tokens/s", "speed", "with looks",
-                "beyond",
-            ),
-            sorted(decoding, key=lambda f: (f["label"], f["length"], f["batch"], str(f["bounds"] or ""))),
-            lambda f: (
-                f["label"], f"{f['length']:,}", str(f["batch"]), f["cache"], _eps(f["eps"]),
-                f"{f['bytes'] / 2**20:.1f}", number(f["share"], ".3f"), f"{f['tokens_per_second']:.1f}",
-                number(f["speedup"], ".2f", "×"), number(f["with_looks"], ".1f"), number(f["beyond"], ","),
-            ),
-        ),
-        _table(
-            "Perplexity beside dense attention on the same windows",
-            ("Run", "context", "by", "eps", "perplexity", "change"),
-            _sorted_costs(costs, "perplexity"),
-            lambda f: (*_run_cells(f), f"{f['value']:.3f}", number(f["change"], "+.3f", "%")),
-        ),
-        _table(
-            "Needle accuracy beside dense attention on the same samples",
-            ("Run", "tokens", "by", "eps", "needle", "tiles", "keys", "accuracy", "change"),
-            _sorted_costs(costs, "needle"),
-            lambda f: (
-                *_run_cells(f), str(f["target"]), number(f["tiles"], ".3f"), number(f["held"], ".3f"),
-                f"{f['value']:.3f}", number(f["change"], "+.3f"),
-            ),
-        ),
+        _table("Decoding beside the full cache", _DECODE, _decoding(latest), ("label", "length", "batch", "bounds")),
+        _table("Perplexity beside dense attention on the same windows", _PERPLEXITY, _of(costs, "perplexity"),
+               cost_order),
+        _table("Needle accuracy beside dense attention on the same samples", _NEEDLE, _of(costs, "needle"), cost_order),
     )  # fmt: skip
     return [table for table in kinds if table.rows]
 
@@ -171,19 +178,7 @@ def _cache(row: Record) -> str:
     return f"{row['how']}, {row['bounds']}" if row.get("bounds") else str(row["how"])
 
 
-def _table(
-    title: str, header: tuple[str, ...], rows: Iterable[Record], cells: Callable[[Record], tuple[str, ...]]
-) -> Table:
-    return Table(title=title, header=header, rows=tuple(map(cells, rows)))
-
-
-def _sorted_costs(costs: Iterable[Record], kind: str) -> list[Record]:
-    return sorted(_of(costs, kind), key=lambda f: (f["label"], str(f["target"]), f["length"], f["how"], f["eps"]))
-
-
-def _run_cells(record: Record) -> tuple[str, ...]:
-    return record["label"], f"{record['length']:,}", record["how"], _eps(record["eps"])
-
-
-def _eps(eps: float) -> str:
-    return f"{eps:g}" if eps else "–"
+def _table(title: str, columns: Columns, records: Iterable[Record], order: Sequence[str]) -> Table:
+    ordered = sorted(records, key=lambda record: [record[key] or "" if key in _TEXTS else record[key] for key in order])
+    rows = tuple(tuple(cell(record) for cell in columns.values()) for record in ordered)
+    return Table(title=title, header=tuple(columns), rows=rows)

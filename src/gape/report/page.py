@@ -87,8 +87,7 @@ def _configuration(results: Results) -> list[str]:
             (str(run["run"]), *(str(each.get(key, "–")) for key in shown))
             for run, each in zip(results.runs, settings, strict=True)
         )
-        table = Table(title="What tells the runs apart", header=("Run", *shown), rows=rows)
-        parts.append(f"<details><summary>{len(rows)} runs</summary>{table.html()}</details>")
+        parts.append(_details(Table(title="What tells the runs apart", header=("Run", *shown), rows=rows)))
     return parts
 
 
@@ -99,20 +98,19 @@ def _provenance(results: Results) -> list[str]:
     keys = [key for key in keys if key not in ("started", "seed", "data")]
     distinct = {key: sorted({str(each[key]) for each in manifests if key in each}) for key in keys}
     parts = [f"<pre>{escape(_lines({key: ', '.join(values) for key, values in distinct.items()}))}</pre>"]
+    columns = (("manifest", "started"), ("training", "status"), ("training", "step"), ("manifest", "data"))
     rows = tuple(
-        (
-            str(run["run"]),
-            str(run.get("manifest", {}).get("started", "–")),
-            str(run.get("training", {}).get("status", "–")),
-            str(run.get("training", {}).get("step", "–")),
-            str(run.get("manifest", {}).get("data", "–")),
-        )
-        for run in results.runs
+        (str(run["run"]), *(str(run.get(part, {}).get(key, "–")) for part, key in columns)) for run in results.runs
     )
     if rows:
-        table = Table(title="Runs", header=("Run", "started", "training", "steps", "data"), rows=rows)
-        parts.append(f"<details><summary>{len(rows)} runs</summary>{table.html()}</details>")
+        header = ("Run", "started", "training", "steps", "data")
+        parts.append(_details(Table(title="Runs", header=header, rows=rows)))
     return parts
+
+
+def _details(table: Table) -> str:
+    """A table of runs that opens on a click."""
+    return f"<details><summary>{len(table.rows)} runs</summary>{table.html()}</details>"
 
 
 def _lines(values: dict[str, Any]) -> str:
