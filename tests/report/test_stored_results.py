@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gape.experiments import recipes
+from gape.experiments import recipe
 from gape.report.ruler import columns, difference, methods
 from tables.language import ABLATIONS, BOOKS, GATE
 from tables.markdown import only, select, stored
@@ -50,7 +50,7 @@ def test_a_fixed_gate_leaves_no_tile_out() -> None:
 
 def test_the_recipe_is_the_run_that_was_measured() -> None:
     measured = only(stored("results/forgetting/runs.jsonl"), run="p-rope+gape_floor4_seed0")["settings"]
-    (trained,) = recipes.load("lm/floor4").runs
+    (trained,) = recipe.load("lm/floor4").runs
     own = trained.to_dict()
     assert all(measured[name] == own[name] for name in ("model", "task", "batch_size", "seed"))
     differing = {name for name, value in own["train"].items() if measured["train"][name] != value}

@@ -15,7 +15,7 @@ import torch
 
 from gape.experiments.run import Run
 from gape.models.gpt import GPT
-from gape.report.hf import UNTRAINED
+from gape.report.series import UNTRAINED
 from gape.train import checkpoint
 from gape.train.load import model_of
 from gape.utils.jsonl import read_object
