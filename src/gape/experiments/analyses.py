@@ -151,10 +151,7 @@ def far_back(
     own = None if spec is None else load_tokenizer(spec)
 
     def analyse(run: OpenModel, log: Log) -> None:
-        name = "bfloat16" if low else "float32"
-        rows.extend(
-            measure_run(run, corpus, config, split=split, stratum=stratum, tokenizer=own, precision=name, log=log)
-        )
+        rows.extend(measure_run(run, corpus, config, split=split, stratum=stratum, tokenizer=own, low=low, log=log))
 
     _each(runs, reader, device, analyse)
     return tables.far_back_table(rows)

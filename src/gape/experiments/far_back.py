@@ -37,8 +37,7 @@ def measure_run(
     split: str = "heldout",
     stratum: str | None = None,
     tokenizer: Tokenizer | None = None,
-    precision: str = "auto",
-    check: Callable[[], None] = lambda: None,
+    low: bool = False,
     log: Log = print,
 ) -> list[Record]:
     """Measure what is missing and write the rows.
@@ -49,8 +48,7 @@ def measure_run(
         config: what is measured of each.
         split, stratum: which documents.
         tokenizer: the corpus's own, for names.
-        precision: "float32", "bfloat16", or "auto", which is bfloat16 on a GPU.
-        check: called before each document; may raise to stop, and nothing is lost.
+        low: whether to measure in bfloat16 autocast.
         log: called with a line for each document.
 
     Returns:
@@ -68,7 +66,6 @@ def measure_run(
         raise invalid_argument("kinds", config.kinds, "none planted, since a passage has to come from another document")
     model = cast(GPT, run.model)
     device = next(model.parameters()).device
-    low = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
     # What changes the numbers; the chunk does not.
     settings = {key: value for key, value in asdict(config).items() if key != "chunk"}
     settings |= {"corpus": corpus.fingerprint(), "split": split, "stratum": stratum}
@@ -79,7 +76,6 @@ def measure_run(
     for at, document in enumerate(chosen, 1):
         if document.id in done:
             continue
-        check()
         ids = _window(corpus, document, config.context, config.seed)
         passage = _passage(corpus, document, others, config) if "planted" in config.kinds else None
         with torch.autocast(device.type, torch.bfloat16, enabled=low):

@@ -88,20 +88,6 @@ def measure(run: NeedleRun, directory: Path, device: torch.device, stop: StopFla
         _analyse(run, model, directory, chosen.step, stop)
 
 
-def evaluate(run: NeedleRun, directory: Path, device: torch.device, *, stop: StopFlag, log: Log = print) -> None:
-    """Measure accuracy at every length that has no row of the newest weights yet.
-
-    Raises:
-        Interrupted: a signal came; the rows so far are kept.
-        BusyError: another process trains or measures the run.
-        CheckpointError: the run has no valid checkpoint.
-    """
-    with locks.locked(directory, "measured"):
-        chosen = checkpoint.resolve(directory, log)
-        if _store(directory).missing(_measurements(run, device, chosen.step)):
-            _evaluate(run, model_of(chosen, device=device), directory, chosen.step, stop, log)
-
-
 def evaluate_runs(
     directories: Sequence[Path],
     *,
@@ -126,6 +112,8 @@ def evaluate_runs(
 
     Raises:
         ValueError: a directory without a run of the needle task, or one that cannot be measured so.
+        BusyError: another process trains or measures a run.
+        CheckpointError: a run without a valid checkpoint.
     """
     target, runs = pick_device(device), {}
     for directory in directories:
@@ -135,7 +123,10 @@ def evaluate_runs(
         runs[directory] = replace(run, evaluation=evaluation)
         check(runs[directory], directory)
     for directory, run in runs.items():
-        evaluate(run, directory, target, stop=StopFlag(), log=log)
+        with locks.locked(directory, "measured"):
+            chosen = checkpoint.resolve(directory, log)
+            if _store(directory).missing(_measurements(run, target, chosen.step)):
+                _evaluate(run, model_of(chosen, device=target), directory, chosen.step, StopFlag(), log)
     return [row for directory, run in runs.items() for row in rows_of(run, directory, target)]
 
 

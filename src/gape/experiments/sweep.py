@@ -38,17 +38,14 @@ class SweepResult:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def sweep(
-    runs: Sequence[Run], directory: Path, *, jobs: int = 1, resume: str = "auto", progress: Progress
-) -> SweepResult:
-    """Bring every run to its end; a failed one does not keep the others from theirs.
+def run_recipe(recipe: Recipe, directory: Path, *, jobs: int = 1, resume: str = "auto") -> SweepResult:
+    """Bring every run of a recipe to its end; a failed one does not keep the others from theirs.
 
     Args:
-        runs: of a recipe.
+        recipe: the runs.
         directory: each run's own lies in it, under its name.
         jobs: runs at once. More than one each get a process and write to `output.log` in their directory.
         resume: "auto" goes on with what is there, "never" refuses directories in which something was trained.
-        progress: where it is shown.
 
     Raises:
         Interrupted: a signal came; running runs have saved.
@@ -56,6 +53,7 @@ def sweep(
         ValueError: jobs below 1, a device that is not here, a directory that holds another run, a `resume` that is
             neither of the two or refuses what is there; nothing was written then.
     """
+    runs, progress = recipe.runs, Progress()
     whole("jobs", jobs)
     # Before anything is started: neither a missing device nor another run's directory should be found out hours later.
     for device in {run.device for run in runs}:
@@ -73,6 +71,8 @@ def sweep(
             _in_turn(waiting, directory, resume, stop, progress, result)
         else:
             _at_once(waiting, directory, jobs, resume, stop, progress, result)
+    if result.failed:
+        progress.log(f"{len(result.failed)} of {len(runs)} runs failed: {', '.join(result.failed)}")
     return result
 
 
@@ -97,15 +97,6 @@ def _in_turn(
         else:
             result.done.append(run.name)
             progress.log(f"[{number}/{len(runs)}] {run.name} done in {time.monotonic() - began:.0f} s")
-
-
-def run_recipe(recipe: Recipe, directory: Path, *, jobs: int = 1, resume: str = "auto") -> SweepResult:
-    """Bring every run of a recipe to its end and say on standard error which failed; see :func:`sweep`."""
-    progress = Progress()
-    result = sweep(recipe.runs, directory, jobs=jobs, resume=resume, progress=progress)
-    if result.failed:
-        progress.log(f"{len(result.failed)} of {len(recipe.runs)} runs failed: {', '.join(result.failed)}")
-    return result
 
 
 def run_directory(directory: Path, resume: str = "auto") -> None:
