@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from gape.utils.random import key
 from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def shuffled(items: Iterable[Any], seed: int) -> list[Any]:
 
 def number(*parts: Any) -> int:
     """A large whole number that is a function of some names and numbers."""
-    return int.from_bytes(hashlib.sha256("\n".join(map(str, parts)).encode()).digest()[:8], "big")
+    return key(*parts, byteorder="big")
 
 
 def _windows(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gape.data.corpus import Corpus
-from gape.data.order import below, key, permuted
+from gape.utils.random import below64, key, permuted
 from gape.utils.validation import invalid_argument, whole
 
 
@@ -140,7 +140,7 @@ class WindowSource:
             here = epochs == epoch
             window = permuted(order[here], self.windows, key("order", self.seed, epoch))
             document = np.searchsorted(self._ends, window, side="right")
-            begin = below(document, self._starts[document], key("offset", self.seed, epoch))
+            begin = below64(document, self._starts[document], key("offset", self.seed, epoch))
             documents[here] = document
             offsets[here] = self._offsets[document] + begin + (window - self._firsts[document]) * self.length
         return self._shards[documents], offsets

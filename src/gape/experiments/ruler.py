@@ -50,8 +50,8 @@ class Order:
     def __post_init__(self) -> None:
         if whole("count", self.count) > MOST:
             raise invalid_argument("count", self.count, f"a whole number from 1 to {MOST:,}")
-        if self.wording not in ("own", generator.WORDING):
-            raise invalid_argument("wording", self.wording, f"own or {generator.WORDING}")
+        if self.wording not in ("own", generator.LM_EVAL):
+            raise invalid_argument("wording", self.wording, f"own or {generator.LM_EVAL}")
 
 
 def write(
@@ -66,7 +66,7 @@ def write(
     Raises:
         ValueError: a task does not fit into a length, a file is missing or broken, or the folder holds other samples.
     """
-    made = _exact(order) if order.wording == generator.WORDING else _own(order, say)
+    made = _exact(order) if order.wording == generator.LM_EVAL else _own(order, say)
     settings = {
         "tokenizer": load_tokenizer(order.tokenizer).identity(), "seed": order.seed, "count": order.count,
         "wording": WORDING if order.wording == "own" else order.wording,

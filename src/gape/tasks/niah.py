@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gape.data.windows import Batch
 from gape.models.loss import IGNORED
-from gape.tasks.counter import below, words
+from gape.utils.random import below32, words32
 from gape.utils.validation import invalid_argument, whole
 
 N_FILLERS = 14
@@ -129,12 +129,12 @@ def sample(
         raise invalid_argument("split", split, f"one of {', '.join(SPLITS)}")
     length, n = config.length, config.needles
     row = length + 2 * n
-    drawn = words(f"niah/{split}/{seed}/{step}/{micro}", batch * row, start=first * row, device=device)
+    drawn = words32(f"niah/{split}/{seed}/{step}/{micro}", batch * row, start=first * row, device=device)
     drawn = drawn.view(batch, row)
-    ids = below(drawn[:, :length], N_FILLERS)
+    ids = below32(drawn[:, :length], N_FILLERS)
     bounds = torch.arange(n + 1, device=device) * (length - 1) // n
-    needles = bounds[:-1] + below(drawn[:, length : length + n], bounds.diff() - (NEEDLE - 1))
-    digits = below(drawn[:, length + n :], N_DIGITS) + DIGIT_0
+    needles = bounds[:-1] + below32(drawn[:, length : length + n], bounds.diff() - (NEEDLE - 1))
+    digits = below32(drawn[:, length + n :], N_DIGITS) + DIGIT_0
     ids.scatter_(1, needles, KEY).scatter_(1, needles + 1, EQUALS).scatter_(1, needles + 2, digits)
     ids[:, -1] = QUERY
     targets = torch.full_like(ids, IGNORED)

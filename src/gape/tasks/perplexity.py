@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gape.data.order import key, words
+from gape.utils.random import key, words64
 from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:
         return np.arange(len(windows))
     document, start, length, _ = windows.T
     place = (indices[document] << 32) + start + length
-    return np.sort(np.argsort(words(place, key("perplexity", seed)), kind="stable")[:most])
+    return np.sort(np.argsort(words64(place, key("perplexity", seed)), kind="stable")[:most])
 
 
 @torch.no_grad()

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gape.data.order import key
 from gape.tasks.ruler.builders import BUILDERS, Draft
 from gape.tasks.ruler.fitting import Room, TooShortError
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.tasks import Task, task
+from gape.utils.random import key
 from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 #: Generators of that package are made for this length and more; below it some never end.
-SHORTEST = 4096
+LM_EVAL_SHORTEST = 4096
 _NAMES = {"vt": "ruler_vt", "cwe": "ruler_cwe", "fwe": "ruler_fwe", "qa_1": "ruler_qa_squad", "qa_2": "ruler_qa_hotpot"}
-WORDING = "lm-eval"
+LM_EVAL = "lm-eval"
 
 
 def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -42,9 +42,9 @@ def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -
         ImportError: it is missing; says how to install it.
     """
     own = task(name)
-    if length < SHORTEST:
+    if length < LM_EVAL_SHORTEST:
         raise invalid_argument(
-            "length", length, f"at least {SHORTEST} for the wording of lm-eval; our own has shorter ones"
+            "length", length, f"at least {LM_EVAL_SHORTEST} for the wording of lm-eval; our own has shorter ones"
         )
     try:
         from lm_eval.tasks import TaskManager  # noqa: PLC0415
@@ -69,7 +69,7 @@ def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -
         {
             "task": own.name, "index": number, "input": row["input"], "answer_prefix": f" {row['gen_prefix']}",
             "outputs": list(row["outputs"]), "length": row["length"], "max_seq_length": length, "budget": own.budget,
-            "wording": WORDING,
+            "wording": LM_EVAL,
         }
         for number, row in enumerate(rows)
     ]  # fmt: skip
