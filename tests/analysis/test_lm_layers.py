@@ -7,10 +7,10 @@ import torch
 
 from gape import theory
 from gape.analysis import attended
+from gape.analysis.entropy import streamed
 from gape.analysis.maps import mask_map, mean_mask
 from gape.analysis.routing import effective_context
 from gape.analysis.spectrum import pair_norms, rotary
-from gape.analysis.streamed import streamed
 from tests.models.tiny import model, tokens
 
 N = 23

@@ -45,8 +45,8 @@ def copied(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
     """Another process measures in a run's directory."""
-    code = "import sys; from pathlib import Path; from gape.train import guards\n"
-    code += "with guards.alone(Path(sys.argv[1]), 'measured'): print('held', flush=True); input()"
+    code = "import sys; from pathlib import Path; from gape.utils.locks import locked\n"
+    code += "with locked(Path(sys.argv[1]), 'measured'): print('held', flush=True); input()"
     command = [sys.executable, "-c", code, str(directory)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

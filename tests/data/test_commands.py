@@ -74,7 +74,7 @@ def test_recipes_are_whole_and_explained(name: str) -> None:
 def test_an_option_wins_over_a_recipe() -> None:
     prepared = settings(["data/longmino"], {"tokenizer": "bytes", "strata": "64"})
     assert (prepared.tokenizer, prepared.strata, prepared.seed) == ("bytes", (64,), 0)
-    assert config.inputs[0].startswith("hf:allenai/dolma3_longmino_mix-50B-1025@")
+    assert prepared.inputs[0].startswith("hf:allenai/dolma3_longmino_mix-50B-1025@")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gape.train import CheckpointError, Interrupted, StopFlag, checkpoint, load_model, rng, verify
+from gape.train import CheckpointError, Interrupted, StopFlag, checkpoint, load_model, resume, verify
 from tests.train.toy import Numbers, gpt, lines, outcome, same, trainer, validate, weights
 
 
@@ -216,9 +216,9 @@ def test_two_runs_from_one_config_agree(tmp_path, uninterrupted):
 
 
 def test_random_states_come_back_through_json():
-    tensors, numbers = rng.capture(torch.device("cpu"))
+    tensors, numbers = resume.random_states(torch.device("cpu"))
     drawn = [torch.rand(1).item(), random.gauss(0, 1), np.random.normal()]  # noqa: NPY002
-    rng.restore(tensors, json.loads(json.dumps(numbers)), torch.device("cpu"))
+    resume.restore_random_states(tensors, json.loads(json.dumps(numbers)), torch.device("cpu"))
     assert [torch.rand(1).item(), random.gauss(0, 1), np.random.normal()] == drawn  # noqa: NPY002
 
 

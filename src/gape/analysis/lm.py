@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gape.analysis.entropy import streamed
 from gape.analysis.maps import attention_map, mask_map, mean_mask
 from gape.analysis.passages import Passage
 from gape.analysis.routing import effective_context
 from gape.analysis.spectrum import pair_norms, rotary
-from gape.analysis.streamed import streamed
 from gape.analysis.tap import Attended, tap
 from gape.models.attention import GAPEAttention
 from gape.positions.gated import Gated

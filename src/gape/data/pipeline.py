@@ -15,10 +15,10 @@ from gape.data import card
 from gape.data.config import PrepareConfig, choose_dtype
 from gape.data.corpus import CARD, FORMAT, Corpus, open_corpus
 from gape.data.inputs import Input, find, probe, records
-from gape.data.pool import Encoded, Pool
 from gape.data.readers import EMPTY, Fields, Record
 from gape.data.shards import LISTED, SPLITS, Cursor, Entry, Parts, Tally, with_end
 from gape.data.tokenizer import Tokenizer, load_tokenizer
+from gape.data.worker import Encoded, Pool
 from gape.utils import files, locks
 from gape.utils.random import key
 from gape.utils.signals import StopFlag

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gape.train.optimizer import bare
 from gape.utils import files
-from gape.utils.errors import CheckpointError, DiskFullError
+from gape.utils.files import DiskFullError
 
 MODEL, OPTIMIZER, STATE, SEAL = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 SEALED = (MODEL, OPTIMIZER, STATE)
@@ -31,6 +31,18 @@ FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 # What reading bytes that somebody else wrote may raise.
 _BAD = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is broken, not sealed, or not of this model.
+
+    Attributes:
+        problems: what is wrong, one line each.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__("; ".join([message, *problems]) if problems else message)
+        self.problems = list(problems)
 
 
 class Checkpoint(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gape.train import checkpoint
+from gape.train.checkpoint import CheckpointError
 from gape.train.optimizer import bare
-from gape.utils.errors import CheckpointError
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gape.data.windows import Source
-from gape.train import checkpoint, rng
-from gape.train.checkpoint import Checkpoint
+from gape.train import checkpoint
+from gape.train.checkpoint import Checkpoint, CheckpointError
 from gape.train.config import TrainConfig, changes
 from gape.train.optimizer import load_state_tensors, state_tensors
 from gape.utils import files
-from gape.utils.errors import CheckpointError
 from gape.utils.validation import invalid_argument
 
 _RANDOM = "random/"
+# Sources of difference that torch's switch does not take away, recorded with the run.
+NOT_COVERED = {
+    "cpu": [],
+    "cuda": ["attention backends chosen by torch.compile", "another GPU, driver or version of torch"],
+}
 
 
 @dataclasses.dataclass
@@ -120,7 +128,7 @@ def snapshot(
     log_bytes: int,
 ) -> dict[str, bytes]:
     """The files of a checkpoint of this moment."""
-    tensors, numbers = rng.capture(device)
+    tensors, numbers = random_states(device)
     weights, aliases = checkpoint.model_tensors(model)
     moments = state_tensors(optimizer) | {f"{_RANDOM}{key}": value for key, value in tensors.items()}
     return checkpoint.pack(
@@ -154,7 +162,7 @@ def restore(
     except ValueError as error:
         raise CheckpointError(f"{chosen.path.name} does not fit: {error}") from error
     try:
-        rng.restore(states, chosen.state["random"], device)
+        restore_random_states(states, chosen.state["random"], device)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"{chosen.path}: the random states in it are none: {error}") from error
     names = [field.name for field in dataclasses.fields(RunState)]
@@ -162,3 +170,82 @@ def restore(
     # JSON has lists.
     state.best = (int(state.best[0]), float(state.best[1])) if state.best else None
     return state, chosen.state["window"]
+
+
+def refuse_foreign(run_dir: Path) -> None:
+    """Refuse a directory that holds files of a run's names and is none: every run begins with a runtime.jsonl.
+
+    Raises:
+        ValueError: names the directory and the first of the files.
+    """
+    there = [path for name in ("config.json", "log.jsonl", "manifest.json") if (path := run_dir / name).exists()]
+    begun = (run_dir / "runtime.jsonl").exists() or (run_dir / "checkpoints").is_dir()
+    if not begun and any(path.stat().st_size for path in there):
+        raise invalid_argument("run_dir", str(run_dir), f"a new directory or one of a run: {there[0].name} is of none")
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch (every device), Python's random and NumPy's global state."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
+def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, numbers): torch's states (uint8 tensors, the CPU's and `device`'s), Python's and NumPy's (for JSON)."""
+    tensors = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    numbers = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
+    }
+    return tensors, numbers
+
+
+def restore_random_states(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what :func:`random_states` gave. A state of a device that is not there is left out."""
+    torch.set_rng_state(tensors["torch"].cpu())
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"].cpu(), device)
+    version, words, gauss = numbers["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = numbers["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+
+
+@contextlib.contextmanager
+def preserved_random_states(device: torch.device) -> Iterator[None]:
+    """Whatever the block draws, the states afterwards are those from before."""
+    tensors, numbers = random_states(device)
+    try:
+        yield
+    finally:
+        restore_random_states(tensors, numbers, device)
+
+
+@contextlib.contextmanager
+def determinism(asked: bool, device: torch.device) -> Iterator[None]:
+    """Ask torch for deterministic algorithms while a run lasts.
+
+    Raises:
+        ValueError: on a GPU without CUBLAS_WORKSPACE_CONFIG, without which the promise is empty.
+    """
+    if not asked:
+        yield
+        return
+    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        raise ValueError(
+            "deterministic: got True, expected CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment beside it"
+        )
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark

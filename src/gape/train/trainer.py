@@ -15,14 +15,14 @@ from torch import nn
 
 from gape.data.windows import Batch, Source
 from gape.gates import GAPEGates
-from gape.train import checkpoint, guards, rng
+from gape.train import checkpoint
 from gape.train import resume as resuming
 from gape.train.config import TrainConfig
+from gape.train.logging import NonFiniteError, TensorBoard, write_dump
 from gape.train.optimizer import build, learning_rate, named
 from gape.train.step import Updater, Window
 from gape.utils import files, locks
-from gape.utils.errors import NonFiniteError
-from gape.utils.jsonl import JSONLines, TensorBoard
+from gape.utils.jsonl import JSONLines
 from gape.utils.progress import Reporter
 from gape.utils.run_info import manifest
 from gape.utils.signals import Interrupted, StopFlag
@@ -110,9 +110,9 @@ class Trainer:
         """
         if self.state.step:
             raise RuntimeError("a Trainer runs once; make another, with a new model, to go on from a checkpoint")
-        guards.refuse_foreign(self.run_dir)
+        resuming.refuse_foreign(self.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        with locks.locked(self.run_dir), self.stop, guards.determinism(self.config.deterministic, self.device):
+        with locks.locked(self.run_dir), self.stop, resuming.determinism(self.config.deterministic, self.device):
             self._log, self._runtime = (JSONLines(self.run_dir / f"{name}.jsonl") for name in ("log", "runtime"))
             self._board: TensorBoard | None = None
             try:
@@ -141,7 +141,7 @@ class Trainer:
         checkpoint.preflight(self.checkpoints, self._checkpoint_bytes(), kept)
         record = manifest(self.device, seed=self.config.seed, data=self._identity.data, more=self._facts())
         if chosen is None:
-            rng.seed_all(self.config.seed)
+            resuming.seed_all(self.config.seed)
             self._log.cut(0)
             files.replace(self.run_dir / "manifest.json", files.to_json(record))
         else:
@@ -159,7 +159,7 @@ class Trainer:
 
     def _facts(self) -> dict[str, Any]:
         """What "auto" came to, for the manifest."""
-        uncovered = guards.NOT_COVERED.get(self.device.type, [])
+        uncovered = resuming.NOT_COVERED.get(self.device.type, [])
         return {
             "precision": "bfloat16" if self._updater.autocasts else "float32",
             "compiled": self._updater.compiles,
@@ -236,7 +236,7 @@ class Trainer:
         loss, norm = rows[bad]
         self._remember(rows[:bad], step - 1)
         self.state.step = step - 1
-        place = guards.write(
+        place = write_dump(
             self.run_dir / "dumps",
             step,
             loss=loss,
@@ -306,7 +306,7 @@ class Trainer:
         """Call a function of the model as it is now so that training does not notice; leave if a signal came."""
         self.model.eval()
         try:
-            with rng.untouched(self.device), torch.no_grad(), self._updater.autocast():
+            with resuming.preserved_random_states(self.device), torch.no_grad(), self._updater.autocast():
                 return function(self.model, self.state.step)
         except Exception as error:
             if not (self.stop.requested or isinstance(error, Interrupted)):

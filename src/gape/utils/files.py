@@ -14,11 +14,46 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from gape.utils.errors import DiskFullError, LostDirectoryError
-
 #: Levels of lists and objects in JSON; our own files have ten at most.
 DEEPEST = 64
 FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskFullError(OSError):
+    """Not enough room for a checkpoint or a log line. Earlier checkpoints are whole.
+
+    Attributes:
+        needed: bytes the write wanted.
+        free: bytes there were.
+    """
+
+    def __init__(self, what: str, where: Path, needed: int, free: int) -> None:
+        message = f"no room for {what} in {where}: {size(needed)} needed, {size(free)} free; make room and start again"
+        super().__init__(errno.ENOSPC, message)
+        self.needed, self.free = needed, free
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class LostDirectoryError(OSError):
+    """The directory of the work was moved or deleted while it went on."""
+
+    def __init__(self, what: str, where: Path) -> None:
+        super().__init__(errno.ENOENT, f"no place for {what}: {where} was there and is gone; put it back or start anew")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def size(n: int) -> str:
+    """A number of bytes as people read it."""
+    value = float(n)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
 
 
 def write(path: Path, data: bytes) -> None:

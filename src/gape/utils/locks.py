@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gape.utils import files
-from gape.utils.errors import BusyError
+
+
+class BusyError(RuntimeError):
+    """Another process trains or measures in the run's directory."""
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gape.data import Tokenizer, load_tokenizer
-from gape.tasks.ruler.fitting import Room, TooShortError
+from gape.tasks.ruler.builders import Room, TooShortError
 from gape.tasks.ruler.generator import Generator
 from gape.tasks.ruler.ingredients import Ingredients, Text
 from gape.tasks.ruler.tasks import TASKS

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gape.tasks.ruler.builders import BUILDERS, Draft
-from gape.tasks.ruler.fitting import Room, TooShortError
+from gape.tasks.ruler.builders import BUILDERS, Draft, Room, TooShortError
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.tasks import Task, task
 from gape.utils.random import key
