@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from gape.data import card
 from gape.data.config import PrepareConfig, choose_dtype
 from gape.data.corpus import CARD, FORMAT, Corpus, open_corpus
-from gape.data.inputs import Input, find, probe, records
-from gape.data.readers import EMPTY, Fields, Record
+from gape.data.inputs import find, probe, records
+from gape.data.readers import EMPTY, Fields, Input, Record
 from gape.data.shards import LISTED, SPLITS, Cursor, Entry, Parts, Tally, with_end
 from gape.data.tokenizer import Tokenizer, load_tokenizer
 from gape.data.worker import Encoded, Pool
