@@ -114,7 +114,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(run):
     (run / "checkpoints/step-00000012").rename(run / "checkpoints/step-00000016")
     assert "step-00000012" in verify(run / "checkpoints/step-00000016")[0]
     trainer(run).run()
-    assert [path.name for path in checkpoint.found(run / "checkpoints")] == ["step-00000012", "step-00000009"]
+    assert [path.name for path in checkpoint.available(run / "checkpoints")] == ["step-00000012", "step-00000009"]
     assert (run / "checkpoints/step-00000016.aside").is_dir()
 
 
@@ -296,7 +296,7 @@ def test_many_old_ones_do_not_stand_for_the_room_of_a_new_one(tmp_path, monkeypa
         (tmp_path / checkpoint.name(step) / "model.safetensors").write_bytes(bytes(1000))
     monkeypatch.setattr(files, "free", lambda where: 999)
     with pytest.raises(DiskFullError, match="1000 B needed"):
-        checkpoint.preflight(tmp_path, 1000, keep_last=1)
+        checkpoint.check_space(tmp_path, 1000, keep_last=1)
 
 
 def test_a_dtype_goes_with_the_weights(tmp_path):

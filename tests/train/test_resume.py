@@ -144,7 +144,7 @@ def test_a_path_goes_back_and_keeps_what_was_newer(tmp_path, uninterrupted):
     trainer(tmp_path).run()
     with pytest.raises(Interrupted):
         trainer(tmp_path, stop=StopAfter(1)).run(tmp_path / "checkpoints/step-00000009")
-    assert [path.name for path in checkpoint.found(tmp_path / "checkpoints")] == ["step-00000009"]
+    assert [path.name for path in checkpoint.available(tmp_path / "checkpoints")] == ["step-00000009"]
     trainer(tmp_path).run()
     assert verify(tmp_path / "checkpoints/step-00000012.aside") == []
     assert outcome(tmp_path) == uninterrupted

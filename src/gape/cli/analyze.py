@@ -233,7 +233,7 @@ def _over(
 
     voice, chosen = Voice(), pick_device(device)
     for directory in runs:
-        if not checkpoint.found(directory / "checkpoints"):
+        if not checkpoint.available(directory / "checkpoints"):
             raise ValueError(f"run: got {str(directory)!r}, expected a directory that gape lm train made")
     with Board(voice, "run") as board:
         for number, directory in enumerate(runs):

@@ -74,7 +74,7 @@ def prepare(
     config = settings(inputs or [], {name: value for name, value in given.items() if value is not None})
     voice = Voice()
     with Meter(voice) as meter:
-        make(config, out, workers=workers, show=meter.show, say=voice.say)
+        make(config, out, workers=workers, progress=meter.show, log=voice.say)
     typer.echo((out / "card.md").read_text(encoding="utf-8"))
 
 

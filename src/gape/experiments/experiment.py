@@ -94,7 +94,7 @@ def check(run: Run, directory: Path, resume: str = "auto") -> None:
     """
     if resume not in ("auto", "never"):
         raise invalid_argument("resume", resume, "auto or never")
-    there = [*checkpoint.found(directory / "checkpoints"), directory / SUMMARY]
+    there = [*checkpoint.available(directory / "checkpoints"), directory / SUMMARY]
     if resume == "never" and there[0].exists():
         raise invalid_argument("resume", resume, f"auto or another --out, since {there[0]} is there already")
     if files.foreign(directory, SETTINGS):
@@ -146,7 +146,7 @@ def stored(directory: Path, kind: str) -> Run:
         raise ValueError(
             f"run: {str(directory)!r} was made by gape {run.kind} train, expected one of gape {kind} train"
         )
-    if not checkpoint.found(directory / "checkpoints"):
+    if not checkpoint.available(directory / "checkpoints"):
         raise ValueError(f"run: got {str(directory)!r}, expected one with a checkpoint, as gape {kind} train leaves")
     return run
 

@@ -305,7 +305,7 @@ def _corpus(name: str, data: Sequence[str], out: Path, heldout_fraction: float, 
         if not given.startswith("hf:") and not Path(given).exists():
             raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
     settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
-    prepare(settings, out / CORPUS, workers=1, say=voice.say)
+    prepare(settings, out / CORPUS, workers=1, log=voice.say)
     return open_corpus(out / CORPUS)
 
 

@@ -30,12 +30,12 @@ class NonFiniteError(ArithmeticError):
 
 
 class TensorBoard:
-    """Scalars for TensorBoard; a failure is told once and never stops a run.
+    """Scalars for TensorBoard; a failure is reported once and never stops a run.
 
     Args:
-        directory: where the event files go.
-        step: what is already there after this step is hidden, so that a resumed curve is one curve.
-        warn: is told of a failure.
+        directory: of the event files.
+        step: earlier events after this step are hidden, so that a resumed curve is one curve.
+        warn: called with the reason of a failure.
 
     Raises:
         ImportError: without the `tensorboard` package; says how to install it.
@@ -88,19 +88,19 @@ def write_dump(
     amplitudes: Sequence[Sequence[float]],
     history: Sequence[Sequence[float]],
 ) -> Path | None:
-    """Write `dumps/step-00000123/`; None where even that failed, which must not hide the error itself.
+    """Write `dumps/step-00000123/`; None where that failed, which must not hide the error itself.
 
     Args:
         root: a run's `dumps/`.
-        step: whose loss or gradient it was.
-        loss, norm: as they came.
+        step: the step that is not finite.
+        loss, norm: its loss and gradient norm.
         batches: the step's micro-batches.
         model: the weights the step began with.
         gradients: the gradient's norm per parameter.
         amplitudes: Γ per head, layer after layer.
         history: [step, loss, norm] of the steps before.
     """
-    place = root / checkpoint.name(step)
+    directory = root / checkpoint.name(step)
     report: dict[str, Any] = {
         "step": step,
         "loss": loss,
@@ -118,13 +118,13 @@ def write_dump(
         if value is not None
     }
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        files.write(place / "report.json", files.to_json(report))
-        files.write(place / "batch.safetensors", pack_tensors(batch))
-        files.write(place / "model.safetensors", pack_tensors({k: v.cpu().contiguous() for k, v in model.items()}))
+        directory.mkdir(parents=True, exist_ok=True)
+        files.write(directory / "report.json", files.to_json(report))
+        files.write(directory / "batch.safetensors", pack_tensors(batch))
+        files.write(directory / "model.safetensors", pack_tensors({k: v.cpu().contiguous() for k, v in model.items()}))
     except OSError:
         return None
-    return place
+    return directory
 
 
 def _largest(value: Tensor) -> float:

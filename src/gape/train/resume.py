@@ -1,4 +1,4 @@
-"""Going on where a run stopped: what is stored, what is compared, what is put back."""
+"""Resuming a run: what is stored, what is compared, what is restored; random states and determinism."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gape.utils import files
 from gape.utils.validation import invalid_argument
 
 _RANDOM = "random/"
-# Sources of difference that torch's switch does not take away, recorded with the run.
+# Sources of difference that remain under torch's deterministic algorithms, recorded with the run.
 NOT_COVERED = {
     "cpu": [],
     "cuda": ["attention backends chosen by torch.compile", "another GPU, driver or version of torch"],
@@ -33,11 +33,17 @@ NOT_COVERED = {
 
 @dataclasses.dataclass
 class RunState:
-    """Where a run is: numbers that a checkpoint carries.
+    """The progress of a run, stored in its checkpoints.
 
-    step: updates done. tokens: tokens seen. loss: of the last log line. validated: step of the last validation.
-    validation: its numbers. perfect: validations with accuracy 1 in a row. best: step and loss of the validation with
-    the lowest loss. worse: validations since.
+    Attributes:
+        step: updates done.
+        tokens: tokens read.
+        loss: of the last log line.
+        validated: step of the last validation.
+        validation: its numbers.
+        perfect: validations with accuracy 1 in a row.
+        best: step and loss of the validation with the lowest loss.
+        worse: validations since then.
     """
 
     step: int = 0
@@ -52,7 +58,7 @@ class RunState:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What makes a run this run, in the types JSON has."""
+    """What identifies a run, in the types JSON has: a checkpoint is resumed only with the same."""
 
     train: dict[str, Any]
     model: dict[str, Any]
@@ -76,18 +82,18 @@ class Identity:
         return {"train": self.train, "model": self.model, "data": self.data, "extra": self.extra}
 
 
-def choose(root: Path, resume: str | PathLike[str], say: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint to go on from, None to start anew.
+def choose(root: Path, resume: str | PathLike[str], warn: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint to resume from, None to start anew.
 
     Raises:
         ValueError: for "never" where there are checkpoints, and for a checkpoint of another run.
-        CheckpointError: when the one asked for, or every one there is, is broken.
+        CheckpointError: when the chosen one, or every one, is broken.
     """
     if resume == "auto":
-        return checkpoint.newest(root, say)
+        return checkpoint.newest(root, warn)
     if resume == "never":
-        if there := checkpoint.found(root):
-            raise invalid_argument("resume", resume, f"'auto' or another directory, since {there[0]} is there already")
+        if existing := checkpoint.available(root):
+            raise invalid_argument("resume", resume, f"'auto' or another directory, since {existing[0]} exists")
         return None
     path = Path(resume)
     if path.resolve().parent != root.resolve():
@@ -96,10 +102,10 @@ def choose(root: Path, resume: str | PathLike[str], say: Callable[[str], None]) 
 
 
 def refuse_changes(chosen: Checkpoint, now: Identity) -> None:
-    """Compare what the checkpoint was made with.
+    """Compare the run with the one that wrote the checkpoint.
 
     Raises:
-        ValueError: names every key that may not change and did.
+        ValueError: names every key that changed and may not.
     """
     before = chosen.state
     lines = changes(before["train"], now.train)
@@ -127,7 +133,7 @@ def snapshot(
     window: Sequence[Sequence[float]],
     log_bytes: int,
 ) -> dict[str, bytes]:
-    """The files of a checkpoint of this moment."""
+    """The files of a checkpoint of the current state."""
     tensors, numbers = random_states(device)
     weights, aliases = checkpoint.model_tensors(model)
     moments = state_tensors(optimizer) | {f"{_RANDOM}{key}": value for key, value in tensors.items()}
@@ -149,7 +155,7 @@ def snapshot(
 def restore(
     chosen: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[RunState, list[list[float]]]:
-    """Put weights, moments and random states back; where the run was, and the rows of its open log window.
+    """Load weights, moments and random states; returns the progress of the run and the rows of its open log window.
 
     Raises:
         CheckpointError: when the checkpoint does not fit the model.
@@ -164,24 +170,25 @@ def restore(
     try:
         restore_random_states(states, chosen.state["random"], device)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(f"{chosen.path}: the random states in it are none: {error}") from error
-    names = [field.name for field in dataclasses.fields(RunState)]
-    state = RunState(**{name: chosen.state[name] for name in names if name in chosen.state})
+        raise CheckpointError(f"{chosen.path}: the random states in it are invalid: {error}") from error
+    state = RunState(**{field.name: chosen.state[field.name] for field in dataclasses.fields(RunState)})
     # JSON has lists.
     state.best = (int(state.best[0]), float(state.best[1])) if state.best else None
     return state, chosen.state["window"]
 
 
 def refuse_foreign(run_dir: Path) -> None:
-    """Refuse a directory that holds files of a run's names and is none: every run begins with a runtime.jsonl.
+    """Refuse a directory that has files with the names of a run's and is none: every run begins with a runtime.jsonl.
 
     Raises:
         ValueError: names the directory and the first of the files.
     """
-    there = [path for name in ("config.json", "log.jsonl", "manifest.json") if (path := run_dir / name).exists()]
+    existing = [path for name in ("config.json", "log.jsonl", "manifest.json") if (path := run_dir / name).exists()]
     begun = (run_dir / "runtime.jsonl").exists() or (run_dir / "checkpoints").is_dir()
-    if not begun and any(path.stat().st_size for path in there):
-        raise invalid_argument("run_dir", str(run_dir), f"a new directory or one of a run: {there[0].name} is of none")
+    if not begun and any(path.stat().st_size for path in existing):
+        raise invalid_argument(
+            "run_dir", str(run_dir), f"a new directory or one of a run: {existing[0].name} is of none"
+        )
 
 
 def seed_all(seed: int) -> None:
@@ -206,7 +213,7 @@ def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def restore_random_states(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what :func:`random_states` gave. A state of a device that is not there is left out."""
+    """Restore what :func:`random_states` gave; the state of a GPU only on a GPU."""
     torch.set_rng_state(tensors["torch"].cpu())
     if device.type == "cuda" and "cuda" in tensors:
         torch.cuda.set_rng_state(tensors["cuda"].cpu(), device)
@@ -218,7 +225,7 @@ def restore_random_states(tensors: Mapping[str, Tensor], numbers: Mapping[str, A
 
 @contextlib.contextmanager
 def preserved_random_states(device: torch.device) -> Iterator[None]:
-    """Whatever the block draws, the states afterwards are those from before."""
+    """A context that restores the random states when it ends."""
     tensors, numbers = random_states(device)
     try:
         yield
@@ -227,13 +234,13 @@ def preserved_random_states(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def determinism(asked: bool, device: torch.device) -> Iterator[None]:
-    """Ask torch for deterministic algorithms while a run lasts.
+def determinism(enabled: bool, device: torch.device) -> Iterator[None]:
+    """A context with torch's deterministic algorithms, where `enabled`.
 
     Raises:
-        ValueError: on a GPU without CUBLAS_WORKSPACE_CONFIG, without which the promise is empty.
+        ValueError: on a GPU without CUBLAS_WORKSPACE_CONFIG, without which cuBLAS is not deterministic.
     """
-    if not asked:
+    if not enabled:
         yield
         return
     if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
