@@ -5,7 +5,6 @@ The kernel runs in the interpreter without a GPU, which cuts numbers off where t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,18 +16,15 @@ from torch import Tensor
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
-from gape.cache.slots import Slot, Slots
 from gape.hf import Captured, KeepingCache, captured, rows
 from gape.hf.captured import SlotLayer
 from gape.hf.forgetting import places_of
 from gape.ops import prologue
 from gape.ops.columns import UNIT, significand_bits
 from gape.ops.triton import step
-from gape.positions import rotary
 from tests.hf.test_captured import PLAIN, made, one_by_one
 from tests.hf.tiny import opened, tiny, tokens
 from tests.models.played import Played, playing
-from tests.models.test_step import Launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float16]
@@ -209,44 +205,6 @@ def test_a_layer_that_others_listen_to_goes_step_by_step() -> None:
         with in_one_launch():
             found.append(rows.rows_of(attention, q, k, torch.tensor([3], device=DEVICE), None))
     assert [each is None for each in found] == [False, True]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("case", ["yarn", "llama"])
-def test_launches_between_projections_and_attention(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four products and one kernel are all that a layer launches, its attention aside."""
-    model, kernels = built(case).half(), []
-    attended(model, in_one_launch)
-    monkeypatch.setattr(rows, "steps", lambda *_: True)
-    monkeypatch.setattr(step, "direct", lambda kernel: defaultdict(lambda: lambda *_, **__: kernels.append(kernel)))
-    where, x = torch.tensor([[9]], device=DEVICE), torch.randn(2, 1, 32, device=DEVICE).half()
-    embeddings, layer, cache = model.model.rotary_emb(x, where), model.model.layers[0].self_attn, Cache(model)
-    told = {"position_embeddings": embeddings, "past_key_values": cache, "position_ids": where}
-    # Makes the angles that layers share.
-    layer(x, **told)
-    kernels.clear()
-    with Launches() as launches:
-        layer(x, **told)
-    assert kernels == [step.step]
-    assert launches.counts == {"mm": 4}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["gape", "yarn"])
-def test_layers_of_a_capture_share_their_angles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = made(name).half().to(DEVICE), tokens(2, 5).to(DEVICE)
-    cache = KeepingCache(model, 16)
-    model(ids, past_key_values=cache)
-    recorder, together = Captured(model, cache), cache.together
-    slots = recorder._slots = Slots([layer.held() for layer in together.layers], together.length, 2, DEVICE)
-    recorder._ids = ids[:, :1]
-    monkeypatch.setattr(rotary, "outlasts", lambda device: False)
-    monkeypatch.setattr(Slot, "attend", lambda self, q, k, v, scale: q[..., : v.size(-1)].clone())
-    with in_one_launch() as taken, Launches() as launches:
-        recorder._step(slots)
-    assert len(taken) == 2
-    # Models of transformers make their own for every step, needed or not.
-    assert launches.counts["cos"] == (1 if name == "gape" else 2)
 
 
 @pytest.mark.gpu

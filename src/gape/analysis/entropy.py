@@ -20,7 +20,7 @@ from gape.ops.inputs import Visibility, bias_dtype
 from gape.positions.fox import FoX
 from gape.utils.validation import invalid_argument, whole
 
-#: Weights held at once, over all heads; a few tensors of this size exist beside one another.
+#: Weights in memory at once, over all heads; there are a few tensors of this size.
 BLOCK_WEIGHTS = 2**24
 
 
@@ -43,7 +43,7 @@ def statistics(attended: Attended, block: int | None = None) -> Statistics:
     """Statistics of a layer's attention without its N × N weights.
 
     Args:
-        attended: what a layer did; see :func:`gape.analysis.attended`.
+        attended: what a layer attended with; see :func:`gape.analysis.attended`.
         block: queries at a time; None means as many as make 2²⁴ weights over all heads. The result does not
             depend on it.
 
@@ -69,10 +69,10 @@ def blocks(attended: Attended, block: int | None = None) -> Iterator[tuple[int, 
         yield start, min(start + block, n_q)
 
 
-#: Weights of a tile over all heads; about ten tensors of this size exist beside one another.
+#: Weights of a tile over all heads; there are about ten tensors of this size.
 TILE_WEIGHTS = 2**22
 QUERIES = 512
-#: Edges per octave at which the mass beyond a distance is kept.
+#: Edges per octave of distance, at which the attention beyond it is summed.
 EDGES_PER_OCTAVE = 8
 
 
@@ -83,8 +83,8 @@ class Streamed(NamedTuple):
         entropy: −Σ_j α_ij log α_ij, in nats; 0 for a row that sees nothing.
         distance: Σ_j α_ij · (i − j), by position.
         sink: the weight on the first key of the tensor.
-        used: (B, Hq, Nq, P): the distance from which on a share p of the attention lies, for each share asked for,
-            exact to the spacing of the edges (a tenth of the distance) and interpolated between them.
+        used: (B, Hq, Nq, P): the distance beyond which a share p of the attention lies, for each of `shares`, exact to
+            the spacing of the edges (a tenth of the distance) and interpolated between them.
     """
 
     entropy: Tensor
@@ -100,7 +100,7 @@ def streamed(
     """Statistics of a layer's attention in tiles of queries and keys, for every scheme.
 
     Args:
-        attended: what a layer did; see :func:`gape.analysis.attended`.
+        attended: what a layer attended with; see :func:`gape.analysis.attended`.
         shares: attention that may lie further away than `used`, each in (0, 1).
         query_block: queries of a tile.
         key_block: keys of a tile; None means as many as make 2²² weights over all heads. Neither changes the result
@@ -296,10 +296,10 @@ def _crossings(beyond: Tensor, edges: Tensor, shares: Sequence[float]) -> Tensor
     # Distance 0 and all the mass come before the first edge.
     mass = torch.cat((torch.ones_like(beyond[..., :1]), beyond), dim=-1)
     at = torch.cat((edges.new_zeros(1), edges)).to(mass.dtype)
-    found = []
+    crossings = []
     for share in shares:
         after = (mass > share).sum(-1, keepdim=True).clamp(max=len(at) - 1)
         high, low = mass.gather(-1, after - 1), mass.gather(-1, after)
         part = ((high - share) / (high - low).clamp(min=torch.finfo(mass.dtype).tiny)).clamp(0, 1)
-        found.append((at[after - 1] + part * (at[after] - at[after - 1])).squeeze(-1))
-    return torch.stack(found, dim=-1)
+        crossings.append((at[after - 1] + part * (at[after] - at[after - 1])).squeeze(-1))
+    return torch.stack(crossings, dim=-1)

@@ -17,7 +17,7 @@ import torch
 
 from gape.analysis.passages import Ids, long_documents, number, text_of
 from gape.analysis.runs import Record, Trained
-from gape.tasks.far_back import FarBackConfig, Found, measure, summary
+from gape.tasks.far_back import FarBackConfig, Sums, measure, summary
 from gape.utils import files
 from gape.utils.jsonl import append, read_lines
 from gape.utils.validation import invalid_argument
@@ -73,7 +73,7 @@ def measure_run(
     asked |= {"precision": "bfloat16" if low else "float32"}
     key = hashlib.sha256(files.to_json([asked, run.identity], indent=None)).hexdigest()[:16]
     done = {
-        line["document"]: [Found(*entry) for entry in line["found"]]
+        line["document"]: [Sums(*entry) for entry in line["found"]]
         for line in _lines(run.directory / DOCUMENTS)
         if line["key"] == key
     }
@@ -91,7 +91,7 @@ def measure_run(
     return _write(run, key, asked, {document.id: done[document.id] for document in chosen})
 
 
-def _write(run: Trained, key: str, asked: Record, found: dict[str, list[Found]]) -> list[Record]:
+def _write(run: Trained, key: str, asked: Record, found: dict[str, list[Sums]]) -> list[Record]:
     settings = {"key": key, "asked": asked}
     rows = [run.identity | row | settings for row in summary(found)]
     path = run.directory / ROWS

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from gape.analysis.niah import look_inside
+from gape.analysis.niah import inspect_model
 from gape.experiments.experiment import Record, Say, answers, how, model_step, named_device
 from gape.experiments.recipes import NeedleRun
 from gape.models.config import GPTConfig
@@ -159,7 +159,7 @@ def _analyse(run: NeedleRun, model: GPT, directory: Path, step: int, stop: StopF
     if _looked(run, directory, step):
         return
     asked = _look(run)
-    found = look_inside(
+    found = inspect_model(
         model, run.task, factors=asked["factors"], samples=asked["samples"], seed=asked["eval_seed"],
         trace=asked["traces"], map_size=asked["map_size"], check=stop.check,
     )  # fmt: skip

@@ -208,7 +208,7 @@ def _open(spec: str, asked: Asked) -> _Opened:
 def _read_so(reader: GPTReader | TransformersReader, identity: Record, asked: Asked) -> Record:
     """Let a reader read as asked; what names it in rows: another variant than the same model read densely."""
     way = asked.settings.way
-    way.take(reader)
+    way.apply(reader)
     words = way.words()
     if not words:
         return identity

@@ -17,7 +17,7 @@ from gape.utils.validation import above, even, invalid_argument, positive_number
 
 
 class Biased(Scheme):
-    """Leaves q and k alone and adds `bias(q_positions, k_positions)` to the logits.
+    """Leaves q and k unchanged and adds `bias(q_positions, k_positions)` to the logits.
 
     The bias is dense, built for a slice of the queries at a time. It is computed in float32 (float64 where the
     parameters are float64) whatever the dtype of q, under autocast too.

@@ -43,13 +43,13 @@ class ForgetGate(nn.Module):
 
 
 class FoX(Scheme):
-    """Adds Σ_{t=j+1…i} log f_t to the logits: each token read in between fades what came before it.
+    """Adds Σ_{t=j+1…i} log f_t to the logits: each token in between reduces the weight of those before it.
 
     With F_t the running sum of log f, the bias is F_i − F_j; softmax drops F_i, and −F_j is a number per key that
-    rides inside k, so no Nq × Nk bias exists. F is the key side, float64, and is continued from the cached one.
+    is carried inside k, so no Nq × Nk bias exists. F is the key side, float64, and is continued from the cached one.
 
-    The sum runs over tokens in the order of the tensor; positions only decide who sees whom. A token that stands
-    between two others fades the earlier one even if a mask hides it, so pad on the left, and do not reorder.
+    The sum runs over tokens in the order of the tensor; positions only decide which keys a query sees. A
+    token between two others reduces the weight of the earlier one also if masked: pad on the left, do not reorder.
 
     Args:
         init_forget_bias: b at start; 0, the authors' choice, halves the weight of a key with every token.

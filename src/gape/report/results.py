@@ -42,7 +42,7 @@ class Results:
     Attributes:
         rows: one per run, scheme evaluated and length; keys :data:`ROW_KEYS`.
         analyses: one per run that was looked into: its row keys up to train_length, and what
-            :func:`gape.analysis.niah.look_inside` found.
+            :func:`gape.analysis.niah.inspect_model` found.
         runs: one per run: its settings, the trainer's manifest, and how training ended.
         measured: rows of language models by kind; see :mod:`gape.report.lm_results`.
     """

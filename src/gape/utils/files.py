@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: one function writes, everything else is built on it."""
+"""Files that are written whole or not at all, and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 #: Levels of lists and objects in JSON; our own files have ten at most.
-DEEPEST = 64
+MAX_DEPTH = 64
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -65,16 +65,16 @@ def write(path: Path, data: bytes) -> None:
 
 
 def create(path: Path) -> IO[bytes]:
-    """A new file in the place of whatever has its name; a link there goes, what it points at stays as it is."""
+    """A new file in the place of an old one; a link with its name is removed, its target stays."""
     path.unlink(missing_ok=True)
     return path.open("xb")
 
 
-def add_to(path: Path) -> FileIO:
-    """A file to add to, made when missing, without a buffer.
+def open_append(path: Path) -> FileIO:
+    """A file to append to, made when missing, without a buffer.
 
     Raises:
-        ValueError: its name is a link: what that points at may be anybody's.
+        ValueError: its name is a link, whose target may be any file.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -86,10 +86,10 @@ def add_to(path: Path) -> FileIO:
 
 
 def foreign(directory: Path, mark: str) -> bool:
-    """Whether what is in a directory's place is not ours: anything but a directory that is empty or holds `mark`."""
+    """Whether a path is anything but a directory that is missing, empty or has the file `mark`."""
     if (directory / mark).is_file() or not directory.exists():
         return False
-    # A death at the very start leaves the mark under a name for the time being, and nothing else.
+    # A process killed at the very start leaves the mark under a temporary name, and nothing else.
     return not directory.is_dir() or any(not entry.name.startswith(f".tmp-{mark}") for entry in directory.iterdir())
 
 
@@ -99,19 +99,19 @@ def replace(path: Path, data: bytes) -> None:
     Raises:
         DiskFullError: when there is no room; the old file stays.
     """
-    aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     with room(f"{path.name}", path.parent, len(data)):
         try:
-            write(aside, data)
-            aside.replace(path)
+            write(temporary, data)
+            temporary.replace(path)
         except BaseException:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         settle(path.parent)
 
 
 def settle(directory: Path) -> None:
-    """Wait until the disk has the names in a directory."""
+    """Wait until the entries of a directory are on the disk."""
     # Windows cannot open a directory; its rename is journalled.
     if os.name == "nt":
         return
@@ -119,7 +119,7 @@ def settle(directory: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems cannot do this for a directory, and say so in this way.
+        # Some network file systems cannot do this for a directory, and return EINVAL.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -127,14 +127,14 @@ def settle(directory: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory so that a death on the way never leaves half of it under its name."""
-    aside = directory.with_name(f".tmp-discarded-{directory.name}-{os.getpid()}")
-    directory.replace(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    """Delete a directory; a process killed meanwhile never leaves half of it under its name."""
+    temporary = directory.with_name(f".tmp-discarded-{directory.name}-{os.getpid()}")
+    directory.replace(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sweep(directory: Path) -> None:
-    """Remove what a death left: everything called .tmp-* in a directory."""
+    """Remove the temporary files (.tmp-*) of killed processes in a directory."""
     for leftover in directory.glob(".tmp-*"):
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -143,23 +143,23 @@ def sweep(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def room(what: str, where: Path, needed: int) -> Iterator[None]:
-    """Turn the system's "disk full" into an error that says how much was needed, and tell that `where` is gone."""
+def room(what: str, directory: Path, needed: int) -> Iterator[None]:
+    """A context that raises DiskFullError for a full disk, and LostDirectoryError where `directory` is gone."""
     try:
         yield
     except DiskFullError:
         raise
     except OSError as error:
-        if not where.is_dir():
-            raise LostDirectoryError(what, where) from error
+        if not directory.is_dir():
+            raise LostDirectoryError(what, directory) from error
         if error.errno not in FULL:
             raise
-        raise DiskFullError(what, where, needed, free(where)) from error
+        raise DiskFullError(what, directory, needed, free(directory)) from error
 
 
-def free(where: Path) -> int:
+def free(directory: Path) -> int:
     """Bytes that may still be written in a directory."""
-    return shutil.disk_usage(where).free
+    return shutil.disk_usage(directory).free
 
 
 def occupied(directory: Path) -> int:
@@ -179,7 +179,7 @@ def file_sha256(path: Path) -> str:
 
 
 def to_json(value: Any, *, indent: int | None = 2) -> bytes:
-    """UTF-8 JSON, keys in the order given, floats exact; what JSON has no number for becomes "nan" or "inf"."""
+    """UTF-8 JSON, keys in the order given, floats exact; NaN and infinities become the texts "nan" and "inf"."""
     text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
     return text.encode() + b"\n"
 
@@ -202,9 +202,9 @@ def from_json(data: bytes) -> dict[str, Any]:
 
 
 def _deep(value: Any) -> bool:
-    """Whether lists and objects stand inside each other more often than whoever follows them by recursion can take."""
+    """Whether lists and objects are nested deeper than recursive functions can follow."""
     level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         inside = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
         level = [each for each in inside if isinstance(each, (dict, list))]
     return bool(level)

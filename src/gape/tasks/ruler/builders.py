@@ -95,7 +95,7 @@ RoomFor = Callable[[str], Room]
 
 
 class Draft(NamedTuple):
-    """A sample: what is read, how its answer begins, the references, and how hard it was made."""
+    """A sample: the prompt, how its answer begins, the references, and settings of its difficulty."""
 
     input: str
     prefix: str
@@ -110,10 +110,10 @@ _KINDS = {"numbers": "number", "uuids": "code"}
 
 def needles(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
     """Values of names hidden in noise, in prose, or among values of other names."""
-    asked, kind = task.settings["asked"], _KINDS[task.settings["values"]]
+    wanted, kind = task.settings["queries"], _KINDS[task.settings["values"]]
     keys = _keys(task, rng, ingredients, task.settings["needles"])
     values = [_values(task, rng, task.settings["each"]) for _ in keys]
-    chosen = rng.sample(range(len(keys)), asked)
+    chosen = rng.sample(range(len(keys)), wanted)
     outputs = [value for number in chosen for value in values[number]]
     lines = [f"The secret {kind} of {key} is {value}." for key, own in zip(keys, values, strict=True) for value in own]
     depths = [rng.random() for _ in lines]
@@ -148,15 +148,15 @@ def _among_needles(
     keys = _keys(task, rng, ingredients, most)
     values = _values(task, rng, most)
     kind = _KINDS[task.settings["values"]]
-    begun = ((f"The secret {kind} of {key} is ", value) for key, value in zip(keys, values, strict=True))
-    # A name that is asked for has no second value.
-    others = [f"{about}{value}." for about, value in begun if not any(line.startswith(about) for line in lines)]
+    starts = ((f"The secret {kind} of {key} is ", value) for key, value in zip(keys, values, strict=True))
+    # A key of the question has no second value.
+    others = [f"{about}{value}." for about, value in starts if not any(line.startswith(about) for line in lines)]
 
     def context(count: int, words: int) -> str:
-        made = others[:count]
+        placed = others[:count]
         for depth, line in sorted(zip(depths, lines, strict=True), reverse=True):
-            made.insert(round(depth * count), line)
-        return "\n".join(made + [" ".join(ingredients.noise.passage(0, words))] * (words > 0))
+            placed.insert(round(depth * count), line)
+        return "\n".join(placed + [" ".join(ingredients.noise.passage(0, words))] * (words > 0))
 
     head, tail = around
     count = room.fill(lambda n: head + context(n, 0) + tail, most=len(others))
@@ -196,19 +196,19 @@ def _first_fitting(tiers: Sequence[Any], make: Callable[[Any], Draft]) -> Draft:
 def variables(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
     """A value handed from variable to variable, hidden in noise; an example comes first where there is room."""
     text, hops = ingredients.noise, task.settings["hops"]
-    asked, shown = _chain(rng, hops), _chain(rng, hops)
+    chain, example_chain = _chain(rng, hops), _chain(rng, hops)
     depths, start = sorted(rng.random() for _ in range(hops + 1)), text.start(rng)
-    room = room_for(task.joined(asked.names))
+    room = room_for(task.joined(chain.names))
 
     def draft(example: bool) -> Draft:
-        before = _worked(task, shown) if example else ""
+        before = _worked(task, example_chain) if example else ""
 
         def prompt(words: int) -> tuple[str, str]:
-            body, prefix = _tracked(asked, text.hide(start, words, asked.lines, depths))
+            body, prefix = _tracked(chain, text.hide(start, words, chain.lines, depths))
             return before + body, prefix
 
         count = room.fill(lambda n: "".join(prompt(n)), most=room.room)
-        return Draft(*prompt(count), asked.names, {"hops": hops, "example": example})
+        return Draft(*prompt(count), chain.names, {"hops": hops, "example": example})
 
     return _first_fitting((True, False), draft)
 
@@ -313,7 +313,7 @@ def frequent(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredient
     def context(count: int, blanks: int = 0) -> str:
         times = [int(count * share / total) for share in shares]
         times[0] += blanks
-        # Those asked for come at least once, in strictly falling numbers, and more often than any other.
+        # The answers occur at least once, in strictly falling numbers, and more often than any other word.
         for rank in range(wanted, 0, -1):
             times[rank] = max(times[rank], times[rank + 1] + 1)
         mixed = [word for word, n in zip([_BLANK, *coded], times, strict=True) for _ in range(n)]
@@ -328,14 +328,14 @@ def frequent(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredient
 
 def questions(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
     """A question whose documents stand among others, the last of which may break off."""
-    asked = ingredients.questions(task.settings["questions"])
-    question = rng.choice(asked.items)
+    source = ingredients.questions(task.settings["questions"])
+    question = rng.choice(source.items)
     room = room_for(task.joined(question.answers))
-    others = [number for number in range(len(asked.documents)) if number not in question.gold]
+    others = [number for number in range(len(source.documents)) if number not in question.gold]
     others = rng.sample(others, min(len(others), room.room // 16 + 8))
-    split = [asked.documents[number].split(" ") for number in others]
+    split = [source.documents[number].split(" ") for number in others]
     ends = list(accumulate((len(words) for words in split), initial=0))
-    gold = [(rng.random(), asked.documents[number]) for number in question.gold]
+    gold = [(rng.random(), source.documents[number]) for number in question.gold]
     places = [rng.random() for _ in others]
     head = "Answer the question from the documents below, in as few words as you can.\n\n"
     tail = f"\n\nQuestion: {question.question}"
