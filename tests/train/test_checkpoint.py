@@ -204,20 +204,15 @@ def test_weights_that_are_not_finite_are_never_saved(run):
     assert not (run / "checkpoints/step-00000013").exists()
 
 
-def test_what_a_death_left_is_cleared_away(run):
-    shutil.copytree(run / "checkpoints/step-00000012", run / "checkpoints/.tmp-step-00000015-123")
+def test_files_that_a_killed_process_left_are_removed(run):
+    """Temporary files, an old checkpoint that was to be deleted, and one that was half deleted."""
     (run / ".tmp-config.json-123").write_text("{")
-    trainer(run).run()
-    assert not [*run.glob(".tmp*"), *run.glob("checkpoints/.tmp*")]
-
-
-def test_what_a_death_left_at_the_last_save_is_cleared_away(run):
-    """An old checkpoint that was to go, and one that had half gone."""
-    for name in ("step-00000006", ".tmp-discarded-step-00000003-9"):
+    for name in ("step-00000006", ".tmp-discarded-step-00000003-9", ".tmp-step-00000015-123"):
         shutil.copytree(run / "checkpoints/step-00000009", run / "checkpoints" / name)
     seal = run / "checkpoints/step-00000006/manifest.json"
     seal.write_bytes(seal.read_bytes().replace(b'"step": 9', b'"step": 6'))
     trainer(run).run()
+    assert not [*run.glob(".tmp*")]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000009", "step-00000012"]
 
 
