@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import lzma
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gape.utils.files import open_decompressed
 from gape.utils.random import key
 from gape.utils.validation import invalid_argument, whole
 
@@ -25,7 +24,6 @@ Ids = npt.NDArray[np.int64]
 
 #: Fields that hold a prompt, in the order they are looked for.
 PROMPT_FIELDS = ("input", "prompt", "text")
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class Reader:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _text(self, length: int | None, count: int) -> list[Passage]:
-        with _open(self.path) as file:
+        with open_decompressed(self.path) as file:
             ids = np.array(self._encoder().encode(file.read().decode("utf-8")), dtype=np.int64)
         span = len(ids) if length is None else whole("length", length)
         if span < 1 or len(ids) < span:
@@ -223,7 +221,7 @@ def _windows(
 
 def _rows(path: Path) -> Iterable[str]:
     """The prompts of a file, answer prefix included."""
-    with _open(path) as file:
+    with open_decompressed(path) as file:
         for place, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -237,11 +235,6 @@ def _rows(path: Path) -> Iterable[str]:
             if field is None:
                 raise ValueError(f"{path}: line {place} has none of the fields {', '.join(PROMPT_FIELDS)}")
             yield row[field] + str(row.get("answer_prefix") or "")
-
-
-def _open(path: Path) -> IO[bytes]:
-    file: IO[bytes] = _OPENERS.get(path.suffix, open)(path, "rb")
-    return file
 
 
 def lengths_of(passages: Sequence[Passage]) -> list[int]:

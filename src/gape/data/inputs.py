@@ -197,7 +197,7 @@ def stream(spec: str, commit: str | None, skip: int) -> Iterator[dict[str, Any]]
     """
     dataset, _, config, _ = parse(spec)
     try:
-        loaded = _datasets().load_dataset(dataset, config, split="train", streaming=True, revision=commit)
+        loaded = datasets_library().load_dataset(dataset, config, split="train", streaming=True, revision=commit)
     except ImportError:
         raise
     except Exception as error:
@@ -256,7 +256,12 @@ def _hub() -> Any:
     return huggingface_hub
 
 
-def _datasets() -> Any:
+def datasets_library() -> Any:
+    """The library `datasets`.
+
+    Raises:
+        ImportError: it is missing; says how to install it.
+    """
     try:
         import datasets  # noqa: PLC0415
     except ImportError as error:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import hashlib
 import json
+import lzma
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any
@@ -83,6 +85,13 @@ def open_append(path: Path) -> FileIO:
         if error.errno != errno.ELOOP:
             raise
         raise ValueError(f"{path}: got a symbolic link, expected a file; remove it") from error
+
+
+def open_decompressed(path: Path) -> IO[bytes]:
+    """The content of a file; one that ends in .gz or .xz is decompressed."""
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    file: IO[bytes] = openers.get(path.suffix, open)(path, "rb")
+    return file
 
 
 def foreign(directory: Path, mark: str) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +14,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from gape.tasks.ruler.tasks import Task
-from gape.utils.files import sha256
+from gape.utils.files import open_decompressed, sha256
 
 NOISE = "Rain fell on the roof. A door stood open. The clock struck nine. Somebody laughed far away. Then it was quiet."
 _END = re.compile(r"[.!?][\"')\]]*$")
@@ -91,10 +89,8 @@ def read_text(path: Path) -> Text:
 
 
 def _read_bytes(path: Path) -> bytes:
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-    with openers.get(path.suffix, open)(path, "rb") as file:
-        data: bytes = file.read()
-    return data
+    with open_decompressed(path) as file:
+        return file.read()
 
 
 class Question(NamedTuple):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import lzma
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gape.tasks.ruler.tasks import CALLED, task
+from gape.utils.files import open_decompressed
 from gape.utils.validation import whole
 
 #: Names of fields in public files, in the order tried.
@@ -110,12 +109,11 @@ def _open(spec: str, defaults: Defaults) -> Iterator[tuple[list[Sample], Source]
 
 
 def _file(path: Path, name: str, defaults: Defaults) -> tuple[list[Sample], Source]:
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
     digest = hashlib.sha256()
     samples = []
     # RULER writes niah_single_1/validation.jsonl, others niah_single_1.jsonl.
     named = [path.name.partition(".")[0], path.resolve().parent.name]
-    with openers.get(path.suffix, open)(path, "rb") as file:
+    with open_decompressed(path) as file:
         for number, line in enumerate(file, 1):
             digest.update(line)
             if not line.strip():
@@ -135,10 +133,7 @@ def _hub(spec: str, defaults: Defaults) -> Iterator[tuple[list[Sample], Source]]
     """Every split of a configuration, or of all of them."""
     from gape.data import inputs  # noqa: PLC0415
 
-    try:
-        import datasets  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError("datasets of the hub need the library datasets: pip install 'gape[hub]'") from error
+    datasets = inputs.datasets_library()
     dataset, _, config, _ = inputs.parse(spec)
     commit = inputs.revision(spec)
     try:
