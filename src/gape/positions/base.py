@@ -19,6 +19,9 @@ from gape.ops.inputs import INTEGERS
 from gape.ops.prologue import OnePass
 from gape.utils.validation import invalid_argument, positive_number, whole
 
+#: One number per head and token that a scheme needs in `attend`, (B, H, N), or None.
+Side = Tensor | None
+
 
 class Sizes(TypedDict, total=False):
     """The keyword arguments that every scheme takes besides its own options; see :class:`Scheme`."""
@@ -81,28 +84,18 @@ class Scheme(nn.Module):
         """Names and defaults of the options that `build` passes on, besides the sizes."""
         return keyword_defaults(cls)
 
-    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Side]:
         """Rotate q (B, Hq, N, D) at `positions` (N,) or (B, N); x (B, N, E) is the layer input."""
         return q, None
 
-    def keys(
-        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
         """Rotate k (B, Hk, N, D); `past` is the key side (B, H, M) of the M keys already cached, if any."""
         return k, None
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_side: Tensor | None,
-        k_side: Tensor | None,
-        *,
-        scale: float,
-        impl: str = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
         **seen: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend with what `queries` and `keys` returned.
 
         `seen` says who may see whom: q_positions, k_positions, q_documents, k_documents, attn_mask and

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape.ops import attention
-from gape.positions.base import Scheme, Sizes, wide, without_autocast
+from gape.positions.base import Scheme, Side, Sizes, wide, without_autocast
 from gape.utils.validation import finite, invalid_argument
 
 
@@ -67,9 +67,7 @@ class FoX(Scheme):
             raise invalid_argument("n_embd", None, "the width of the layer input, which fox reads")
         self.forget = ForgetGate(self.n_embd, self.n_heads, init_bias=finite("init_forget_bias", init_forget_bias))
 
-    def keys(
-        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
         """Return k as it came and F (B, Hq, N) in float64, continued from `past` (B, Hq, M).
 
         Raises:
@@ -85,17 +83,9 @@ class FoX(Scheme):
         return k, total
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_side: Tensor | None,
-        k_side: Tensor | None,
-        *,
-        scale: float,
-        impl: str = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
         **seen: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend under the decay; k_side (B, Hq, Nk) is F of all keys. Returns (B, Hq, Nq, Dv).
 
         Raises:

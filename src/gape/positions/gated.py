@@ -11,7 +11,7 @@ from gape.gates import GAPEGates, HeadProjection
 from gape.ops import gated_attention
 from gape.ops.carried import Reading, Step
 from gape.ops.prologue import GateReading, OnePass
-from gape.positions.base import Scheme
+from gape.positions.base import Scheme, Side
 from gape.positions.rotary import NoPE
 from gape.utils.validation import invalid_argument
 
@@ -48,28 +48,18 @@ class Gated(Scheme):
         self.base = base
         self.gates = GAPEGates(self.n_heads, self.head_dim, self.n_kv_heads, **gate_options)
 
-    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Side]:
         """Rotate q (B, Hq, N, D) as the base does; the side is its gate (B, Hq, N)."""
         return self.base.queries(q, positions, x)[0], self.gates.gate(q)
 
-    def keys(
-        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
         """Rotate k (B, Hk, N, D) as the base does; the side is its landmark (B, Hk, N)."""
         return self.base.keys(k, positions, x)[0], self.gates.landmark(k)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_side: Tensor | None,
-        k_side: Tensor | None,
-        *,
-        scale: float,
-        impl: str = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
         **seen: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend under the gates; the sides are those of `queries` and `keys`. Returns (B, Hq, Nq, Dv).
 
         `seen` may also have `eps`, the attention that a query may lose to skipped tiles.
@@ -79,17 +69,9 @@ class Gated(Scheme):
         """
         if q_side is None or k_side is None:
             raise invalid_argument("q_side and k_side", None, "the gate and the landmark")
+        amplitude, length = self.gates.amplitude, self.context_length
         return gated_attention(
-            q,
-            k,
-            v,
-            q_side,
-            k_side,
-            self.gates.amplitude,
-            context_length=self.context_length,
-            scale=scale,
-            impl=impl,
-            **seen,
+            q, k, v, q_side, k_side, amplitude, context_length=length, scale=scale, impl=impl, **seen
         )
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:

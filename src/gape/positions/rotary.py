@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gape.ops import inputs
 from gape.ops.prologue import OnePass
-from gape.positions.base import Scheme, cacheable, keyword_defaults, stream_of, wide
+from gape.positions.base import Scheme, Side, cacheable, keyword_defaults, stream_of, wide
 from gape.utils.constant import Constant
 from gape.utils.validation import above, even, finite, invalid_argument, positive_number
 
@@ -88,13 +88,11 @@ class Rotary(Scheme):
         """Inverse frequencies (D/2,), float64 on the CPU whatever dtype or device the module went to."""
         return self._spectrum.on(torch.device("cpu"))
 
-    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Side]:
         """Rotate q (B, Hq, N, D) at `positions` (N,) or (B, N); no side."""
         return self.rotate(q, positions), None
 
-    def keys(
-        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
         """Rotate k (B, Hk, N, D) at `positions` (N,) or (B, N); no side."""
         return self.rotate(k, positions), None
 
