@@ -1,4 +1,4 @@
-"""The two gates and the amplitude: what a query forgets, what a key is spared, how much a head does of it."""
+"""The query gate, the landmark gate of keys, and the amplitude of heads."""
 
 from __future__ import annotations
 
@@ -169,9 +169,9 @@ def _constant(x: Tensor, value: float) -> Tensor:
 
 def _floors(floor: float | Sequence[float] | Tensor, n_heads: int) -> tuple[float, ...]:
     expected = f"a number ≥ 0, or {n_heads} of them"
-    given = floor.tolist() if isinstance(floor, Tensor) else floor
-    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * n_heads
-    floors = tuple(finite("gate_floor", value, expected) for value in each)
+    value = floor.tolist() if isinstance(floor, Tensor) else floor
+    each = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * n_heads
+    floors = tuple(finite("gate_floor", number, expected) for number in each)
     if len(floors) != n_heads or min(floors) < 0:
         raise invalid_argument("gate_floor", floor, expected)
     return floors

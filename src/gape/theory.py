@@ -14,7 +14,7 @@ paper sets l_i = 1). Arguments, the same in every function:
     landmark          l_k in [0, 1] of the key
     s_max             a number no |s_ij| exceeds, ≥ 0: see `score_bound`
     n_unprotected     how many keys are unprotected, ≥ 0
-    p                 the attention that may be given up, in (0, 1)
+    p                 the attention that may be lost, in (0, 1)
     depth             ρ = k/i in [0, 1)
 
 Each is a Python number or a tensor of any shape, and they broadcast together. Python numbers alone give a
@@ -194,8 +194,8 @@ def visible(
     (i, j, rate, s_max, n_unprotected, p, landmark), result = _operands(
         i=i, j=j, rate=rate, s_max=s_max, n_unprotected=n_unprotected, p=p, landmark=landmark
     )
-    seen = result((1 - landmark) * (i - j) * rate < _tolerated_loss(s_max, n_unprotected, p))
-    return seen if isinstance(seen, Tensor) else bool(seen)
+    inside = result((1 - landmark) * (i - j) * rate < _tolerated_loss(s_max, n_unprotected, p))
+    return inside if isinstance(inside, Tensor) else bool(inside)
 
 
 def logit_gap_bound(distance: Value, rate: Value, s_max: Value, landmark: Value = 0.0) -> Value:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gape
-from gape.analysis.niah import KINDS, look_inside
+from gape.analysis.niah import KINDS, inspect_model
 from gape.tasks import niah
 
 TASK = niah.NIAHConfig(length=32, n_needles=3, target="middle")
@@ -23,7 +23,7 @@ def model(position: str) -> gape.GPT:
 
 
 def test_a_gated_model_is_described_by_sample_layer_and_head() -> None:
-    found = look_inside(model("p-rope+gape"), TASK, factors=(1, 2), samples=3, map_size=8)
+    found = inspect_model(model("p-rope+gape"), TASK, factors=(1, 2), samples=3, map_size=8)
     assert json.loads(json.dumps(found)) == found
     assert [spread["length"] for spread in found["spread"]] == [32, 64]
     for spread in found["spread"]:
@@ -40,7 +40,7 @@ def test_landmarks_are_averaged_by_kind_of_token() -> None:
     with torch.no_grad():
         # Large enough that every token has a landmark of its own.
         gpt.layers[0].attention.scheme.gates.landmark_projection.weight.normal_(std=20.0)
-    found = look_inside(gpt, TASK, factors=(1,), samples=1)
+    found = inspect_model(gpt, TASK, factors=(1,), samples=1)
     ids, trace = niah.sample(TASK, 1, split="test").ids[0], torch.tensor(found["trace"]["landmark"][0][0])
     tokens = {"filler": (0, 13), "key": (14, 14), "equals": (15, 15), "query": (16, 16), "digit": (17, 26)}
     means = {kind: found["gates"]["landmark"][kind][0][0][0] for kind in KINDS}
@@ -50,7 +50,7 @@ def test_landmarks_are_averaged_by_kind_of_token() -> None:
 
 
 def test_a_model_without_gates_has_none_to_show() -> None:
-    found = look_inside(model("rope"), TASK, factors=(1,), samples=1, map_size=0)
+    found = inspect_model(model("rope"), TASK, factors=(1,), samples=1, map_size=0)
     assert found["gates"] is None
     assert found["trace"] is None
     assert found["maps"] is None
@@ -58,7 +58,7 @@ def test_a_model_without_gates_has_none_to_show() -> None:
 
 def test_looking_twice_gives_the_same() -> None:
     gpt = model("nope+gape")
-    first, second = (look_inside(gpt, TASK, factors=(1,), samples=2) for _ in range(2))
+    first, second = (inspect_model(gpt, TASK, factors=(1,), samples=2) for _ in range(2))
     assert first == second
 
 
@@ -67,9 +67,9 @@ def test_looking_stops_when_asked() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        look_inside(model("rope"), TASK, check=check)
+        inspect_model(model("rope"), TASK, check=check)
 
 
 def test_the_training_length_is_always_looked_at() -> None:
     with pytest.raises(ValueError, match="factors"):
-        look_inside(model("rope"), TASK, factors=(2, 4))
+        inspect_model(model("rope"), TASK, factors=(2, 4))

@@ -19,7 +19,7 @@ def main(path: str, directory: str, workers: str) -> int:
         time.sleep(0.02)
 
     try:
-        prepare(PrepareConfig(inputs=(path,), **SETTINGS), directory, workers=int(workers), show=show)
+        prepare(PrepareConfig(inputs=(path,), **SETTINGS), directory, workers=int(workers), progress=show)
     except Interrupted as asked:
         return asked.code
     return 0

@@ -32,7 +32,7 @@ def test_a_broken_corpus_is_not_opened(tmp_path: Path, lines: Path) -> None:
     with pytest.raises(ValueError, match=r"tokens-00000\.bin has \d+ bytes, expected"):
         open_corpus(tmp_path / "c")
     (tmp_path / "c" / "card.json").unlink()
-    with pytest.raises(ValueError, match="did not come to its end; run the same command again"):
+    with pytest.raises(ValueError, match="was not finished; run the same command again"):
         open_corpus(tmp_path / "c")
     with pytest.raises(ValueError, match=r"expected a directory that gape data prepare wrote: there is no card\.json"):
         open_corpus(tmp_path / "nowhere")

@@ -75,7 +75,7 @@ def test_a_directory_that_another_process_fills_is_left_to_it(tmp_path: Path) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "REQUEST", 2500)
         with pytest.raises(Interrupted):
-            pipeline.prepare(config, tmp_path / "c", workers=0, stop=stop, show=lambda _: stop.request())
+            pipeline.prepare(config, tmp_path / "c", workers=0, stop=stop, progress=lambda _: stop.request())
     (tmp_path / "c" / ".tmp-tokens-00009.bin-1").write_bytes(b"theirs")
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "c" / "parts" / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -103,7 +103,7 @@ def test_a_damaged_shard_is_made_again(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "REQUEST", 2500)
         with pytest.raises(Interrupted):
-            pipeline.prepare(config, tmp_path / "c", workers=0, stop=stop, show=show)
+            pipeline.prepare(config, tmp_path / "c", workers=0, stop=stop, progress=show)
     shards = sorted((tmp_path / "c").glob("tokens-*.bin"))
     assert shards
     shards[0].write_bytes(b"damage")

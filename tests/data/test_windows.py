@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from gape.data import Corpus, WindowSource, open_corpus
-from gape.data.order import permuted
 from gape.train import Source
+from gape.utils.random import permuted
 from tests.data.books import make, write_lines
 
 LENGTH = 7

@@ -35,7 +35,7 @@ def playing(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[Played]
         graphs.append(Played(*told))
         return graphs[-1], graphs[-1].answer
 
-    monkeypatch.setattr(cuda_graphs, "_recorded", recorded)
+    monkeypatch.setattr(cuda_graphs, "_capture", recorded)
     monkeypatch.setattr(cuda_graphs, "LEAST", 1)
     monkeypatch.setattr(module, "why_not", lambda model, cache: None)
     return graphs

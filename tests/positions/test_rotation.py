@@ -150,3 +150,21 @@ def test_wrong_width_is_refused() -> None:
 def test_wrong_positions_are_refused(positions: object) -> None:
     with pytest.raises(ValueError, match=r"^positions: "):
         make("rope").rotate(torch.randn(1, 4, 3, 16), positions)
+
+
+def test_layers_share_angles_of_one_tensor() -> None:
+    places = torch.arange(5, 8)
+    first = make("rope").angles(places)
+    assert make("rope").angles(places) is first
+    assert torch.equal(torch.stack(first), torch.stack(make("rope").cos_sin(places)))
+    assert torch.equal(make("rope", theta=100.0).angles(places)[0], make("rope", theta=100.0).cos_sin(places)[0])
+    assert make("rope").angles(places) is first
+
+
+def test_positions_counted_on_in_place_get_angles_of_their_own() -> None:
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            places = torch.arange(3)
+            make("rope").angles(places)
+            places += 1
+            assert torch.equal(make("rope").angles(places)[0], make("rope").cos_sin(torch.arange(1, 4))[0])

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from gape.data import load_tokenizer
 from gape.tasks import far_back
-from gape.tasks.far_back import FarBackConfig, Found
+from gape.tasks.far_back import FarBackConfig, Sums
 from tests.models.tiny import model, tokens
 
 
@@ -110,8 +110,8 @@ def test_a_model_that_remembers_gains_from_far_text(monkeypatch: pytest.MonkeyPa
 
 def test_rows_are_weighted_by_tokens_and_resampled_by_document() -> None:
     found = {
-        "a": [Found("ngram", 2048, 8192, 30, 30.0, 60.0)],
-        "b": [Found("ngram", 2048, 8192, 10, 30.0, 30.0), Found("names", 2048, 8192, 1, 2.0, 2.0)],
+        "a": [Sums("ngram", 2048, 8192, 30, 30.0, 60.0)],
+        "b": [Sums("ngram", 2048, 8192, 10, 30.0, 30.0), Sums("names", 2048, 8192, 1, 2.0, 2.0)],
     }
     names, ngram = far_back.summary(found)
     assert (ngram["nll"], ngram["control"], ngram["gain"]) == (1.5, 2.25, 0.75)

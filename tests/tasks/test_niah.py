@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gape.tasks import niah
-from gape.tasks.counter import below, words
 from gape.tasks.niah import NIAHConfig, NIAHSource
+from gape.utils.random import below32, words32
 
 
 @st.composite
@@ -185,14 +185,14 @@ def test_an_evaluation_stops_when_asked() -> None:
 
 
 def test_words_are_spread_evenly() -> None:
-    drawn = words("spread", 2**16)
+    drawn = words32("spread", 2**16)
     assert len(drawn.unique()) == 2**16
     for bit in range(32):
         assert abs(float((drawn >> bit & 1).double().mean()) - 0.5) < 0.01
-    pairs = torch.bincount(below(drawn[:-1], 14) * 14 + below(drawn[1:], 14), minlength=196).double()
+    pairs = torch.bincount(below32(drawn[:-1], 14) * 14 + below32(drawn[1:], 14), minlength=196).double()
     assert float(((pairs - pairs.mean()) ** 2 / pairs.mean()).sum()) < 290
 
 
 def test_words_stop_where_they_would_repeat() -> None:
     with pytest.raises(ValueError, match="start"):
-        words("end", 2, start=2**32 - 1)
+        words32("end", 2, start=2**32 - 1)

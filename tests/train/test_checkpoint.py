@@ -115,7 +115,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(run):
     (run / "checkpoints/step-00000012").rename(run / "checkpoints/step-00000016")
     assert "step-00000012" in verify(run / "checkpoints/step-00000016")[0]
     trainer(run).run()
-    assert [path.name for path in checkpoint.found(run / "checkpoints")] == ["step-00000012", "step-00000009"]
+    assert [path.name for path in checkpoint.available(run / "checkpoints")] == ["step-00000012", "step-00000009"]
     assert (run / "checkpoints/step-00000016.aside").is_dir()
 
 
@@ -205,20 +205,15 @@ def test_weights_that_are_not_finite_are_never_saved(run):
     assert not (run / "checkpoints/step-00000013").exists()
 
 
-def test_what_a_death_left_is_cleared_away(run):
-    shutil.copytree(run / "checkpoints/step-00000012", run / "checkpoints/.tmp-step-00000015-123")
+def test_files_that_a_killed_process_left_are_removed(run):
+    """Temporary files, an old checkpoint that was to be deleted, and one that was half deleted."""
     (run / ".tmp-config.json-123").write_text("{")
-    trainer(run).run()
-    assert not [*run.glob(".tmp*"), *run.glob("checkpoints/.tmp*")]
-
-
-def test_what_a_death_left_at_the_last_save_is_cleared_away(run):
-    """An old checkpoint that was to go, and one that had half gone."""
-    for name in ("step-00000006", ".tmp-discarded-step-00000003-9"):
+    for name in ("step-00000006", ".tmp-discarded-step-00000003-9", ".tmp-step-00000015-123"):
         shutil.copytree(run / "checkpoints/step-00000009", run / "checkpoints" / name)
     seal = run / "checkpoints/step-00000006/manifest.json"
     seal.write_bytes(seal.read_bytes().replace(b'"step": 9', b'"step": 6'))
     trainer(run).run()
+    assert not [*run.glob(".tmp*")]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000009", "step-00000012"]
 
 
@@ -308,7 +303,7 @@ def test_many_old_ones_do_not_stand_for_the_room_of_a_new_one(tmp_path, monkeypa
         (tmp_path / checkpoint.name(step) / "model.safetensors").write_bytes(bytes(1000))
     monkeypatch.setattr(files, "free", lambda where: 999)
     with pytest.raises(DiskFullError, match="1000 B needed"):
-        checkpoint.preflight(tmp_path, 1000, keep_last=1)
+        checkpoint.check_space(tmp_path, 1000, keep_last=1)
 
 
 def test_a_dtype_goes_with_the_weights(tmp_path):

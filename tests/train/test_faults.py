@@ -118,7 +118,7 @@ def test_killed_at_twenty_moments_nothing_is_lost(tmp_path):
         process.kill()
         process.communicate()
         inside += len(list(run.glob("checkpoints/.tmp-*")))
-        kept = checkpoint.found(run / "checkpoints")
+        kept = checkpoint.available(run / "checkpoints")
         assert all(verify(path) == [] for path in kept)
         reached.append(checkpoint.newest(run / "checkpoints").step if kept else 0)
     assert reached == sorted(reached), "a kill took steps back"

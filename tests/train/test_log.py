@@ -118,7 +118,7 @@ def test_rows_of_one_measurement_come_with_one_write(tmp_path, monkeypatch):
 
     (tmp_path / "rows.jsonl").touch()
     monkeypatch.setattr(jsonl.os, "fsync", lambda _: None)
-    monkeypatch.setattr(jsonl.files, "add_to", lambda path: Watched())
+    monkeypatch.setattr(jsonl.files, "open_append", lambda path: Watched())
     jsonl.append(tmp_path / "rows.jsonl", {"row": 1}, {"row": 2})
     assert written == [b'{"row": 1}\n{"row": 2}\n']
 

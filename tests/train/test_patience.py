@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gape.train import Interrupted, StopFlag, Trainer, load_model
-from gape.train.checkpoint import found
+from gape.train.checkpoint import available
 from gape.train.config import changes
 from tests.train.toy import Numbers, gpt, outcome, same, settings, trainer, weights
 
@@ -30,7 +30,7 @@ def test_it_ends_when_the_loss_turns_and_the_best_is_the_model(tmp_path):
     held = Held()
     summary = trainer(tmp_path, check=held, max_steps=20, patience=2, keep_last=1, checkpoint_every=0).run()
     assert (summary["status"], summary["step"], summary["best"]) == ("stopped early", 16, {"step": 8, "loss": 1.0})
-    assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000016", "step-00000008"]
+    assert [path.name for path in available(tmp_path / "checkpoints")] == ["step-00000016", "step-00000008"]
     assert same(weights(load_model(tmp_path)), held.seen[8])
 
 
@@ -38,7 +38,7 @@ def test_without_patience_nothing_ends_and_the_newest_is_the_model(tmp_path):
     held = Held()
     summary = trainer(tmp_path, check=held, max_steps=20, keep_last=1).run()
     assert (summary["status"], summary["step"], summary["best"]["step"]) == ("finished", 20, 20)
-    assert len(found(tmp_path / "checkpoints")) == 1
+    assert len(available(tmp_path / "checkpoints")) == 1
     assert same(weights(load_model(tmp_path)), held.seen[20])
 
 
@@ -62,7 +62,7 @@ def test_a_best_checkpoint_that_is_broken_is_passed_over(tmp_path):
     trainer(tmp_path, check=Held(), max_steps=20, patience=2, checkpoint_every=0).run()
     (tmp_path / "checkpoints/step-00000008/model.safetensors").write_bytes(b"")
     told = []
-    load_model(tmp_path, say=told.append)
+    load_model(tmp_path, warn=told.append)
     assert "passed over the best, step-00000008" in told[0]
 
 

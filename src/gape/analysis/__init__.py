@@ -1,4 +1,4 @@
-"""What trained models do inside: attention by blocks of queries, entropy, gates and horizons."""
+"""What trained models attend to: attention by blocks of queries, entropy, gates and horizons."""
 
 from gape.analysis.entropy import Statistics, statistics
 from gape.analysis.maps import attention_map

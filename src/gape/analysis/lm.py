@@ -1,7 +1,7 @@
-"""Looks inside a language model, as numbers that can be stored: entropy, gates, masks, maps and spectra.
+"""Analyses of a language model as numbers that can be stored: entropy, gates, masks, maps and spectra.
 
-One passage at a time and one layer at a time: what a layer attended with is summed up while the model runs, and
-dropped before the next layer begins.
+One passage and one layer at a time: what a layer attended with is summed up while the model runs, and dropped before
+the next layer begins.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gape.analysis.entropy import streamed
 from gape.analysis.maps import attention_map, mask_map, mean_mask
 from gape.analysis.passages import Passage
 from gape.analysis.routing import effective_context
 from gape.analysis.spectrum import pair_norms, rotary
-from gape.analysis.streamed import streamed
 from gape.analysis.tap import Attended, tap
 from gape.models.attention import GAPEAttention
 from gape.positions.gated import Gated
@@ -26,13 +26,13 @@ from gape.utils.validation import invalid_argument
 Record = dict[str, Any]
 Check = Callable[[], None]
 
-#: Shares of the attention whose distance is kept, and the share that the theory's horizon gives up.
+#: Shares of the attention whose distance is stored, and the share that the theory's horizon may lose.
 SHARES = (0.5, 0.1, 0.01)
 GIVEN_UP = 0.01
 
 
 def entropy(model: nn.Module, passages: Sequence[Passage], *, check: Check = lambda: None) -> Record:
-    """Attention entropy, what it uses, and the gates beside it.
+    """Attention entropy, the distances it covers, and the gates.
 
     Args:
         model: a :class:`gape.GPT` in eval mode.
@@ -44,16 +44,16 @@ def entropy(model: nn.Module, passages: Sequence[Passage], *, check: Check = lam
         over queries of the distance beyond which each of `shares` of the attention lies. `effective` is the median of
         the theory's effective context length at the share `given_up`. With gates: `gate`, `landmark` and `mask` are
         means of g, l and M, `correlation` is that of g_i with the entropy of row i over log(i + 1), and
-        `amplitude` is Γ by layer and head. What a scheme does not have is None.
+        `amplitude` is Γ by layer and head. What a scheme lacks is None.
     """
     rows = [_by_layer(model, passage, _spread, check) for passage in passages]
     names = ("entropy", "distance", "sink", "used", "effective", "gate", "landmark", "mask", "correlation")
-    found: Record = {"shares": list(SHARES), "given_up": GIVEN_UP}
+    results: Record = {"shares": list(SHARES), "given_up": GIVEN_UP}
     for name in names:
         values = [[layer[name] for layer in row] for row in rows]
-        found[name] = None if values[0][0] is None else values
-    found["amplitude"] = [layer["amplitude"] for layer in rows[0]] if found["gate"] is not None else None
-    return found
+        results[name] = None if values[0][0] is None else values
+    results["amplitude"] = [layer["amplitude"] for layer in rows[0]] if results["gate"] is not None else None
+    return results
 
 
 def spectrum(model: nn.Module, passages: Sequence[Passage], *, check: Check = lambda: None) -> Record:
@@ -66,13 +66,13 @@ def spectrum(model: nn.Module, passages: Sequence[Passage], *, check: Check = la
         ValueError: the scheme does not rotate.
     """
     rows = [_by_layer(model, passage, _norms, check) for passage in passages]
-    found: Record = {"inv_freq": rows[0][0]["inv_freq"]}
+    results: Record = {"inv_freq": rows[0][0]["inv_freq"]}
     for side in ("queries", "keys"):
         # (layers, passages, heads, pairs)
         stacked = torch.stack([torch.stack([row[layer][side] for row in rows]) for layer in range(len(rows[0]))])
         spread = stacked.std(1) if len(rows) > 1 else torch.zeros_like(stacked[:, 0])
-        found[side] = {"mean": rounded(stacked.mean(1), 5), "std": rounded(spread, 3)}
-    return found
+        results[side] = {"mean": rounded(stacked.mean(1), 5), "std": rounded(spread, 3)}
+    return results
 
 
 def maps(model: nn.Module, passage: Passage, *, layer: int, size: int = 64, check: Check = lambda: None) -> Record:
@@ -81,7 +81,7 @@ def maps(model: nn.Module, passage: Passage, *, layer: int, size: int = 64, chec
     Raises:
         ValueError: no such layer.
     """
-    cells = _of_layer(model, passage, layer, check, lambda seen: attention_map(seen, size)[0])
+    cells = _of_layer(model, passage, layer, check, lambda attended: attention_map(attended, size)[0])
     return {"layer": layer, "passage": passage.id, "length": len(passage.ids), "weights": rounded(cells, 3)}
 
 
@@ -92,12 +92,12 @@ def masks(model: nn.Module, passage: Passage, *, layer: int, size: int = 64, che
         ValueError: no such layer, or no gates.
     """
 
-    def look(seen: Attended) -> Record:
-        return {"masks": rounded(mask_map(seen, size)[0], 4), "mean": rounded(mean_mask(seen)[0])}
+    def analyse(attended: Attended) -> Record:
+        return {"masks": rounded(mask_map(attended, size)[0], 4), "mean": rounded(mean_mask(attended)[0])}
 
-    where = {"layer": layer, "passage": passage.id, "length": len(passage.ids)}
-    found: Record = _of_layer(model, passage, layer, check, look)
-    return where | found
+    about = {"layer": layer, "passage": passage.id, "length": len(passage.ids)}
+    results: Record = _of_layer(model, passage, layer, check, analyse)
+    return about | results
 
 
 def layers(model: nn.Module) -> int:
@@ -116,24 +116,24 @@ def _rounded(x: Any, digits: int) -> Any:
     return float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
 
-def _by_layer(model: nn.Module, passage: Passage, look: Callable[[Attended], Record], check: Check) -> list[Record]:
-    """What `look` makes of every layer, first layer first, none of which outlives its turn."""
-    found: list[Record] = []
-    _read(model, passage, lambda index, seen: found.append(look(seen)), check)
-    return found
+def _by_layer(model: nn.Module, passage: Passage, analyse: Callable[[Attended], Record], check: Check) -> list[Record]:
+    """The results of `analyse` for every layer, first layer first."""
+    results: list[Record] = []
+    _read(model, passage, lambda index, attended: results.append(analyse(attended)), check)
+    return results
 
 
-def _of_layer(model: nn.Module, passage: Passage, layer: int, check: Check, look: Callable[[Attended], Any]) -> Any:
+def _of_layer(model: nn.Module, passage: Passage, layer: int, check: Check, analyse: Callable[[Attended], Any]) -> Any:
     if not 0 <= layer < layers(model):
         raise invalid_argument("layer", layer, f"a number from 0 to {layers(model) - 1}")
-    found: list[Any] = []
+    results: list[Any] = []
 
-    def receive(index: int, seen: Attended) -> None:
+    def receive(index: int, attended: Attended) -> None:
         if index == layer:
-            found.append(look(seen))
+            results.append(analyse(attended))
 
     _read(model, passage, receive, check)
-    return found[0]
+    return results[0]
 
 
 @torch.no_grad()
@@ -145,38 +145,38 @@ def _read(model: nn.Module, passage: Passage, receive: Callable[[int, Attended],
         model(ids, logits_to_keep=1)
 
 
-def _spread(seen: Attended) -> Record:
-    found = streamed(seen, SHARES)
-    effective = effective_context(seen, GIVEN_UP)
+def _spread(attended: Attended) -> Record:
+    sums = streamed(attended, SHARES)
+    effective = effective_context(attended, GIVEN_UP)
     row: Record = {
-        "entropy": rounded(found.entropy[0].mean(-1)),
-        "distance": rounded(found.distance[0].mean(-1)),
-        "sink": rounded(found.sink[0].mean(-1)),
-        "used": rounded(found.used[0].median(1).values, 4),
+        "entropy": rounded(sums.entropy[0].mean(-1)),
+        "distance": rounded(sums.distance[0].mean(-1)),
+        "sink": rounded(sums.sink[0].mean(-1)),
+        "used": rounded(sums.used[0].median(1).values, 4),
         "effective": None if effective is None else rounded(effective[0].median(-1).values, 4),
     }
     gated: Record = dict.fromkeys(("gate", "landmark", "mask", "correlation", "amplitude"))
-    if isinstance(seen.scheme, Gated) and seen.gate is not None and seen.landmark is not None:
-        groups = seen.q.size(1) // seen.k.size(1)
+    if isinstance(attended.scheme, Gated) and attended.gate is not None and attended.landmark is not None:
+        groups = attended.q.size(1) // attended.k.size(1)
         gated = {
-            "gate": rounded(seen.gate[0].mean(-1)),
-            "landmark": rounded(seen.landmark[0].mean(-1).repeat_interleave(groups)),
-            "mask": rounded(mean_mask(seen)[0]),
-            "correlation": rounded(_correlation(seen.gate[0], found.entropy[0]), 4),
-            "amplitude": rounded(seen.scheme.gates.amplitude),
+            "gate": rounded(attended.gate[0].mean(-1)),
+            "landmark": rounded(attended.landmark[0].mean(-1).repeat_interleave(groups)),
+            "mask": rounded(mean_mask(attended)[0]),
+            "correlation": rounded(_correlation(attended.gate[0], sums.entropy[0]), 4),
+            "amplitude": rounded(attended.scheme.gates.amplitude),
         }
     return row | gated
 
 
 def _correlation(gate: Tensor, entropy: Tensor) -> Tensor:
-    """Of g_i with the entropy of row i over its largest value, log(i + 1), by head; row 0 has no entropy to have."""
+    """Of g_i with the entropy of row i over its largest value, log(i + 1), by head; row 0 has none."""
     largest = torch.arange(2, gate.size(-1) + 1, device=gate.device).log()
     g, h = gate[:, 1:].double(), (entropy[:, 1:] / largest).double()
     g, h = g - g.mean(-1, keepdim=True), h - h.mean(-1, keepdim=True)
     return (g * h).sum(-1) / (g.square().sum(-1) * h.square().sum(-1)).sqrt()
 
 
-def _norms(seen: Attended) -> Record:
-    norms, base = pair_norms(seen), rotary(seen.scheme)
+def _norms(attended: Attended) -> Record:
+    norms, base = pair_norms(attended), rotary(attended.scheme)
     frequencies = base.inv_freq if base is not None else torch.zeros(0)
     return {"inv_freq": rounded(frequencies), "queries": norms.queries[0].cpu(), "keys": norms.keys[0].cpu()}

@@ -18,7 +18,7 @@ def attention_map(attended: Attended, size: int = 64, block: int | None = None) 
     all keys of its column together, averaged over the row's queries: every row sums to 1.
 
     Args:
-        attended: what a layer did; see :func:`gape.analysis.attended`.
+        attended: what a layer attended with; see :func:`gape.analysis.attended`.
         size: cells along each side, at least 1.
         block: queries at a time; the result does not depend on it.
 
@@ -79,7 +79,7 @@ def _cells(attended: Attended, rows: int, columns: int) -> tuple[Tensor, Tensor]
     i = torch.arange(n_k - n_q, n_k, device=device)
     j = torch.arange(n_k, dtype=torch.float64, device=device)
     landmark = landmark.double().repeat_interleave(attended.q.size(1) // attended.k.size(1), dim=1)
-    placed, spared = (_running(x) for x in (j * (1 - landmark), landmark))
+    before, protected = (_running(x) for x in (j * (1 - landmark), landmark))
     starts = torch.arange(columns, device=device) * n_k // columns
     stops = torch.arange(1, columns + 1, device=device) * n_k // columns
     sums, counts = [], []
@@ -88,8 +88,8 @@ def _cells(attended: Attended, rows: int, columns: int) -> tuple[Tensor, Tensor]
         # A query sees the keys up to its own: where a cell ends for it.
         ends = torch.minimum(stops, i[chosen, None] + 1).clamp(min=starts)
         inside = (ends - starts).double()
-        first = placed[..., ends] - placed[..., starts].unsqueeze(-2)
-        second = spared[..., ends] - spared[..., starts].unsqueeze(-2)
+        first = before[..., ends] - before[..., starts].unsqueeze(-2)
+        second = protected[..., ends] - protected[..., starts].unsqueeze(-2)
         masks = rate.double()[:, :, chosen, None] * (first + i[chosen, None] * second)
         sums.append(masks.sum(2))
         counts.append(inside.sum(0))

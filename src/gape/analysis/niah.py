@@ -1,8 +1,7 @@
-"""One look inside a model trained on the needle task, as numbers that can be stored."""
+"""What a model trained on the needle task attends to, as numbers that can be stored."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gape.analysis.entropy import statistics
+from gape.analysis.lm import rounded
 from gape.analysis.maps import attention_map
 from gape.analysis.routing import horizon
 from gape.analysis.tap import Attended, attended
@@ -17,12 +17,12 @@ from gape.positions.gated import Gated
 from gape.tasks import niah
 from gape.utils.validation import invalid_argument
 
-#: The kinds of token whose landmarks are averaged apart.
+#: Kinds of token; landmarks are averaged for each.
 KINDS = ("filler", "key", "equals", "digit", "query")
 
 
 @torch.no_grad()
-def look_inside(
+def inspect_model(
     model: nn.Module,
     config: niah.NIAHConfig,
     *,
@@ -49,7 +49,7 @@ def look_inside(
         Plain lists and numbers of six significant digits. `spread` has an entry per factor with `entropy`, `distance`,
         `sink` (means over all queries) and `query_entropy` (of the final query), each by sample, layer and head.
         `gates` has, at the final query and the training length, the amplitude, query gate, rate, effective context
-        length, required and actual landmark of the asked-for digit, each by sample, layer and head, and mean
+        length, required and actual landmark of the digit that answers, each by sample, layer and head, and mean
         landmarks by kind of token; None for a scheme without gates. `trace` and `maps` are of the first sequence.
 
     Raises:
@@ -58,7 +58,7 @@ def look_inside(
     if 1 not in factors:
         raise invalid_argument("factors", factors, "multiples of the length, 1 among them")
     device = next(model.parameters()).device
-    found: dict[str, Any] = {"spread": [], "gates": None, "trace": None, "maps": None}
+    results: dict[str, Any] = {"spread": [], "gates": None, "trace": None, "maps": None}
     gates: list[dict[str, Any]] = []
     for factor in factors:
         at = config.at(config.length * factor)
@@ -71,26 +71,26 @@ def look_inside(
             if factor == 1 and isinstance(layers[0].scheme, Gated):
                 gates.append(_gates(layers, drawn, at))
             if factor == 1 and index == 0:
-                found |= _first_sequence(layers, drawn, at, trace, map_size)
-        found["spread"].append({"factor": factor, "length": at.length, "needles": at.needles} | _columns(spread))
+                results |= _first_sequence(layers, drawn, at, trace, map_size)
+        results["spread"].append({"factor": factor, "length": at.length, "needles": at.needles} | _columns(spread))
     if gates:
-        found["gates"] = _columns(gates)
-    return found
+        results["gates"] = _columns(gates)
+    return results
 
 
 def _spread(layers: list[Attended]) -> dict[str, Any]:
     """By layer and head: means over the queries of one sequence, and the last query's entropy."""
     each = [statistics(layer) for layer in layers]
     return {
-        "entropy": [_rounded(s.entropy[0].mean(-1)) for s in each],
-        "distance": [_rounded(s.distance[0].mean(-1)) for s in each],
-        "sink": [_rounded(s.sink[0].mean(-1)) for s in each],
-        "query_entropy": [_rounded(s.entropy[0, :, -1]) for s in each],
+        "entropy": [rounded(s.entropy[0].mean(-1)) for s in each],
+        "distance": [rounded(s.distance[0].mean(-1)) for s in each],
+        "sink": [rounded(s.sink[0].mean(-1)) for s in each],
+        "query_entropy": [rounded(s.entropy[0, :, -1]) for s in each],
     }
 
 
 def _gates(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any]:
-    """By layer and head: what the final query and the asked-for digit are given."""
+    """By layer and head: the gates of the final query and of the digit that answers it."""
     digit = drawn.needles[:, config.target_index] + niah.NEEDLE - 1
     kinds = _kinds(drawn.ids[0])
     columns = ("amplitude", "query_gate", "rate", "effective", "required", "target_landmark")
@@ -99,33 +99,33 @@ def _gates(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig
         if not isinstance(layer.scheme, Gated) or layer.gate is None or layer.landmark is None:
             continue
         theory = horizon(layer, digit)
-        rows["amplitude"].append(_rounded(layer.scheme.gates.amplitude))
-        rows["query_gate"].append(_rounded(layer.gate[0, :, -1]))
-        rows["rate"].append(_rounded(theory.rate[0]))
-        rows["effective"].append(_rounded(theory.effective[0]))
-        rows["required"].append(_rounded(theory.required[0]))
-        rows["target_landmark"].append(_rounded(layer.landmark[0, :, digit[0]]))
+        rows["amplitude"].append(rounded(layer.scheme.gates.amplitude))
+        rows["query_gate"].append(rounded(layer.gate[0, :, -1]))
+        rows["rate"].append(rounded(theory.rate[0]))
+        rows["effective"].append(rounded(theory.effective[0]))
+        rows["required"].append(rounded(theory.required[0]))
+        rows["target_landmark"].append(rounded(layer.landmark[0, :, digit[0]]))
         for number, kind in enumerate(KINDS):
-            rows["landmark"][kind].append(_rounded(layer.landmark[0, :, kinds == number].mean(-1)))
+            rows["landmark"][kind].append(rounded(layer.landmark[0, :, kinds == number].mean(-1)))
     return rows
 
 
 def _first_sequence(
     layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig, trace: bool, map_size: int
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    where = {
+    results: dict[str, Any] = {}
+    about = {
         "length": config.length,
         "needles": drawn.needles[0].tolist(),
         "target_at": int(drawn.needles[0, config.target_index]) + niah.NEEDLE - 1,
     }
     landmarks = [layer.landmark[0] for layer in layers if layer.landmark is not None]
     if trace and landmarks:
-        found["trace"] = where | {"landmark": [[_rounded(head, 4) for head in layer] for layer in landmarks]}
+        results["trace"] = about | {"landmark": [rounded(layer, 4) for layer in landmarks]}
     if map_size:
         maps = [attention_map(layer, map_size)[0] for layer in layers]
-        found["maps"] = where | {"weights": [[[_rounded(row, 3) for row in head] for head in layer] for layer in maps]}
-    return found
+        results["maps"] = about | {"weights": [rounded(layer, 3) for layer in maps]}
+    return results
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -142,8 +142,3 @@ def _kinds(ids: Tensor) -> Tensor:
     """The index in KINDS of each token."""
     edges = torch.tensor([niah.KEY, niah.EQUALS, niah.QUERY, niah.DIGIT_0], device=ids.device)
     return torch.tensor([0, 1, 2, 4, 3], device=ids.device)[torch.bucketize(ids, edges, right=True)]
-
-
-def _rounded(x: Tensor, digits: int = 6) -> list[float | None]:
-    """A vector as numbers of `digits` significant digits; None for what is not finite, which JSON has no number for."""
-    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in x.tolist()]

@@ -1,20 +1,20 @@
-"""What models are read on: documents of a corpus, a text file, or prompts in JSON lines, as tokens."""
+"""Passages of text that analyses read, as tokens: from documents of a corpus, a text file, or prompts in JSON lines."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import lzma
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gape.utils.files import open_decompressed
+from gape.utils.random import key
 from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
@@ -24,12 +24,11 @@ Ids = npt.NDArray[np.int64]
 
 #: Fields that hold a prompt, in the order they are looked for.
 PROMPT_FIELDS = ("input", "prompt", "text")
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of text: where it is from, and its tokens, int64 (N,)."""
+    """A piece of text: its source, and its tokens, int64 (N,)."""
 
     id: str
     ids: Ids
@@ -42,9 +41,9 @@ class Passages:
     Attributes:
         data: the name of the source.
         fingerprint: a hash of the source.
-        length: tokens of each; None where they are as long as they are.
+        length: tokens of each; None where they differ.
         items: the passages.
-        left_out: prompts that were longer than allowed.
+        left_out: prompts that were empty or too long.
     """
 
     data: str
@@ -99,7 +98,7 @@ class Reader:
     @property
     def tokenizer(self) -> dict[str, Any]:
         """What identifies the tokenizer."""
-        return self.corpus.tokenizer if self.corpus is not None else self._words().identity()
+        return self.corpus.tokenizer if self.corpus is not None else self._encoder().identity()
 
     @property
     def prompts(self) -> bool:
@@ -116,7 +115,7 @@ class Reader:
             longest: prompts of more tokens are left out.
 
         Raises:
-            ValueError: nothing is long enough, or prompts are asked for at a length.
+            ValueError: nothing is long enough, or a length is given for prompts.
         """
         whole("samples", count)
         if self.prompts and length is not None:
@@ -131,7 +130,7 @@ class Reader:
             data=self.path.name, fingerprint=self._fingerprint(), length=length, items=tuple(items), left_out=left_out
         )
 
-    def _words(self) -> Tokenizer:
+    def _encoder(self) -> Tokenizer:
         assert self._tokenizer is not None
         return self._tokenizer
 
@@ -142,8 +141,8 @@ class Reader:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _text(self, length: int | None, count: int) -> list[Passage]:
-        with _opened(self.path) as file:
-            ids = np.array(self._words().encode(file.read().decode("utf-8")), dtype=np.int64)
+        with open_decompressed(self.path) as file:
+            ids = np.array(self._encoder().encode(file.read().decode("utf-8")), dtype=np.int64)
         span = len(ids) if length is None else whole("length", length)
         if span < 1 or len(ids) < span:
             raise invalid_argument("length", length, f"at most the {len(ids)} tokens of {self.path}")
@@ -159,7 +158,7 @@ class Reader:
         for number in shuffled(range(len(rows)), seed):
             if len(chosen) == count:
                 break
-            ids = np.array(self._words().encode(rows[number]), dtype=np.int64)
+            ids = np.array(self._encoder().encode(rows[number]), dtype=np.int64)
             if len(ids) == 0 or (longest is not None and len(ids) > longest):
                 left_out += 1
             else:
@@ -175,15 +174,15 @@ def long_documents(
     """The documents of at least `length` tokens, one for each text where excerpts overlap, in a shuffled order.
 
     Raises:
-        ValueError: there is none; names the argument as it is `called`.
+        ValueError: there is none; the message names the argument `called`.
     """
     documents = list(corpus.documents(split, stratum))
     enough = [document for document in documents if document.length >= length]
     if not enough:
         longest = max((document.length for document in documents), default=0)
-        where = f"{split} documents" + ("" if stratum is None else f" of stratum {stratum}")
+        which = f"{split} documents" + ("" if stratum is None else f" of stratum {stratum}")
         raise invalid_argument(
-            called, length, f"at most {longest} tokens, the longest of the {where} in {corpus.directory}"
+            called, length, f"at most {longest} tokens, the longest of the {which} in {corpus.directory}"
         )
     by_text: dict[str, Document] = {}
     for document in enough:
@@ -198,32 +197,31 @@ def text_of(document: Document) -> str:
 
 
 def shuffled(items: Iterable[Any], seed: int) -> list[Any]:
-    """The items in the order of hashes of their names: whatever else is among them, and whatever the library."""
+    """The items in the order of hashes of their names, which does not depend on the other items."""
     return sorted(items, key=lambda item: number(seed, item))
 
 
 def number(*parts: Any) -> int:
     """A large whole number that is a function of some names and numbers."""
-    return int.from_bytes(hashlib.sha256("\n".join(map(str, parts)).encode()).digest()[:8], "big")
+    return key(*parts, byteorder="big")
 
 
 def _windows(
     corpus: Corpus, split: str, stratum: str | None, length: int | None, count: int, seed: int
 ) -> list[Passage]:
-    found = []
-    for document in long_documents(corpus, split, stratum, 1 if length is None else whole("length", length), seed)[
-        :count
-    ]:
+    passages = []
+    least = 1 if length is None else whole("length", length)
+    for document in long_documents(corpus, split, stratum, least, seed)[:count]:
         span = document.length if length is None else length
         start = number(seed, "start", document.id) % (document.length - span + 1)
         ids = corpus.tokens(document, start, start + span).astype(np.int64)
-        found.append(Passage(f"{document.id}@{start}", ids))
-    return found
+        passages.append(Passage(f"{document.id}@{start}", ids))
+    return passages
 
 
 def _rows(path: Path) -> Iterable[str]:
     """The prompts of a file, answer prefix included."""
-    with _opened(path) as file:
+    with open_decompressed(path) as file:
         for place, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -237,11 +235,6 @@ def _rows(path: Path) -> Iterable[str]:
             if field is None:
                 raise ValueError(f"{path}: line {place} has none of the fields {', '.join(PROMPT_FIELDS)}")
             yield row[field] + str(row.get("answer_prefix") or "")
-
-
-def _opened(path: Path) -> IO[bytes]:
-    file: IO[bytes] = _OPENERS.get(path.suffix, open)(path, "rb")
-    return file
 
 
 def lengths_of(passages: Sequence[Passage]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the gates of a trained model let through, and how far the theory says a query can look."""
+"""What the gates of a trained model do on average, and how far a query can attend by the theory's bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Horizon(NamedTuple):
         rate: Γ·g/T, logits taken off an unprotected key per token of distance.
         s_max: a bound on this query's scores with any key, from the norms of q and k.
         effective: the effective context length: unprotected keys from this distance on hold at most p together.
-        required: the landmark a key at the asked-for position has to exceed to beat the query's own key.
+        required: the landmark that the key to retrieve has to exceed to beat the query's own key.
     """
 
     rate: Tensor
@@ -37,10 +37,10 @@ def horizon(attended: Attended, at: Tensor, query: int = -1, p: float = 0.01) ->
     """The theory's numbers for a query of a gated layer and the key at position `at` of each sequence.
 
     Args:
-        attended: what a gated layer did, in index order.
+        attended: what a gated layer attended with, in index order.
         at: integer (B,), positions of the keys that should be retrieved, before the query.
         query: index of the query, the last one by default.
-        p: the attention that may be given up, in (0, 1).
+        p: the attention that may be lost, in (0, 1).
 
     Raises:
         ValueError: a layer without gates, positions given out of order, or p out of range.
@@ -63,7 +63,7 @@ def horizon(attended: Attended, at: Tensor, query: int = -1, p: float = 0.01) ->
 
 @torch.no_grad()
 def routing_variables(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
-    """What the gates of every layer and head do on average over a batch; nothing of N × N is made.
+    """What the gates of every layer and head do on average over a batch; no N × N tensor is made.
 
     Args:
         model: with :class:`gape.GAPEAttention` layers, in eval mode.
@@ -74,7 +74,7 @@ def routing_variables(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
         the paper's M ≥ 0 over all pairs j ≤ i), `landmark` (of the keys that the head reads), `gate`, `amplitude`.
         Empty for a scheme without gates.
     """
-    found: dict[int, Tensor] = {}
+    means: dict[int, Tensor] = {}
 
     def receive(layer: int, attended: Attended) -> None:
         scheme = attended.scheme
@@ -82,15 +82,15 @@ def routing_variables(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
             groups = attended.q.size(1) // attended.k.size(1)
             landmark = attended.landmark.double().mean((0, 2)).repeat_interleave(groups)
             gate, amplitude = attended.gate.double().mean((0, 2)), scheme.gates.amplitude.double()
-            found[layer] = torch.stack([mean_mask(attended).mean(0), landmark, gate, amplitude], dim=1)
+            means[layer] = torch.stack([mean_mask(attended).mean(0), landmark, gate, amplitude], dim=1)
 
     with tap(model, receive):
         model(ids, logits_to_keep=1)
     names = ("mean_mask", "landmark", "gate", "amplitude")
     return [
         {"layer": layer, "head": head, **dict(zip(names, values, strict=True))}
-        for layer in sorted(found)
-        for head, values in enumerate(found[layer].tolist())
+        for layer in sorted(means)
+        for head, values in enumerate(means[layer].tolist())
     ]
 
 
@@ -102,8 +102,8 @@ def effective_context(attended: Attended, p: float = 0.01) -> Tensor | None:
     Δ_eff / (1 − l). ALiBi is the same operator with a constant rate and no landmarks.
 
     Args:
-        attended: what a layer did, in index order.
-        p: the attention that may be given up, in (0, 1).
+        attended: what a layer attended with, in index order.
+        p: the attention that may be lost, in (0, 1).
 
     Returns:
         (B, Hq, Nq) in float32 (float64 beside float64), inf where the rate is 0; None for a scheme without a rate or

@@ -1,4 +1,4 @@
-"""Where queries and keys carry their length: the norm of every rotary pair, frequency by frequency."""
+"""Norms of queries and keys by rotary pair, that is, by frequency."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PairNorms(NamedTuple):
 def pair_norms(attended: Attended) -> PairNorms:
     """The mean norm of each pair (x_k, x_{k+D/2}) of queries and keys, before or after rotation alike.
 
-    A scheme that scales what it rotates (YaRN, LongRoPE) is given back what it multiplied.
+    The factor of schemes that scale what they rotate (YaRN, LongRoPE) is divided out.
 
     Raises:
         ValueError: a scheme that does not rotate.
@@ -49,6 +49,6 @@ def pair_norms(attended: Attended) -> PairNorms:
 
 
 def rotary(scheme: Scheme) -> Rotary | None:
-    """What rotates in a scheme: itself or the base under its gates; None where nothing does."""
+    """The rotary scheme: a scheme itself or the base under its gates; None where nothing rotates."""
     base = scheme.base if isinstance(scheme, Gated) else scheme
     return base if isinstance(base, Rotary) else None

@@ -1,7 +1,6 @@
-"""Listening to a model's attention layers: what each hands to its scheme, and the weights that follow from it.
+"""Queries, keys and gates of a model's attention layers while it runs, and the attention weights of some queries.
 
-The model keeps running its fused kernels; the weights are computed beside it, for as many queries at a time as the
-caller asks for.
+The model runs its fused kernels as usual; weights are computed apart from it, for a block of queries at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from gape.utils.validation import invalid_argument
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """What one attention layer did in one forward pass, ready to be looked at.
+    """What one attention layer attended with in one forward pass.
 
     Attributes:
         scheme: the layer's positional scheme.
@@ -33,7 +32,7 @@ class Attended:
         q_side, k_side: (B, Hq, Nq) and (B, H, Nk), the scheme's numbers per query and key, or None. For gated
             schemes these are the query gate g and the landmark l.
         scale: the softmax scale.
-        seen: which pairs may be used.
+        seen: which queries see which keys.
     """
 
     scheme: Scheme
@@ -104,9 +103,9 @@ Receiver = Callable[[int, Attended], None]
 def tap(model: nn.Module, receive: Receiver) -> Iterator[None]:
     """While open, call `receive(layer, attended)` whenever an attention layer of the model has run.
 
-    Layers are counted from 0 in the order of `model.modules()`. Each layer's own scheme is wrapped and unwrapped on
-    leaving, so that taps may stand inside one another; classes and other models are not touched. Meant for models that
-    are not compiled. Decoding with a cache whose keys carry the bias does not pass the scheme, and is not heard.
+    Layers are counted from 0 in the order of `model.modules()`. Each layer's own scheme is wrapped, and unwrapped on
+    leaving, so taps may be nested; classes and other models are not touched. Meant for models that are not compiled.
+    Decoding with a cache whose keys carry the bias does not call the scheme, and is not received.
 
     Raises:
         ValueError: the model has no :class:`gape.GAPEAttention`.
@@ -116,7 +115,7 @@ def tap(model: nn.Module, receive: Receiver) -> Iterator[None]:
     for index, layer in enumerate(layers):
         # An attribute of the instance hides the method of the class until it is deleted.
         layer.stepwise = True
-        layer.scheme.__dict__["attend"] = _listening(layer.scheme, index, receive)
+        layer.scheme.__dict__["attend"] = _wrapped(layer.scheme, index, receive)
     try:
         yield
     finally:
@@ -133,17 +132,17 @@ def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
     The options go to the model. Nothing carries gradients.
 
     Raises:
-        ValueError: the model has no :class:`gape.GAPEAttention`, or a cache in the options kept a layer from being
-            heard.
+        ValueError: the model has no :class:`gape.GAPEAttention`, or a cache in the options kept a layer from calling
+            its scheme.
     """
-    caught: dict[int, Attended] = {}
-    with torch.no_grad(), tap(model, caught.__setitem__):
+    layers: dict[int, Attended] = {}
+    with torch.no_grad(), tap(model, layers.__setitem__):
         model(ids, **options)
-    if len(caught) < len(_layers(model)):
+    if len(layers) < len(_layers(model)):
         raise invalid_argument(
-            "cache", options.get("cache"), "None, since keys that carry the bias do not pass the scheme"
+            "cache", options.get("cache"), "None, since keys that carry the bias do not pass through the scheme"
         )
-    return [caught[index] for index in sorted(caught)]
+    return [layers[index] for index in sorted(layers)]
 
 
 def _layers(model: nn.Module) -> list[GAPEAttention]:
@@ -153,19 +152,19 @@ def _layers(model: nn.Module) -> list[GAPEAttention]:
     return layers
 
 
-def _listening(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., Tensor]:
+def _wrapped(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., Tensor]:
     attend = scheme.attend
 
-    def listening(
+    def wrapped(
         q: Tensor, k: Tensor, v: Tensor, q_side: Tensor | None, k_side: Tensor | None, **options: Any
     ) -> Tensor:
         y = attend(q, k, v, q_side, k_side, **options)
-        given = {name: value for name, value in options.items() if name not in ("scale", "impl", "eps")}
-        seen = inputs.visibility(q, k, **given)
+        visibility = {name: value for name, value in options.items() if name not in ("scale", "impl", "eps")}
+        seen = inputs.visibility(q, k, **visibility)
         q_side, k_side = (None if side is None else side.detach() for side in (q_side, k_side))
         q, k = q.detach(), k.detach()
         scale = options["scale"]
         receive(index, Attended(scheme=scheme, q=q, k=k, q_side=q_side, k_side=k_side, scale=scale, seen=seen))
         return y
 
-    return listening
+    return wrapped

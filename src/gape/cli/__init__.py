@@ -86,20 +86,17 @@ def run(app: typer.Typer) -> None:
 
 def _code(error: Exception) -> int | None:
     """The exit code of an error whose message says enough, None for one that wants its traceback."""
-    # Imported only now: an error in reading the arguments should not wait for torch.
-    from gape.utils.errors import BusyError, CheckpointError, DiskFullError, NonFiniteError  # noqa: PLC0415
-    from gape.utils.signals import Interrupted  # noqa: PLC0415
-
-    if isinstance(error, Interrupted):
+    if isinstance(error, signals.Interrupted):
         return error.code
-    if isinstance(error, (BusyError, CheckpointError, DiskFullError, NonFiniteError)):
-        return 1
     if isinstance(error, (ValueError, ImportError, *_WRONG_PATH)):
         return 2
     # The system's own words, such as a read-only file system, name the path and what is wrong with it.
     if isinstance(error, OSError):
         return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
-    return None
+    # Imported only now: a wrong argument should not wait for torch.
+    from gape.train import BusyError, CheckpointError, NonFiniteError  # noqa: PLC0415
+
+    return 1 if isinstance(error, (BusyError, CheckpointError, NonFiniteError)) else None
 
 
 #: What comes of a path that was given wrongly.

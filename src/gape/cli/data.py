@@ -74,7 +74,7 @@ def prepare(
     config = settings(inputs or [], {name: value for name, value in given.items() if value is not None})
     progress = Progress()
     with ReadingProgress(progress) as shown:
-        make(config, out, workers=workers, show=shown.show, say=progress.log)
+        make(config, out, workers=workers, progress=shown.show, log=progress.log)
     typer.echo((out / "card.md").read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""The end of a preparation: the index, the sums, and the card that says what the corpus is."""
+"""The last step of a preparation: the index, the checksums, and the card that describes the corpus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from gape.data.config import PrepareConfig
 from gape.data.corpus import CARD, FORMAT
-from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Parts, Records, Summed, Tally, name_line, records
+from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Counts, HashedFile, Parts, Records, name_line, records
 from gape.utils import files
 from gape.utils.files import file_sha256
 
@@ -19,20 +19,20 @@ ROWS = 50
 
 
 def finish(
-    config: PrepareConfig, settings: dict[str, Any], directory: Path, parts: Parts, tally: Tally
+    config: PrepareConfig, settings: dict[str, Any], directory: Path, parts: Parts, counts: Counts
 ) -> dict[str, Any]:
-    """Write index, sums and cards; `card.json` comes last and makes it a corpus. Returns the card."""
+    """Write index, checksums and cards; `card.json` comes last and makes it a corpus. Returns the card."""
     with files.room("the index", directory, 0):
         left_out = _write_index(config, settings["end_of_text"], directory, parts)
     shards = [shard for shard in parts.shards if shard["file"]]
-    card = _described(config, settings, tally) | {
-        "splits": _counts(config, directory, settings["end_of_text"]),
+    card = _description(config, settings, counts) | {
+        "splits": _split_counts(config, directory, settings["end_of_text"]),
         "shards": shards,
-        "index": _listed(directory / INDEX),
-        "names": _listed(directory / NAMES),
+        "index": _file_entry(directory / INDEX),
+        "names": _file_entry(directory / NAMES),
     }
     card["left_out"]["train_documents_also_held_out"] = left_out
-    text, data = in_words(card).encode(), files.to_json(card)
+    text, data = to_markdown(card).encode(), files.to_json(card)
     sums = [(entry["file"], entry["sha256"]) for entry in (*shards, card["index"], card["names"])]
     sums += [(CARD, files.sha256(data)), (TEXT, files.sha256(text))]
     files.replace(directory / TEXT, text)
@@ -42,9 +42,9 @@ def finish(
     return card
 
 
-def _described(config: PrepareConfig, settings: dict[str, Any], tally: Tally) -> dict[str, Any]:
-    """What the corpus is, as far as the settings and the reading say."""
-    sources = zip(settings["inputs"], tally.documents, tally.tokens, strict=True)
+def _description(config: PrepareConfig, settings: dict[str, Any], counts: Counts) -> dict[str, Any]:
+    """What follows from the settings and the records read."""
+    sources = zip(settings["inputs"], counts.documents, counts.tokens, strict=True)
     return {
         "format": FORMAT,
         "documents": "excerpts" if config.excerpts else "whole",
@@ -53,9 +53,9 @@ def _described(config: PrepareConfig, settings: dict[str, Any], tally: Tally) ->
         "end_of_text": settings["end_of_text"],
         "strata": [str(length) for length in config.strata],
         "split_rule": _split_rule(config),
-        "records_read": tally.read,
-        "left_out": {"empty": tally.empty, "bad": tally.bad, "outside_strata": tally.outside},
-        "bad": [{"input": name, "number": number, "reason": reason} for name, number, reason in tally.listed],
+        "records_read": counts.read,
+        "left_out": {"empty": counts.empty, "bad": counts.bad, "outside_strata": counts.outside},
+        "bad": [{"input": name, "number": number, "reason": reason} for name, number, reason in counts.bad_records],
         "sources": [{**source, "documents": documents, "tokens": tokens} for source, documents, tokens in sources],
         "settings": settings,
     }
@@ -64,17 +64,17 @@ def _described(config: PrepareConfig, settings: dict[str, Any], tally: Tally) ->
 def _write_index(config: PrepareConfig, end_of_text: bool, directory: Path, parts: Parts) -> int:
     """Write the index and the names; returns how many training documents were left out for being held out too.
 
-    Only the held-out texts' hashes are kept in memory, so the size of the training split does not matter.
+    Only the hashes of held-out texts are in memory, so the size of the training split does not matter.
     """
     heldout = SPLITS.index("heldout")
-    kept_apart = {entry.sha256 for _, entries in parts.entries() for entry in entries if entry.split == heldout}
+    heldout_texts = {entry.sha256 for _, entries in parts.entries() for entry in entries if entry.split == heldout}
     left_out = 0
-    with Summed(directory / INDEX) as index, Summed(directory / NAMES) as names:
+    with HashedFile(directory / INDEX) as index, HashedFile(directory / NAMES) as names:
         for shard, entries in parts.entries():
             offset = 0
             for entry in entries:
                 length = entry.tokens + end_of_text
-                if entry.split != heldout and entry.sha256 in kept_apart:
+                if entry.split != heldout and entry.sha256 in heldout_texts:
                     left_out += 1
                 else:
                     pieces = config.pieces(entry.tokens)
@@ -86,23 +86,23 @@ def _write_index(config: PrepareConfig, end_of_text: bool, directory: Path, part
     return left_out
 
 
-def _counts(config: PrepareConfig, directory: Path, end_of_text: bool) -> dict[str, Any]:
+def _split_counts(config: PrepareConfig, directory: Path, end_of_text: bool) -> dict[str, Any]:
     """Documents, tokens and lengths of each split, and of each of its strata. Lengths do not count the end of text."""
     index: Records = np.asarray(np.memmap(directory / INDEX, RECORD, mode="r"))
     counts = {}
     for number, split in enumerate(SPLITS):
         here = index[index["split"] == number]
-        counts[split] = _measured(here, end_of_text) | {
+        counts[split] = _statistics(here, end_of_text) | {
             "source_documents": len(np.unique(here["name"])),
             "strata": {
-                str(length): _measured(here[here["stratum"] == at], end_of_text)
+                str(length): _statistics(here[here["stratum"] == at], end_of_text)
                 for at, length in enumerate(config.strata, start=1)
             },
         }
     return counts
 
 
-def _measured(chosen: Records, end_of_text: bool) -> dict[str, Any]:
+def _statistics(chosen: Records, end_of_text: bool) -> dict[str, Any]:
     tokens = chosen["length"].astype(np.int64)
     text = tokens - (chosen["excerpt"] == 0) * int(end_of_text)
     lengths = None
@@ -123,12 +123,12 @@ def _split_rule(config: PrepareConfig) -> str:
     return "; ".join([*rules, "a training document whose text is also held out is left out"])
 
 
-def _listed(path: Path) -> dict[str, Any]:
+def _file_entry(path: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
-def in_words(card: dict[str, Any]) -> str:
-    """The card for people, in Markdown."""
+def to_markdown(card: dict[str, Any]) -> str:
+    """The card for people."""
     tokenizer, left = card["tokenizer"], card["left_out"]
     lines = [
         "# Corpus",

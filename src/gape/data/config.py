@@ -21,7 +21,7 @@ DTYPES = ("uint16", "uint32")
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """The settings of a corpus.
+    """The settings of a preparation.
 
     Args:
         inputs: files, folders, or "hf:DATASET[@REVISION][:CONFIG]" or "hf:DATASET[@REVISION]#FILES".
@@ -36,9 +36,9 @@ class PrepareConfig:
         end_of_text: whether the tokenizer's end of text follows each document.
         dtype: "uint16", "uint32", or None for the smaller that holds the vocabulary.
         shard_tokens: tokens at which a shard is closed; one holds whole documents.
-        max_tokens: leave each input after the document that reaches this many; a folder is one input. None reads
+        max_tokens: end each input after the document that reaches this many; a folder is one input. None reads
             everything.
-        max_bad: bad lines and empty documents that are let pass: a number from 1 on (or 0), or below 1 a fraction of
+        max_bad: bad lines and empty documents that are accepted: a number from 1 on (or 0), or below 1 a fraction of
             what was read.
 
     Raises:
@@ -72,11 +72,15 @@ class PrepareConfig:
         _expect(self.dtype in (None, *DTYPES), "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         _expect(self.shard_tokens >= 1, "shard_tokens", self.shard_tokens, "at least 1")
         _expect(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        fine = math.isfinite(self.max_bad) and self.max_bad >= 0
-        _expect(fine, "max_bad", self.max_bad, "a number of lines, or a fraction below 1")
+        _expect(
+            math.isfinite(self.max_bad) and self.max_bad >= 0,
+            "max_bad",
+            self.max_bad,
+            "a number of lines, or a fraction below 1",
+        )
 
     def pieces(self, tokens: int) -> list[Piece]:
-        """What becomes of a document of so many tokens (the end of text not counted) where there are strata.
+        """The entries of a document of `tokens` tokens (the end of text not counted) where there are strata.
 
         Excerpts: for each stratum the document's consecutive excerpts from its start. Otherwise the document itself,
         in the highest stratum L with L ≤ tokens < 2 L. Nothing where no stratum fits.
@@ -90,8 +94,8 @@ class PrepareConfig:
         fits = [number for number, length in enumerate(self.strata, start=1) if length <= tokens < 2 * length]
         return [Piece(fits[-1], 0, tokens)] if fits else []
 
-    def keeps(self, tokens: int) -> bool:
-        """Whether a document of so many tokens has a place in the corpus."""
+    def stores(self, tokens: int) -> bool:
+        """Whether a document of `tokens` tokens is stored."""
         return not self.strata or bool(self.pieces(tokens))
 
     def shapes(self) -> dict[str, Any]:
@@ -102,24 +106,24 @@ class PrepareConfig:
         return settings
 
 
-def choose_dtype(asked: str | None, vocab_size: int) -> str:
+def choose_dtype(dtype: str | None, vocab_size: int) -> str:
     """The dtype of the shards.
 
     Raises:
-        ValueError: the vocabulary does not fit in the dtype asked for.
+        ValueError: the vocabulary does not fit in the dtype.
     """
-    fitting = [dtype for dtype in DTYPES if vocab_size - 1 <= np.iinfo(dtype).max]
-    if asked is None and fitting:
+    fitting = [name for name in DTYPES if vocab_size - 1 <= np.iinfo(name).max]
+    if dtype is None and fitting:
         return fitting[0]
-    if asked not in fitting:
-        most = np.iinfo(asked or DTYPES[-1]).max + 1
-        raise ValueError(f"dtype: got {asked}, expected one that holds {vocab_size:,} ids; it holds {most:,}")
-    return asked
+    if dtype not in fitting:
+        most = np.iinfo(dtype or DTYPES[-1]).max + 1
+        raise ValueError(f"dtype: got {dtype}, expected one that holds {vocab_size:,} ids; it holds {most:,}")
+    return dtype
 
 
-def _expect(fine: object, name: str, came: object, expected: str) -> None:
-    if not fine:
-        raise ValueError(f"{name}: got {came!r}, expected {expected}")
+def _expect(valid: object, name: str, got: object, expected: str) -> None:
+    if not valid:
+        raise ValueError(f"{name}: got {got!r}, expected {expected}")
 
 
 ENDING = ".toml"
@@ -158,7 +162,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def _typed(key: str, value: Any) -> Any:
-    """The value as the setting wants it: lists become tuples, whole numbers floats."""
+    """The value in the type of its setting: lists become tuples, whole numbers floats."""
     hints = typing.get_type_hints(PrepareConfig)
     known = [field.name for field in dataclasses.fields(PrepareConfig)]
     if key not in known:

@@ -46,7 +46,7 @@ class Document:
 
 
 class Documents(Sequence[Document]):
-    """Documents in the order of the input, made when they are looked at."""
+    """Documents in the order of the input, made when they are accessed."""
 
     def __init__(self, corpus: Corpus, rows: npt.NDArray[np.int64]) -> None:
         self._corpus, self._rows = corpus, rows
@@ -68,7 +68,7 @@ class Corpus:
     """What `gape data prepare` wrote; made by :func:`open_corpus`.
 
     Attributes:
-        directory: where it lies.
+        directory: of its files.
         card: what it is: sources, tokenizer, counts, split rule, hashes.
         vocab_size: ids are below this.
         end_of_text: the id after each document; None where there is none.
@@ -85,7 +85,7 @@ class Corpus:
         self._dtype = np.dtype(card["dtype"]).newbyteorder("<")
         self._compare([card["index"], card["names"]], _known_sha256)
         self._records: Records = np.asarray(np.memmap(directory / INDEX, RECORD, mode="r"))
-        self._refuse_outside()
+        self._check_index()
         self._names = Names(directory / NAMES)
         self._shards: dict[int, Tokens] = {}
 
@@ -147,7 +147,7 @@ class Corpus:
         """Read everything and compare it with the card.
 
         Args:
-            progress: told files read and in all.
+            progress: called with files read and in all.
 
         Raises:
             ValueError: a file that is not what the card says; names each.
@@ -180,7 +180,7 @@ class Corpus:
         return self._records[index]
 
     def shard(self, number: int) -> Tokens:
-        """The tokens of a shard, compared with its hash and mapped when first asked for.
+        """The tokens of a shard, compared with its hash and mapped when first used.
 
         Raises:
             ValueError: it changed since it was prepared.
@@ -199,7 +199,7 @@ class Corpus:
         if broken:
             raise ValueError(f"{self.directory}: changed since it was prepared: {', '.join(broken)}")
 
-    def _refuse_outside(self) -> None:
+    def _check_index(self) -> None:
         """Refuse an index that points anywhere but into the corpus."""
         records = self._records
         sizes = np.array([entry["bytes"] // self._dtype.itemsize for entry in self.card["shards"]], dtype=np.uint64)
@@ -219,29 +219,27 @@ def open_corpus(directory: str | Path) -> Corpus:
     """Open what `gape data prepare` wrote.
 
     Raises:
-        ValueError: no corpus is there, it was not prepared to its end, its card says what no corpus has, files are
-            missing or of another size, or the index changed or points outside.
+        ValueError: no corpus is there, its preparation was not finished, its card is not one of a corpus, files are
+            missing or of another size, or the index changed or points outside the shards.
     """
     directory = Path(directory)
     path = directory / CARD
     if not path.is_file():
-        began = (directory / "prepare.json").is_file()
-        why = (
-            "its preparation did not come to its end; run the same command again" if began else "there is no card.json"
-        )
+        unfinished = (directory / "prepare.json").is_file()
+        why = "its preparation was not finished; run the same command again" if unfinished else "there is no card.json"
         raise ValueError(f"corpus: got {str(directory)!r}, expected a directory that gape data prepare wrote: {why}")
     try:
         card = json.loads(path.read_bytes())
-        made = card["format"]
-        listed = [(entry["file"], entry["bytes"]) for entry in _files(card)]
-        wrong = _wrong(card)
+        version = card["format"]
+        sizes = [(entry["file"], entry["bytes"]) for entry in _files(card)]
+        problem = _problem(card)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"corpus: {path} is no card of a corpus: {error!r}") from error
-    if made != FORMAT:
-        raise ValueError(f"corpus: {directory} is of format {made}, expected {FORMAT}; prepare it again")
-    if wrong:
-        raise ValueError(f"corpus: {path}: {wrong}; prepare the corpus again")
-    for name, size in listed:
+    if version != FORMAT:
+        raise ValueError(f"corpus: {directory} is of format {version}, expected {FORMAT}; prepare it again")
+    if problem:
+        raise ValueError(f"corpus: {path}: {problem}; prepare the corpus again")
+    for name, size in sizes:
         file = directory / name
         if not file.is_file() or file.stat().st_size != size:
             has = f"has {file.stat().st_size} bytes" if file.is_file() else "is missing"
@@ -260,8 +258,8 @@ def _computed_once(path: Path, *_: int) -> str:
     return file_sha256(path)
 
 
-def _wrong(card: dict[str, Any]) -> str | None:
-    """What in a card no corpus can have, or None."""
+def _problem(card: dict[str, Any]) -> str | None:
+    """The first thing in a card that no corpus has, or None."""
     names = [f"tokens-{number:05d}.bin" for number in range(len(card["shards"]))]
     sizes = [entry["bytes"] for entry in _files(card)]
     vocab_size, end = card["tokenizer"]["vocab_size"], card["tokenizer"]["end_of_text"]

@@ -5,48 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
+from gape.data import readers
 from gape.data.config import PrepareConfig
-from gape.data.readers import COMPRESSED, READERS, Fields, Record, kind_of
+from gape.data.readers import COMPRESSED, Fields, Input, Record, Tick, document, kind_of, require_fields
 
 CHUNK = 2**24
-
-Tick = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Input:
-    """One file or dataset.
-
-    Attributes:
-        name: what it is called in ids, messages and the card: a file's name, or its path from the folder given.
-        group: the number of the input as it was given; the files of a folder share it.
-        kind: "text", "jsonl", "parquet", or "dataset".
-        split: "train", "heldout", or None where each document's id decides.
-        size: bytes of the file; 0 for a dataset.
-        open: opens the file; None for a dataset.
-        identity: what the card says of it and a resume compares: its SHA-256, or the revision of the dataset it is in.
-    """
-
-    name: str
-    group: int
-    kind: str
-    split: str | None
-    size: int
-    open: Callable[[], IO[bytes]] | None
-    identity: dict[str, Any]
-
-
-class _Found(NamedTuple):
-    """A file here (a path), a file on the hub, or a whole dataset (None), before it is identified."""
-
-    name: str
-    group: int
-    split: str | None
-    where: Path | File | None
 
 
 def find(config: PrepareConfig, tick: Tick) -> list[Input]:
@@ -61,18 +27,18 @@ def find(config: PrepareConfig, tick: Tick) -> list[Input]:
     """
     given = [(spec, None if config.heldout_fraction else "train") for spec in config.inputs]
     given += [(spec, "heldout") for spec in config.heldout]
-    found = [
-        _Found(name, group, split, where)
+    sources = [
+        (name, group, split, place)
         for group, (spec, split) in enumerate(given)
-        for name, where in (_remote(spec) if spec.startswith(PREFIX) else _local(spec))
+        for name, place in (_remote(spec) if spec.startswith(PREFIX) else _local(spec))
     ]
-    seen: set[Path | str] = set()
-    for one in found:
-        place = one.where.resolve() if isinstance(one.where, Path) else one.name
-        if place in seen:
-            raise ValueError(f"inputs: {one.name} is given twice, expected every input once")
-        seen.add(place)
-    return [_identified(one, tick) for one in found]
+    known: set[Path | str] = set()
+    for name, _, _, place in sources:
+        unique = place.resolve() if isinstance(place, Path) else name
+        if unique in known:
+            raise ValueError(f"inputs: {name} is given twice, expected every input once")
+        known.add(unique)
+    return [_identified(*source, tick) for source in sources]
 
 
 def probe(sources: list[Input], fields: Fields, tick: Tick) -> None:
@@ -83,15 +49,15 @@ def probe(sources: list[Input], fields: Fields, tick: Tick) -> None:
     """
     probed = set()
     for source in sources:
-        if "sha256" in source.identity or source.group not in probed:
-            READERS[source.kind].probe(source, fields)
+        if source.kind in PROBES and ("sha256" in source.identity or source.group not in probed):
+            PROBES[source.kind](source, fields)
         probed.add(source.group)
         tick()
 
 
 def records(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
     """The records of an input after the first `skip`, bad ones among them; `tick` as for :func:`find`."""
-    yield from READERS[source.kind].records(source, fields, skip, tick)
+    return READERS[source.kind](source, fields, skip, tick)
 
 
 def _remote(spec: str) -> Iterator[tuple[str, File | None]]:
@@ -129,21 +95,21 @@ def _is_input(folder: Path, file: Path) -> bool:
     return not any(part.startswith(".") for part in inside.parts)
 
 
-def _identified(found: _Found, tick: Tick) -> Input:
-    name, group, split, where = found
+def _identified(name: str, group: int, split: str | None, place: Path | File | None, tick: Tick) -> Input:
+    """An input with what identifies it: a file here (a path), a file on the hub, or a whole dataset (None)."""
     facts: dict[str, Any] = {"name": name, "split": split}
-    if where is None:
+    if place is None:
         return Input(name, group, "dataset", split, 0, None, facts | {"revision": revision(name)})
-    if isinstance(where, File):
-        facts |= {"bytes": where.size, "revision": where.revision}
-        return Input(name, group, kind_of(name), split, where.size, where.open, facts)
-    digest, size = hashlib.sha256(), where.stat().st_size
-    with where.open("rb") as f:
+    if isinstance(place, File):
+        facts |= {"bytes": place.size, "revision": place.revision}
+        return Input(name, group, kind_of(name), split, place.size, place.open, facts)
+    digest, size = hashlib.sha256(), place.stat().st_size
+    with place.open("rb") as f:
         while chunk := f.read(CHUNK):
             digest.update(chunk)
             tick()
     facts |= {"bytes": size, "sha256": digest.hexdigest()}
-    return Input(name, group, kind_of(name), split, size, lambda: where.open("rb"), facts)
+    return Input(name, group, kind_of(name), split, size, lambda: place.open("rb"), facts)
 
 
 PREFIX = "hf:"
@@ -189,22 +155,22 @@ def revision(spec: str) -> str | None:
         ValueError: the hub does not have it, or cannot be reached.
         ImportError: the libraries are missing.
     """
-    dataset, asked, _, _ = parse(spec)
+    dataset, wanted, _, _ = parse(spec)
     if Path(dataset).exists():
         return None
     try:
-        commit: str | None = _hub().HfApi().dataset_info(dataset, revision=asked).sha
-    # Whatever the network or the hub says.
+        commit: str | None = _hub().HfApi().dataset_info(dataset, revision=wanted).sha
+    # Errors of the network or the hub, of many kinds.
     except Exception as error:
         raise ValueError(f"inputs: got {spec!r}, which the hub does not give: {error}") from error
     return commit
 
 
 def files(spec: str) -> list[File]:
-    """The files of a dataset that match the pattern, by sorted path. They are read as files here are, line by line.
+    """The files of a dataset that match the pattern, by sorted path. They are read line by line, as local files are.
 
-    Unlike the library's loader this does not mind files whose other fields differ, and a resume opens none of the
-    files that are done with.
+    Unlike the loader of `datasets`, this accepts files whose other fields differ, and a resume does not open files
+    that are done.
 
     Raises:
         ValueError: there is no such dataset, or no such file in it.
@@ -212,8 +178,8 @@ def files(spec: str) -> list[File]:
     dataset, _, _, pattern = parse(spec)
     commit = revision(spec)
     system, root = filesystem(), f"datasets/{dataset}@{commit}/"
-    found = system.glob(f"{root}{pattern}", detail=True)
-    chosen = sorted((path, info["size"]) for path, info in found.items() if info["type"] == "file")
+    matches = system.glob(f"{root}{pattern}", detail=True)
+    chosen = sorted((path, info["size"]) for path, info in matches.items() if info["type"] == "file")
     if not chosen:
         raise ValueError(f"inputs: got {spec!r}, expected a pattern of files that the dataset has")
 
@@ -231,7 +197,7 @@ def stream(spec: str, commit: str | None, skip: int) -> Iterator[dict[str, Any]]
     """
     dataset, _, config, _ = parse(spec)
     try:
-        loaded = _datasets().load_dataset(dataset, config, split="train", streaming=True, revision=commit)
+        loaded = datasets_library().load_dataset(dataset, config, split="train", streaming=True, revision=commit)
     except ImportError:
         raise
     except Exception as error:
@@ -247,6 +213,36 @@ def stream(spec: str, commit: str | None, skip: int) -> Iterator[dict[str, Any]]
         yield example
 
 
+def _probe_dataset(source: Input, fields: Fields) -> None:
+    """Refuse a dataset whose first example lacks a field."""
+    for value in stream(source.name, source.identity.get("revision"), 0):
+        require_fields(source.name, value, fields)
+        return
+    raise ValueError(f"inputs: {source.name} has no examples")
+
+
+def _read_dataset(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
+    """A record for each example."""
+    examples = stream(source.name, source.identity.get("revision"), skip)
+    for number, value in enumerate(examples, start=skip + 1):
+        yield document(value, fields, source.name, number, 0)
+
+
+#: By kind of input: refuses one without the fields.
+PROBES: dict[str, Callable[[Input, Fields], None]] = {
+    "jsonl": readers.probe_lines,
+    "parquet": readers.probe_parquet,
+    "dataset": _probe_dataset,
+}
+#: By kind of input: its records after the first `skip`; `tick` is called while those go by, and may raise.
+READERS: dict[str, Callable[[Input, Fields, int, Tick], Iterator[Record]]] = {
+    "text": readers.read_text,
+    "jsonl": readers.read_lines,
+    "parquet": readers.read_parquet,
+    "dataset": _read_dataset,
+}
+
+
 def filesystem() -> Any:
     """The hub as a file system."""
     return _hub().HfFileSystem()
@@ -260,7 +256,12 @@ def _hub() -> Any:
     return huggingface_hub
 
 
-def _datasets() -> Any:
+def datasets_library() -> Any:
+    """The library `datasets`.
+
+    Raises:
+        ImportError: it is missing; says how to install it.
+    """
     try:
         import datasets  # noqa: PLC0415
     except ImportError as error:

@@ -14,29 +14,29 @@ from typing import Any, NamedTuple
 from gape.data import card
 from gape.data.config import PrepareConfig, choose_dtype
 from gape.data.corpus import CARD, FORMAT, Corpus, open_corpus
-from gape.data.inputs import Input, find, probe, records
-from gape.data.order import key
-from gape.data.pool import Encoded, Pool
-from gape.data.readers import EMPTY, Fields, Record
-from gape.data.shards import LISTED, SPLITS, Cursor, Entry, Parts, Tally, with_end
+from gape.data.inputs import find, probe, records
+from gape.data.readers import EMPTY, Fields, Input, Record
+from gape.data.shards import LISTED, SPLITS, Counts, Cursor, Entry, Parts, with_end
 from gape.data.tokenizer import Tokenizer, load_tokenizer
+from gape.data.worker import Encoded, Pool
 from gape.utils import files, locks
+from gape.utils.random import key
 from gape.utils.signals import StopFlag
 from gape.utils.validation import invalid_argument, whole
 
 SETTINGS = "prepare.json"
-#: Bytes of text after which a request goes out; a longer document goes alone.
+#: Bytes of text after which a request is sent; a longer document is sent alone.
 REQUEST = 2**18
 #: Requests under way for each process: one it works on, one that waits for it.
 AHEAD = 2
 #: Processes for each core at most.
-CROWD = 8
-#: Records before which a fraction of bad ones says nothing.
-ENOUGH = 1000
+MAX_PER_CORE = 8
+#: Records of a batch at most, and before which a fraction of bad ones is not judged.
+MANY_RECORDS = 1000
 
 
 class Progress(NamedTuple):
-    """How far it is: bytes of the inputs (total 0 where they have no size), documents and tokens kept."""
+    """Progress in bytes of the inputs (total 0 where they have no size), and the documents and tokens stored."""
 
     position: int
     total: int
@@ -91,33 +91,33 @@ def prepare(
     *,
     workers: int | None = None,
     stop: StopFlag | None = None,
-    show: Callable[[Progress], None] = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[Progress], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> Corpus:
-    """Make a corpus, or go on with one that was stopped; the same settings and inputs give the same bytes.
+    """Make a corpus, or resume one that was stopped; the same settings and inputs give the same bytes.
 
     Args:
         config: the settings.
-        directory: where to; made when missing.
+        directory: of the corpus; made when missing.
         workers: processes that tokenise, up to 8 for each core; None means one for each core, 0 tokenises in this
             process.
         stop: polled between documents.
-        show: told now and then how far it is.
-        say: told what is worth a line.
+        progress: called now and then.
+        log: called with messages.
 
     Raises:
         ValueError: before any work: an input, a field or the tokenizer that is not there, a vocabulary too large for
             the dtype, a directory that holds something else. Later: more bad lines than `max_bad`, an input that
             breaks off, no document at all.
-        Interrupted: a signal came; the sealed shards stay and the same call goes on.
+        Interrupted: after a signal; the sealed shards stay and the same call resumes.
         DiskFullError: no room; likewise.
         BusyError: another process prepares the same corpus.
     """
     stop = stop or StopFlag()
     directory = Path(directory)
     workers = _cores() if workers is None else whole("workers", workers, 0)
-    if workers > CROWD * _cores():
-        raise invalid_argument("workers", workers, f"at most {CROWD * _cores()}, {CROWD} for each core")
+    if workers > MAX_PER_CORE * _cores():
+        raise invalid_argument("workers", workers, f"at most {MAX_PER_CORE * _cores()}, {MAX_PER_CORE} for each core")
     with stop:
         tokenizer = load_tokenizer(config.tokenizer)
         dtype = choose_dtype(config.dtype, tokenizer.vocab_size)
@@ -127,22 +127,22 @@ def prepare(
         parts = Parts(directory, config.shard_tokens)
         with locks.locked(parts.records, "prepared"):
             files.sweep(directory)
-            # Asked only now: whoever held the directory a moment ago may have come to the end.
+            # Checked under the lock: the process that had it a moment ago may have finished the corpus.
             if (directory / CARD).is_file():
                 parts.discard()
-                say(f"{directory} is prepared already")
+                log(f"{directory} is prepared already")
                 return open_corpus(directory)
             if config.end_of_text and tokenizer.end_of_text is None:
-                say("the tokenizer has no end of text; documents are stored without one")
+                log("the tokenizer has no end of text; documents are stored without one")
             try:
-                tally = _fill(job, parts, workers, stop, show, say)
+                counts = _fill(job, parts, workers, stop, progress, log)
             except ValueError:
                 if not parts.shards:
-                    # Nothing was made of these inputs, so nothing keeps others from the directory.
+                    # Nothing was stored, so the directory is free for other inputs.
                     parts.discard()
                     (directory / SETTINGS).unlink()
                 raise
-            card.finish(job.config, job.settings(), directory, parts, tally)
+            card.finish(job.config, job.settings(), directory, parts, counts)
     return open_corpus(directory)
 
 
@@ -152,7 +152,7 @@ def _cores() -> int:
 
 
 def claim(directory: Path, settings: dict[str, Any]) -> None:
-    """Take a directory for a corpus, or find that it is one of these settings.
+    """Write the settings into a directory, or check that they are those of the corpus in it.
 
     Raises:
         ValueError: it holds a corpus of other settings, or other files.
@@ -172,17 +172,22 @@ def claim(directory: Path, settings: dict[str, Any]) -> None:
 
 
 def _fill(
-    job: Job, parts: Parts, workers: int, stop: StopFlag, show: Callable[[Progress], None], say: Callable[[str], None]
-) -> Tally:
-    """Read, tokenise and seal until the inputs, or the tokens asked for of each, are at their end."""
-    cursor, tally, end = parts.sealed()
+    job: Job,
+    parts: Parts,
+    workers: int,
+    stop: StopFlag,
+    progress: Callable[[Progress], None],
+    log: Callable[[str], None],
+) -> Counts:
+    """Read, tokenise and seal until the inputs end, or each has given `max_tokens`."""
+    cursor, counts, end = parts.sealed()
     if end:
-        return tally
+        return counts
     if parts.shards:
-        say(f"going on after {len(parts.shards)} sealed shards, {sum(tally.tokens):,} tokens")
+        log(f"going on after {len(parts.shards)} sealed shards, {sum(counts.tokens):,} tokens")
     else:
-        tally.documents, tally.tokens = [0] * len(job.sources), [0] * len(job.sources)
-    full = {source.group for source in job.sources if _full(job, tally, source.group)}
+        counts.documents, counts.tokens = [0] * len(job.sources), [0] * len(job.sources)
+    full = {source.group for source in job.sources if _full(job, counts, source.group)}
     total = sum(source.size for source in job.sources)
     with Pool(job.tokenizer, job.config.tokenizer, job.dtype, workers) as pool:
         for batch in _in_order(_batches(job, cursor, pool, full, stop.check), max(1, workers * AHEAD)):
@@ -193,57 +198,57 @@ def _fill(
                 if group in full:
                     break
                 cursor = Cursor(batch.source, record.number)
-                _count(job, tally, batch.source, record)
-                if not record.problem and _store(job, parts, tally, batch.source, record, *next(documents)):
-                    parts.seal(cursor, tally, end=False)
-                if _full(job, tally, group):
+                _count(job, counts, batch.source, record)
+                if not record.problem and _store(job, parts, counts, batch.source, record, *next(documents)):
+                    parts.seal(cursor, counts, end=False)
+                if _full(job, counts, group):
                     full.add(group)
             before = sum(source.size for source in job.sources[: batch.source])
-            show(Progress(before + batch.records[-1].position, total, sum(tally.documents), sum(tally.tokens)))
-    _judge(job.config, tally, final=True)
-    parts.seal(cursor, tally, end=True)
-    return tally
+            progress(Progress(before + batch.records[-1].position, total, sum(counts.documents), sum(counts.tokens)))
+    _check_counts(job.config, counts, final=True)
+    parts.seal(cursor, counts, end=True)
+    return counts
 
 
-def _full(job: Job, tally: Tally, group: int) -> bool:
-    """Whether an input has given the tokens asked for."""
+def _full(job: Job, counts: Counts, group: int) -> bool:
+    """Whether an input has given `max_tokens`."""
     if job.config.max_tokens is None:
         return False
-    taken = (n for source, n in zip(job.sources, tally.tokens, strict=True) if source.group == group)
+    taken = (n for source, n in zip(job.sources, counts.tokens, strict=True) if source.group == group)
     return sum(taken) >= job.config.max_tokens
 
 
 def _batches(job: Job, cursor: Cursor, pool: Pool, full: set[int], tick: Callable[[], None]) -> Iterator[Batch]:
     """The records after the cursor in requests to the pool, none of which spans two inputs.
 
-    An input that comes to be in `full` is left; what of it is under way by then is thrown away.
+    No more is read of an input that is in `full`; its pending batches are discarded.
     """
     for number in range(cursor.source, len(job.sources)):
-        held: list[Record] = []
+        batch: list[Record] = []
         texts: list[bytes] = []
         group, size = job.sources[number].group, 0
         skip = cursor.record if number == cursor.source else 0
         for record in records(job.sources[number], job.fields, skip, tick) if group not in full else ():
             if group in full:
                 break
-            held.append(record._replace(text=""))
+            batch.append(record._replace(text=""))
             if not record.problem:
                 texts.append(record.text.encode())
                 size += len(texts[-1])
-            # Records without a text count too: a file of bad lines must not be held in memory.
-            if size >= REQUEST or len(held) >= ENOUGH:
-                yield _request(number, held, texts, pool)
-                held, texts, size = [], [], 0
-        if held:
-            yield _request(number, held, texts, pool)
+            # Records without a text count too: a file of bad lines must not fill the memory.
+            if size >= REQUEST or len(batch) >= MANY_RECORDS:
+                yield _request(number, batch, texts, pool)
+                batch, texts, size = [], [], 0
+        if batch:
+            yield _request(number, batch, texts, pool)
 
 
-def _request(source: int, held: list[Record], texts: list[bytes], pool: Pool) -> Batch:
-    return Batch(source, held, [hashlib.sha256(text).hexdigest()[:32] for text in texts], pool.submit(texts))
+def _request(source: int, batch: list[Record], texts: list[bytes], pool: Pool) -> Batch:
+    return Batch(source, batch, [hashlib.sha256(text).hexdigest()[:32] for text in texts], pool.submit(texts))
 
 
 def _in_order(batches: Iterator[Batch], ahead: int) -> Iterator[Batch]:
-    """The batches in their order, with up to `ahead` more under way behind the one that is given out."""
+    """The batches in order, while up to `ahead` more of them are being tokenised."""
     waiting: deque[Batch] = deque()
     for batch in batches:
         waiting.append(batch)
@@ -252,51 +257,51 @@ def _in_order(batches: Iterator[Batch], ahead: int) -> Iterator[Batch]:
     yield from waiting
 
 
-def _count(job: Job, tally: Tally, source: int, record: Record) -> None:
-    """Add a record to the tally; name it where it is bad."""
-    tally.read += 1
+def _count(job: Job, counts: Counts, source: int, record: Record) -> None:
+    """Add a record to the counts, and to the list of bad ones where it is bad."""
+    counts.read += 1
     if record.problem:
-        tally.empty += record.problem == EMPTY
-        tally.bad += record.problem != EMPTY
-        if len(tally.listed) < LISTED:
-            tally.listed.append([job.sources[source].name, record.number, record.problem])
-        _judge(job.config, tally, final=False)
+        counts.empty += record.problem == EMPTY
+        counts.bad += record.problem != EMPTY
+        if len(counts.bad_records) < LISTED:
+            counts.bad_records.append([job.sources[source].name, record.number, record.problem])
+        _check_counts(job.config, counts, final=False)
 
 
-def _judge(config: PrepareConfig, tally: Tally, *, final: bool) -> None:
-    """Stop where there are more bad records than are let pass, or at the end no documents at all.
+def _check_counts(config: PrepareConfig, counts: Counts, *, final: bool) -> None:
+    """Stop where there are more bad records than `max_bad`, or at the end no documents at all.
 
     Raises:
         ValueError: names the first bad ones.
     """
-    bad, limit = tally.empty + tally.bad, config.max_bad
+    bad, limit = counts.empty + counts.bad, config.max_bad
     if 0 < limit < 1:
-        if tally.read < ENOUGH and not final:
+        if counts.read < MANY_RECORDS and not final:
             return
-        limit = limit * tally.read
-    if final and not sum(tally.documents):
-        counts = f"{tally.read} read, {tally.empty} empty, {tally.bad} bad, {tally.outside} in no stratum"
-        raise ValueError(f"inputs: no documents among the records: {counts}")
+        limit = limit * counts.read
+    if final and not sum(counts.documents):
+        read = f"{counts.read} read, {counts.empty} empty, {counts.bad} bad, {counts.outside} in no stratum"
+        raise ValueError(f"inputs: no documents among the records: {read}")
     if bad > limit:
-        first = "; ".join(f"{name}, line {number}: {reason}" for name, number, reason in tally.listed[:5])
+        first = "; ".join(f"{name}, line {number}: {reason}" for name, number, reason in counts.bad_records[:5])
         raise ValueError(
-            f"max_bad: {bad} of {tally.read} records are bad or empty, expected at most {config.max_bad}: {first}"
+            f"max_bad: {bad} of {counts.read} records are bad or empty, expected at most {config.max_bad}: {first}"
         )
 
 
-def _store(job: Job, parts: Parts, tally: Tally, source: int, record: Record, digest: str, tokens: Any) -> bool:
-    """Put a document where it belongs; whether the shard is full."""
-    if not job.config.keeps(len(tokens)):
-        tally.outside += 1
+def _store(job: Job, parts: Parts, counts: Counts, source: int, record: Record, digest: str, tokens: Any) -> bool:
+    """Add a document to the shard, unless it fits no stratum; whether the shard is full."""
+    if not job.config.stores(len(tokens)):
+        counts.outside += 1
         return False
-    # Without an id of its own the text speaks for a document: its line number would bring the order in.
+    # Without an id of its own a document is split by its text: its line number would depend on the order.
     split = job.sources[source].split or split_of(record.id if record.named else digest, job.config)
     stored = with_end(tokens, job.end_of_text)
-    tally.documents[source] += 1
-    tally.tokens[source] += len(stored)
+    counts.documents[source] += 1
+    counts.tokens[source] += len(stored)
     return parts.add(Entry(record.id, record.title, SPLITS.index(split), len(tokens), digest), stored)
 
 
 def split_of(identifier: str, config: PrepareConfig) -> str:
-    """The split of a document by a hash of its id: where it stands in the input plays no part."""
+    """The split of a document by a hash of its id, whatever its place in the input."""
     return "heldout" if key("split", config.seed, identifier) < config.heldout_fraction * 2**64 else "train"

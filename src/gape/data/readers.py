@@ -1,4 +1,9 @@
-"""Documents out of files: text, JSON lines and Parquet, plain or compressed, one at a time."""
+"""Documents from files: text, JSON lines and Parquet, plain or compressed, one record at a time.
+
+The library `datasets` reads datasets of the hub (:mod:`gape.data.inputs`), but not these files. It ends a whole file at
+the first line that is not JSON or not Unicode, without that line's number in the file; it has no bound on the length of
+a line; and it keeps neither line numbers, of which ids are made, nor places in the file, by which progress is shown.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +12,47 @@ import io
 import json
 import lzma
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import IO, Any, NamedTuple, cast
 
-from gape.data import inputs
-
-if TYPE_CHECKING:
-    from gape.data.inputs import Input
-
-#: Lines looked at for one that shows which fields there are.
+#: Lines that are searched for one that shows which fields there are.
 PROBED = 100
 #: Rows of a Parquet file in memory at once.
 ROWS = 64
 BUFFER = 2**20
-#: Bytes of a line at most, and of a text file: a book or a shelf of them, and what memory holds.
+#: Bytes of a line and of a text file at most, which are held in memory.
 LINE, TEXT = 2**28, 2**30
 #: Bytes of a .zst that are decompressed at once: no more than 128 MiB can come of them.
 PIECE = 2**12
-MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+EMPTY = "empty document"
+
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file or dataset.
+
+    Attributes:
+        name: what it is called in ids, messages and the card: a file's name, or its path from the folder given.
+        group: the number of the input as it was given; the files of a folder share it.
+        kind: "text", "jsonl", "parquet", or "dataset".
+        split: "train", "heldout", or None where each document's id decides.
+        size: bytes of the file; 0 for a dataset.
+        open: opens the file; None for a dataset.
+        identity: what the card says of it and a resume compares: its SHA-256, or the revision of its dataset.
+    """
+
+    name: str
+    group: int
+    kind: str
+    split: str | None
+    size: int
+    open: Callable[[], IO[bytes]] | None
+    identity: dict[str, Any]
 
 
 class Fields(NamedTuple):
@@ -38,9 +66,12 @@ class Fields(NamedTuple):
 class Record(NamedTuple):
     """A line of JSON, a row, or a text file.
 
-    number: of the line or row, from 1. position: bytes of the file read so far. named: whether the id is the input's
-    own and not made of its name and the number. problem: why there is no document in
-    it, or None; where there is a problem id, title and text mean nothing.
+    Attributes:
+        number: of the line or row, from 1.
+        id, title, text: of the document; empty where there is a problem.
+        position: bytes of the file read so far.
+        problem: why there is no document in it, or None.
+        named: whether the id is the input's own, and not made of its name and the number.
     """
 
     number: int
@@ -52,129 +83,89 @@ class Record(NamedTuple):
     named: bool = True
 
 
-class Reader(Protocol):
-    """How a kind of input is read."""
-
-    def probe(self, source: Input, fields: Fields) -> None:
-        """Refuse an input that has not the fields."""
-        ...
-
-    def records(self, source: Input, fields: Fields, skip: int, tick: Callable[[], None]) -> Iterator[Record]:
-        """Its records after the first `skip`; `tick` is called while those go by, and may raise."""
-        ...
-
-
-class TextReader:
-    """A file is a document."""
-
-    def probe(self, source: Input, fields: Fields) -> None:
-        """Every file has text, or is a bad record."""
-
-    def records(self, source: Input, fields: Fields, skip: int, tick: Callable[[], None]) -> Iterator[Record]:
-        """The one record."""
-        if skip:
-            return
-        data = bytearray()
-        with _opened(source) as (stream, _):
-            for _, line in _lines(stream, source.name):
-                data += line
-                if len(data) > TEXT:
-                    raise ValueError(
-                        f"inputs: {source.name} has more than {TEXT:,} bytes, expected a text of at most that"
-                    )
-        try:
-            text = data.removeprefix(MARK).decode()
-        except UnicodeDecodeError as error:
-            yield Record(1, "", None, "", source.size, f"not UTF-8: {error.reason} at byte {error.start}")
-            return
-        yield _checked(Record(1, source.name, None, text, source.size))
+def read_text(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
+    """The one record of a text file: all of it."""
+    if skip:
+        return
+    data = bytearray()
+    with _open(source) as (stream, _):
+        for _, line in _lines(stream, source.name):
+            data += line
+            if len(data) > TEXT:
+                raise ValueError(f"inputs: {source.name} has more than {TEXT:,} bytes, expected a text of at most that")
+    try:
+        text = data.removeprefix(BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError as error:
+        yield Record(1, "", None, "", source.size, f"not UTF-8: {error.reason} at byte {error.start}")
+        return
+    yield _checked(Record(1, source.name, None, text, source.size))
 
 
-class LinesReader:
-    """A line is a JSON object with a document in it. Blank lines are nothing."""
+def probe_lines(source: Input, fields: Fields) -> None:
+    """Refuse JSON lines whose first object lacks a field."""
+    with _open(source) as (stream, _):
+        for number, line in _lines(stream, source.name):
+            value = _object(line)
+            if isinstance(value, dict):
+                require_fields(source.name, value, fields)
+                return
+            if number >= PROBED:
+                break
+        else:
+            # A file without a line has no documents, which is an error only if no other file has any.
+            if not source.size:
+                return
+    raise ValueError(f"inputs: {source.name}: none of its first {PROBED} lines is a JSON object")
 
-    def probe(self, source: Input, fields: Fields) -> None:
-        """Find the fields in the first line that is an object."""
-        with _opened(source) as (stream, _):
-            for number, line in _lines(stream, source.name):
-                value = _object(line)
-                if isinstance(value, dict):
-                    need(source.name, value, fields)
-                    return
-                if number >= PROBED:
-                    break
+
+def read_lines(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
+    """A record for each line that is not blank; a document is a JSON object."""
+    with _open(source) as (stream, raw):
+        for number, line in _lines(stream, source.name):
+            if number <= skip:
+                tick()
+                continue
+            if not line.strip():
+                continue
+            value = _object(line)
+            if isinstance(value, str):
+                yield Record(number, "", None, "", raw.tell(), value)
             else:
-                # A file without a line has no documents, which is said when all have been read.
-                if not source.size:
-                    return
-        raise ValueError(f"inputs: {source.name}: none of its first {PROBED} lines is a JSON object")
-
-    def records(self, source: Input, fields: Fields, skip: int, tick: Callable[[], None]) -> Iterator[Record]:
-        """A record for each line that is not blank."""
-        with _opened(source) as (stream, raw):
-            for number, line in _lines(stream, source.name):
-                if number <= skip:
-                    tick()
-                    continue
-                if not line.strip():
-                    continue
-                value = _object(line)
-                if isinstance(value, str):
-                    yield Record(number, "", None, "", raw.tell(), value)
-                else:
-                    yield document(value, fields, source.name, number, raw.tell())
+                yield document(value, fields, source.name, number, raw.tell())
 
 
-class ParquetReader:
-    """A row is a document."""
-
-    def probe(self, source: Input, fields: Fields) -> None:
-        """Look at the names of the columns."""
-        with _opened(source) as (_, raw):
-            need(source.name, dict.fromkeys(self._columns(source, raw)), fields)
-
-    def records(self, source: Input, fields: Fields, skip: int, tick: Callable[[], None]) -> Iterator[Record]:
-        """A record for each row."""
-        with _opened(source) as (_, raw):
-            wanted = {fields.text, fields.id or "id", fields.title}
-            columns = [name for name in self._columns(source, raw) if name in wanted]
-            number = 0
-            for batch in _parquet().ParquetFile(raw).iter_batches(batch_size=ROWS, columns=columns):
-                if number + batch.num_rows <= skip:
-                    number += batch.num_rows
-                    tick()
-                    continue
-                for row in batch.to_pylist():
-                    number += 1
-                    if number > skip:
-                        yield document(row, fields, source.name, number, min(raw.tell(), source.size))
-
-    def _columns(self, source: Input, raw: IO[bytes]) -> list[str]:
-        library = _parquet()
-        try:
-            names: list[str] = library.ParquetFile(raw).schema_arrow.names
-        # Whatever pyarrow says of a file that is none.
-        except Exception as error:
-            raise ValueError(f"inputs: {source.name} is no Parquet file: {error}") from error
-        raw.seek(0)
-        return names
+def probe_parquet(source: Input, fields: Fields) -> None:
+    """Refuse a Parquet file that lacks a column."""
+    with _open(source) as (_, raw):
+        require_fields(source.name, dict.fromkeys(_columns(source, raw)), fields)
 
 
-class DatasetReader:
-    """A dataset of the Hugging Face hub, streamed: an example is a document."""
+def read_parquet(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
+    """A record for each row."""
+    with _open(source) as (_, raw):
+        wanted = {fields.text, fields.id or "id", fields.title}
+        columns = [name for name in _columns(source, raw) if name in wanted]
+        number = 0
+        for batch in _parquet().ParquetFile(raw).iter_batches(batch_size=ROWS, columns=columns):
+            if number + batch.num_rows <= skip:
+                number += batch.num_rows
+                tick()
+                continue
+            for row in batch.to_pylist():
+                number += 1
+                if number > skip:
+                    yield document(row, fields, source.name, number, min(raw.tell(), source.size))
 
-    def probe(self, source: Input, fields: Fields) -> None:
-        """Look at the first example."""
-        for value in inputs.stream(source.name, source.identity.get("revision"), 0):
-            need(source.name, value, fields)
-            return
-        raise ValueError(f"inputs: {source.name} has no examples")
 
-    def records(self, source: Input, fields: Fields, skip: int, tick: Callable[[], None]) -> Iterator[Record]:
-        """A record for each example."""
-        examples = inputs.stream(source.name, source.identity.get("revision"), skip)
-        for number, value in enumerate(examples, start=skip + 1):
-            yield document(value, fields, source.name, number, 0)
+def _columns(source: Input, raw: IO[bytes]) -> list[str]:
+    library = _parquet()
+    try:
+        names: list[str] = library.ParquetFile(raw).schema_arrow.names
+    # pyarrow raises many kinds of error for a file of another format.
+    except Exception as error:
+        raise ValueError(f"inputs: {source.name} is no Parquet file: {error}") from error
+    raw.seek(0)
+    return names
 
 
 def document(value: Mapping[str, Any], fields: Fields, name: str, number: int, position: int) -> Record:
@@ -191,8 +182,8 @@ def document(value: Mapping[str, Any], fields: Fields, name: str, number: int, p
     return _checked(Record(number, identifier, title, text, position, named=named))
 
 
-def need(name: str, value: Mapping[str, Any], fields: Fields) -> None:
-    """Refuse an input without the fields asked for."""
+def require_fields(name: str, value: Mapping[str, Any], fields: Fields) -> None:
+    """Refuse an input without one of the fields."""
     for option, field in (("text_field", fields.text), ("id_field", fields.id)):
         if field is not None and field not in value:
             raise ValueError(f"{option}: got {field!r}, expected a field that {name} has: {', '.join(value)}")
@@ -229,7 +220,7 @@ def _checked(record: Record) -> Record:
 def _object(line: bytes) -> dict[str, Any] | str:
     """The object on a line, or what is wrong with it."""
     try:
-        value = json.loads(line.removeprefix(MARK).decode())
+        value = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError as error:
         return f"not UTF-8: {error.reason} at byte {error.start}"
     except json.JSONDecodeError as error:
@@ -260,19 +251,12 @@ def _lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-class _opened:  # noqa: N801
-    """A file as (what it holds, the file itself); the position in the second says how far the reading is."""
-
-    def __init__(self, source: Input) -> None:
-        self._open = cast(Callable[[], IO[bytes]], source.open)
-        self._decompressed = COMPRESSED.get(PurePosixPath(source.name).suffix.lower())
-
-    def __enter__(self) -> tuple[IO[bytes], IO[bytes]]:
-        self._raw = self._open()
-        return (self._decompressed or _plain)(self._raw), self._raw
-
-    def __exit__(self, *_: object) -> None:
-        self._raw.close()
+@contextmanager
+def _open(source: Input) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """A file as (its content, the file itself); the position in the second says how far the reading is."""
+    decompress = COMPRESSED.get(PurePosixPath(source.name).suffix.lower(), _plain)
+    with cast(Callable[[], IO[bytes]], source.open)() as raw:
+        yield decompress(raw), raw
 
 
 def _plain(raw: IO[bytes]) -> IO[bytes]:
@@ -337,7 +321,6 @@ def _parquet() -> Any:
     return pyarrow.parquet
 
 
-EMPTY = "empty document"
 COMPRESSED: dict[str, Callable[[IO[bytes]], IO[bytes]]] = {".gz": _gzip, ".xz": _xz, ".zst": _zstd}
 #: The endings of the names of files, and the kind each is.
 KINDS = {
@@ -348,10 +331,4 @@ KINDS = {
     ".ndjson": "jsonl",
     ".json": "jsonl",
     ".parquet": "parquet",
-}
-READERS: dict[str, Reader] = {
-    "text": TextReader(),
-    "jsonl": LinesReader(),
-    "parquet": ParquetReader(),
-    "dataset": DatasetReader(),
 }

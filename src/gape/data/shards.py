@@ -20,12 +20,12 @@ import numpy.typing as npt
 from gape.utils import files
 from gape.utils.files import file_sha256
 
-#: Bad lines that are named in the card; the rest are counted.
+#: Bad records that the card lists; the others are only counted.
 LISTED = 100
 
 
 class Entry(NamedTuple):
-    """A document of a shard: id, title, split (in `gape.data.shards.SPLITS`), tokens without the end of text, text."""
+    """A document of a shard: id, title, index in SPLITS, tokens without the end of text, and a hash of its text."""
 
     id: str
     title: str | None
@@ -35,22 +35,22 @@ class Entry(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """The last record that is done with: the number of its input from 0, its own number from 1."""
+    """The last record that was processed: the number of its input from 0, its own number from 1."""
 
     source: int = 0
     record: int = 0
 
 
 @dataclass
-class Tally:
+class Counts:
     """What has been read so far.
 
     Attributes:
         read: records.
         empty, bad: those without a text, those that could not be understood.
         outside: documents that fit no stratum.
-        documents, tokens: kept so far, for each file or dataset.
-        listed: input, number and reason of the first bad ones.
+        documents, tokens: stored so far, for each file or dataset.
+        bad_records: input, number and reason of the first empty or bad ones.
     """
 
     read: int = 0
@@ -59,14 +59,14 @@ class Tally:
     outside: int = 0
     documents: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    listed: list[list[Any]] = field(default_factory=list)
+    bad_records: list[list[Any]] = field(default_factory=list)
 
 
 class Sealed(NamedTuple):
-    """Where to go on: the last record that is done with, what was read up to there, whether that was all."""
+    """Where a preparation goes on: the last record stored, the counts up to there, whether that was all."""
 
     cursor: Cursor
-    tally: Tally
+    counts: Counts
     end: bool
 
 
@@ -74,15 +74,15 @@ class Parts:
     """The sealed shards of a directory, and the one being filled.
 
     A shard is closed by the document that makes it reach `shard_tokens`, so where shards end follows from the input
-    and the settings alone. What is in memory is one shard; what a death costs is one shard.
+    and the settings alone. One shard is in memory, and one shard of work is lost when the process is killed.
 
     Args:
         directory: of the corpus.
         shard_tokens: tokens at which a shard is closed.
 
     Attributes:
-        records: where the records of sealed shards are until there is an index.
-        shards: a line for each sealed shard: file (None for an empty last one), bytes, tokens, sha256.
+        records: the folder that has a record of each sealed shard until there is an index.
+        shards: an entry for each sealed shard: file (None for an empty last one), bytes, tokens, sha256.
     """
 
     def __init__(self, directory: Path, shard_tokens: int) -> None:
@@ -90,30 +90,30 @@ class Parts:
         self.records = directory / "parts"
         self.records.mkdir(exist_ok=True)
         self.shards: list[dict[str, Any]] = []
-        self._held = 0
+        self._tokens = 0
         self._data: list[bytes] = []
         self._entries: list[Entry] = []
 
     def sealed(self) -> Sealed:
-        """Check what is there and throw away what a death left after it."""
+        """Check the sealed shards, and delete files that a killed process left behind them."""
         self.shards = []
-        cursor, tally, end = Cursor(), Tally(), False
+        cursor, counts, end = Cursor(), Counts(), False
         while not end and (part := self._valid(len(self.shards))) is not None:
             self.shards.append(part["shard"])
-            cursor, tally, end = Cursor(*part["cursor"]), Tally(**part["tally"]), part["end"]
+            cursor, counts, end = Cursor(*part["cursor"]), Counts(**part["counts"]), part["end"]
         for path in [*self.records.glob("*.json"), *self._directory.glob("tokens-*.bin")]:
             if int(path.stem.removeprefix("tokens-")) >= len(self.shards):
                 path.unlink()
-        return Sealed(cursor, tally, end)
+        return Sealed(cursor, counts, end)
 
     def add(self, entry: Entry, tokens: npt.NDArray[Any]) -> bool:
-        """Put a document into the shard; True when that has filled it, and it wants to be sealed."""
+        """Put a document into the shard; True when it is full and must be sealed."""
         self._entries.append(entry)
         self._data.append(tokens.tobytes())
-        self._held += len(tokens)
-        return self._held >= self._limit
+        self._tokens += len(tokens)
+        return self._tokens >= self._limit
 
-    def seal(self, cursor: Cursor, tally: Tally, *, end: bool) -> None:
+    def seal(self, cursor: Cursor, counts: Counts, *, end: bool) -> None:
         """Write the shard, then the record that makes it count.
 
         Raises:
@@ -124,11 +124,11 @@ class Parts:
         if name:
             files.replace(self._directory / name, data)
         digest = hashlib.sha256(data).hexdigest()
-        shard = {"file": name, "bytes": len(data), "tokens": self._held, "sha256": digest}
-        part = {"shard": shard, "cursor": cursor, "tally": asdict(tally), "end": end, "documents": self._entries}
+        shard = {"file": name, "bytes": len(data), "tokens": self._tokens, "sha256": digest}
+        part = {"shard": shard, "cursor": cursor, "counts": asdict(counts), "end": end, "documents": self._entries}
         files.replace(self.records / f"{number:05d}.json", files.to_json(part, indent=None))
         self.shards.append(shard)
-        self._data, self._entries, self._held = [], [], 0
+        self._data, self._entries, self._tokens = [], [], 0
 
     def entries(self) -> Iterator[tuple[int, list[Entry]]]:
         """The documents of each sealed shard, with its number."""
@@ -137,19 +137,19 @@ class Parts:
             yield number, [Entry(*entry) for entry in part["documents"]]
 
     def discard(self) -> None:
-        """Remove the records, which the index has taken the place of."""
+        """Remove the records, which the index replaces."""
         shutil.rmtree(self.records, ignore_errors=True)
 
     def _valid(self, number: int) -> dict[str, Any] | None:
-        """The record of a shard that is whole, or None."""
+        """The record of a shard that is complete, or None."""
         try:
             part: dict[str, Any] = json.loads((self.records / f"{number:05d}.json").read_bytes())
-            shard = part["shard"]
+            shard, _ = part["shard"], part["counts"]
         except (OSError, ValueError, KeyError):
             return None
         path = self._directory / (shard["file"] or "")
-        whole = shard["file"] is None or (path.is_file() and file_sha256(path) == shard["sha256"])
-        return part if whole else None
+        complete = shard["file"] is None or (path.is_file() and file_sha256(path) == shard["sha256"])
+        return part if complete else None
 
 
 def with_end(tokens: npt.NDArray[Any], end_of_text: int | None) -> npt.NDArray[Any]:
@@ -160,8 +160,8 @@ def with_end(tokens: npt.NDArray[Any], end_of_text: int | None) -> npt.NDArray[A
 INDEX, NAMES = "index.bin", "names.jsonl"
 SPLITS = ("train", "heldout")
 
-#: Where a document lies. split counts in SPLITS; stratum in the card's list from 1 on, 0 is none; offset and length
-#: are tokens in the shard; start is where an excerpt begins in its document; name is the place of its line in NAMES.
+#: A document of the index. split counts in SPLITS; stratum in the card's list from 1 on, 0 is none; offset and length
+#: are tokens in the shard; start is where an excerpt begins in its document; name is the offset of its line in NAMES.
 RECORD = np.dtype(
     [
         ("shard", "<u4"),
@@ -182,15 +182,15 @@ Records = npt.NDArray[np.void]
 
 
 class Piece(NamedTuple):
-    """A part of a document that is one entry of the index: a stratum (0: none), a place and a number of tokens."""
+    """A part of a document that is one entry of the index: a stratum (0: none), its first token, its tokens."""
 
     stratum: int
     start: int
     length: int
 
 
-class Summed:
-    """A new file that knows its SHA-256 and its size when it is closed; it gets its name only then."""
+class HashedFile:
+    """A new file that computes its SHA-256 and its size while it is written; it gets its name when it is closed."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._aside = path, path.with_name(f".tmp-{path.name}-{os.getpid()}")
@@ -209,7 +209,7 @@ class Summed:
         """Of what was written so far, in hex."""
         return self._hash.hexdigest()
 
-    def __enter__(self) -> Summed:
+    def __enter__(self) -> HashedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -237,13 +237,13 @@ def name_line(identifier: str, title: str | None) -> bytes:
 
 
 class Names:
-    """The lines of NAMES by their places."""
+    """The lines of NAMES by their offsets."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as f:
             self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def at(self, place: int) -> tuple[str, str | None]:
-        """The id and the title that begin at a place."""
-        line: dict[str, Any] = json.loads(self._map[place : self._map.find(b"\n", place)])
+    def at(self, offset: int) -> tuple[str, str | None]:
+        """The id and the title on the line that begins at an offset."""
+        line: dict[str, Any] = json.loads(self._map[offset : self._map.find(b"\n", offset)])
         return line["id"], line["title"]

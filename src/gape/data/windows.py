@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gape.data.corpus import Corpus
-from gape.data.order import below, key, permuted
+from gape.utils.random import below64, key, permuted
 from gape.utils.validation import invalid_argument, whole
 
 
@@ -38,7 +38,7 @@ class Source(Protocol):
     def batch(self, step: int, micro: int) -> Batch:
         """The micro-batch number `micro` (from 0) of step `step` (from 1), a pure function of both and of a seed.
 
-        It neither reads nor moves the global random states: asked again, also in another process, it gives the same.
+        It neither reads nor changes the global random states: another call, also in another process, gives the same.
         """
         ...
 
@@ -95,8 +95,8 @@ class WindowSource:
         enough = lengths > self.length
         if not enough.any():
             longest = int(lengths.max(initial=0))
-            where = f"{split} documents" + (f" of stratum {stratum}" if stratum is not None else "")
-            raise invalid_argument("length", length, f"below the longest of the {where}, which has {longest} tokens")
+            which = f"{split} documents" + (f" of stratum {stratum}" if stratum is not None else "")
+            raise invalid_argument("length", length, f"below the longest of the {which}, which has {longest} tokens")
         self._shards = records["shard"][enough].astype(np.int64)
         self._offsets = records["offset"][enough].astype(np.int64)
         # Every shard is compared with its hash now, not hours later.
@@ -125,12 +125,12 @@ class WindowSource:
         tokens = np.empty((self.batch_size, self.length + 1), dtype=np.int64)
         for row, shard, offset in zip(tokens, shards.tolist(), offsets.tolist(), strict=True):
             row[:] = self.corpus.shard(shard)[offset : offset + self.length + 1]
-        held = torch.from_numpy(tokens)
+        batch = torch.from_numpy(tokens)
         if self.device.type == "cuda":
-            held = held.pin_memory().to(self.device, non_blocking=True)
+            batch = batch.pin_memory().to(self.device, non_blocking=True)
         else:
-            held = held.to(self.device)
-        return Batch(held[:, :-1].contiguous(), held[:, 1:].contiguous())
+            batch = batch.to(self.device)
+        return Batch(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
 
     def places(self, numbers: Places) -> tuple[Places, Places]:
         """The shards and the offsets in them of windows by number, counted through all epochs; int64 like `numbers`."""
@@ -140,7 +140,7 @@ class WindowSource:
             here = epochs == epoch
             window = permuted(order[here], self.windows, key("order", self.seed, epoch))
             document = np.searchsorted(self._ends, window, side="right")
-            begin = below(document, self._starts[document], key("offset", self.seed, epoch))
+            begin = below64(document, self._starts[document], key("offset", self.seed, epoch))
             documents[here] = document
             offsets[here] = self._offsets[document] + begin + (window - self._firsts[document]) * self.length
         return self._shards[documents], offsets

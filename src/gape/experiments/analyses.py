@@ -161,7 +161,7 @@ def _each(runs: Sequence[Path], reader: Reader, device: str, analyse: Callable[[
     """Open the runs in turn and analyse each; a directory without a checkpoint is refused before the first."""
     progress, target = Progress(), pick_device(device)
     for directory in runs:
-        if not checkpoint.found(directory / "checkpoints"):
+        if not checkpoint.available(directory / "checkpoints"):
             raise ValueError(f"run: got {str(directory)!r}, expected a directory that gape lm train made")
     with ProgressTable(progress, "run") as table:
         for number, directory in enumerate(runs):

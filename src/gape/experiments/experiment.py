@@ -93,7 +93,7 @@ def check(run: Run, directory: Path, resume: str = "auto") -> None:
     """
     if resume not in ("auto", "never"):
         raise invalid_argument("resume", resume, "auto or never")
-    there = [*checkpoint.found(directory / "checkpoints"), directory / SUMMARY]
+    there = [*checkpoint.available(directory / "checkpoints"), directory / SUMMARY]
     if resume == "never" and there[0].exists():
         raise invalid_argument("resume", resume, f"auto or another --out, since {there[0]} is there already")
     if files.foreign(directory, SETTINGS):

@@ -19,7 +19,7 @@ from gape.experiments.experiment import Log, Record
 from gape.experiments.open_model import OpenModel
 from gape.experiments.result_store import ResultStore
 from gape.models.gpt import GPT
-from gape.tasks.far_back import FarBackConfig, Found, measure, summary
+from gape.tasks.far_back import FarBackConfig, Sums, measure, summary
 from gape.utils import files
 from gape.utils.validation import invalid_argument
 
@@ -72,7 +72,7 @@ def measure_run(
     settings |= {"precision": "bfloat16" if low else "float32"}
     key = hashlib.sha256(files.to_json([settings, run.identity], indent=None)).hexdigest()[:16]
     store = ResultStore(run.directory / DOCUMENTS)
-    done = {row["document"]: [Found(*entry) for entry in row["found"]] for row in store.rows({"key": key})}
+    done = {row["document"]: [Sums(*entry) for entry in row["found"]] for row in store.rows({"key": key})}
     for at, document in enumerate(chosen, 1):
         if document.id in done:
             continue
@@ -86,7 +86,7 @@ def measure_run(
     return _write(run, key, settings, {document.id: done[document.id] for document in chosen})
 
 
-def _write(run: OpenModel, key: str, settings: Record, documents: dict[str, list[Found]]) -> list[Record]:
+def _write(run: OpenModel, key: str, settings: Record, documents: dict[str, list[Sums]]) -> list[Record]:
     rows = [run.identity | row | {"key": key, "asked": settings} for row in summary(documents)]
     ResultStore(run.directory / ROWS).replace(rows, keep=lambda row: row.get("key") != key)
     return rows

@@ -262,7 +262,7 @@ def _corpus(name: str, data: Sequence[str], out: Path, heldout_fraction: float, 
         if not given.startswith("hf:") and not Path(given).exists():
             raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
     settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
-    prepare(settings, out / CORPUS, workers=1, say=progress.log)
+    prepare(settings, out / CORPUS, workers=1, log=progress.log)
     return open_corpus(out / CORPUS)
 
 

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from rich.console import Console
 
-from gape.analysis.niah import look_inside
+from gape.analysis.niah import inspect_model
 from gape.experiments.experiment import Log, Record, conditions, model_step, named_device, pick_device
 from gape.experiments.open_model import read_run
 from gape.experiments.recipe import Recipe
@@ -199,7 +199,7 @@ def _analyse(run: NeedleRun, model: GPT, directory: Path, step: int, stop: StopF
     if _analysed(run, directory, step):
         return
     settings = _analysis(run)
-    results = look_inside(
+    results = inspect_model(
         model, run.task, factors=settings["factors"], samples=settings["samples"], seed=settings["eval_seed"],
         trace=settings["traces"], map_size=settings["map_size"], check=stop.check,
     )  # fmt: skip

@@ -166,7 +166,7 @@ def read_run(
         raise ValueError(
             f"run: {str(directory)!r} was made by gape {run.kind} train, expected one of gape {kind} train"
         )
-    if kind is not None and not checkpoint.found(directory / "checkpoints"):
+    if kind is not None and not checkpoint.available(directory / "checkpoints"):
         raise ValueError(f"run: got {str(directory)!r}, expected one with a checkpoint, as gape {kind} train leaves")
     return run
 

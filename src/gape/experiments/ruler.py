@@ -248,7 +248,7 @@ def _open(spec: str, evaluation: Evaluation) -> _Opened:
 def _read_so(reader: GPTReader | TransformersReader, identity: Record, evaluation: Evaluation) -> Record:
     """Let a reader read as evaluation; what names it in rows: another variant than the same model read densely."""
     way = evaluation.settings.way
-    way.take(reader)
+    way.apply(reader)
     words = way.words()
     if not words:
         return identity

@@ -172,7 +172,7 @@ def _start(run: Run, directory: Path, jobs: int, resume: str) -> _Child:
     environment = dict(os.environ)
     threads = max(1, (os.cpu_count() or 1) // jobs)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
-    output = files.add_to(home / OUTPUT)
+    output = files.open_append(home / OUTPUT)
     command = [sys.executable, "-m", "gape", run.kind, "run", str(home), "--resume", resume]
     # Apart from the terminal: Ctrl-C reaches the parent alone, which passes one signal on; two would cut a child short.
     process = subprocess.Popen(

@@ -14,18 +14,18 @@ from gape.utils.validation import flag, invalid_argument, suggestion, whole
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Everything that fixes the function of a GPT but its weights. To be saved with them.
+    """The configuration of a GPT: everything but its weights, to be saved with them.
 
     Attributes:
         vocab_size, n_layer, n_head, n_embd: V, layers, query heads and E, a multiple of n_head.
         context_length: T, the training length, by which gates divide distances. Not a limit.
         n_kv_head: key and value heads, a divisor of n_head; n_head when None.
         position: a name of :func:`gape.positions.available`.
-        reserve: coordinates of each head given up for the bias, as in :class:`gape.GAPEAttention`; 6 for gated
+        reserve: coordinates of each head reserved for the bias, as in :class:`gape.GAPEAttention`; 6 for gated
             schemes and 0 for others when None.
         bias: whether linear layers and norms have biases.
         tied: whether the embedding also is the output layer.
-        dropout: on embeddings and on what each block adds; attention weights are never dropped.
+        dropout: on embeddings and on the outputs of each block; attention weights are never dropped.
         impl: which implementation of the gated operator runs.
         options: of the scheme and its gates, such as {"gate_floor": 4.0}; :func:`gape.models.config.of_layer`.
 
@@ -67,7 +67,7 @@ class GPTConfig:
             raise invalid_argument("impl", self.impl, f"'auto' or one of {available_implementations()}")
         if not isinstance(self.options, Mapping):
             raise invalid_argument("options", self.options, "a mapping from names of options to their values")
-        # Lists, as JSON has them: a configuration equals itself after it was saved and read.
+        # Lists, as in JSON: a configuration equals itself after it was saved and read.
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
         object.__setattr__(self, "options", plain)
 
@@ -116,8 +116,8 @@ BY_LAYER = ("gate_floor",)
 def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, Any]:
     """The options of one layer.
 
-    A number holds for all heads of all layers, a list for the heads of every layer. A list of lists has one for each
-    layer: as many numbers as heads, or one number for all of them.
+    A number is used for all heads of all layers, a list for the heads of every layer. A list of lists has one list for
+    each layer: one number per head, or one number for all heads.
 
     Args:
         options: of a model.
@@ -129,11 +129,11 @@ def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, 
     """
     chosen = dict(options)
     for name in BY_LAYER:
-        given = options.get(name)
-        if not isinstance(given, list | tuple) or not any(isinstance(each, list | tuple) for each in given):
+        value = options.get(name)
+        if not isinstance(value, list | tuple) or not any(isinstance(each, list | tuple) for each in value):
             continue
-        if len(given) != n_layer or not all(isinstance(each, list | tuple) and each for each in given):
-            raise invalid_argument(name, given, f"a list of numbers for each of the {n_layer} layers")
-        own = given[layer]
+        if len(value) != n_layer or not all(isinstance(each, list | tuple) and each for each in value):
+            raise invalid_argument(name, value, f"a list of numbers for each of the {n_layer} layers")
+        own = value[layer]
         chosen[name] = own[0] if len(own) == 1 else list(own)
     return chosen

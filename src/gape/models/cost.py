@@ -1,9 +1,9 @@
-"""What a GPT costs: floating-point operations and bytes of cache, counted from its configuration.
+"""The cost of a GPT by its configuration: floating-point operations and bytes of cache.
 
-Counted are matrix products, two operations per multiplication and addition, attention with the pairs that causality
-leaves (half of N²). Not counted is what is linear in the tokens, such as norms, rotations and gates, nor the dense
-biases of KERPLE, FIRE and T5, nor zeros with which a backend fills a head up. Per layer, with one key head per query
-head and RoPE, that is the paper's 2·B·H·N²·d + 24·B·N·C²; its vocabulary is not in that formula and is here.
+Matrix products count, with two operations per multiplication and addition, and attention with the causal pairs (half of
+N²). Operations that are linear in the tokens do not count, such as norms, rotations and gates; nor do the dense biases
+of KERPLE, FIRE and T5, nor the zeros with which a backend pads a head. Per layer, with one key head per query head and
+RoPE, that is the paper's 2·B·H·N²·d + 24·B·N·C²; its vocabulary is not in that formula and is here.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def decode_flops(config: GPTConfig, length: int, batch: int = 1, dtype: torch.dt
 
 
 def cache_bytes(config: GPTConfig, length: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes that all layers remember of (batch, length) tokens.
+    """Bytes that all layers cache for (batch, length) tokens.
 
     The same for RoPE and for GAPE whose bias fits into the reserved coordinates: keys and values, nothing else. Where
-    it does not fit, a landmark in float32 (float64 beside float64) is kept for each key and key head; FoX keeps its
-    running sum in float64 for each query head. Batches padded on the left also keep positions and documents, nine
+    it does not fit, a landmark in float32 (float64 beside float64) is cached for each key and key head; FoX caches its
+    running sum in float64 for each query head. Batches padded on the left also cache positions and documents, nine
     bytes a token and layer under any scheme.
 
     Raises:

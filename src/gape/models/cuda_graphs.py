@@ -1,8 +1,8 @@
-"""Decoding by a recorded graph: one launch a token where there would be a hundred.
+"""Decoding with CUDA graphs: one launch per token instead of a hundred.
 
-A token gives a small model so little to do that launching takes longer than the work. The launches of one step are
-recorded as a CUDA graph and replayed for the tokens that follow, until a cache has to grow or looks through its keys:
-that token is taken step by step, and the next graph recorded.
+For one token of a small model, launching the kernels takes longer than running them. The kernels of one step are
+captured as a CUDA graph and replayed for the next tokens, until a cache has to grow or to evict keys: that token is
+launched kernel by kernel, and then a new graph is captured.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
     from gape.cache.kv import ModelCache
     from gape.models.gpt import GPT
 
-#: Tokens that a graph has to be good for, and that have to have come one by one since the last was recorded: recording
-#: one takes about as long as three tokens without.
+#: Tokens that a graph must be valid for, and tokens since the last capture before the next: a capture takes about as
+#: long as three tokens without one.
 LEAST = 8
 
 
 def why_not(model: GPT, cache: ModelCache) -> str | None:
-    """Why the next tokens cannot come from a recorded graph; None where they can.
+    """Why the next tokens cannot be replayed from a captured graph; None where they can.
 
-    Only what can change is looked at: the cache, modes, and what the layers have been told.
+    It checks what can change: the cache, modes, and the settings of layers.
     """
-    told = (block.attention.unrecordable for block in model.blocks())
+    reasons = (block.attention.unrecordable for block in model.blocks())
     return (
-        wrong_place(model.embedding.weight) or _unfit(model) or next((reason for reason in told if reason), None)
+        wrong_place(model.embedding.weight) or _unfit(model) or next((reason for reason in reasons if reason), None)
         or unwritable(cache)
     )  # fmt: skip
 
 
 def wrong_place(weight: Tensor) -> str | None:
-    """Why a model with such a weight cannot be recorded where it is, in what it works in now; None where it can."""
+    """Why a model with such a weight cannot be captured on its device, in its current dtype; None where it can."""
     if not weight.is_cuda:
-        return f"the model is on {weight.device.type}, and only CUDA records graphs"
+        return f"the model is on {weight.device.type}, and only CUDA captures graphs"
     low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     return None if low in limits.HALVES else f"the model works in {low}, and the decode kernel is for half precision"
 
 
 def unwritable(cache: ModelCache) -> str | None:
-    """Why a graph could not add tokens to a cache; None where it could."""
+    """Why a graph cannot add tokens to a cache; None where it can."""
     unfit = next((layer.unrecordable for layer in cache.layers if layer.unrecordable), None)
     if unfit is None and cache.length and not all(_decodes(layer.held()) for layer in cache.layers):
         return "the decode kernel is not installed, or not for these sizes"
@@ -58,11 +58,11 @@ def unwritable(cache: ModelCache) -> str | None:
 
 
 class Recorder:
-    """A model of any kind and its cache, for tokens one at a time; what is of a kind the subclass says.
+    """A model and its cache, decoding one token at a time; a subclass says how its kind of model takes a step.
 
     Args:
-        model: what is recorded.
-        cache: what its layers write to.
+        model: whose steps are captured.
+        cache: that its layers write to.
     """
 
     _graph: torch.cuda.CUDAGraph | None
@@ -75,7 +75,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module, cache: ModelCache) -> None:
         self._watched, self.cache = model, cache
-        #: Graphs recorded so far.
+        #: Graphs captured so far.
         self.recordings = 0
         self._taken = 0
         self._drop()
@@ -92,14 +92,14 @@ class Recorder:
         self._taken += 1
         graph = self._graph if self._ready(ids) else None
         if graph is not None:
-            # Should anything break off, the device may be a token ahead: the graph is gone then.
+            # After an error the device may be a token ahead: the graph is dropped then.
             self._graph = None
             self._ids.copy_(ids)
             graph.replay()
             self.cache.count()
             self._graph, self._length = graph, self._length + 1
             return self._logits.clone()
-        # What the cache is about to leave would be held, for all layers at once, until the next graph.
+        # Otherwise memory that the cache is about to free would be kept alive, for all layers, until the next graph.
         self._drop()
         logits = self._launched(ids)
         if self._taken >= LEAST and self.cache.spare >= LEAST and self._why_not() is None:
@@ -107,10 +107,10 @@ class Recorder:
         return logits
 
     def record(self, ids: Tensor) -> None:
-        """Record the step of the next token, for batches like `ids` (B, 1).
+        """Capture the step of the next token, for batches like `ids` (B, 1).
 
         Raises:
-            ValueError: no graph can be recorded, or the cache has no room for a token; it has to hold some already.
+            ValueError: no graph can be captured, or the cache is empty or has no room for a token.
         """
         reason = self._why_not()
         if reason is None and self.cache.spare < 1:
@@ -118,13 +118,13 @@ class Recorder:
         if reason is not None:
             raise ValueError(f"cache: {reason}, expected one whose next token a graph can add")
         self._drop()
-        # What a graph reads must outlive this call, whatever mode it is made in.
+        # Tensors that a graph reads must outlive this call, also under inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self._ids = ids.clone()
             self._held = [layer.held() for layer in self.cache.layers]
-            # Kept for its counters, tables and tickets, which the graph goes on reading.
+            # Stored for its counters and tables, which the graph reads.
             slots = self._slots = Slots(self._held, self.cache.length, ids.size(0), ids.device)
-            graph, self._logits = _recorded(partial(self._step, slots), slots.reset, ids.device)
+            graph, self._logits = _capture(partial(self._step, slots), slots.reset, ids.device)
         self._modules = list(self._watched.modules())
         self._weights = [(weight, weight.data_ptr()) for weight in self._watched.parameters()]
         self._graph, self._length, self._mode = graph, self.cache.length, _mode()
@@ -132,22 +132,22 @@ class Recorder:
         self.recordings += 1
 
     def _drop(self) -> None:
-        """Let go of the graph and of all that it reads."""
+        """Drop the graph and everything that it reads."""
         self._graph, self._slots = None, None
         self._held, self._modules, self._weights = [], [], []
         self._mode, self._length = (), 0
         self._ids, self._logits = torch.empty(0), torch.empty(0)
 
     def _step(self, slots: Slots) -> Tensor:
-        """What is recorded: the logits of one token."""
-        where = slots.begin()
-        made_in_capture(where)
-        logits = self._replayed(self._ids, where, slots)
+        """The captured step: the logits of one token."""
+        positions = slots.begin()
+        made_in_capture(positions)
+        logits = self._replayed(self._ids, positions, slots)
         slots.end()
         return logits
 
     def _ready(self, ids: Tensor) -> bool:
-        """Whether there is a graph for the next token: nothing has moved since, and there is room."""
+        """Whether the graph is valid for the next token: nothing has moved since, and there is room."""
         old, cache = self._ids, self.cache
         if self._graph is None or (old.shape, old.dtype, old.device) != (ids.shape, ids.dtype, ids.device):
             return False
@@ -159,7 +159,7 @@ class Recorder:
         )
 
     def _changed(self) -> bool:
-        """Whether the model or the cache would no longer do what was recorded. Asked for every token."""
+        """Whether the model or the cache would no longer do what was captured. Checked for every token."""
         return (
             any(module.training for module in self._modules)
             or _hooked(self._modules)
@@ -169,31 +169,31 @@ class Recorder:
         )
 
     def _why_not(self) -> str | None:
-        """Why no graph can be recorded now; None where one can."""
+        """Why no graph can be captured now; None where one can."""
         raise NotImplementedError
 
     def _launched(self, ids: Tensor) -> Tensor:
         """The logits (B, 1, V) of a token by the model itself, which adds it to the cache."""
         raise NotImplementedError
 
-    def _replayed(self, ids: Tensor, where: Tensor, slots: Slots) -> Tensor:
-        """The same at a position (1,) by launches that never change, adding it to slots."""
+    def _replayed(self, ids: Tensor, positions: Tensor, slots: Slots) -> Tensor:
+        """The same at `positions` (1,) by kernels that do not change from token to token, adding it to slots."""
         raise NotImplementedError
 
     def _told_otherwise(self) -> bool:
-        """Whether layers have been told since to do something that a replay would not. Asked for every token."""
+        """Whether the settings of layers changed to what a replay would not do. Checked for every token."""
         raise NotImplementedError
 
 
 class Captured(Recorder):
-    """A model and its cache, for tokens one at a time. The answers are the model's, up to the order of sums.
+    """A GPT and its cache, decoding one token at a time. Its logits are the model's, up to the order of sums.
 
-    Prompts go to the model, before or in between; so does everything that changes the cache in another way. Weights may
-    be written to and moved, but modules and parameters not be replaced by others.
+    Prompts go to the model itself, before or in between. Weights may be written to and moved, but modules and
+    parameters must not be replaced.
 
     Args:
         model: in eval mode, on a GPU, in half precision or under autocast.
-        cache: of the model; it may hold tokens.
+        cache: of the model; it may have tokens.
 
     Raises:
         ValueError: the cache is not one of the model.
@@ -212,30 +212,30 @@ class Captured(Recorder):
     def _launched(self, ids: Tensor) -> Tensor:
         return self.model(ids, cache=self.cache, logits_to_keep=1).logits  # type: ignore[no-any-return]
 
-    def _replayed(self, ids: Tensor, where: Tensor, slots: Slots) -> Tensor:
-        return self.model(ids, positions=where, cache=slots, logits_to_keep=1).logits  # type: ignore[no-any-return]
+    def _replayed(self, ids: Tensor, positions: Tensor, slots: Slots) -> Tensor:
+        return self.model(ids, positions=positions, cache=slots, logits_to_keep=1).logits  # type: ignore[no-any-return]
 
     def _told_otherwise(self) -> bool:
         return any(block.attention.stepwise or block.attention.keep_landmark for block in self.model.blocks())
 
 
-def _recorded(
+def _capture(
     step: Callable[[], Tensor], reset: Callable[[], None], device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of a step and what a replay writes its answer to; the step is taken once before, and that undone."""
+    """A graph of a step and the tensor that a replay writes; the step is run once before, and that run undone."""
     with torch.cuda.device(device), _uncached_autocast():
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            # Compiles what a capture could not; the column that it writes does not count yet.
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            # Compiles kernels, which a capture cannot; the column that it writes does not count yet.
             step()
             reset()
-        here.wait_stream(aside)
+        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Others may allocate, or ask for events, in threads of their own meanwhile.
-        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
-            answer = step()
-    return graph, answer
+        # Other threads may allocate memory or query events meanwhile.
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            logits = step()
+    return graph, logits
 
 
 def _unfit(model: GPT) -> str | None:
@@ -243,7 +243,7 @@ def _unfit(model: GPT) -> str | None:
 
 
 def unfit(modules: Sequence[nn.Module], known: Callable[[nn.Module], bool]) -> str | None:
-    """What about the modules of a model, of which some are known, keeps it from being recorded; None: nothing does."""
+    """Why the modules of a model cannot be captured; None where they can. `known` says which module types can."""
     if any(module.training for module in modules):
         return "the model is in training mode"
     if _hooked(modules):
@@ -251,7 +251,7 @@ def unfit(modules: Sequence[nn.Module], known: Callable[[nn.Module], bool]) -> s
     if any(module._compiled_call_impl is not None for module in modules):
         return "a module is compiled"
     foreign = next((type(module) for module in modules if not known(module)), None)
-    return None if foreign is None else f"nobody knows whether a {foreign.__qualname__} can be recorded"
+    return None if foreign is None else f"nobody knows whether a {foreign.__qualname__} can be captured"
 
 
 def _hooked(modules: Iterable[nn.Module]) -> bool:
@@ -259,7 +259,7 @@ def _hooked(modules: Iterable[nn.Module]) -> bool:
 
 
 def _known(module: nn.Module) -> bool:
-    """Whether a module is one of ours or of torch: others, such as adapters, may wait for the host."""
+    """Whether a module is one of ours or of torch: others, such as adapters, may synchronise with the host."""
     return type(module).__module__.startswith(("gape.", "torch.nn."))
 
 
@@ -269,13 +269,13 @@ def _decodes(held: Held) -> bool:
 
 
 def _mode() -> tuple[object, ...]:
-    """What a model computes in besides its weights."""
+    """The autocast dtype, on which a graph depends besides the weights."""
     enabled = torch.is_autocast_enabled("cuda")
     return enabled, torch.get_autocast_dtype("cuda") if enabled else None
 
 
 def _uncached_autocast() -> AbstractContextManager[object]:
-    """Autocast as it is, but for the copies of weights that it keeps: they end with it, and a graph goes on reading."""
+    """Autocast as it is, without its cache of cast weights, which ends with it while the graph still reads it."""
     if not torch.is_autocast_enabled("cuda"):
         return nullcontext()
     return torch.autocast("cuda", torch.get_autocast_dtype("cuda"), cache_enabled=False)

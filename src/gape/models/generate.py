@@ -1,4 +1,4 @@
-"""Text by the token: prompts of one length or padded on the left, greedy or drawn, with a cache."""
+"""Generation: prompts of one length or padded on the left, greedy or sampled, with a cache."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def generate(
     eos_id: int | None = None,
     cache: ModelCache | None = None,
 ) -> Tensor:
-    """Continue prompts. The model is put into eval mode meanwhile, and back whatever happens.
+    """Continue prompts. The model is in eval mode meanwhile, and is put back into its mode at the end.
 
-    Several threads may do so at once; training a model meanwhile would train it in eval mode.
+    Several threads may generate at once; do not train the model meanwhile, it would train in eval mode.
 
     Args:
         model: the model.
         ids: int64 (B, N) with N ≥ 1; shorter prompts are padded on the left.
         max_new_tokens: how many tokens to add at most.
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens only.
-        top_p: draw from the fewest likeliest tokens whose probabilities add up to p.
-        seed: of a generator of this call's own, so that the same call gives the same tokens; None draws from torch's.
+        top_k: sample from the k likeliest tokens only.
+        top_p: sample from the fewest likeliest tokens whose probabilities add up to p.
+        seed: of this call's own generator, so that the same call gives the same tokens; None uses torch's global one.
         attention_mask: bool or integer (B, N), 0 for pads. Each row counts its positions from its first token.
         pad_id: without a mask, the run of this id that a row begins with is padding. Any number, also outside the
             vocabulary.
-        eos_id: a row that has drawn it is complete, and the call ends when all are. Its rest is filled with pad_id,
-            or with eos_id where that is None.
+        eos_id: a row that has generated it is complete, and the call ends when all are. Its rest is filled with
+            pad_id, or with eos_id where that is None.
         cache: an empty cache of the model to fill, such as a :class:`gape.cache.kv.ForgettingCache`; None makes an
             ordinary one.
 
@@ -72,7 +72,7 @@ def generate(
     generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
     # Pads need a document of their own, and no embedding.
     padded = not bool(real.all())
-    fed = ids.masked_fill(~real, 0)
+    inputs = ids.masked_fill(~real, 0)
     positions = (real.cumsum(1) - 1).clamp(min=0) if padded else None
     documents = real.to(torch.uint8) if padded else None
     done = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
@@ -80,15 +80,15 @@ def generate(
         cache = model.new_cache(ids.size(1) + max_new_tokens) if cache is None else cache
         step = _step(model, cache, padded=padded)
         for _ in range(max_new_tokens):
-            token = _draw(step(fed, positions, documents)[:, -1], temperature, top_k, top_p, generator)
+            token = _sample(step(inputs, positions, documents)[:, -1], temperature, top_k, top_p, generator)
             if eos_id is not None:
                 token = token.masked_fill(done, eos_id if pad_id is None else pad_id)
                 done |= token == eos_id
             ids = torch.cat([ids, token[:, None]], dim=1)
             if eos_id is not None and bool(done.all()):
                 break
-            # A complete row is fed something until the others are: nobody reads what it says.
-            fed = token.masked_fill(done, 0)[:, None]
+            # A complete row gets any token until the others are complete: its output is not used.
+            inputs = token.masked_fill(done, 0)[:, None]
             positions = None if positions is None else positions[:, -1:] + 1
             documents = None if documents is None else documents[:, -1:]
     return ids
@@ -97,20 +97,20 @@ def generate(
 def _step(model: GPT, cache: ModelCache, *, padded: bool) -> Callable[..., Tensor]:
     """A function of ids, positions and documents that adds them to the cache and returns logits (B, 1, V).
 
-    Single tokens in order come from a recorded graph where that can be.
+    Single tokens in order are replayed from a captured graph where possible.
     """
 
-    def taken(ids: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+    def launched(ids: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         logits: Tensor = model(ids, positions=positions, documents=documents, cache=cache, logits_to_keep=1).logits
         return logits
 
     if padded or why_not(model, cache) is not None:
-        return taken
+        return launched
     captured = Captured(model, cache)
-    return lambda ids, *told: captured(ids) if cache.length else taken(ids, *told)
+    return lambda ids, *rest: captured(ids) if cache.length else launched(ids, *rest)
 
 
-#: Modules in eval mode by :func:`evaluating`: how many contexts there are, and the mode before the first.
+#: Modules that :func:`evaluating` put into eval mode: the number of contexts, and the mode before the first.
 _EVALUATED: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()
 _LOCK = Lock()
 
@@ -139,20 +139,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                     module.training = training
 
 
-def _draw(
+def _sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
     """One token for each row of logits (B, V), int64 (B,)."""
     if temperature == 0:
         return logits.argmax(-1)
-    # Shifted first: a temperature near 0 may send all but the largest to −∞, not that to ∞. Nearer still, float32 would
-    # take it for 0, and 0 / 0 is no logit.
+    # Shifted first: a temperature near 0 may send all but the largest to −∞, but not the largest to ∞. A temperature
+    # below the smallest normal float32 would count as 0, and 0 / 0 is NaN.
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None:
         # By rank, not by value: of equal logits no more than k remain.
-        values, kept = logits.topk(top_k)
-        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, values)
+        values, indices = logits.topk(top_k)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, indices, values)
     probabilities = logits.softmax(-1)
     if top_p is not None:
         ordered, order = probabilities.sort(-1, descending=True)
@@ -167,7 +167,7 @@ def _real(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None) -> Ten
     if attention_mask is None:
         if pad_id is None:
             return torch.ones_like(ids, dtype=torch.bool)
-        # Only what stands before the first token: a prompt may well hold the id that pads.
+        # Only the run before the first token: a prompt may contain the id that pads.
         real = (ids != pad_id).long().cummax(1).values.bool()
     else:
         mask = attention_mask

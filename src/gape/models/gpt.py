@@ -1,7 +1,7 @@
-"""A GPT to read from top to bottom: nanoGPT, with its positions a matter of choice.
+"""A GPT to read from top to bottom: nanoGPT with a choice of positional schemes.
 
-Pre-norm blocks, a GELU MLP four times as wide, embeddings tied to the output unless asked otherwise. Nothing is learned
-per absolute position: order comes from the positional scheme alone, so any length may be fed.
+Pre-norm blocks, a GELU MLP four times as wide, embeddings tied to the output by default. Nothing is learned per
+absolute position: order comes from the positional scheme alone, so inputs may have any length.
 
 Shapes: B batch, N tokens, E width (n_embd), V vocabulary.
 """
@@ -56,7 +56,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each on a normed copy whose answer is added to the stream."""
+    """Attention, then the MLP, each on a normed copy whose output is added to the stream."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class Block(nn.Module):
         keep: int = 0,
     ) -> Tensor:
         """x (B, N, E) → (B, N or keep, E); the rest as in :meth:`gape.GAPEAttention.forward`."""
-        answer = self.attention(self.attention_norm(x), positions, documents, cache, keep=keep)
-        x = _last(x, keep or x.size(1)) + self.dropout(answer)
+        update = self.attention(self.attention_norm(x), positions, documents, cache, keep=keep)
+        x = _last(x, keep or x.size(1)) + self.dropout(update)
         y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return y
 
@@ -146,12 +146,12 @@ class GPT(nn.Module):
             targets: int64 (B, K): the tokens that should follow the last K ≤ N, or −100 where none counts.
             positions: integer (N,) or (B, N); None counts on from what is cached, from 0 without a cache.
             documents: integer (B, N): only equal ids see each other. Give pads an id of their own.
-            cache: what earlier calls left, from :meth:`new_cache`; these tokens are added to it. For inference.
-            logits_to_keep: return logits of the last so many tokens only; 0 returns all. None returns all, those of
-                the K tokens that have targets where there are targets, but none, (B, 0, V), in training with targets
-                and a vocabulary above 8,192. The loss is that of all targets in any case; where not all their logits
-                are returned no more than 8,192 rows of them ever exist. The last layer does no work for tokens whose
-                answer nobody asked for.
+            cache: keys and values of earlier calls, from :meth:`new_cache`; these tokens are added. For inference.
+            logits_to_keep: return the logits of the last `logits_to_keep` tokens; 0 returns all. None returns all, or
+                with targets those of the K tokens that have one; but none, (B, 0, V), in training with targets and a
+                vocabulary above 8,192. The loss is that of all targets in any case; where not all their logits are
+                returned, no more than 8,192 rows of them exist at once. The last layer skips tokens that need
+                neither logits nor a loss.
 
         Returns:
             (logits, loss). Where no target counts the loss is 0.
@@ -160,12 +160,11 @@ class GPT(nn.Module):
             ValueError: for an argument of wrong shape, dtype or (on a CPU) value; names it.
         """
         self._check(ids, targets, logits_to_keep)
-        kept, counted = self._rows(ids, targets, logits_to_keep)
-        x = self.hidden(ids, positions, documents, cache, keep=max(kept, counted))
-        sliced = kept < counted
-        logits = (
-            x.new_empty(x.size(0), 0, self.config.vocab_size) if sliced and not kept else self.logits(_last(x, kept))
-        )
+        returned, counted = self._rows(ids, targets, logits_to_keep)
+        x = self.hidden(ids, positions, documents, cache, keep=max(returned, counted))
+        sliced = returned < counted
+        none = sliced and not returned
+        logits = x.new_empty(x.size(0), 0, self.config.vocab_size) if none else self.logits(_last(x, returned))
         if targets is None:
             return Output(logits, None)
         if sliced:
@@ -198,16 +197,16 @@ class GPT(nn.Module):
         """
         self._check_cache(cache)
         if whole("keep", keep, at_least=0) > ids.size(1):
-            # Said before any layer's cache is written to.
+            # Raised before any layer's cache is written to.
             raise invalid_argument("keep", keep, f"a whole number from 0 to {ids.size(1)}, the tokens given")
         try:
             x = self.dropout(self.embedding(ids))
         except IndexError:
             raise invalid_argument("ids", ids, f"values from 0 to {self.config.vocab_size - 1}") from None
         caches = [None] * self.config.n_layer if cache is None else cache.layers
-        for index, (block, remembered) in enumerate(zip(self.blocks(), caches, strict=True), start=1):
-            # Only the last layer may leave tokens out: the others are read by those that follow.
-            x = block(x, positions, documents, remembered, keep if index == self.config.n_layer else 0)
+        for index, (block, layer_cache) in enumerate(zip(self.blocks(), caches, strict=True), start=1):
+            # Only the last layer may leave tokens out: later layers read those of the others.
+            x = block(x, positions, documents, layer_cache, keep if index == self.config.n_layer else 0)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -217,7 +216,7 @@ class GPT(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """What turns a token's last state into logits, (V, E): the embedding's weight where they are tied."""
+        """The weight of the output layer, (V, E): the embedding's where they are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -246,15 +245,13 @@ class GPT(nn.Module):
                 yield index, block.attention.gates
 
     def keep_landmarks(self, keep: bool = True) -> None:
-        """Have every forward pass leave what :meth:`landmark_penalty` needs, or no longer.
+        """Switch on or off that forward passes store what :meth:`landmark_penalty` needs.
 
         Raises:
             ValueError: the scheme has no landmarks.
         """
         if keep and next(self.gates(), None) is None:
-            raise invalid_argument(
-                "position", self.config.position, "a scheme with gates, since landmarks are asked for"
-            )
+            raise invalid_argument("position", self.config.position, "a scheme with gates, which has landmarks")
         for block in self.blocks():
             block.attention.keep_landmark, block.attention.landmark_mean = keep, None
 
@@ -262,12 +259,12 @@ class GPT(nn.Module):
         """The mean landmark of the last forward pass, over layers, heads and tokens, with its gradient. Read it once.
 
         Raises:
-            ValueError: no forward pass came after :meth:`keep_landmarks`.
+            ValueError: no forward pass after :meth:`keep_landmarks`.
         """
         means = []
         for block in self.blocks():
             if block.attention.landmark_mean is None:
-                raise ValueError("landmark_penalty: nothing is kept, expected keep_landmarks() and then a forward pass")
+                raise ValueError("landmark_penalty: nothing is stored, expected keep_landmarks() and a forward pass")
             means.append(block.attention.landmark_mean)
             block.attention.landmark_mean = None
         return torch.stack(means).mean()
@@ -295,7 +292,7 @@ class GPT(nn.Module):
         return kinds
 
     def count_parameters(self) -> int:
-        """Numbers that are learned; an embedding that is also the output layer counts once."""
+        """The number of parameters; an embedding that is also the output layer counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def _check(self, ids: Tensor, targets: Tensor | None, logits_to_keep: int | None) -> None:
@@ -317,10 +314,10 @@ class GPT(nn.Module):
             if len(cache.layers) != self.config.n_layer:
                 raise invalid_argument("cache", cache, f"a cache of {self.config.n_layer} layers")
             if isinstance(cache, ModelCache):
-                # Not the slots of a recorded step, which are those of such a cache.
+                # Not the slots of a captured step, which belong to such a cache.
                 cache.enter(self)
 
 
 def _last(x: Tensor, rows: int) -> Tensor:
-    """The last `rows` of x (B, N, …). All of them are x itself: a slice of everything costs a copy in the backward."""
+    """The last `rows` of x (B, N, …); x itself for all of them, since a slice costs a copy in the backward pass."""
     return x if x.size(1) == rows else x[:, x.size(1) - rows :]

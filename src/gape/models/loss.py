@@ -1,9 +1,9 @@
-"""The loss over a vocabulary: in one piece, or in slices of rows so that logits never exist whole.
+"""The cross entropy over a vocabulary: at once, or in slices of rows so that the whole logits never exist.
 
 The sliced form computes its gradients in the forward pass, while a slice's logits are there, and keeps them instead of
-the logits: R · E numbers for x and V · E for the weight, where logits would be R · V. A slice's logits lie in one
-buffer, are overwritten with their gradients (on a GPU by one kernel, :mod:`gape.ops.triton.cross_entropy`), and make
-room for the next slice. Compilers see all of that as one operator.
+the logits: R · E numbers for x and V · E for the weight, where logits would be R · V. The logits of all slices use one
+buffer, in which their gradients overwrite them (on a GPU by one kernel, :mod:`gape.ops.triton.cross_entropy`).
+Compilers see all of that as one operator.
 
 Shapes: R rows (tokens), E width, V vocabulary, P the vocabulary and its padding.
 """
@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 from gape.ops.limits import HAS_TRITON
 from gape.utils.validation import invalid_argument
 
-#: A target that counts for nothing.
+#: A target that does not count.
 IGNORED = -100
 
-#: Rows whose logits exist at once in the sliced form: large enough for a GPU to be busy with one product.
+#: Rows whose logits exist at once in the sliced form: enough to occupy a GPU with one product.
 LOSS_ROWS = 8192
 
 #: Rows of logits begin at multiples of so many numbers, without which matrix products on a GPU take twice the time.
@@ -45,14 +45,14 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     try:
         return F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     except IndexError:
-        raise _foreign(targets, logits.size(-1)) from None
+        raise _unknown_target(targets, logits.size(-1)) from None
 
 
 def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The summed cross entropy of logits x·weightᵀ, of which never more than :data:`LOSS_ROWS` rows exist.
+    """The summed cross entropy of logits x·weightᵀ, of which at most :data:`LOSS_ROWS` rows exist at once.
 
-    Logits are computed in the dtype autocast asks for, their softmax in float32 (float64 beside float64), and the
-    weight's gradient is added up in float32. One derivative only; none is computed where none is asked for.
+    Logits are computed in autocast's dtype, their softmax in float32 (float64 beside float64), and the
+    weight's gradient is added up in float32. One derivative only; gradients that are not required are not computed.
 
     Args:
         x: (..., E).
@@ -77,7 +77,7 @@ def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy of every target apart, sliced like :func:`sliced_cross_entropy` and without gradients.
+    """The cross entropy of each target, sliced like :func:`sliced_cross_entropy` and without gradients.
 
     Returns:
         targets' shape, in float32 or float64; 0 where a target does not count.
@@ -171,11 +171,11 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _slices(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Which rows, and their logits (n, P); all slices' lie in the same place."""
+    """Slices of rows and their logits (n, P), all in the same buffer."""
     if targets.device.type == "cpu":
         known = (targets >= 0) & (targets < vocabulary) | (targets == IGNORED)
         if not bool(known.all()):
-            raise _foreign(targets, vocabulary)
+            raise _unknown_target(targets, vocabulary)
     buffer = x.new_empty(min(rows, x.size(0)), table.size(0))
     for start in range(0, x.size(0), rows):
         part = slice(start, min(start + rows, x.size(0)))
@@ -197,7 +197,7 @@ def _score_stepwise(logits: Tensor, targets: Tensor, vocabulary: int, gradient: 
     counted = (targets != IGNORED).unsqueeze(1)
     at = targets.clamp(0, vocabulary - 1).unsqueeze(1)
     log_sum = wide[:, :vocabulary].logsumexp(-1, keepdim=True)
-    # A target that does not exist, or an infinite logit, is nothing to be silent about.
+    # A target outside the vocabulary or an infinite logit gives NaN, so that it is noticed.
     log_sum = log_sum.masked_fill(counted & (at != targets.unsqueeze(1)) | log_sum.isposinf(), float("nan"))
     picked = wide.gather(1, at)
     if gradient:
@@ -223,10 +223,10 @@ def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check(x: Tensor, targets: Tensor) -> None:
-    """Refuse what kernels would read past the end of."""
+    """Refuse targets beyond which kernels would read."""
     if targets.shape != x.shape[:-1] or targets.dtype != torch.int64:
         raise invalid_argument("targets", targets, f"int64 {tuple(x.shape[:-1])}, one for each row of x")
 
 
-def _foreign(targets: Tensor, vocabulary: int) -> ValueError:
+def _unknown_target(targets: Tensor, vocabulary: int) -> ValueError:
     return invalid_argument("targets", targets, f"values from 0 to {vocabulary - 1}, or {IGNORED}")

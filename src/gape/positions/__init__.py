@@ -1,4 +1,4 @@
-"""Positional schemes under one roof: `build` one by name. `docs/guide/positions.md` lists them."""
+"""Positional schemes: `build` one by name. `docs/guide/positions.md` lists them."""
 
 from gape.positions.base import Scheme
 from gape.positions.gated import Gated

@@ -1,4 +1,4 @@
-"""What a positional scheme is: how queries and keys are turned, and how they then attend.
+"""What a positional scheme is: how queries and keys are rotated, and how they then attend.
 
 Shapes: B batch, Hq query heads, Hk key heads, N tokens, D head dim, Dv value dim, E model width.
 """
@@ -18,6 +18,9 @@ from gape.ops import attention
 from gape.ops.inputs import INTEGERS
 from gape.ops.prologue import OnePass
 from gape.utils.validation import invalid_argument, positive_number, whole
+
+#: One number per head and token that a scheme needs in `attend`, (B, H, N), or None.
+Side = Tensor | None
 
 
 class Sizes(TypedDict, total=False):
@@ -81,28 +84,18 @@ class Scheme(nn.Module):
         """Names and defaults of the options that `build` passes on, besides the sizes."""
         return keyword_defaults(cls)
 
-    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Turn q (B, Hq, N, D) at `positions` (N,) or (B, N); x (B, N, E) is the layer input."""
+    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Side]:
+        """Rotate q (B, Hq, N, D) at `positions` (N,) or (B, N); x (B, N, E) is the layer input."""
         return q, None
 
-    def keys(
-        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Turn k (B, Hk, N, D); `past` is the key side (B, H, M) of the M keys already cached, if any."""
+    def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
+        """Rotate k (B, Hk, N, D); `past` is the key side (B, H, M) of the M keys already cached, if any."""
         return k, None
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_side: Tensor | None,
-        k_side: Tensor | None,
-        *,
-        scale: float,
-        impl: str = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
         **seen: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend with what `queries` and `keys` returned.
 
         `seen` says who may see whom: q_positions, k_positions, q_documents, k_documents, attn_mask and
@@ -118,9 +111,9 @@ class Scheme(nn.Module):
         return None
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines by which `queries` and `keys` turn tokens at `positions`; None where they do not turn.
+        """Cosines and sines by which `queries` and `keys` rotate tokens at `positions`; None where they do not rotate.
 
-        Each is (..., N, D/2) in float32, and not to be written to. Layers that ask with the same tensor share them.
+        Each is (..., N, D/2) in float32, and not to be written to. Layers that pass the same tensor share them.
         """
         return None
 
@@ -140,26 +133,26 @@ _SIZES = frozenset(Sizes.__annotations__)
 
 def counted(first: int, n: int, device: torch.device) -> Tensor:
     """Positions first … first + n − 1, (n,), the same tensor for every layer of a call; not to be written to."""
-    if not outlasts(device):
+    if not cacheable(device):
         return torch.arange(first, first + n, device=device)
     return _counted(first, n, device, stream_of(device))
 
 
 @lru_cache(maxsize=2)
 def _counted(first: int, n: int, device: torch.device, stream: int) -> Tensor:
-    # Under inference_mode it would have no version, by which angles made of it are known to be good.
+    # Under inference_mode it would have no version, by which angles made of it are known to be current.
     with torch.inference_mode(False):
         return torch.arange(first, first + n, device=device)
 
 
-def outlasts(device: torch.device) -> bool:
-    """Whether tensors made now, or kept from earlier, are good here and later."""
-    # What a capture makes holds nothing until a replay; what it reads must outlive it, and these may not.
+def cacheable(device: torch.device) -> bool:
+    """Whether tensors made now can be cached, and cached ones be used: not while a CUDA graph is captured."""
+    # What a capture makes has no values until a replay; what it reads must outlive it, and cached tensors may not.
     return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def stream_of(device: torch.device) -> int:
-    """The stream on which work for a device is queued: what is kept is good on the stream where it was made."""
+    """The current stream of a device: a cached tensor is valid on the stream where it was made."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -183,5 +176,5 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which autocast shortens nothing on `device`."""
-    # The one device that knows no autocast; torch.amp.is_autocast_available cannot be traced by torch 2.11.
+    # The one device without autocast; torch.amp.is_autocast_available cannot be traced by torch 2.11.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

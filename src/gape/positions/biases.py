@@ -11,13 +11,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape.ops import attention, gated_attention
-from gape.positions.base import Scheme, Sizes, distance, wide, without_autocast
+from gape.positions.base import Scheme, Side, Sizes, distance, wide, without_autocast
 from gape.utils.constant import Constant
 from gape.utils.validation import above, even, invalid_argument, positive_number, whole
 
 
 class Biased(Scheme):
-    """Leaves q and k alone and adds `bias(q_positions, k_positions)` to the logits.
+    """Leaves q and k unchanged and adds `bias(q_positions, k_positions)` to the logits.
 
     The bias is dense, built for a slice of the queries at a time. It is computed in float32 (float64 where the
     parameters are float64) whatever the dtype of q, under autocast too.
@@ -32,17 +32,9 @@ class Biased(Scheme):
         """Additive logits (1 or B, Hq, Nq, Nk)."""
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_side: Tensor | None,
-        k_side: Tensor | None,
-        *,
-        scale: float,
-        impl: str = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
         **seen: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend under the bias; sides and `impl` are not used. Returns (B, Hq, Nq, Dv)."""
         return attention(q, k, v, bias=self.bias, scale=scale, **seen)
 
@@ -66,31 +58,14 @@ class ALiBi(Scheme):
         self._slopes = Constant(slopes(self.n_heads))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_side: Tensor | None,
-        k_side: Tensor | None,
-        *,
-        scale: float,
-        impl: str = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
         **seen: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend under the penalty; the sides are not used. Returns (B, Hq, Nq, Dv)."""
         dtype = wide(q.dtype)
-        return gated_attention(
-            q,
-            k,
-            v,
-            torch.ones(q.shape[:3], dtype=dtype, device=q.device),
-            torch.zeros(k.shape[:3], dtype=dtype, device=k.device),
-            self._slopes.on(q.device, dtype),
-            context_length=1.0,
-            scale=scale,
-            impl=impl,
-            **seen,
-        )
+        gate, landmark = q.new_ones(q.shape[:3], dtype=dtype), k.new_zeros(k.shape[:3], dtype=dtype)
+        slopes = self._slopes.on(q.device, dtype)
+        return gated_attention(q, k, v, gate, landmark, slopes, context_length=1.0, scale=scale, impl=impl, **seen)
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """−m_h · (i − j), (1 or B, Hq, Nq, Nk) in float32: what `attend` adds, written out."""

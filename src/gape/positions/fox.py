@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape.ops import attention
-from gape.positions.base import Scheme, Sizes, wide, without_autocast
+from gape.positions.base import Scheme, Side, Sizes, wide, without_autocast
 from gape.utils.validation import finite, invalid_argument
 
 
@@ -43,13 +43,13 @@ class ForgetGate(nn.Module):
 
 
 class FoX(Scheme):
-    """Adds Σ_{t=j+1…i} log f_t to the logits: each token read in between fades what came before it.
+    """Adds Σ_{t=j+1…i} log f_t to the logits: each token in between reduces the weight of those before it.
 
     With F_t the running sum of log f, the bias is F_i − F_j; softmax drops F_i, and −F_j is a number per key that
-    rides inside k, so no Nq × Nk bias exists. F is the key side, float64, and is continued from the cached one.
+    is carried inside k, so no Nq × Nk bias exists. F is the key side, float64, and is continued from the cached one.
 
-    The sum runs over tokens in the order of the tensor; positions only decide who sees whom. A token that stands
-    between two others fades the earlier one even if a mask hides it, so pad on the left, and do not reorder.
+    The sum runs over tokens in the order of the tensor; positions only decide which keys a query sees. A
+    token between two others reduces the weight of the earlier one also if masked: pad on the left, do not reorder.
 
     Args:
         init_forget_bias: b at start; 0, the authors' choice, halves the weight of a key with every token.
@@ -67,9 +67,7 @@ class FoX(Scheme):
             raise invalid_argument("n_embd", None, "the width of the layer input, which fox reads")
         self.forget = ForgetGate(self.n_embd, self.n_heads, init_bias=finite("init_forget_bias", init_forget_bias))
 
-    def keys(
-        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
         """Return k as it came and F (B, Hq, N) in float64, continued from `past` (B, Hq, M).
 
         Raises:
@@ -85,17 +83,9 @@ class FoX(Scheme):
         return k, total
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_side: Tensor | None,
-        k_side: Tensor | None,
-        *,
-        scale: float,
-        impl: str = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
         **seen: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend under the decay; k_side (B, Hq, Nk) is F of all keys. Returns (B, Hq, Nq, Dv).
 
         Raises:

@@ -1,4 +1,4 @@
-"""`+gape`: the gates laid over a scheme that leaves the logits alone or rotates."""
+"""`+gape`: the gates on top of a scheme that rotates or does nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gape.gates import GAPEGates, HeadProjection
 from gape.ops import gated_attention
 from gape.ops.carried import Reading, Step
 from gape.ops.prologue import GateReading, OnePass
-from gape.positions.base import Scheme
+from gape.positions.base import Scheme, Side
 from gape.positions.rotary import NoPE
 from gape.utils.validation import invalid_argument
 
@@ -23,7 +23,7 @@ class Gated(Scheme):
     landmark (B, Hk, N), both float32 (float64 beside float64).
 
     Args:
-        base: the scheme that turns q and k.
+        base: the scheme that rotates q and k.
         **gate_options: options of :class:`gape.GAPEGates`.
 
     Raises:
@@ -48,52 +48,34 @@ class Gated(Scheme):
         self.base = base
         self.gates = GAPEGates(self.n_heads, self.head_dim, self.n_kv_heads, **gate_options)
 
-    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Turn q (B, Hq, N, D) as the base does; the side is its gate (B, Hq, N)."""
+    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Side]:
+        """Rotate q (B, Hq, N, D) as the base does; the side is its gate (B, Hq, N)."""
         return self.base.queries(q, positions, x)[0], self.gates.gate(q)
 
-    def keys(
-        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Turn k (B, Hk, N, D) as the base does; the side is its landmark (B, Hk, N)."""
+    def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
+        """Rotate k (B, Hk, N, D) as the base does; the side is its landmark (B, Hk, N)."""
         return self.base.keys(k, positions, x)[0], self.gates.landmark(k)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_side: Tensor | None,
-        k_side: Tensor | None,
-        *,
-        scale: float,
-        impl: str = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
         **seen: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend under the gates; the sides are those of `queries` and `keys`. Returns (B, Hq, Nq, Dv).
 
-        `seen` may also hold `eps`, what a query may lose to tiles that are left away.
+        `seen` may also have `eps`, the attention that a query may lose to skipped tiles.
 
         Raises:
             ValueError: a side is None.
         """
         if q_side is None or k_side is None:
             raise invalid_argument("q_side and k_side", None, "the gate and the landmark")
+        amplitude, length = self.gates.amplitude, self.context_length
         return gated_attention(
-            q,
-            k,
-            v,
-            q_side,
-            k_side,
-            self.gates.amplitude,
-            context_length=self.context_length,
-            scale=scale,
-            impl=impl,
-            **seen,
+            q, k, v, q_side, k_side, amplitude, context_length=length, scale=scale, impl=impl, **seen
         )
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:
-        """What the base does, and the gates; None where the base does more than turn, or :meth:`reading` says no."""
+        """The rotation of the base and the gates; None where the base does more, or :meth:`reading` is None."""
         reading, base = self.reading(device), self.base.one_pass(n, device)
         if reading is None or (base is None and not isinstance(self.base, NoPE)):
             return None
@@ -102,7 +84,7 @@ class Gated(Scheme):
     def step(self, positions: Tensor) -> Step | None:
         """What one launch has to do to q and k of a few tokens at `positions`, in the place of `queries` and `keys`.
 
-        None where the base does more than turn, gates learn, or their readings are more than weights and biases.
+        None where the base does more than rotate, gates learn, or their readings are more than weights and biases.
         """
         angles = self.base.angles(positions)
         if angles is None and not isinstance(self.base, NoPE):
@@ -135,7 +117,7 @@ def step_under(
     context_length: float,
     strength: Tensor | None = None,
 ) -> Step | None:
-    """What one launch has to do to q and k of a few tokens that `angles` turn, under gates with Γ times a strength.
+    """What one launch has to do to q and k of a few tokens that `angles` rotate, under gates with Γ times a strength.
 
     None where the gates learn, or their readings are more than weights and biases.
     """
@@ -157,7 +139,7 @@ def step_under(
 
 
 def _reading(projection: HeadProjection | None, fixed: float) -> Reading | None:
-    """How a gate is read, whose number without a projection is fixed; None where others listen, or in float64."""
+    """How a gate is read: its weights, or a fixed number without a projection; None with hooks, or in float64."""
     if projection is None:
         return float(fixed)
     bare = type(projection) is HeadProjection and not projection._forward_hooks and not projection._forward_pre_hooks

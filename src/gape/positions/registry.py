@@ -39,7 +39,7 @@ def available() -> list[str]:
 
 
 def is_gated(name: str) -> bool:
-    """Whether a name speaks of a scheme with gates.
+    """Whether a name is that of a scheme with gates.
 
     Raises:
         ValueError: unknown name, or `+gape` where it has no meaning.
@@ -70,7 +70,7 @@ def build(
 
     Raises:
         ValueError: unknown name or option, `+gape` where it has no meaning, or a value out of range; the message
-            names the argument, what came and what was expected.
+            names the argument, what was given and what is expected.
     """
     scheme, gated = _find(name)
     gate_options = keyword_defaults(GAPEGates) if gated else {}
@@ -119,17 +119,17 @@ def rotary_frequencies(
         rotary = [known for known, candidate in _SCHEMES.items() if issubclass(candidate, Rotary)]
         raise invalid_argument("name", name, f"a scheme that rotates, one of {rotary}")
     defaults = {"fraction": 0.75, "factor": None}
-    given = {"fraction": fraction, "factor": factor}
-    options |= {option: value for option, value in given.items() if value != defaults[option]}
+    values = {"fraction": fraction, "factor": factor}
+    options |= {option: value for option, value in values.items() if value != defaults[option]}
     _refuse_unknown(name, options, [*scheme.options()])
     if context_length is not None:
         positive_number("context_length", context_length)
-    values, scale = scheme.frequencies(even("head_dim", head_dim), context_length, theta=theta, **options)
-    return torch.tensor(values, dtype=torch.float64, device="cpu"), scale
+    frequencies, scale = scheme.frequencies(even("head_dim", head_dim), context_length, theta=theta, **options)
+    return torch.tensor(frequencies, dtype=torch.float64, device="cpu"), scale
 
 
 def _find(name: str) -> tuple[type[Scheme], bool]:
-    """The base scheme that a name speaks of, and whether gates follow it."""
+    """The base scheme of a name, and whether it has gates."""
     base = name.removesuffix(_GATES) if isinstance(name, str) else name
     gated = base != name
     if not isinstance(base, str) or base not in _SCHEMES:

@@ -1,7 +1,7 @@
-"""Schemes that rotate q and k, or leave them alone: NoPE, RoPE, p-RoPE, PI, NTK, YaRN, LongRoPE.
+"""Schemes that rotate q and k, or leave them unchanged: NoPE, RoPE, p-RoPE, PI, NTK, YaRN, LongRoPE.
 
 Rotary schemes differ in their frequencies alone. Pair k of a head is (x_k, x_{k+D/2}), the half-split order of
-`transformers`, and turns by position · inv_freq_k.
+`transformers`, and is rotated by position · inv_freq_k.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gape.ops import inputs
 from gape.ops.prologue import OnePass
-from gape.positions.base import Scheme, keyword_defaults, outlasts, stream_of, wide
+from gape.positions.base import Scheme, Side, cacheable, keyword_defaults, stream_of, wide
 from gape.utils.constant import Constant
 from gape.utils.validation import above, even, finite, invalid_argument, positive_number
 
 #: Inverse frequencies, one per pair, and the factor on cos and sin.
 Spectrum = tuple[list[float], float]
 
-#: Most tokens whose angles are kept for the next layer. Beside attention over more, making them anew is nothing.
-LONGEST_KEPT = 65_536
+#: Most tokens whose angles are cached for the next layer. Beside attention over more, computing them again is cheap.
+LONGEST_CACHED = 65_536
 
-#: Angles by the positions they were made of, as long as those live: the version of the positions, cosines and sines by
+#: Angles by the tensor of positions, as long as that exists: the version of the positions, cosines and sines by
 #: frequencies, scale and stream.
-_Made = dict[tuple[tuple[float, ...], float, int], tuple[int, tuple[Tensor, Tensor]]]
-_angles: MutableMapping[Tensor, _Made] = WeakTensorKeyDictionary()
-_of_captures: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+_Angles = dict[tuple[tuple[float, ...], float, int], tuple[int, tuple[Tensor, Tensor]]]
+_angles: MutableMapping[Tensor, _Angles] = WeakTensorKeyDictionary()
+_captured_positions: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
 
 
 def made_in_capture(positions: Tensor) -> None:
-    """Say that positions are of one step alone, so that its layers may share angles also where it is captured."""
-    _of_captures[positions] = True
+    """Let the layers of one step share the angles of these positions, also while the step is captured."""
+    _captured_positions[positions] = True
 
 
 class Rotary(Scheme):
@@ -75,7 +75,7 @@ class Rotary(Scheme):
         )
         values, self.attention_scale = type(self).frequencies(head_dim, context_length, **options)
         self._spectrum = Constant(values)
-        # Rows of eight columns each are read fast; the pairs added do not turn.
+        # Rows of a multiple of eight columns are read fast; the pairs added are not rotated.
         self._padded = Constant([*values, *[0.0] * (-len(values) % 8)])
 
     @classmethod
@@ -88,13 +88,11 @@ class Rotary(Scheme):
         """Inverse frequencies (D/2,), float64 on the CPU whatever dtype or device the module went to."""
         return self._spectrum.on(torch.device("cpu"))
 
-    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Side]:
         """Rotate q (B, Hq, N, D) at `positions` (N,) or (B, N); no side."""
         return self.rotate(q, positions), None
 
-    def keys(
-        self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
         """Rotate k (B, Hk, N, D) at `positions` (N,) or (B, N); no side."""
         return self.rotate(k, positions), None
 
@@ -121,29 +119,29 @@ class Rotary(Scheme):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:
-        """The angles of n tokens in index order, with columns that turn nothing up to a multiple of eight."""
+        """The angles of n tokens in index order, with columns that rotate nothing up to a multiple of eight."""
         padded, scale = self._padded, self.attention_scale
         if torch.compiler.is_compiling():
             return OnePass(_in_order(padded, scale, n, device), None)
         if type(torch.empty(0, device=device)) is not Tensor:
-            # A fake tensor is good for the trace it was made in, and a trace for nothing else.
+            # A fake tensor is valid only in the trace it was made in.
             return OnePass(_in_order(Constant(padded.values), scale, n, device), None)
         # Also for a capture that comes later, which makes its angles itself and can copy nothing to its device.
         padded.on(device)
-        if n > LONGEST_KEPT or not outlasts(device):
+        if n > LONGEST_CACHED or not cacheable(device):
             return OnePass(_in_order(padded, scale, n, device), None)
-        return OnePass(_kept(padded.values, scale, n, device, stream_of(device)), None)
+        return OnePass(_cached(padded.values, scale, n, device, stream_of(device)), None)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`cos_sin` in float32, made once for all layers that ask with the same tensor."""
-        # Nobody can tell whether a tensor of inference_mode was written to meanwhile.
-        if positions.is_inference() or not (outlasts(positions.device) or positions in _of_captures):
+        """:meth:`cos_sin` in float32, computed once for all layers that pass the same tensor."""
+        # A tensor of inference_mode has no version that tells whether it was written to.
+        if positions.is_inference() or not (cacheable(positions.device) or positions in _captured_positions):
             return self.cos_sin(positions)
-        made = _angles.setdefault(positions, {})
+        cached = _angles.setdefault(positions, {})
         key = (self._spectrum.values, self.attention_scale, stream_of(positions.device))
-        if key not in made or made[key][0] != positions._version:
-            made[key] = (positions._version, self.cos_sin(positions))
-        return made[key][1]
+        if key not in cached or cached[key][0] != positions._version:
+            cached[key] = (positions._version, self.cos_sin(positions))
+        return cached[key][1]
 
     def extra_repr(self) -> str:
         """What `print` shows."""
@@ -170,7 +168,7 @@ def _in_order(frequencies: Constant, scale: float, n: int, device: torch.device)
 
 
 @lru_cache(maxsize=4)
-def _kept(
+def _cached(
     frequencies: tuple[float, ...], scale: float, n: int, device: torch.device, stream: int
 ) -> tuple[Tensor, Tensor]:
     """The angles of n tokens, shared by layers and passes; not to be written to. Each stream has its own."""
@@ -191,7 +189,7 @@ def spectrum(head_dim: int, theta: float) -> list[float]:
 
 
 class NoPE(Scheme):
-    """NoPE: no position beyond causality (Kazemnejad et al., arXiv 2305.19466). Leaves q, k and the logits alone."""
+    """NoPE: no position beyond causality (Kazemnejad et al., arXiv 2305.19466). Changes neither q, k nor the logits."""
 
 
 class RoPE(Rotary):
@@ -300,9 +298,9 @@ class YaRN(Rotary):
         first, last = max(first, 0), min(last, head_dim - 1)
         # A ramp of no width would divide by zero; 0.001 of a pair is a step in all but name.
         width = last - first or 0.001
-        kept = [1 - min(max((pair - first) / width, 0.0), 1.0) for pair in range(head_dim // 2)]
-        turned = spectrum(head_dim, theta)
-        scaled = [f * keep + f / factor * (1 - keep) for f, keep in zip(turned, kept, strict=True)]
+        unchanged = [1 - min(max((pair - first) / width, 0.0), 1.0) for pair in range(head_dim // 2)]
+        full = spectrum(head_dim, theta)
+        scaled = [f * keep + f / factor * (1 - keep) for f, keep in zip(full, unchanged, strict=True)]
         return scaled, 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 

@@ -1,9 +1,9 @@
-"""Loss on tokens whose answer lies far back: what a model makes of text that it read long ago.
+"""Loss on tokens whose answer is far back in the context: how well a model uses text that it read long ago.
 
 Three kinds of token, each sorted by how far back its answer lies, a distance d standing for [d, 2d):
 
-    ngram    the token after n tokens that stood in the window before; the last time they were followed by it
-    names    the first token of a name (a capitalised word that is never written small), last seen so long ago
+    ngram    the token after n tokens that occurred in the window before, the last time followed by the same token
+    names    the first token of a name (a word that is always capitalised) that occurred before
     planted  a passage of another document, put into the window once and again d tokens later
 
 Each has a control on the very same tokens: the loss under a short context, one training length at most (ngram, names),
@@ -31,7 +31,7 @@ Ids = npt.NDArray[np.int64]
 Losses = npt.NDArray[np.float64]
 
 KINDS = ("ngram", "names", "planted")
-#: Tokens of the host before the first copy of a planted passage.
+#: Tokens of the document before the first copy of a planted passage.
 LEAD = 256
 
 _WORD = re.compile(r"[^\W\d_]+")
@@ -43,10 +43,10 @@ class FarBackConfig:
     """What is measured.
 
     Attributes:
-        context: tokens of a window; one window of every document that is long enough.
+        context: tokens of a window; each document that is long enough gives one.
         distances: each stands for answers at [d, 2d) tokens, and for planted passages d tokens apart.
         kinds: some of :data:`KINDS`.
-        ngram: tokens that have to come again.
+        ngram: tokens that have to be repeated.
         passage: tokens of a planted passage.
         documents: at most so many.
         seed: which documents, windows and passages.
@@ -89,7 +89,7 @@ class FarBackConfig:
         return tuple(sorted(distance for distance in set(self.distances) if distance < self.context))
 
 
-class Found(NamedTuple):
+class Sums(NamedTuple):
     """Sums over the tokens of one kind and distance in one document; nll and control are summed losses in nats."""
 
     kind: str
@@ -101,28 +101,28 @@ class Found(NamedTuple):
 
 
 def repeated_ngrams(ids: Ids, n: int) -> Ids:
-    """How far back the answer of every token lies, (N,), 0 where it has none.
+    """The distance of every token to its answer, (N,), 0 where it has none.
 
-    Token t has one if the n tokens before it stood in the window earlier, and were followed by the same token when
-    they did so last. A nearer occurrence with another continuation leaves the token out.
+    Token t has one if the n tokens before it occurred in the window earlier, and were followed by the same token the
+    last time. A nearer occurrence with another continuation leaves the token out.
     """
-    found = np.zeros(len(ids), dtype=np.int64)
+    distances = np.zeros(len(ids), dtype=np.int64)
     if len(ids) <= n:
-        return found
+        return distances
     codes = ids
     for step in range(1, n):
         # Exact, not a hash: pairs of numbers are numbered anew at every step.
         codes = np.unique(codes[:-1] * (ids.max() + 1) + ids[step:], return_inverse=True)[1]
     # codes[s] names the n tokens from s on; the token after them is s + n.
-    earlier = _last_time(codes[: len(ids) - n])
+    earlier = _last_occurrence(codes[: len(ids) - n])
     starts = np.flatnonzero(earlier >= 0)
     same = ids[starts + n] == ids[earlier[starts] + n]
-    found[starts[same] + n] = (starts - earlier[starts])[same]
-    return found
+    distances[starts[same] + n] = (starts - earlier[starts])[same]
+    return distances
 
 
 def repeated_names(ids: Ids, decode: Callable[[list[int]], str]) -> Ids:
-    """How long ago the name that each token begins was last seen, (N,), 0 where a token begins none.
+    """The distance of every token that begins a name to the last occurrence of that name, (N,), 0 for other tokens.
 
     A name is a word of at least three letters with a capital and then small ones, which occurs nowhere in the
     window without its capital.
@@ -132,16 +132,16 @@ def repeated_names(ids: Ids, decode: Callable[[list[int]], str]) -> Ids:
     ends = np.cumsum([len(part) for part in parts])
     words = [(match.start(), match.group()) for match in _WORD.finditer("".join(parts))]
     small = {word for _, word in words if word[0].islower()}
-    found = np.zeros(len(ids), dtype=np.int64)
-    seen: dict[str, int] = {}
+    distances = np.zeros(len(ids), dtype=np.int64)
+    last: dict[str, int] = {}
     for place, word in words:
         if len(word) < _SHORTEST_NAME or not word[0].isupper() or word.isupper() or word.lower() in small:
             continue
         token = int(np.searchsorted(ends, place, side="right"))
-        if word in seen:
-            found[token] = token - seen[word]
-        seen[word] = token
-    return found
+        if word in last:
+            distances[token] = token - last[word]
+        last[word] = token
+    return distances
 
 
 @torch.no_grad()
@@ -149,20 +149,20 @@ def short_losses(model: GPT, ids: Tensor, span: int, *, chunk: int) -> Tensor:
     """The loss of every token from the second on given the last span/2 to span before it: ids (N,) → (N − 1,)."""
     half = max(1, span // 2)
     span = 2 * half
-    found = [window_losses(model, ids[None, : span + 1], min(span, len(ids) - 1), chunk=chunk)[0]]
+    losses = [window_losses(model, ids[None, : span + 1], min(span, len(ids) - 1), chunk=chunk)[0]]
     starts = range(half, len(ids) - 1 - half, half)
     full = [start for start in starts if start + span < len(ids)]
     # As many windows at once as make a chunk.
     size = max(1, chunk // span)
     for at in range(0, len(full), size):
         windows = torch.stack([ids[start : start + span + 1] for start in full[at : at + size]])
-        found.append(window_losses(model, windows, half, chunk=chunk).flatten())
+        losses.append(window_losses(model, windows, half, chunk=chunk).flatten())
     # The document may end before the last window does.
-    found += [
+    losses += [
         window_losses(model, ids[None, start:], len(ids) - 1 - start - half, chunk=chunk)[0]
         for start in starts[len(full) :]
     ]
-    return torch.cat(found)
+    return torch.cat(losses)
 
 
 def measure(
@@ -173,8 +173,8 @@ def measure(
     *,
     short: int,
     decode: Callable[[list[int]], str] | None = None,
-) -> list[Found]:
-    """Everything that is asked for of one window.
+) -> list[Sums]:
+    """The sums of one window for every kind and distance.
 
     Args:
         model: in eval mode.
@@ -189,58 +189,56 @@ def measure(
         away["ngram"] = repeated_ngrams(ids, config.ngram)
     if "names" in config.kinds and decode is not None:
         away["names"] = repeated_names(ids, decode)
-    found = []
+    sums = []
     if away:
-        held = torch.from_numpy(ids).to(next(model.parameters()).device)
-        losses = window_losses(model, held[None], len(ids) - 1, chunk=config.chunk)[0]
-        control = short_losses(model, held, short, chunk=config.chunk)
-        whole_, short_ = (each.double().cpu().numpy() for each in (losses, control))
+        tokens = torch.from_numpy(ids).to(next(model.parameters()).device)
+        losses = window_losses(model, tokens[None], len(ids) - 1, chunk=config.chunk)[0]
+        control = short_losses(model, tokens, short, chunk=config.chunk)
+        long_losses, short_context = (each.double().cpu().numpy() for each in (losses, control))
         for kind, distances in away.items():
-            found += _binned(kind, distances[1:], whole_, short_, config)
+            sums += _binned(kind, distances[1:], long_losses, short_context, config)
     if "planted" in config.kinds and passage is not None:
-        found += [
-            _planted(model, ids, passage, distance, config) for distance in config.bins if _fits(distance, config)
-        ]
-    return found
+        sums += [_planted(model, ids, passage, distance, config) for distance in config.bins if _fits(distance, config)]
+    return sums
 
 
-def _binned(kind: str, away: Ids, losses: Losses, short: Losses, config: FarBackConfig) -> list[Found]:
-    found = []
+def _binned(kind: str, away: Ids, losses: Losses, short: Losses, config: FarBackConfig) -> list[Sums]:
+    sums = []
     for distance in config.bins:
         chosen = (away >= distance) & (away < 2 * distance)
         if chosen.any():
-            sums = float(losses[chosen].sum()), float(short[chosen].sum())
-            found.append(Found(kind, distance, config.context, int(chosen.sum()), *sums))
-    return found
+            nll, control = float(losses[chosen].sum()), float(short[chosen].sum())
+            sums.append(Sums(kind, distance, config.context, int(chosen.sum()), nll, control))
+    return sums
 
 
 def _fits(distance: int, config: FarBackConfig) -> bool:
     return LEAD + distance <= config.context
 
 
-def _planted(model: GPT, host: Ids, passage: Ids, distance: int, config: FarBackConfig) -> Found:
-    """The second copy's loss with the first one there, and with the host's own text in its place."""
+def _planted(model: GPT, host: Ids, passage: Ids, distance: int, config: FarBackConfig) -> Sums:
+    """The second copy's loss with the first one there, and with the document's own text in its place."""
     without = np.concatenate((host[: LEAD + distance], passage))
     planted = without.copy()
     planted[LEAD : LEAD + len(passage)] = passage
     both = torch.from_numpy(np.stack((planted, without))).to(next(model.parameters()).device)
     losses = window_losses(model, both, len(passage), chunk=config.chunk).double().sum(1).tolist()
-    return Found("planted", distance, len(planted), len(passage), *losses)
+    return Sums("planted", distance, len(planted), len(passage), *losses)
 
 
-def summary(found: Mapping[str, list[Found]]) -> list[dict[str, Any]]:
+def summary(sums: Mapping[str, list[Sums]]) -> list[dict[str, Any]]:
     """Token-weighted means over documents, with bootstrap intervals over documents.
 
     Args:
-        found: by document, as :func:`measure` gives it.
+        sums: by document, as :func:`measure` gives them.
 
     Returns:
         A row per kind and distance: tokens, documents, `nll` and `control` in nats per token, `gain` = control − nll,
         the deviation of nll over documents, 95% intervals of nll (low, high) and of gain (gain_low, gain_high), and the
         sums of every document, from which runs are compared pair by pair.
     """
-    groups: dict[tuple[str, int, int], dict[str, Found]] = {}
-    for document, entries in found.items():
+    groups: dict[tuple[str, int, int], dict[str, Sums]] = {}
+    for document, entries in sums.items():
         for entry in entries:
             groups.setdefault((entry.kind, entry.distance, entry.context), {})[document] = entry
     rows = []
@@ -269,8 +267,8 @@ def summary(found: Mapping[str, list[Found]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _last_time(codes: Ids) -> Ids:
-    """For each place the last earlier one with the same code, −1 where there is none."""
+def _last_occurrence(codes: Ids) -> Ids:
+    """For each index the last earlier one with the same code, −1 where there is none."""
     order = np.argsort(codes, kind="stable")
     earlier = np.full(len(codes), -1, dtype=np.int64)
     again = codes[order[1:]] == codes[order[:-1]]

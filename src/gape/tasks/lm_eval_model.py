@@ -1,4 +1,4 @@
-"""A model of ours as `lm-eval` wants one. Imported by :func:`gape.tasks.lm_eval.register` alone."""
+"""One of our models with the interface of `lm-eval`. Imported by :func:`gape.tasks.lm_eval.register` alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GapeLM(TemplateLM):  # type: ignore[misc,untyped-decorator,unused-ignore]
         dtype: "float32", or "bfloat16" for autocast.
         max_gen_toks: tokens generated where a task does not say how many.
         chunk: tokens that go through the model at once.
-        max_batch_size: taken for the harness's sake.
+        max_batch_size: accepted and not used; the harness passes it.
 
     Raises:
         ValueError: no run, or a value out of range.
@@ -55,8 +55,10 @@ class GapeLM(TemplateLM):  # type: ignore[misc,untyped-decorator,unused-ignore]
             raise invalid_argument("run", directory, "a directory that gape lm train made")
         if dtype not in ("float32", "bfloat16"):
             raise invalid_argument("dtype", dtype, "float32 or bfloat16")
-        where = ("cuda" if torch.cuda.is_available() else "cpu") if device in (None, "auto") else str(device)
-        self.reader, self.step = open_run(directory, tokenizer, device=where, low=dtype == "bfloat16", chunk=int(chunk))
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if device in (None, "auto") else str(device)
+        self.reader, self.step = open_run(
+            directory, tokenizer, device=device, low=dtype == "bfloat16", chunk=int(chunk)
+        )
         self.model = self.reader.model
         self._device = self.reader.device
         self._name = str(directory)
@@ -82,14 +84,14 @@ class GapeLM(TemplateLM):  # type: ignore[misc,untyped-decorator,unused-ignore]
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation and whether it is the greedy one."""
-        found: dict[int, tuple[float, bool]] = {}
+        likelihoods: dict[int, tuple[float, bool]] = {}
         for batch in self._batches([len(context) + len(more) for _, context, more in requests]):
             rows = [(np.array(requests[n][1]), np.array(requests[n][2])) for n in batch]
-            found |= dict(zip(batch, self._likelihoods(rows), strict=True))
+            likelihoods |= dict(zip(batch, self._likelihoods(rows), strict=True))
             for number in batch:
                 if requests[number][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[number][0], found[number])
-        return [found[number] for number in range(len(requests))]
+                    self.cache_hook.add_partial("loglikelihood", requests[number][0], likelihoods[number])
+        return [likelihoods[number] for number in range(len(requests))]
 
     @torch.no_grad()
     def _likelihoods(self, rows: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
@@ -98,14 +100,14 @@ class GapeLM(TemplateLM):  # type: ignore[misc,untyped-decorator,unused-ignore]
         with self.reader.precision():
             parts = [self.model.hidden(part, cache=cache) for part in torch.split(ids, self.reader.chunk, dim=1)]
             x = torch.cat(parts, dim=1)
-            found = []
+            likelihoods = []
             for row, (context, more) in enumerate(rows):
                 last = slice(len(context) - 1, len(context) + len(more) - 1)
                 logs = self.model.logits(x[row, last]).double().log_softmax(-1).cpu()
                 targets = torch.from_numpy(more)
                 greedy = bool((logs.argmax(-1) == targets).all())
-                found.append((float(logs.gather(1, targets[:, None]).sum()), greedy))
-        return found
+                likelihoods.append((float(logs.gather(1, targets[:, None]).sum()), greedy))
+        return likelihoods
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, read in windows of max_length."""
@@ -131,16 +133,16 @@ class GapeLM(TemplateLM):  # type: ignore[misc,untyped-decorator,unused-ignore]
         Raises:
             ValueError: a task asks for text that is drawn at random.
         """
-        asked = [(request.args[0], dict(request.args[1])) for request in requests]
-        if any(options.get("do_sample") and options.get("temperature", 1) > 0 for _, options in asked):
+        prompts = [(request.args[0], dict(request.args[1])) for request in requests]
+        if any(options.get("do_sample") and options.get("temperature", 1) > 0 for _, options in prompts):
             raise ValueError("do_sample: got True, expected greedy generation; this adapter draws nothing at random")
-        encoded = [np.array(self.tok_encode(text) or [self.eot_token_id]) for text, _ in asked]
-        budgets = [int(options.get("max_gen_toks") or self.max_gen_toks) for _, options in asked]
+        encoded = [np.array(self.tok_encode(text) or [self.eot_token_id]) for text, _ in prompts]
+        budgets = [int(options.get("max_gen_toks") or self.max_gen_toks) for _, options in prompts]
         outputs: dict[int, str] = {}
         for batch in self._batches([len(ids) for ids in encoded]):
-            made = self.reader.complete([encoded[n] for n in batch], [budgets[n] for n in batch])
-            for number, ids in zip(batch, made, strict=True):
-                outputs[number] = _until(self.reader.decode(ids), asked[number][1].get("until"))
+            completions = self.reader.complete([encoded[n] for n in batch], [budgets[n] for n in batch])
+            for number, ids in zip(batch, completions, strict=True):
+                outputs[number] = _until(self.reader.decode(ids), prompts[number][1].get("until"))
                 self.cache_hook.add_partial("generate_until", requests[number].args, outputs[number])
         return [outputs[number] for number in range(len(requests))]
 

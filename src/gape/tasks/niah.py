@@ -1,4 +1,4 @@
-"""Needle in a haystack as the paper's appendix gives it: KEY = digit, hidden among fillers, asked for by a final ?.
+"""Needle in a haystack as the paper's appendix gives it: KEY = digit, hidden among fillers, with a final query ?.
 
 The 27 tokens: fillers 0 … 13, KEY 14, = 15, ? 16, the digits 17 … 26. A sequence of L tokens has the query at its
 end; the L − 1 places before it are cut into n nearly equal chunks, each with one needle (three tokens) at a place
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gape.data.windows import Batch
 from gape.models.loss import IGNORED
-from gape.tasks.counter import below, words
+from gape.utils.random import below32, words32
 from gape.utils.validation import invalid_argument, whole
 
 N_FILLERS = 14
@@ -35,12 +35,12 @@ EVAL_TOKENS = 2**17
 
 @dataclass(frozen=True, kw_only=True)
 class NIAHConfig:
-    """What a haystack looks like.
+    """The settings of a haystack.
 
     Args:
         length: L, tokens of a sequence, the query included.
         n_needles: needles in it; None means max(1, L // 64), the paper's rule.
-        target: whose digit is asked for, "first", "last" or "middle" (needle n // 2, counted from 0).
+        target: the needle whose digit is the answer, "first", "last" or "middle" (needle n // 2, counted from 0).
 
     Raises:
         ValueError: an unknown target, or chunks too short for a needle of three tokens.
@@ -69,7 +69,7 @@ class NIAHConfig:
 
     @property
     def target_index(self) -> int:
-        """Which needle is asked for, counted from 0."""
+        """The needle whose digit is the answer, counted from 0."""
         return {"first": 0, "last": self.needles - 1, "middle": self.needles // 2}[self.target]
 
     def at(self, length: int) -> NIAHConfig:
@@ -84,7 +84,7 @@ class Haystack(NamedTuple):
     Attributes:
         ids: int64 (B, L).
         targets: int64 (B, L), the digit's token at the last place and −100 elsewhere.
-        needles: int64 (B, n), where each KEY stands; its digit is two further on.
+        needles: int64 (B, n), the position of each KEY; its digit is two further on.
     """
 
     ids: Tensor
@@ -119,7 +119,7 @@ def sample(
         seed, step, micro: which series of sequences; any whole numbers.
         first: where in the series to begin: sequences 0 … 9 are 0 … 3 followed by 4 … 9.
         split: "train", "validation" or "test": the series of different splits are independent.
-        device: where the tensors are made.
+        device: of the tensors.
 
     Raises:
         ValueError: batch below 1, an unknown split, or a series longer than 2³² words.
@@ -129,12 +129,12 @@ def sample(
         raise invalid_argument("split", split, f"one of {', '.join(SPLITS)}")
     length, n = config.length, config.needles
     row = length + 2 * n
-    drawn = words(f"niah/{split}/{seed}/{step}/{micro}", batch * row, start=first * row, device=device)
+    drawn = words32(f"niah/{split}/{seed}/{step}/{micro}", batch * row, start=first * row, device=device)
     drawn = drawn.view(batch, row)
-    ids = below(drawn[:, :length], N_FILLERS)
+    ids = below32(drawn[:, :length], N_FILLERS)
     bounds = torch.arange(n + 1, device=device) * (length - 1) // n
-    needles = bounds[:-1] + below(drawn[:, length : length + n], bounds.diff() - (NEEDLE - 1))
-    digits = below(drawn[:, length + n :], N_DIGITS) + DIGIT_0
+    needles = bounds[:-1] + below32(drawn[:, length : length + n], bounds.diff() - (NEEDLE - 1))
+    digits = below32(drawn[:, length + n :], N_DIGITS) + DIGIT_0
     ids.scatter_(1, needles, KEY).scatter_(1, needles + 1, EQUALS).scatter_(1, needles + 2, digits)
     ids[:, -1] = QUERY
     targets = torch.full_like(ids, IGNORED)
@@ -150,7 +150,7 @@ class NIAHSource:
         config: the haystack.
         batch_size: sequences of one micro-batch.
         seed: which stream of batches.
-        device: where they are made.
+        device: of the batches.
     """
 
     config: NIAHConfig
@@ -190,7 +190,7 @@ def hits(
         batch: sequences at a time; None means as many as make 2¹⁷ tokens. It does not change the samples.
         seed, split: which samples.
         device: the model's.
-        stop: asked before every batch; True ends the evaluation.
+        stop: called before every batch; True ends the evaluation.
 
     Returns:
         bool (samples,) on the CPU, shorter if stopped. A sample with a logit that is NaN is wrong: taking the largest
@@ -203,7 +203,7 @@ def hits(
     if whole("samples", samples) > most:
         raise invalid_argument("samples", samples, f"at most {most:,} at length {config.length:,}")
     batch = max(1, EVAL_TOKENS // config.length) if batch is None else whole("batch", batch)
-    right = []
+    correct = []
     for first in range(0, samples, batch):
         if stop is not None and stop():
             break
@@ -211,8 +211,8 @@ def hits(
         drawn = sample(config, size, seed=seed, first=first, split=split, device=device)
         logits = model(drawn.ids, logits_to_keep=1).logits[:, -1, DIGIT_0 : DIGIT_0 + N_DIGITS]
         answered = logits.argmax(-1) + DIGIT_0 == drawn.targets[:, -1]
-        right.append(answered & ~logits.isnan().any(-1))
-    return torch.cat(right).cpu() if right else torch.zeros(0, dtype=torch.bool)
+        correct.append(answered & ~logits.isnan().any(-1))
+    return torch.cat(correct).cpu() if correct else torch.zeros(0, dtype=torch.bool)
 
 
 def accuracy(model: LanguageModel, config: NIAHConfig, **options: Any) -> float:
@@ -221,7 +221,7 @@ def accuracy(model: LanguageModel, config: NIAHConfig, **options: Any) -> float:
     Raises:
         ValueError: as :func:`hits`, or stopped before the first batch.
     """
-    right = hits(model, config, **options)
-    if len(right) == 0:
+    correct = hits(model, config, **options)
+    if len(correct) == 0:
         raise invalid_argument("stop", True, "at least one batch before it")
-    return float(right.double().mean())
+    return float(correct.double().mean())

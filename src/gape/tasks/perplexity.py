@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gape.data.order import key, words
+from gape.utils.random import key, words64
 from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ class Plan:
 
     Attributes:
         protocol: which.
-        documents: those that are read, a document per window's first column.
+        documents: those that are read; the first column of `windows` counts in them.
         sources: (documents,), equal for excerpts of one text.
         windows: (W, 4): document, start, length, scored.
         left_out: documents that are too short.
-        of: windows there were before `max_windows` of them were drawn.
+        of: windows before `max_windows` of them were drawn.
     """
 
     protocol: Protocol
@@ -148,7 +148,7 @@ class Plan:
         return batches
 
     def identity(self) -> str:
-        """A word that is another one for other windows."""
+        """A hash of the windows and the documents."""
         return f"{key(self.windows.tobytes().hex(), *(document.id for document in self.documents)):016x}"
 
 
@@ -161,7 +161,7 @@ def plan(
     max_windows: int = MOST_WINDOWS,
     seed: int = 0,
 ) -> Plan:
-    """Lay a protocol over the documents of a split.
+    """Cut the documents of a split into the windows of a protocol.
 
     Args:
         corpus: what :func:`gape.data.open_corpus` gives.
@@ -177,16 +177,16 @@ def plan(
     if whole("max_windows", max_windows) > MOST_WINDOWS:
         raise invalid_argument("max_windows", max_windows, f"a whole number from 1 to {MOST_WINDOWS:,}")
     fits(corpus, protocol, split=split, stratum=stratum)
-    found = list(corpus.documents(split, stratum))
-    kept = [document for document in found if document.length >= protocol.needed]
-    cuts = [protocol.cut(document.length) for document in kept]
-    numbers = np.repeat(np.arange(len(kept)), [len(cut) for cut in cuts])
+    documents = list(corpus.documents(split, stratum))
+    chosen = [document for document in documents if document.length >= protocol.needed]
+    cuts = [protocol.cut(document.length) for document in chosen]
+    numbers = np.repeat(np.arange(len(chosen)), [len(cut) for cut in cuts])
     windows = np.column_stack([numbers, np.concatenate(cuts)])
-    drawn = _drawn(windows, np.array([document.index for document in kept]), max_windows, seed)
-    sources = np.array([int(corpus.record(document.index)["name"]) for document in kept])
+    drawn = _drawn(windows, np.array([document.index for document in chosen]), max_windows, seed)
+    sources = np.array([int(corpus.record(document.index)["name"]) for document in chosen])
     return Plan(
-        protocol=protocol, documents=tuple(kept), sources=sources, windows=windows[drawn],
-        left_out=tuple(document for document in found if document.length < protocol.needed), of=len(windows),
+        protocol=protocol, documents=tuple(chosen), sources=sources, windows=windows[drawn],
+        left_out=tuple(document for document in documents if document.length < protocol.needed), of=len(windows),
     )  # fmt: skip
 
 
@@ -213,8 +213,8 @@ def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:
     if len(windows) <= most:
         return np.arange(len(windows))
     document, start, length, _ = windows.T
-    place = (indices[document] << 32) + start + length
-    return np.sort(np.argsort(words(place, key("perplexity", seed)), kind="stable")[:most])
+    counters = (indices[document] << 32) + start + length
+    return np.sort(np.argsort(words64(counters, key("perplexity", seed)), kind="stable")[:most])
 
 
 @torch.no_grad()
@@ -254,7 +254,7 @@ def window_losses(
 
 @dataclass(frozen=True)
 class Part:
-    """What a batch of windows gave: its number, the summed loss of each window, and sums by position (`edges`)."""
+    """The losses of a batch of windows: its number, the sum of each window, and sums by position (`edges`)."""
 
     number: int
     sums: list[float]

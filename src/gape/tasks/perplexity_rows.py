@@ -1,4 +1,4 @@
-"""Perplexity as it is stored: windows scored batch by batch into a file that survives, then rows with intervals."""
+"""Stored perplexity: windows scored batch by batch into a file from which a run resumes, then rows with intervals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMBERS = 2**22
 
 
 class Interval(NamedTuple):
-    """A 95% interval, and what was drawn anew for it: "documents", or "windows" where all are of one document."""
+    """A 95% interval, and what was resampled for it: "documents", or "windows" where all are of one document."""
 
     low: float
     high: float
@@ -99,13 +99,13 @@ def score_all(
     check: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Scored:
-    """Score every window of a plan, going on after the batches that `store` holds.
+    """Score every window of a plan, resuming after the batches that `store` holds.
 
     Args:
         model, corpus, plan, chunk, check: as in :func:`gape.tasks.perplexity.scores`.
-        store: a file with a line per batch; to be deleted by whoever has kept the result.
-        of: what the scores are of besides the plan: weights, precision. A file of something else is begun anew.
-        progress: told windows done and in all.
+        store: a file with a line per batch; the caller deletes it when the result is stored.
+        of: what the scores depend on besides the plan: weights, precision. A file of something else is overwritten.
+        progress: called with windows done and in all.
 
     Raises:
         Interrupted: or whatever `check` raises; finished batches are in the file.
@@ -124,7 +124,7 @@ def score_all(
 
     lines = JSONLines(store)
     try:
-        _recall(store, lines, header, add)
+        _add_stored(store, lines, header, add)
         progress(windows, len(plan.windows))
         for part in scores(model, corpus, plan, first=done, chunk=chunk, check=check):
             lines.write(sums=part.sums, by_position=part.by_position)
@@ -150,22 +150,22 @@ def rows(plan: Plan, scored: Scored, seed: int = 0) -> list[Record]:
     of_window = plan.windows[:, 0]
     strata = np.array([document.stratum or "" for document in plan.documents])[of_window]
     names = sorted({document.stratum for document in plan.documents if document.stratum}, key=lambda s: (len(s), s))
-    made = [_row(plan, scored, strata == name, seed) | {"stratum": name} for name in names if len(names) > 1]
+    records = [_row(plan, scored, strata == name, seed) | {"stratum": name} for name in names if len(names) > 1]
     pairs = {(source, document.stratum) for source, document in zip(plan.sources.tolist(), plan.documents, strict=True)}
     if len(pairs) == len(set(plan.sources.tolist())):
         everything = np.ones(len(of_window), dtype=bool)
-        made.append(_row(plan, scored, everything, seed) | {"stratum": None})
-    return [row for row in made if row]
+        records.append(_row(plan, scored, everything, seed) | {"stratum": None})
+    return [row for row in records if row]
 
 
 def position_row(plan: Plan, scored: Scored) -> Record:
     """Loss by position in the window: `edges` of the bins, `nll` and `tokens` in each; bins without tokens left out."""
     bounds, tokens = edges(plan.protocol.context), tokens_by_position(plan)
-    kept = [at for at, count in enumerate(tokens) if count]
+    filled = [at for at, count in enumerate(tokens) if count]
     return {
-        "edges": [*(bounds[at] for at in kept), bounds[kept[-1] + 1]],
-        "nll": [round(float(scored.by_position[at]) / tokens[at], 5) for at in kept],
-        "tokens": [tokens[at] for at in kept],
+        "edges": [*(bounds[at] for at in filled), bounds[filled[-1] + 1]],
+        "nll": [round(float(scored.by_position[at]) / tokens[at], 5) for at in filled],
+        "tokens": [tokens[at] for at in filled],
     }
 
 
@@ -220,12 +220,10 @@ def _row(plan: Plan, scored: Scored, chosen: npt.NDArray[np.bool_], seed: int) -
     }  # fmt: skip
 
 
-def _recall(store: Path, lines: JSONLines, header: Record, add: Callable[[list[float], list[float]], None]) -> None:
-    """Take in the batches of a file, without a last line that was cut short; a file of other things is begun anew."""
-    whole = store.read_bytes()
-    whole = whole[: whole.rfind(b"\n") + 1]
-    lines.cut(len(whole))
-    first, *parts = [json.loads(line) for line in whole.splitlines()] or [None]
+def _add_stored(store: Path, lines: JSONLines, header: Record, add: Callable[[list[float], list[float]], None]) -> None:
+    """Add the batches of a file, without an incomplete last line; a file with another header is overwritten."""
+    lines.mend()
+    first, *parts = [json.loads(line) for line in store.read_bytes().splitlines()] or [None]
     if first != header:
         lines.cut(0)
         lines.write(**header)

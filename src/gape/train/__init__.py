@@ -1,12 +1,14 @@
 """Training that loses nothing. `docs/guide/training.md` has the formats and the rules."""
 
 from gape.data.windows import Batch, Source
-from gape.train.checkpoint import verify
+from gape.train.checkpoint import CheckpointError, verify
 from gape.train.config import TrainConfig
 from gape.train.load import load_model
+from gape.train.logging import NonFiniteError
 from gape.train.optimizer import learning_rate, parameter_groups
 from gape.train.trainer import Trainer
-from gape.utils.errors import BusyError, CheckpointError, DiskFullError, NonFiniteError
+from gape.utils.files import DiskFullError
+from gape.utils.locks import BusyError
 from gape.utils.signals import Interrupted, StopFlag
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors and JSON, written aside, sealed, then given their name.
+"""Checkpoints: safetensors and JSON, written under a temporary name, sealed, then renamed.
 
 A checkpoint is a directory `step-00000100` with `model.safetensors`, `optimizer.safetensors`, `state.json` and the
 seal, `manifest.json`: size and SHA-256 of the other three, written last. Nothing in it is ever unpickled.
@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +22,27 @@ from torch import Tensor, nn
 
 from gape.train.optimizer import bare
 from gape.utils import files
-from gape.utils.errors import CheckpointError, DiskFullError
+from gape.utils.files import DiskFullError
 
 MODEL, OPTIMIZER, STATE, SEAL = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 SEALED = (MODEL, OPTIMIZER, STATE)
 SUMMARY = "summary.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
-# What reading bytes that somebody else wrote may raise.
+# Errors of reading bytes that may be anything.
 _BAD = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is broken, not sealed, or not of this model.
+
+    Attributes:
+        problems: what is wrong, one line each.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__("; ".join([message, *problems]) if problems else message)
+        self.problems = list(problems)
 
 
 class Checkpoint(NamedTuple):
@@ -48,8 +60,8 @@ def name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def found(root: Path) -> list[Path]:
-    """The checkpoints in a directory by name alone, newest first."""
+def available(root: Path) -> list[Path]:
+    """The checkpoints in a directory by name alone, whole or broken, newest first."""
     if not root.is_dir():
         return []
     steps = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -57,12 +69,12 @@ def found(root: Path) -> list[Path]:
 
 
 def pack(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, bytes]:
-    """The three files in memory, so that a full disk is met before anything is half written.
+    """The three files in memory.
 
     Raises:
-        CheckpointError: for a floating tensor that is not finite: a poisoned checkpoint is never written.
+        CheckpointError: for a floating tensor that is not finite, with which no checkpoint is written.
     """
-    return {MODEL: _packed(model), OPTIMIZER: _packed(optimizer), STATE: files.to_json(state)}
+    return {MODEL: _pack(model), OPTIMIZER: _pack(optimizer), STATE: files.to_json(state)}
 
 
 def save(root: Path, step: int, packed: Mapping[str, bytes]) -> Path:
@@ -72,26 +84,26 @@ def save(root: Path, step: int, packed: Mapping[str, bytes]) -> Path:
         The directory.
 
     Raises:
-        DiskFullError: when there is no room; what was written aside is gone, earlier checkpoints are untouched.
-        CheckpointError: when the disk gives back something else than was written; nothing is deleted then.
+        DiskFullError: when there is no room; the temporary files are gone, earlier checkpoints are untouched.
+        CheckpointError: when the disk returns other bytes than were written; nothing is deleted then.
     """
     target = root / name(step)
-    aside = root / f".tmp-{target.name}-{os.getpid()}"
+    temporary = root / f".tmp-{target.name}-{os.getpid()}"
     root.mkdir(parents=True, exist_ok=True)
     needed = sum(map(len, packed.values()))
     seal = _seal(step, packed)
     with files.room(f"checkpoint {target.name}", root, needed):
         try:
-            aside.mkdir()
+            temporary.mkdir()
             for key in SEALED:
-                files.write(aside / key, packed[key])
-            files.write(aside / SEAL, seal)
-            files.settle(aside)
+                files.write(temporary / key, packed[key])
+            files.write(temporary / SEAL, seal)
+            files.settle(temporary)
             if target.exists():
                 set_aside(target)
-            aside.replace(target)
+            temporary.replace(target)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
         files.settle(root)
     if problems := verify(target):
@@ -101,7 +113,7 @@ def save(root: Path, step: int, packed: Mapping[str, bytes]) -> Path:
 
 def prune(root: Path, *, keep_last: int, keep_step: int | None = None) -> None:
     """Delete all checkpoints but the `keep_last` newest and that of `keep_step`, and what earlier deletions left."""
-    for old in found(root)[keep_last:]:
+    for old in available(root)[keep_last:]:
         if keep_step is None or old.name != name(keep_step):
             files.discard(old)
     files.sweep(root)
@@ -127,36 +139,36 @@ def load(checkpoint: str | os.PathLike[str]) -> Checkpoint:
     return content
 
 
-def newest(root: Path, say: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
+def newest(root: Path, warn: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
     """The newest valid checkpoint of a directory, None where there is none at all.
 
     Args:
         root: a run's `checkpoints/`.
-        say: is told why a broken one was passed over.
+        warn: called with the reason when a broken one is passed over.
 
     Raises:
-        CheckpointError: when there are checkpoints and none is valid: starting anew would throw the run away.
+        CheckpointError: when there are checkpoints and none is valid: starting anew would lose the run.
     """
     complaints = []
-    for path in found(root):
+    for path in available(root):
         content, problems = _read(path)
         if content is not None:
             return content
         complaints.append(f"{path.name}: {', '.join(problems)}")
-        say(f"passed over {complaints[-1]}")
+        warn(f"passed over {complaints[-1]}")
     if complaints:
         raise CheckpointError(f"no checkpoint in {root} is whole; move them away to start anew", complaints)
     return None
 
 
 def set_aside(path: Path) -> Path:
-    """Move a checkpoint out of the way under the name `step-00000100.aside`; it is not looked at any more."""
+    """Move a checkpoint out of the way under the name `step-00000100.aside`; it is no longer used."""
     names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())
     return path.replace(next(name for name in names if not name.exists()))
 
 
-def resolve(path: str | os.PathLike[str], say: Callable[[str], None] = lambda message: None) -> Checkpoint:
-    """The checkpoint at `path`; of a run at `path` the best where it kept one, else the newest valid one.
+def resolve(path: str | os.PathLike[str], warn: Callable[[str], None] = lambda message: None) -> Checkpoint:
+    """The checkpoint at `path`; for a run at `path` its best one (`patience`), else its newest valid one.
 
     Raises:
         CheckpointError: when there is none.
@@ -164,7 +176,7 @@ def resolve(path: str | os.PathLike[str], say: Callable[[str], None] = lambda me
     place = Path(path)
     if _NAME.fullmatch(place.name) or ((place / SEAL).is_file() and (place / STATE).is_file()):
         return load(place)
-    checkpoint = newest(place / "checkpoints", say)
+    checkpoint = newest(place / "checkpoints", warn)
     if checkpoint is None:
         raise CheckpointError(f"{place} is neither a checkpoint nor a run with checkpoints")
     best = best_step(checkpoint.state, place / SUMMARY)
@@ -172,60 +184,60 @@ def resolve(path: str | os.PathLike[str], say: Callable[[str], None] = lambda me
         return checkpoint
     content, problems = _read(place / "checkpoints" / name(best))
     if content is None:
-        say(f"passed over the best, {name(best)}: {', '.join(problems)}")
+        warn(f"passed over the best, {name(best)}: {', '.join(problems)}")
     return content or checkpoint
 
 
 def best_step(state: Mapping[str, Any], summary: Path) -> int | None:
-    """The step whose checkpoint a run keeps because its validation had the lowest loss; None where it keeps none.
+    """The step of the lowest validation loss, whose checkpoint a run with `patience` keeps; None without one.
 
     Args:
         state: of the run's newest checkpoint.
-        summary: of the run, if it is over. It has the last word: after a signal in the last validation the newest
-            checkpoint is older than the validation that was done again.
+        summary: of the run, if it is over. It decides: after a signal in the last validation the newest checkpoint
+            is older than the validation that was repeated.
     """
     if not state["train"].get("patience"):
         return None
     if summary.is_file():
-        told = files.from_json(summary.read_bytes()).get("best")
-        return int(told["step"]) if told else None
-    return int(state["best"][0]) if state.get("best") else None
+        best = files.from_json(summary.read_bytes()).get("best")
+        return int(best["step"]) if best else None
+    return int(state["best"][0]) if state["best"] else None
 
 
-def preflight(root: Path, one: int, keep_last: int) -> None:
-    """Refuse to start where the checkpoints of a run will not fit.
+def check_space(root: Path, one: int, keep_last: int) -> None:
+    """Refuse to start a run whose checkpoints will not fit on the disk.
 
     Args:
-        root: where they go; it exists.
+        root: their directory; it exists.
         one: bytes of one.
         keep_last: how many are kept; one more is there while it is being written.
 
     Raises:
         DiskFullError: says how much is needed and how much there is.
     """
-    # Old ones go only after a new one is written, so there is never less to find than the room for one.
-    needed = max(one, one * (keep_last + 1) - sum(files.occupied(path) for path in found(root)))
+    # An old one is deleted after a new one is written, so the room for one is always needed.
+    needed = max(one, one * (keep_last + 1) - sum(files.occupied(path) for path in available(root)))
     if needed > files.free(root):
         raise DiskFullError(f"{keep_last} checkpoints and one in the making", root, needed, files.free(root))
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors, aliases): the model's state without prefixes of wrappers; tied tensors come once."""
+    """(tensors, aliases): the model's state without prefixes of wrappers; a tied tensor is in it once."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
+    names: dict[tuple[Any, ...], str] = {}
     for key, value in model.state_dict().items():
         place = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() and place in seen:
-            aliases[bare(key)] = seen[place]
+        if value.numel() and place in names:
+            aliases[bare(key)] = names[place]
         else:
-            seen[place] = bare(key)
+            names[place] = bare(key)
             tensors[bare(key)] = value
     return tensors, aliases
 
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
-    """Put back what :func:`model_tensors` gave, in place, whatever wrapper the model wears.
+    """Load what :func:`model_tensors` gave, in place, also into a wrapped model.
 
     Raises:
         CheckpointError: names the tensors that are missing, unknown or of another shape or dtype.
@@ -249,12 +261,12 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases:
     model.load_state_dict({key: complete[bare(key)] for key in own})
 
 
-def _packed(tensors: Mapping[str, Tensor]) -> bytes:
-    here = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    for key, value in here.items():
+def _pack(tensors: Mapping[str, Tensor]) -> bytes:
+    on_cpu = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    for key, value in on_cpu.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise CheckpointError(f"{key} is not finite; nothing was saved, earlier checkpoints stand")
-    return pack_tensors(here, {"format": "pt"})
+            raise CheckpointError(f"{key} is not finite; nothing was saved, earlier checkpoints stay")
+    return pack_tensors(on_cpu, {"format": "pt"})
 
 
 def _seal(step: int, packed: Mapping[str, bytes]) -> bytes:
@@ -263,11 +275,11 @@ def _seal(step: int, packed: Mapping[str, bytes]) -> bytes:
 
 
 def _read(path: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The content when all is well, else None and what is not."""
+    """The content and no problems, or None and what is wrong."""
     try:
         raw = (path / SEAL).read_bytes()
         seal = files.from_json(raw)
-        # Written again it must be the same bytes: the seal has no other seal over it.
+        # Written again it must be the same bytes: there is no hash of the seal itself.
         if files.to_json(seal) != raw or seal.get("format") != FORMAT:
             raise ValueError("changed, or of another format")
         step, contents = int(seal["step"]), {key: dict(seal["files"][key]) for key in SEALED}
@@ -279,15 +291,15 @@ def _read(path: Path) -> tuple[Checkpoint | None, list[str]]:
     parsed: dict[str, Any] = {}
     for key, expected in contents.items():
         try:
-            parsed[key] = _parsed(path / key, expected)
+            parsed[key] = _parse(path / key, expected)
         except (*_BAD, SafetensorError) as error:
             problems.append(f"{key} {_reason(error)}")
-    if problems := problems or _contradictions(path, step, parsed[STATE]):
+    if problems := problems or _inconsistencies(path, step, parsed[STATE]):
         return None, problems
     return Checkpoint(path, step, parsed[MODEL], parsed[OPTIMIZER], parsed[STATE]), []
 
 
-def _parsed(path: Path, expected: Mapping[str, Any]) -> Any:
+def _parse(path: Path, expected: Mapping[str, Any]) -> Any:
     data = path.read_bytes()
     if len(data) != expected.get("size"):
         raise ValueError(f"has {len(data)} bytes, the seal says {expected.get('size')}")
@@ -296,21 +308,18 @@ def _parsed(path: Path, expected: Mapping[str, Any]) -> Any:
     return files.from_json(data) if path.suffix == ".json" else parse_tensors(data)
 
 
-def _contradictions(path: Path, step: int, state: Mapping[str, Any]) -> list[str]:
-    """What the name and the state say that cannot be: another step, or a value that no run leaves there."""
+def _inconsistencies(path: Path, step: int, state: Mapping[str, Any]) -> list[str]:
+    """What in the name and the state cannot be: another step, or a value that no run writes."""
     if state.get("step") != step:
         return [f"{STATE} is of step {state.get('step')}, the seal of step {step}"]
     if _NAME.fullmatch(path.name) and path.name != name(step):
         return [f"{SEAL} is of step {step}: the directory was {name(step)} and has another name"]
-    return [f"{STATE} has no {key}, or one that no run leaves there" for key in _FITS if not _fits(key, state)]
+    return [f"{STATE} has no {key}, or one that no run writes" for key in _VALID if not _valid(key, state)]
 
 
-def _fits(key: str, state: Mapping[str, Any]) -> bool:
-    # A state of before patience came to be has neither of these.
-    if key in ("best", "worse") and key not in state:
-        return True
+def _valid(key: str, state: Mapping[str, Any]) -> bool:
     try:
-        return _FITS[key](state[key], state)
+        return _VALID[key](state[key], state)
     except _BAD:
         return False
 
@@ -324,7 +333,7 @@ def _finite(value: Any) -> bool:
 
 
 def _validations(state: Mapping[str, Any]) -> int:
-    """How many there can have been."""
+    """How many validations there can have been."""
     return int(state["validated"] // max(1, state["train"]["validate_every"]))
 
 
@@ -334,7 +343,7 @@ def _is_perfect(metrics: Mapping[str, Any] | None) -> bool:
 
 
 #: By key of a state, whether a value is one that a run can have, given the others.
-_FITS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+_VALID: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "step": lambda x, _: _count(x),
     "tokens": lambda x, state: _count(x, least=state["step"]),
     "loss": lambda x, _: x is None or _finite(x),

@@ -1,4 +1,4 @@
-"""What a run is told, checked and with every default written down."""
+"""The settings of a training run, checked, with every default."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class TrainConfig:
         for name in ("deterministic", "tensorboard"):
             flag(name, getattr(self, name))
         betas = self.betas
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_share, betas)):
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_fraction, betas)):
             raise invalid_argument("betas", betas, "two numbers from 0 to below 1")
         if self.seed >= 2**64:
             raise invalid_argument("seed", self.seed, "a whole number below 2**64, as torch takes it")
@@ -151,7 +151,7 @@ class TrainConfig:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between a stored training config and this one and may not, a line per key."""
     lines = []
-    # A run of before a key came to be had its default.
+    # A stored config without a key was made when there was no such key, which had its default effect.
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     for key in sorted(before.keys() | now.keys()):
         was = before.get(key, defaults.get(key))
@@ -164,7 +164,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _is_share(value: Any) -> bool:
+def _is_fraction(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
 
 

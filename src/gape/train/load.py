@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gape.train import checkpoint
+from gape.train.checkpoint import CheckpointError
 from gape.train.optimizer import bare
-from gape.utils.errors import CheckpointError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -22,23 +22,22 @@ def load_model(
     *,
     device: str | torch.device = "cpu",
     build: Callable[[Mapping[str, Any]], nn.Module] | None = None,
-    say: Callable[[str], None] = _LOGGER.warning,
+    warn: Callable[[str], None] = _LOGGER.warning,
 ) -> Any:
     """The model of a checkpoint, in eval mode. Its config comes from the checkpoint; the seal is verified first.
 
     Its tensors have the dtypes they were trained in, whatever `build` makes.
 
     Args:
-        path: a checkpoint, or a run directory: its best checkpoint where it kept one (`patience`), else its newest
-            valid one.
-        device: where to put it.
+        path: a checkpoint, or a run directory: its best checkpoint (`patience`), else its newest valid one.
+        device: of the model.
         build: makes an untrained model from the stored config; :class:`gape.GPT` when None.
-        say: is told why a broken checkpoint was passed over; a logged warning by default.
+        warn: called with the reason when a broken checkpoint is passed over; logs a warning by default.
 
     Raises:
         CheckpointError: when nothing valid is there, or it is of another model.
     """
-    return model_of(checkpoint.resolve(path, say), device=device, build=build)
+    return model_of(checkpoint.resolve(path, warn), device=device, build=build)
 
 
 def model_of(

@@ -13,12 +13,12 @@ from gape.gates import GAPEGates, HeadProjection
 from gape.positions.fox import ForgetGate
 from gape.train.config import TrainConfig
 
-# Modules whose own parameters decide what is forgotten: decay would pull them to "half open", which is no prior at all.
+# Modules whose own parameters decide what is forgotten: weight decay would pull gates to half open, which is no prior.
 GATES = (HeadProjection, GAPEGates, ForgetGate)
 
 
 def bare(name: str) -> str:
-    """A parameter's name without what `torch.compile` puts in it."""
+    """A parameter's name without the prefix of `torch.compile`."""
     return name.replace("_orig_mod.", "")
 
 
@@ -32,7 +32,7 @@ def parameter_groups(
     - `gates`: all parameters of gape's gates, by module type: projections, their biases and amplitudes; FoX's forget
       gate too. Undecayed, at `gate_lr_multiplier` times the rate.
 
-    Frozen parameters are left out, tied ones come once, empty groups are dropped.
+    Frozen parameters are left out, tied ones are in it once, empty groups are dropped.
 
     Returns:
         Dictionaries with `name`, `params`, `names` (without prefixes of wrappers), `weight_decay` and `lr_multiplier`.
@@ -55,21 +55,21 @@ def parameter_groups(
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of update `step` (from 1): linear to the top, then half a cosine, then the least."""
+    """The rate of update `step` (from 1): a linear warm-up, then half a cosine, then the minimum."""
     done, end = step - 1, config.decay_steps or config.max_steps
     if done < config.warmup_steps:
         return config.learning_rate * step / (config.warmup_steps + 1)
     if done >= end:
         return config.min_learning_rate
-    share = (done - config.warmup_steps) / (end - config.warmup_steps)
-    fall = 0.5 * (1 + math.cos(math.pi * share))
+    progress = (done - config.warmup_steps) / (end - config.warmup_steps)
+    fall = 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_learning_rate + fall * (config.learning_rate - config.min_learning_rate)
 
 
 def build(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW over the groups of :func:`parameter_groups`.
 
-    It is the fused one on every device: that one alone skips an update on the device, without asking the host.
+    It is the fused one on every device: only that one can skip an update without waiting for the device.
 
     Raises:
         ValueError: when the model has nothing to train.
@@ -81,7 +81,7 @@ def build(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every group its rate."""
+    """Set the rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_multiplier"]
 
@@ -101,7 +101,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_state_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what :func:`state_tensors` gave.
+    """Load what :func:`state_tensors` gave.
 
     Raises:
         ValueError: for a name this optimiser does not train, or another shape.

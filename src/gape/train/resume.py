@@ -1,35 +1,49 @@
-"""Going on where a run stopped: what is stored, what is compared, what is put back."""
+"""Resuming a run: what is stored, what is compared, what is restored; random states and determinism."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gape.data.windows import Source
-from gape.train import checkpoint, rng
-from gape.train.checkpoint import Checkpoint
+from gape.train import checkpoint
+from gape.train.checkpoint import Checkpoint, CheckpointError
 from gape.train.config import TrainConfig, changes
 from gape.train.optimizer import load_state_tensors, state_tensors
 from gape.utils import files
-from gape.utils.errors import CheckpointError
 from gape.utils.validation import invalid_argument
 
 _RANDOM = "random/"
+# Sources of difference that remain under torch's deterministic algorithms, recorded with the run.
+NOT_COVERED = {
+    "cpu": [],
+    "cuda": ["attention backends chosen by torch.compile", "another GPU, driver or version of torch"],
+}
 
 
 @dataclasses.dataclass
 class RunState:
-    """Where a run is: numbers that a checkpoint carries.
+    """The progress of a run, stored in its checkpoints.
 
-    step: updates done. tokens: tokens seen. loss: of the last log line. validated: step of the last validation.
-    validation: its numbers. perfect: validations with accuracy 1 in a row. best: step and loss of the validation with
-    the lowest loss. worse: validations since.
+    Attributes:
+        step: updates done.
+        tokens: tokens read.
+        loss: of the last log line.
+        validated: step of the last validation.
+        validation: its numbers.
+        perfect: validations with accuracy 1 in a row.
+        best: step and loss of the validation with the lowest loss.
+        worse: validations since then.
     """
 
     step: int = 0
@@ -44,7 +58,7 @@ class RunState:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What makes a run this run, in the types JSON has."""
+    """What identifies a run, in the types JSON has: a checkpoint is resumed only with the same."""
 
     train: dict[str, Any]
     model: dict[str, Any]
@@ -68,18 +82,18 @@ class Identity:
         return {"train": self.train, "model": self.model, "data": self.data, "extra": self.extra}
 
 
-def choose(root: Path, resume: str | PathLike[str], say: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint to go on from, None to start anew.
+def choose(root: Path, resume: str | PathLike[str], warn: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint to resume from, None to start anew.
 
     Raises:
         ValueError: for "never" where there are checkpoints, and for a checkpoint of another run.
-        CheckpointError: when the one asked for, or every one there is, is broken.
+        CheckpointError: when the chosen one, or every one, is broken.
     """
     if resume == "auto":
-        return checkpoint.newest(root, say)
+        return checkpoint.newest(root, warn)
     if resume == "never":
-        if there := checkpoint.found(root):
-            raise invalid_argument("resume", resume, f"'auto' or another directory, since {there[0]} is there already")
+        if existing := checkpoint.available(root):
+            raise invalid_argument("resume", resume, f"'auto' or another directory, since {existing[0]} exists")
         return None
     path = Path(resume)
     if path.resolve().parent != root.resolve():
@@ -88,10 +102,10 @@ def choose(root: Path, resume: str | PathLike[str], say: Callable[[str], None]) 
 
 
 def refuse_changes(chosen: Checkpoint, now: Identity) -> None:
-    """Compare what the checkpoint was made with.
+    """Compare the run with the one that wrote the checkpoint.
 
     Raises:
-        ValueError: names every key that may not change and did.
+        ValueError: names every key that changed and may not.
     """
     before = chosen.state
     lines = changes(before["train"], now.train)
@@ -119,8 +133,8 @@ def snapshot(
     window: Sequence[Sequence[float]],
     log_bytes: int,
 ) -> dict[str, bytes]:
-    """The files of a checkpoint of this moment."""
-    tensors, numbers = rng.capture(device)
+    """The files of a checkpoint of the current state."""
+    tensors, numbers = random_states(device)
     weights, aliases = checkpoint.model_tensors(model)
     moments = state_tensors(optimizer) | {f"{_RANDOM}{key}": value for key, value in tensors.items()}
     return checkpoint.pack(
@@ -141,7 +155,7 @@ def snapshot(
 def restore(
     chosen: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[RunState, list[list[float]]]:
-    """Put weights, moments and random states back; where the run was, and the rows of its open log window.
+    """Load weights, moments and random states; returns the progress of the run and the rows of its open log window.
 
     Raises:
         CheckpointError: when the checkpoint does not fit the model.
@@ -154,11 +168,91 @@ def restore(
     except ValueError as error:
         raise CheckpointError(f"{chosen.path.name} does not fit: {error}") from error
     try:
-        rng.restore(states, chosen.state["random"], device)
+        restore_random_states(states, chosen.state["random"], device)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(f"{chosen.path}: the random states in it are none: {error}") from error
-    names = [field.name for field in dataclasses.fields(RunState)]
-    state = RunState(**{name: chosen.state[name] for name in names if name in chosen.state})
+        raise CheckpointError(f"{chosen.path}: the random states in it are invalid: {error}") from error
+    state = RunState(**{field.name: chosen.state[field.name] for field in dataclasses.fields(RunState)})
     # JSON has lists.
     state.best = (int(state.best[0]), float(state.best[1])) if state.best else None
     return state, chosen.state["window"]
+
+
+def refuse_foreign(run_dir: Path) -> None:
+    """Refuse a directory that has files with the names of a run's and is none: every run begins with a runtime.jsonl.
+
+    Raises:
+        ValueError: names the directory and the first of the files.
+    """
+    existing = [path for name in ("config.json", "log.jsonl", "manifest.json") if (path := run_dir / name).exists()]
+    begun = (run_dir / "runtime.jsonl").exists() or (run_dir / "checkpoints").is_dir()
+    if not begun and any(path.stat().st_size for path in existing):
+        raise invalid_argument(
+            "run_dir", str(run_dir), f"a new directory or one of a run: {existing[0].name} is of none"
+        )
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch (every device), Python's random and NumPy's global state."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
+def random_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, numbers): torch's states (uint8 tensors, the CPU's and `device`'s), Python's and NumPy's (for JSON)."""
+    tensors = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    numbers = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
+    }
+    return tensors, numbers
+
+
+def restore_random_states(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], device: torch.device) -> None:
+    """Restore what :func:`random_states` gave; the state of a GPU only on a GPU."""
+    torch.set_rng_state(tensors["torch"].cpu())
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"].cpu(), device)
+    version, words, gauss = numbers["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = numbers["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+
+
+@contextlib.contextmanager
+def preserved_random_states(device: torch.device) -> Iterator[None]:
+    """A context that restores the random states when it ends."""
+    tensors, numbers = random_states(device)
+    try:
+        yield
+    finally:
+        restore_random_states(tensors, numbers, device)
+
+
+@contextlib.contextmanager
+def determinism(enabled: bool, device: torch.device) -> Iterator[None]:
+    """A context with torch's deterministic algorithms, where `enabled`.
+
+    Raises:
+        ValueError: on a GPU without CUBLAS_WORKSPACE_CONFIG, without which cuBLAS is not deterministic.
+    """
+    if not enabled:
+        yield
+        return
+    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        raise ValueError(
+            "deterministic: got True, expected CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment beside it"
+        )
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark

@@ -1,4 +1,4 @@
-"""One update, without a step where the gradient is not finite; and an update as one CUDA graph."""
+"""One update of the weights, skipped where the gradient is not finite; and updates replayed as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from gape.utils.validation import invalid_argument
 
 
 class Window:
-    """Loss and gradient norm of the steps since the last log line, on the device until somebody asks."""
+    """Loss and gradient norm of the steps since the last log line, left on the device until they are read."""
 
     def __init__(self) -> None:
         self._waiting: list[Tensor] = []
         self._read: list[list[float]] = []
 
     def add(self, loss: Tensor, norm: Tensor) -> None:
-        """Remember a step; loss and norm are single numbers."""
+        """Add a step; loss and norm are single numbers."""
         self._waiting.append(torch.stack([loss.float(), norm.float()]))
 
     def read(self) -> list[list[float]]:
@@ -42,11 +42,11 @@ class Window:
         return next((i for i, pair in enumerate(self.read()) if not all(map(math.isfinite, pair))), None)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Drop all steps."""
         self._waiting, self._read = [], []
 
     def restore(self, values: Sequence[Sequence[float]]) -> None:
-        """Go on where a checkpoint was."""
+        """Set the steps to those of a checkpoint."""
         self._waiting, self._read = [], [list(map(float, pair)) for pair in values]
 
 
@@ -61,8 +61,8 @@ class Updater:
         device: where the parameters are.
 
     Raises:
-        ValueError: for lambda_l1 > 0 with a model that has no landmarks, or none that it would hand out, and for
-            skip_eps > 0 with a model that has no gates.
+        ValueError: for lambda_l1 > 0 with a model that has no landmarks or does not return them, and for skip_eps > 0
+            with a model that has no gates.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Updater:
     def step(self, batches: Sequence[Batch], rate: float) -> tuple[Tensor, Tensor]:
         """One update over micro-batches; (loss, gradient norm before clipping), single numbers on the device.
 
-        The loss is the sum over all counted tokens divided by their number, whatever the micro-batches they came in.
+        The loss is the sum over all counted tokens divided by their number, whatever the micro-batches.
         Read or copy the numbers before the next step: a replayed one writes over them.
         """
         if self._replay is not None:
@@ -105,7 +105,7 @@ class Updater:
         """A step at the optimiser's rates."""
         loss = self._backward(batches)
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = self._judge(loss, gradients)
+        norm = self._gradient_norm(loss, gradients)
         if self.config.clip:
             torch._foreach_mul_(gradients, torch.clamp(self.config.clip / (norm + 1e-6), max=1.0))
         # The fused AdamW reads this attribute, as it does for gradient scalers, and leaves everything alone when set.
@@ -131,19 +131,19 @@ class Updater:
             total = total + loss.detach()
         return total
 
-    def _judge(self, loss: Tensor, gradients: list[Tensor]) -> Tensor:
-        """The gradient's norm; raises the flag where it or the loss is not finite, and keeps that step's norms."""
+    def _gradient_norm(self, loss: Tensor, gradients: list[Tensor]) -> Tensor:
+        """The gradient's norm; sets `stopped` where it or the loss is not finite, and keeps the norms of that step."""
         norms = iter(torch._foreach_norm(gradients))
         each = torch.stack([self._zero if p.grad is None else next(norms).float() for p in self._parameters.values()])
         norm: Tensor = torch.linalg.vector_norm(each)
-        # In place, so that a recorded step finds them again.
+        # In place: a captured step writes to the same tensors.
         self.norms.copy_(torch.where(self.stopped > 0, self.norms, each))
         self.stopped.copy_(torch.maximum(self.stopped, (~(loss.isfinite() & norm.isfinite())).float()))
         return norm
 
     @contextlib.contextmanager
     def _landmarks(self) -> Iterator[Callable[[], Tensor] | None]:
-        """What gives the mean landmark of the forward pass in the block; nothing is kept where it is not weighed."""
+        """A context that yields a function for the mean landmark of its forward pass, or None without lambda_l1."""
         if not self.config.lambda_l1:
             yield None
             return
@@ -163,18 +163,18 @@ def _shares(batches: Sequence[Batch]) -> list[Tensor] | list[float]:
     return list((counts / counts.sum().clamp(min=1)).unbind())
 
 
-#: Updates before the one that is recorded: they compile, and make the optimiser's state and what libraries keep.
+#: Updates before the one that is captured: they compile, and make the state of the optimiser and of libraries.
 WARM = 3
 
 Update = Callable[[Sequence[Batch]], tuple[Tensor, Tensor]]
 
 
 class Replay:
-    """Takes updates by replaying the first one it recorded.
+    """Takes updates by replaying a captured one (CUDA graph).
 
     Args:
         update: one whole update over micro-batches at the optimiser's rates; returns two numbers on the device. It
-            never waits for the device, and keeps what lasts in the same tensors.
+            never waits for the device, and writes to the same tensors each time.
         optimizer: the fused AdamW that it steps.
         device: the GPU.
     """
@@ -189,9 +189,9 @@ class Replay:
         self._numbers: tuple[Tensor, Tensor]
 
     def step(self, batches: Sequence[Batch], rate: float) -> tuple[Tensor, Tensor]:
-        """One update; its numbers are good until the next one. Batches of another shape are not replayed, but taken."""
-        # The first updates read the copies too: a compiler may ask how a tensor is laid out, and begin again.
-        self._batches = self._batches or [_copied(batch) for batch in batches]
+        """One update; its numbers are valid until the next one. Batches of another shape do not use the graph."""
+        # The first updates read the copies too: a compiler specialises on the strides of its inputs.
+        self._batches = self._batches or [_copy(batch) for batch in batches]
         if _shapes(batches) != _shapes(self._batches):
             return self._launch(batches, rate)
         for old, new in zip(self._batches, batches, strict=True):
@@ -200,14 +200,14 @@ class Replay:
             self._warm += 1
             return self._launch(self._batches, rate)
         if self._graph is None:
-            self._graph = self._record()
-        for group, taken in zip(self._optimizer.param_groups, self._rates, strict=True):
-            taken.fill_(rate * group["lr_multiplier"])
+            self._graph = self._capture()
+        for group, stored in zip(self._optimizer.param_groups, self._rates, strict=True):
+            stored.fill_(rate * group["lr_multiplier"])
         self._graph.replay()
         return self._numbers
 
     def _launch(self, batches: Sequence[Batch], rate: float) -> tuple[Tensor, Tensor]:
-        """An update kernel by kernel, on a stream of its own, as recording one wants those before it to be."""
+        """An update kernel by kernel, on a stream of its own, as a capture requires of those before it."""
         set_rate(self._optimizer, rate)
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
@@ -216,21 +216,21 @@ class Replay:
         here.wait_stream(self._stream)
         return numbers
 
-    def _record(self) -> torch.cuda.CUDAGraph:
-        """Record an update over the copies of batches; nothing of it happens yet."""
-        # A rate that is a number would stay the one of this update.
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """Capture an update over the copies of batches, without doing it."""
+        # A rate that is a Python number would be fixed in the graph.
         self._rates = [torch.zeros((), device=self._device) for _ in self._optimizer.param_groups]
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"], group["capturable"] = rate, True
         graph = torch.cuda.CUDAGraph()
-        # The stream that torch would take belongs to whichever GPU came first in this process.
+        # The default stream of torch.cuda.graph belongs to the GPU that was used first in this process.
         own = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.graph(graph, stream=own):
             self._numbers = self._update(self._batches)
         return graph
 
 
-def _copied(batch: Batch) -> Batch:
+def _copy(batch: Batch) -> Batch:
     documents, positions = (None if x is None else x.clone() for x in batch[2:])
     return Batch(batch.ids.clone(), batch.targets.clone(), documents, positions)
 

@@ -1,4 +1,4 @@
-"""The trainer: steps, and between them validation, logs, checkpoints and the wish to stop."""
+"""The trainer: steps, and between them validation, logs, checkpoints and signals to stop."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import nn
 
 from gape.data.windows import Batch, Source
 from gape.gates import GAPEGates
-from gape.train import checkpoint, guards, rng
+from gape.train import checkpoint
 from gape.train import resume as resuming
 from gape.train.config import TrainConfig
+from gape.train.logging import NonFiniteError, TensorBoard, write_dump
 from gape.train.optimizer import build, learning_rate, named
 from gape.train.step import Updater, Window
 from gape.utils import files, locks
-from gape.utils.errors import NonFiniteError
-from gape.utils.jsonl import JSONLines, TensorBoard
+from gape.utils.jsonl import JSONLines
 from gape.utils.progress import Reporter
 from gape.utils.run_info import manifest
 from gape.utils.signals import Interrupted, StopFlag
@@ -35,11 +35,11 @@ HISTORY = 100
 
 
 class Trainer:
-    """Trains a model in a run directory that can be left and taken up again.
+    """Trains a model in a run directory, from which an interrupted run is resumed.
 
     Args:
         model: called as model(ids, targets=, documents=, positions=), returns an object with `.loss`; has
-            `config.to_dict()` if it is to be loaded again by :func:`gape.train.load_model`. It stays where it is.
+            `config.to_dict()` if it is to be loaded again by :func:`gape.train.load_model`. It stays on its device.
         config: a :class:`TrainConfig`.
         source: gives the batches, on the model's device.
         run_dir: the run's directory, made when missing.
@@ -47,9 +47,9 @@ class Trainer:
             it draws at random leaves training alone. Its "accuracy" and "loss" decide about stopping early.
         stop: polled between steps; hand in your own to poll it in `validate` too.
         extra: stored in config.json as it is, for instance the recipe.
-        console: where progress is shown; standard error when None.
-        observe: observe(model, step), called as `validate` is, at step 0 and every `observe_every` steps; for what
-            should be seen while a model learns. After resuming it may be called again for a step.
+        console: for progress; standard error when None.
+        observe: observe(model, step), called as `validate` is, at step 0 and every `observe_every` steps. After
+            resuming it may be called again for a step.
         observe_every: updates between observations; 0 never observes.
 
     Raises:
@@ -85,14 +85,14 @@ class Trainer:
         self._check_every = config.check_every or (1 if self.device.type == "cpu" else config.log_every)
         self._reporter = Reporter(config.progress, config.max_steps, self.run_dir.name, console)
         self._saved: int | None = None
-        self._began = 0
+        self._first_step = 0
         self._clock = time.perf_counter()
 
     def run(self, resume: str | PathLike[str] = "auto") -> dict[str, Any]:
         """Train until the last step, or early after repeated perfect validation.
 
         Args:
-            resume: "auto" goes on from the newest valid checkpoint and starts anew where there is none; "never" starts
+            resume: "auto" resumes from the newest valid checkpoint and starts anew where there is none; "never" starts
                 anew and refuses a directory with checkpoints; a path is that checkpoint of this run.
 
         Returns:
@@ -109,12 +109,12 @@ class Trainer:
             ValueError: when config, model or data are not those of the checkpoint, or the directory is no run's.
         """
         if self.state.step:
-            raise RuntimeError("a Trainer runs once; make another, with a new model, to go on from a checkpoint")
-        guards.refuse_foreign(self.run_dir)
+            raise RuntimeError("a Trainer runs once; make another, with a new model, to resume from a checkpoint")
+        resuming.refuse_foreign(self.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        with locks.locked(self.run_dir), self.stop, guards.determinism(self.config.deterministic, self.device):
+        with locks.locked(self.run_dir), self.stop, resuming.determinism(self.config.deterministic, self.device):
             self._log, self._runtime = (JSONLines(self.run_dir / f"{name}.jsonl") for name in ("log", "runtime"))
-            self._board: TensorBoard | None = None
+            self._tensorboard: TensorBoard | None = None
             try:
                 with self._reporter:
                     self._open(resume)
@@ -124,7 +124,7 @@ class Trainer:
                 self._note(event="stopped", step=self.state.step, why=f"{type(error).__name__}: {error}")
                 raise
             finally:
-                for log in (self._log, self._runtime, self._board):
+                for log in (self._log, self._runtime, self._tensorboard):
                     if log is not None:
                         log.close()
 
@@ -137,11 +137,11 @@ class Trainer:
         for place in (self.checkpoints, self.run_dir / "figures"):
             place.mkdir(exist_ok=True)
         chosen = resuming.choose(self.checkpoints, resume, self._warn)
-        kept = self.config.keep_last + (self.config.patience > 0)
-        checkpoint.preflight(self.checkpoints, self._checkpoint_bytes(), kept)
+        keep_last = self.config.keep_last + (self.config.patience > 0)
+        checkpoint.check_space(self.checkpoints, self._checkpoint_bytes(), keep_last)
         record = manifest(self.device, seed=self.config.seed, data=self._identity.data, more=self._facts())
         if chosen is None:
-            rng.seed_all(self.config.seed)
+            resuming.seed_all(self.config.seed)
             self._log.cut(0)
             files.replace(self.run_dir / "manifest.json", files.to_json(record))
         else:
@@ -149,17 +149,17 @@ class Trainer:
         files.replace(self.run_dir / "config.json", files.to_json(self._identity.to_dict()))
         (self.run_dir / checkpoint.SUMMARY).unlink(missing_ok=True)
         if self.config.tensorboard:
-            self._board = TensorBoard(self.run_dir / "tensorboard", self.state.step, self._warn)
+            self._tensorboard = TensorBoard(self.run_dir / "tensorboard", self.state.step, self._warn)
         self._note(event="started", step=self.state.step, **record)
         if self.device.type == "cuda":
-            # What ran in this process before is not this run's.
+            # Without the peak of earlier work in this process.
             torch.cuda.reset_peak_memory_stats(self.device)
         self.model.train()
-        self._began, self._clock = self.state.step, time.perf_counter()
+        self._first_step, self._clock = self.state.step, time.perf_counter()
 
     def _facts(self) -> dict[str, Any]:
-        """What "auto" came to, for the manifest."""
-        uncovered = guards.NOT_COVERED.get(self.device.type, [])
+        """What the manifest says of the run, "auto" resolved."""
+        uncovered = resuming.NOT_COVERED.get(self.device.type, [])
         return {
             "precision": "bfloat16" if self._updater.autocasts else "float32",
             "compiled": self._updater.compiles,
@@ -176,7 +176,7 @@ class Trainer:
             self._warn(f"the run was on {chosen.state['device']} and is on {self.device.type} now: not bit for bit")
         if not self._log.cut(int(chosen.state["log_bytes"])):
             self._warn("log.jsonl is shorter than when the checkpoint was written; its lines from then are lost")
-        for newer in checkpoint.found(self.checkpoints):
+        for newer in checkpoint.available(self.checkpoints):
             if int(newer.name.removeprefix("step-")) > chosen.step:
                 self._warn(f"{newer.name} is not used any more, moved to {checkpoint.set_aside(newer).name}")
         self._reporter.log(f"resumed from {chosen.path.name}")
@@ -185,9 +185,9 @@ class Trainer:
         every = self.config.checkpoint_every
         while True:
             if self.stop.requested:
-                self._leave()
+                self._save_and_stop()
             if self._observation_due():
-                self._look()
+                self._observe()
             if self._validation_due():
                 self._validate()
             done = self.state.step >= self.config.max_steps or self._early()
@@ -198,12 +198,12 @@ class Trainer:
             self._step()
 
     def _early(self) -> bool:
-        """Whether validations say that it is enough."""
+        """Whether the validations so far end the run."""
         enough = 0 < self.config.stop_after_perfect <= self.state.perfect
         return enough or 0 < self.config.patience <= self.state.worse
 
     def _is_best(self) -> bool:
-        """Whether these weights are to be kept because no others did better."""
+        """Whether these weights have the lowest validation loss so far."""
         return self._best_step() == self.state.step
 
     def _step(self) -> None:
@@ -236,7 +236,7 @@ class Trainer:
         loss, norm = rows[bad]
         self._remember(rows[:bad], step - 1)
         self.state.step = step - 1
-        place = guards.write(
+        dump = write_dump(
             self.run_dir / "dumps",
             step,
             loss=loss,
@@ -247,7 +247,7 @@ class Trainer:
             gradients=dict(zip(named(self.optimizer), self._updater.norms.tolist(), strict=True)),
             history=list(self._history),
         )
-        raise NonFiniteError(step, f"the loss is {loss} and the gradient's norm {norm}", place)
+        raise NonFiniteError(step, f"the loss is {loss} and the gradient's norm {norm}", dump)
 
     def _remember(self, rows: Sequence[Sequence[float]], last: int) -> None:
         self._history.extend([last - len(rows) + 1 + i, *row] for i, row in enumerate(rows))
@@ -259,11 +259,11 @@ class Trainer:
         self.state.loss = loss
         record = {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": self.state.tokens}
         self._log.write(event="train", step=step, **record)
-        if self._board is not None:
-            self._board.scalars("train", record, step)
+        if self._tensorboard is not None:
+            self._tensorboard.scalars("train", record, step)
         now = time.perf_counter()
         # After a resume the window begins with rows that this process did not make.
-        seconds, self._clock = (now - self._clock) / min(len(rows), step - self._began), now
+        seconds, self._clock = (now - self._clock) / min(len(rows), step - self._first_step), now
         tokens = self.state.tokens / step / max(seconds, 1e-9)
         timing: dict[str, float] = {"seconds_per_step": seconds, "tokens_per_second": tokens}
         if self.device.type == "cuda":
@@ -283,35 +283,35 @@ class Trainer:
         every, step = self._observe_every, self.state.step
         return self.observe is not None and every > 0 and step % every == 0 and step != self._observed
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         assert self.observe is not None
         self._check()
         began = time.perf_counter()
-        self._aside(self.observe)
+        self._call_apart(self.observe)
         self._observed = self.state.step
         self._clock += time.perf_counter() - began
 
     def _validate(self) -> None:
         assert self.validate is not None
-        # First, because it waits for steps that a GPU has not done yet: their time is not the validation's.
+        # First, because it waits for steps that the GPU has not finished: their time is not the validation's.
         self._check()
         began = time.perf_counter()
-        metrics = files.plain(dict(self._aside(self.validate)))
+        metrics = files.plain(dict(self._call_apart(self.validate)))
         if self.stop.requested:
-            # It may have been cut short. Nothing of it is recorded, so the resumed run does it again.
-            self._leave()
+            # It may be incomplete. It is not recorded, so the resumed run repeats it.
+            self._save_and_stop()
         self._record(metrics, time.perf_counter() - began)
 
-    def _aside(self, function: Callable[[Any, int], T]) -> T:
-        """Call a function of the model as it is now so that training does not notice; leave if a signal came."""
+    def _call_apart(self, function: Callable[[Any, int], T]) -> T:
+        """Call a function of the model in eval mode, with random states restored after it; stop if a signal came."""
         self.model.eval()
         try:
-            with rng.untouched(self.device), torch.no_grad(), self._updater.autocast():
+            with resuming.preserved_random_states(self.device), torch.no_grad(), self._updater.autocast():
                 return function(self.model, self.state.step)
         except Exception as error:
             if not (self.stop.requested or isinstance(error, Interrupted)):
                 raise
-            self._leave(error.code if isinstance(error, Interrupted) else None)
+            self._save_and_stop(error.code if isinstance(error, Interrupted) else None)
         finally:
             self.model.train()
 
@@ -323,8 +323,8 @@ class Trainer:
             better = state.best is None or loss < state.best[1]
             state.best, state.worse = ((state.step, loss), 0) if better else (state.best, state.worse + 1)
         self._log.write(event="validation", step=state.step, metrics=metrics, amplitudes=self._amplitudes())
-        if self._board is not None:
-            self._board.scalars("validation", metrics, state.step)
+        if self._tensorboard is not None:
+            self._tensorboard.scalars("validation", metrics, state.step)
         self._note(event="validation", step=state.step, seconds=seconds)
         self._clock += seconds
         shown = "  ".join(f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in metrics.items())
@@ -334,8 +334,8 @@ class Trainer:
         """Γ of every gated layer, per head."""
         return [module.amplitude.tolist() for module in self.model.modules() if isinstance(module, GAPEGates)]
 
-    def _leave(self, code: int | None = None) -> NoReturn:
-        """Save and go: a signal asked for it."""
+    def _save_and_stop(self, code: int | None = None) -> NoReturn:
+        """Save and raise Interrupted, after a signal."""
         self._save()
         code = code or self.stop.code or 143
         raise Interrupted(code, f"stopped by a signal after step {self.state.step}; saved, resume goes on from there")
@@ -366,7 +366,8 @@ class Trainer:
         checkpoint.prune(self.checkpoints, keep_last=self.config.keep_last, keep_step=self._best_step())
 
     def _finish(self) -> dict[str, Any]:
-        self._prune()  # A death may have come between the last save and its own.
+        # The process may have been killed before it deleted.
+        self._prune()
         state = self.state
         summary = {
             "status": "stopped early" if self._early() else "finished",
@@ -393,7 +394,7 @@ class Trainer:
         self._note(event="warning", message=message)
 
     def _note(self, **record: Any) -> None:
-        """A line about this moment; losing it costs nothing."""
+        """Write a line to runtime.jsonl; a failure is only a warning."""
         try:
             self._runtime.write(time=round(time.time(), 3), **record)
         except OSError as error:

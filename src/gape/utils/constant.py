@@ -1,4 +1,4 @@
-"""Numbers that belong to a module and must outlive everything that is done to modules."""
+"""Fixed numbers of a module that casts, moves and checkpoints must not change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Constant:
     """A fixed vector kept as Python floats and handed out as a tensor on request.
 
     A buffer would be rounded by `.to(torch.bfloat16)`, lost by a construction on the meta device and written
-    to checkpoints. This is none of it: the floats stay exact, and each device gets its own tensor once.
+    to checkpoints. Here the floats stay exact, and each device gets its own tensor once.
 
     Args:
         values: the numbers.
@@ -20,28 +20,28 @@ class Constant:
 
     def __init__(self, values: Iterable[float]) -> None:
         self.values = tuple(float(value) for value in values)
-        self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
         """The numbers as a tensor of shape (len(values),); not to be written to."""
         if torch.compiler.is_compiling():
             return torch.tensor(self.values, dtype=dtype, device=device)
-        made = self._made.get((device, dtype))
-        if made is None:
+        tensor = self._tensors.get((device, dtype))
+        if tensor is None:
             # A tensor first made under inference_mode could not be saved for a later backward pass.
             with torch.inference_mode(False):
-                made = torch.tensor(self.values, dtype=dtype, device=device)
-            # A fake tensor is good for the trace it was made in and for nothing else.
-            if type(made) is Tensor:
-                self._made[device, dtype] = made
-        return made
+                tensor = torch.tensor(self.values, dtype=dtype, device=device)
+            # A fake tensor is valid only in the trace it was made in.
+            if type(tensor) is Tensor:
+                self._tensors[device, dtype] = tensor
+        return tensor
 
     def __getstate__(self) -> dict[str, tuple[float, ...]]:
         return {"values": self.values}
 
     def __setstate__(self, state: dict[str, tuple[float, ...]]) -> None:
         self.values = state["values"]
-        self._made = {}
+        self._tensors = {}
 
     def __len__(self) -> int:
         return len(self.values)

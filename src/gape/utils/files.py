@@ -1,24 +1,61 @@
-"""Files that are either whole or not there: one function writes, everything else is built on it."""
+"""Files that are written whole or not at all, and JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import hashlib
 import json
+import lzma
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from gape.utils.errors import DiskFullError, LostDirectoryError
-
 #: Levels of lists and objects in JSON; our own files have ten at most.
-DEEPEST = 64
+MAX_DEPTH = 64
 FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskFullError(OSError):
+    """Not enough room for a checkpoint or a log line. Earlier checkpoints are whole.
+
+    Attributes:
+        needed: bytes the write wanted.
+        free: bytes there were.
+    """
+
+    def __init__(self, what: str, where: Path, needed: int, free: int) -> None:
+        message = f"no room for {what} in {where}: {size(needed)} needed, {size(free)} free; make room and start again"
+        super().__init__(errno.ENOSPC, message)
+        self.needed, self.free = needed, free
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class LostDirectoryError(OSError):
+    """The directory of the work was moved or deleted while it went on."""
+
+    def __init__(self, what: str, where: Path) -> None:
+        super().__init__(errno.ENOENT, f"no place for {what}: {where} was there and is gone; put it back or start anew")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def size(n: int) -> str:
+    """A number of bytes as people read it."""
+    value = float(n)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
 
 
 def write(path: Path, data: bytes) -> None:
@@ -30,16 +67,16 @@ def write(path: Path, data: bytes) -> None:
 
 
 def create(path: Path) -> IO[bytes]:
-    """A new file in the place of whatever has its name; a link there goes, what it points at stays as it is."""
+    """A new file in the place of an old one; a link with its name is removed, its target stays."""
     path.unlink(missing_ok=True)
     return path.open("xb")
 
 
-def add_to(path: Path) -> FileIO:
-    """A file to add to, made when missing, without a buffer.
+def open_append(path: Path) -> FileIO:
+    """A file to append to, made when missing, without a buffer.
 
     Raises:
-        ValueError: its name is a link: what that points at may be anybody's.
+        ValueError: its name is a link, whose target may be any file.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -50,8 +87,15 @@ def add_to(path: Path) -> FileIO:
         raise ValueError(f"{path}: got a symbolic link, expected a file; remove it") from error
 
 
+def open_decompressed(path: Path) -> IO[bytes]:
+    """The content of a file; one that ends in .gz or .xz is decompressed."""
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    file: IO[bytes] = openers.get(path.suffix, open)(path, "rb")
+    return file
+
+
 def foreign(directory: Path, mark: str) -> bool:
-    """Whether what is in a directory's place is not ours: anything but a directory that is empty or holds `mark`."""
+    """Whether a path is anything but a directory that is missing, empty or has the file `mark`."""
     if (directory / mark).is_file() or not directory.exists():
         return False
     # A death at the very start leaves the mark under a temporary name. File managers leave .DS_Store.
@@ -65,19 +109,19 @@ def replace(path: Path, data: bytes) -> None:
     Raises:
         DiskFullError: when there is no room; the old file stays.
     """
-    aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     with room(f"{path.name}", path.parent, len(data)):
         try:
-            write(aside, data)
-            aside.replace(path)
+            write(temporary, data)
+            temporary.replace(path)
         except BaseException:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         settle(path.parent)
 
 
 def settle(directory: Path) -> None:
-    """Wait until the disk has the names in a directory."""
+    """Wait until the entries of a directory are on the disk."""
     # Windows cannot open a directory; its rename is journalled.
     if os.name == "nt":
         return
@@ -85,7 +129,7 @@ def settle(directory: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems cannot do this for a directory, and say so in this way.
+        # Some network file systems cannot do this for a directory, and return EINVAL.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -93,14 +137,14 @@ def settle(directory: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory so that a death on the way never leaves half of it under its name."""
-    aside = directory.with_name(f".tmp-discarded-{directory.name}-{os.getpid()}")
-    directory.replace(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    """Delete a directory; a process killed meanwhile never leaves half of it under its name."""
+    temporary = directory.with_name(f".tmp-discarded-{directory.name}-{os.getpid()}")
+    directory.replace(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sweep(directory: Path) -> None:
-    """Remove what a death left: everything called .tmp-* in a directory."""
+    """Remove the temporary files (.tmp-*) of killed processes in a directory."""
     for leftover in directory.glob(".tmp-*"):
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -109,23 +153,23 @@ def sweep(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def room(what: str, where: Path, needed: int) -> Iterator[None]:
-    """Turn the system's "disk full" into an error that says how much was needed, and tell that `where` is gone."""
+def room(what: str, directory: Path, needed: int) -> Iterator[None]:
+    """A context that raises DiskFullError for a full disk, and LostDirectoryError where `directory` is gone."""
     try:
         yield
     except DiskFullError:
         raise
     except OSError as error:
-        if not where.is_dir():
-            raise LostDirectoryError(what, where) from error
+        if not directory.is_dir():
+            raise LostDirectoryError(what, directory) from error
         if error.errno not in FULL:
             raise
-        raise DiskFullError(what, where, needed, free(where)) from error
+        raise DiskFullError(what, directory, needed, free(directory)) from error
 
 
-def free(where: Path) -> int:
+def free(directory: Path) -> int:
     """Bytes that may still be written in a directory."""
-    return shutil.disk_usage(where).free
+    return shutil.disk_usage(directory).free
 
 
 def occupied(directory: Path) -> int:
@@ -145,7 +189,7 @@ def file_sha256(path: Path) -> str:
 
 
 def to_json(value: Any, *, indent: int | None = 2) -> bytes:
-    """UTF-8 JSON, keys in the order given, floats exact; what JSON has no number for becomes "nan" or "inf"."""
+    """UTF-8 JSON, keys in the order given, floats exact; NaN and infinities become the texts "nan" and "inf"."""
     text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
     return text.encode() + b"\n"
 
@@ -168,9 +212,9 @@ def from_json(data: bytes) -> dict[str, Any]:
 
 
 def _deep(value: Any) -> bool:
-    """Whether lists and objects stand inside each other more often than whoever follows them by recursion can take."""
+    """Whether lists and objects are nested deeper than recursive functions can follow."""
     level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         inside = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
         level = [each for each in inside if isinstance(each, (dict, list))]
     return bool(level)

@@ -1,8 +1,4 @@
-"""The log of a run: lines of JSON that a resumed run writes again byte for byte.
-
-`log.jsonl` holds what follows from config, data and seed. `runtime.jsonl` holds what depends on the moment: times,
-starts, stops, warnings. They are apart so that two logs can be compared as files.
-"""
+"""Files of JSON lines that survive a killed process: written whole lines at a time, read without an incomplete one."""
 
 from __future__ import annotations
 
@@ -15,16 +11,16 @@ from gape.utils import files
 
 
 class JSONLines:
-    """A file of JSON objects, one a line, only ever added to."""
+    """A file of JSON objects, one a line, that is only appended to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Unbuffered: a line that could not be written must not come back when the file is closed.
+        # Unbuffered: a line that could not be written must not be written when the file is closed.
         with files.room("the log", path.parent, 0):
-            self._file = files.add_to(path)
+            self._file = files.open_append(path)
 
     def write(self, **record: Any) -> None:
-        """Add a line; it is with the system before this returns.
+        """Add a line; the system has it when this returns.
 
         Raises:
             DiskFullError: when there is no room for it.
@@ -44,20 +40,20 @@ class JSONLines:
                 left = left[self._file.write(left) :]
 
     def settle(self) -> int:
-        """Wait until the disk has it; returns the length in bytes."""
+        """Wait until the lines are on the disk; returns the length in bytes."""
         with files.room("the log", self.path.parent, 0):
             os.fsync(self._file.fileno())
             return self.path.stat().st_size
 
     def cut(self, length: int) -> bool:
-        """Drop everything after `length` bytes, a torn last line among it; False where there is less than that."""
+        """Drop everything after `length` bytes; False where the file is shorter."""
         enough = self.path.stat().st_size >= length
         if enough:
             self._file.truncate(length)
         return enough
 
     def mend(self) -> None:
-        """Drop a last line that was cut short; a file that ends with a whole line is left as it is."""
+        """Drop an incomplete last line."""
         with self.path.open("rb") as file:
             if file.seek(0, os.SEEK_END) == 0:
                 return
@@ -74,7 +70,7 @@ class JSONLines:
 
 
 def append(path: Path, *records: Mapping[str, Any]) -> None:
-    """Add lines, all or none, that survive whatever comes next; a line that was cut short before goes first.
+    """Add lines, all or none, and wait until they are on the disk; an incomplete last line is dropped first.
 
     Raises:
         DiskFullError: when there is no room for them.
@@ -89,11 +85,11 @@ def append(path: Path, *records: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path, fault: Callable[[dict[str, Any]], str | None] = lambda row: None) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; a last line that was cut short is left out.
+    """The objects of a JSONL file; an incomplete last line is left out.
 
     Args:
         path: the file.
-        fault: says what is wrong with an object, None for nothing.
+        fault: returns what is wrong with an object, None for nothing.
 
     Raises:
         ValueError: any other line is not a JSON object, or has a fault; names file and line.
@@ -128,50 +124,3 @@ def read_object(path: Path) -> dict[str, Any]:
         return files.from_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-class TensorBoard:
-    """Scalars for TensorBoard; a failure is told once and never stops a run.
-
-    Args:
-        directory: where the event files go.
-        step: what is already there after this step is hidden, so that a resumed curve is one curve.
-        warn: is told of a failure.
-
-    Raises:
-        ImportError: without the `tensorboard` package; says how to install it.
-    """
-
-    def __init__(self, directory: Path, step: int, warn: Callable[[str], None]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-        except ImportError as error:
-            raise ImportError("tensorboard=True needs TensorBoard: pip install 'gape[log]'") from error
-        self._warn = warn
-        self._writer: Any = None
-        self._guard(lambda: SummaryWriter(str(directory), purge_step=step + 1), keep=True)
-
-    def scalars(self, prefix: str, values: Mapping[str, Any], step: int) -> None:
-        """Write the numbers among `values`."""
-
-        def write() -> None:
-            for key, value in values.items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    self._writer.add_scalar(f"{prefix}/{key}", value, step)
-
-        if self._writer is not None:
-            self._guard(write)
-
-    def close(self) -> None:
-        """Close the event files."""
-        if self._writer is not None:
-            self._guard(self._writer.close)
-
-    def _guard(self, action: Callable[[], Any], *, keep: bool = False) -> None:
-        try:
-            result = action()
-        except Exception as error:
-            self._writer = None
-            self._warn(f"TensorBoard failed and is off from here on: {type(error).__name__}: {error}")
-        else:
-            self._writer = result if keep else self._writer

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gape.utils import files
-from gape.utils.errors import BusyError
+
+
+class BusyError(RuntimeError):
+    """Another process trains or measures in the run's directory."""
 
 
 @contextlib.contextmanager
@@ -30,9 +33,9 @@ def locked(directory: Path, action: str = "trained") -> Iterator[None]:
         return
     import fcntl  # noqa: PLC0415
 
-    with files.add_to(directory / ".lock") as handle:
+    with files.open_append(directory / ".lock") as handle:
         try:
-            # Not flock: a forked worker that outlives its parent would go on holding that one.
+            # Not flock: a forked worker that outlives its parent would still hold that one.
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise BusyError(f"{directory} is being {_holder(directory)}; wait for it or use another") from error

@@ -1,4 +1,4 @@
-"""Where and with what a run was made: enough to make it again."""
+"""The machine, versions and code of a run: enough to repeat it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def manifest(
     """What `manifest.json` holds: versions, machine, code and data.
 
     Args:
-        device: where the model is.
+        device: of the model.
         seed: of the run.
         data: a source's fingerprint.
         more: added as it is.
@@ -43,18 +43,18 @@ def manifest(
 
 
 def stamp(device: torch.device) -> dict[str, str]:
-    """What a measured row says about where it was made: device, torch, triton and the short commit."""
-    made = commit() or "unknown"
+    """What a measured row says about its origin: device, torch, triton and the short commit."""
+    head = commit() or "unknown"
     return {
         "device": device_name(device),
         "torch": torch.__version__,
         "triton": _versions().get("triton", "none"),
-        "commit": made[:12] + "+" * made.endswith("+changes"),
+        "commit": head[:12] + "+" * head.endswith("+changes"),
     }
 
 
 def device_name(device: torch.device) -> str:
-    """The device in words, as measured rows name it."""
+    """The name of a device, as in measured rows."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
 
 

@@ -13,8 +13,8 @@ import torch
 #: Bytes written between two runs, so that none finds its inputs in the cache of the device.
 FLUSH_BYTES = 256 * 2**20
 
-#: Cycles of the device in a second, at most: with these it is kept busy before a run for as long as the host needs to
-#: launch it, so that no time is the host's.
+#: Cycles of the device in a second, at most. Before a run the device sleeps for as long as the host needs to launch it,
+#: so that the time of the host is not measured.
 CYCLES_PER_SECOND = 2_000_000_000
 
 
@@ -24,7 +24,7 @@ class Timing:
 
     Attributes:
         ms: median time of a run in milliseconds.
-        peak_mib: memory beyond what was held before, MiB; None on a CPU.
+        peak_mib: memory beyond what was allocated before, MiB; None on a CPU.
     """
 
     ms: float
@@ -38,7 +38,7 @@ def measured(
 
     Args:
         work: what is timed; what it returns is dropped.
-        device: where it runs.
+        device: on which it runs.
         seconds: about how long to go on, within `least` and `most` runs.
         least, most: bounds on the number of runs.
     """
@@ -54,7 +54,7 @@ def measured(
 
 
 def peak_mib(work: Callable[[], Any], device: torch.device) -> float | None:
-    """Memory that a run needs beyond what is held already, in MiB; None on a CPU, which does not keep count."""
+    """Memory that a run needs beyond what is allocated already, in MiB; None on a CPU, where it is not counted."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from gape.data import Tokenizer, load_tokenizer
-from gape.tasks.ruler.fitting import Room, TooShortError
-from gape.tasks.ruler.generator import Generator
+from gape.tasks.ruler.builders import Room, TooShortError
+from gape.tasks.ruler.generator import Generator, samples
 from gape.tasks.ruler.ingredients import Ingredients, Text
 from gape.tasks.ruler.tasks import TASKS
 from tests.tasks.ruler import small
@@ -227,3 +227,8 @@ def test_a_search_ends_below_the_room(cost: int) -> None:
     assert counted < 48
     with pytest.raises(TooShortError):
         Room(load_tokenizer("bytes"), 19, 4, slack=0).fill(render, most=10)
+
+
+def test_the_wording_of_lm_eval_has_a_shortest_length_of_its_own() -> None:
+    with pytest.raises(ValueError, match="length: got int 2048"):
+        samples("vt", 2048, "bytes", 1)

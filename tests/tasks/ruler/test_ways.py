@@ -39,7 +39,7 @@ READERS = pytest.mark.parametrize("made", [ours, of_transformers])
 
 def forgetful(reader: Any, caches: list[Any]) -> Any:
     """A reader that forgets; its caches are put into a list."""
-    Way(forget_eps=1e-4).take(reader)
+    Way(forget_eps=1e-4).apply(reader)
     make = reader.forgetting
 
     def kept() -> Any:
@@ -69,7 +69,7 @@ def test_answers_of_a_model_that_forgets(made: Any) -> None:
 @READERS
 def test_a_reader_that_skips_does_so_in_every_layer(made: Any) -> None:
     reader = made()
-    Way(skip_eps=1e-3).take(reader)
+    Way(skip_eps=1e-3).apply(reader)
     told = [layer.skips for layer in reader.model.modules() if hasattr(layer, "skips")]
     assert told == [1e-3] * 2
 
@@ -93,7 +93,7 @@ def test_heads_without_a_floor_keep_everything() -> None:
 
 def test_a_model_without_floors_does_not_forget() -> None:
     with pytest.raises(ValueError, match="gate_floor"):
-        Way(forget_eps=1e-3).take(ours({}))
+        Way(forget_eps=1e-3).apply(ours({}))
 
 
 def test_a_way_is_part_of_the_question_and_reading_densely_is_what_it_was() -> None:

@@ -1,7 +1,7 @@
-"""The tasks in our own words: each builder draws a sample and fills it with as much haystack as has room.
+"""RULER's tasks in our own words: each builder draws a sample and fills it with as much filler as fits.
 
 A builder takes a task, random numbers, `room_for` (which makes a :class:`Room` from the answer's text) and the
-ingredients, and raises :class:`TooShortError` where nothing fits.
+ingredients. It raises :class:`TooShortError` where nothing fits.
 """
 
 from __future__ import annotations
@@ -13,17 +13,89 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from random import Random
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gape.tasks.ruler.fitting import Room, TooShortError
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.tasks import Task
+
+if TYPE_CHECKING:
+    from gape.data import Tokenizer
+
+#: Measurements of one search at most; interpolation needs three, halving after that ends long before.
+_MOST = 48
+_INTERPOLATED = 6
+
+
+class TooShortError(Exception):
+    """A prompt without any filler is longer than its room.
+
+    Attributes:
+        prompt: tokens of the shortest prompt.
+        answer: tokens of the answer.
+    """
+
+    def __init__(self, prompt: int, answer: int) -> None:
+        super().__init__(f"{prompt} tokens of prompt and {answer} of answer")
+        self.prompt, self.answer = prompt, answer
+
+
+class Room:
+    """The tokens that a prompt may have.
+
+    Args:
+        tokenizer: counts them.
+        room: how many.
+        answer: tokens of the answer, for the error.
+        slack: so many may stay unused; fewer where a search gets there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, room: int, answer: int, slack: int) -> None:
+        self.tokenizer, self.room, self.answer, self.slack = tokenizer, room, answer, slack
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self.tokenizer.encode(text))
+
+    def fill(self, render: Callable[[int], str], most: int, *, least: int = 0) -> int:
+        """How many units of filler make a prompt fill the room.
+
+        Args:
+            render: the prompt with so many units; more units are more tokens, on the whole.
+            most: units there are.
+            least: units that must be in it.
+
+        Returns:
+            A number from `least` to `most` whose prompt fits, with less than `slack` tokens or one unit to spare.
+
+        Raises:
+            TooShortError: the prompt with the fewest units does not fit.
+        """
+        low, low_tokens = least, self.count(render(least))
+        if low_tokens > self.room:
+            raise TooShortError(low_tokens, self.answer)
+        high, rate = most + 1, 0.0
+        # A small step first: it is cheap to measure and says what a unit costs.
+        guess = least + max(1, min((most - least) // 16, 64))
+        for turn in range(_MOST):
+            if high - low <= 1 or self.room - low_tokens <= self.slack:
+                break
+            guess = min(max(guess, low + 1), high - 1)
+            tokens = self.count(render(guess))
+            rate = max((tokens - low_tokens) / (guess - low), rate / 8, 1e-3)
+            if tokens <= self.room:
+                low, low_tokens = guess, tokens
+            else:
+                high = guess
+            left = self.room - self.slack / 2 - low_tokens
+            guess = low + int(left / rate) if turn < _INTERPOLATED else (low + high) // 2
+        return low
+
 
 RoomFor = Callable[[str], Room]
 
 
 class Draft(NamedTuple):
-    """A sample: what is read, how its answer begins, the references, and how hard it was made."""
+    """A sample: the prompt, how its answer begins, the references, and settings of its difficulty."""
 
     input: str
     prefix: str
@@ -38,10 +110,10 @@ _KINDS = {"numbers": "number", "uuids": "code"}
 
 def needles(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
     """Values of names hidden in noise, in prose, or among values of other names."""
-    asked, kind = task.settings["asked"], _KINDS[task.settings["values"]]
+    wanted, kind = task.settings["queries"], _KINDS[task.settings["values"]]
     keys = _keys(task, rng, ingredients, task.settings["needles"])
     values = [_values(task, rng, task.settings["each"]) for _ in keys]
-    chosen = rng.sample(range(len(keys)), asked)
+    chosen = rng.sample(range(len(keys)), wanted)
     outputs = [value for number in chosen for value in values[number]]
     lines = [f"The secret {kind} of {key} is {value}." for key, own in zip(keys, values, strict=True) for value in own]
     depths = [rng.random() for _ in lines]
@@ -76,15 +148,15 @@ def _among_needles(
     keys = _keys(task, rng, ingredients, most)
     values = _values(task, rng, most)
     kind = _KINDS[task.settings["values"]]
-    begun = ((f"The secret {kind} of {key} is ", value) for key, value in zip(keys, values, strict=True))
-    # A name that is asked for has no second value.
-    others = [f"{about}{value}." for about, value in begun if not any(line.startswith(about) for line in lines)]
+    starts = ((f"The secret {kind} of {key} is ", value) for key, value in zip(keys, values, strict=True))
+    # A key of the question has no second value.
+    others = [f"{about}{value}." for about, value in starts if not any(line.startswith(about) for line in lines)]
 
     def context(count: int, words: int) -> str:
-        made = others[:count]
+        placed = others[:count]
         for depth, line in sorted(zip(depths, lines, strict=True), reverse=True):
-            made.insert(round(depth * count), line)
-        return "\n".join(made + [" ".join(ingredients.noise.passage(0, words))] * (words > 0))
+            placed.insert(round(depth * count), line)
+        return "\n".join(placed + [" ".join(ingredients.noise.passage(0, words))] * (words > 0))
 
     head, tail = around
     count = room.fill(lambda n: head + context(n, 0) + tail, most=len(others))
@@ -124,19 +196,19 @@ def _first_fitting(tiers: Sequence[Any], make: Callable[[Any], Draft]) -> Draft:
 def variables(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
     """A value handed from variable to variable, hidden in noise; an example comes first where there is room."""
     text, hops = ingredients.noise, task.settings["hops"]
-    asked, shown = _chain(rng, hops), _chain(rng, hops)
+    chain, example_chain = _chain(rng, hops), _chain(rng, hops)
     depths, start = sorted(rng.random() for _ in range(hops + 1)), text.start(rng)
-    room = room_for(task.joined(asked.names))
+    room = room_for(task.joined(chain.names))
 
     def draft(example: bool) -> Draft:
-        before = _worked(task, shown) if example else ""
+        before = _worked(task, example_chain) if example else ""
 
         def prompt(words: int) -> tuple[str, str]:
-            body, prefix = _tracked(asked, text.hide(start, words, asked.lines, depths))
+            body, prefix = _tracked(chain, text.hide(start, words, chain.lines, depths))
             return before + body, prefix
 
         count = room.fill(lambda n: "".join(prompt(n)), most=room.room)
-        return Draft(*prompt(count), asked.names, {"hops": hops, "example": example})
+        return Draft(*prompt(count), chain.names, {"hops": hops, "example": example})
 
     return _first_fitting((True, False), draft)
 
@@ -241,7 +313,7 @@ def frequent(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredient
     def context(count: int, blanks: int = 0) -> str:
         times = [int(count * share / total) for share in shares]
         times[0] += blanks
-        # Those asked for come at least once, in strictly falling numbers, and more often than any other.
+        # The answers occur at least once, in strictly falling numbers, and more often than any other word.
         for rank in range(wanted, 0, -1):
             times[rank] = max(times[rank], times[rank + 1] + 1)
         mixed = [word for word, n in zip([_BLANK, *coded], times, strict=True) for _ in range(n)]
@@ -256,14 +328,14 @@ def frequent(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredient
 
 def questions(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
     """A question whose documents stand among others, the last of which may break off."""
-    asked = ingredients.questions(task.settings["questions"])
-    question = rng.choice(asked.items)
+    source = ingredients.questions(task.settings["questions"])
+    question = rng.choice(source.items)
     room = room_for(task.joined(question.answers))
-    others = [number for number in range(len(asked.documents)) if number not in question.gold]
+    others = [number for number in range(len(source.documents)) if number not in question.gold]
     others = rng.sample(others, min(len(others), room.room // 16 + 8))
-    split = [asked.documents[number].split(" ") for number in others]
+    split = [source.documents[number].split(" ") for number in others]
     ends = list(accumulate((len(words) for words in split), initial=0))
-    gold = [(rng.random(), asked.documents[number]) for number in question.gold]
+    gold = [(rng.random(), source.documents[number]) for number in question.gold]
     places = [rng.random() for _ in others]
     head = "Answer the question from the documents below, in as few words as you can.\n\n"
     tail = f"\n\nQuestion: {question.question}"

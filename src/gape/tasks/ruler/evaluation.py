@@ -1,4 +1,4 @@
-"""Scores of models on samples, batch by batch: each is on the disk before the next begins."""
+"""Scores of models on samples, batch by batch: each batch is on the disk before the next begins."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from gape.utils.validation import invalid_argument, weight, whole
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a model with gates reads; the default is dense.
+    """What a model with gates may skip or forget while it reads; nothing by default.
 
     Attributes:
-        skip_eps: attention that a query may lose to tiles that are left away, as in :func:`gape.models.skipping.skip`.
-        forget_eps: the same for keys that a forgetting cache drops. Prompts then are read in eighths at most.
-        bounds: what such caches go by.
+        skip_eps: attention that a query may lose to skipped tiles, as in :func:`gape.models.skipping.skip`.
+        forget_eps: the same for keys that a forgetting cache evicts. Prompts are then read in eighths at most.
+        bounds: the kind of bound that such caches use.
 
     Raises:
         ValueError: a value that cannot be; names it.
@@ -48,17 +48,17 @@ class Way:
             raise invalid_argument("bounds", self.bounds, f"one of {', '.join(BOUNDS)}")
 
     def settings(self) -> dict[str, Any]:
-        """What tells it from the dense way, in rows and manifests; empty for that one."""
+        """The settings for rows and manifests; empty where nothing is skipped or forgotten."""
         skips = {"skip_eps": self.skip_eps, "impl": IMPL} if self.skip_eps else {}
         return skips | ({"forget_eps": self.forget_eps, "bounds": self.bounds} if self.forget_eps else {})
 
     def words(self) -> str:
-        """It in a few words; none for the dense way."""
+        """The settings as text; empty where nothing is skipped or forgotten."""
         skips = [f"skipping {self.skip_eps:g}"] if self.skip_eps else []
         return " ".join(skips + ([f"forgetting {self.forget_eps:g} by {self.bounds}"] if self.forget_eps else []))
 
-    def take(self, reader: GPTReader | TransformersReader) -> None:
-        """Let a reader read so from now on.
+    def apply(self, reader: GPTReader | TransformersReader) -> None:
+        """Make a reader read in this way from now on.
 
         Raises:
             ValueError: its model has no gates, or none that can skip or forget.
@@ -66,21 +66,21 @@ class Way:
         if self.skip_eps:
             skip(reader.model, self.skip_eps)
         if self.forget_eps:
-            made = self._cache(reader)
-            reader.forgetting = lambda: made.fresh(self.forget_eps)
+            cache = self._cache(reader)
+            reader.forgetting = lambda: cache.fresh(self.forget_eps)
 
     def _cache(self, reader: GPTReader | TransformersReader) -> Any:
-        """An empty cache, from which others are made without working limits out again."""
+        """An empty cache, from which others are made without computing limits again."""
         # Heads without a floor keep all their keys.
-        told: dict[str, Any] = {"eps": self.forget_eps, "bounds": self.bounds, "partial": True}
+        options: dict[str, Any] = {"eps": self.forget_eps, "bounds": self.bounds, "partial": True}
         if isinstance(reader, GPTReader):
-            return ForgettingCache(reader.model, **told)
+            return ForgettingCache(reader.model, **options)
         from gape.hf import ForgettingCache as OfTransformers  # noqa: PLC0415
 
-        return OfTransformers(reader.model, **told)
+        return OfTransformers(reader.model, **options)
 
 
-#: Nothing is left away.
+#: Nothing is skipped or forgotten.
 DENSE = Way()
 
 
@@ -98,7 +98,7 @@ class Settings:
         batch_tokens: of a batch of short samples.
         chunk: tokens that go through the model at once.
         precision: "float32" or "bfloat16".
-        way: what the model may leave away while it reads.
+        way: what the model may skip or forget while it reads.
     """
 
     template: str = "base"
@@ -119,8 +119,8 @@ class Settings:
 
 def question(identity: Mapping[str, Any], sources: Iterable[Source], settings: Settings) -> Record:
     """What an evaluation is of: weights, tokenizer, data and settings. Equal ones have equal answers."""
-    told = {name: value for name, value in asdict(settings).items() if name != "way"} | settings.way.settings()
-    return {"model": dict(identity), "data": [source._asdict() for source in sources], "settings": told}
+    options = {name: value for name, value in asdict(settings).items() if name != "way"} | settings.way.settings()
+    return {"model": dict(identity), "data": [source._asdict() for source in sources], "settings": options}
 
 
 def key(asked: Mapping[str, Any]) -> str:
@@ -134,15 +134,15 @@ def batches(items: Sequence[Prepared], batch_tokens: int) -> list[list[int]]:
     for number, item in enumerate(items):
         if not item.skipped:
             groups.setdefault((item.sample.task, item.sample.length), []).append(number)
-    made: list[list[int]] = []
+    chosen: list[list[int]] = []
     for numbers in groups.values():
         ordered = sorted(numbers, key=lambda n: (-len(items[n].prompt), n))
         while ordered:
             longest = len(items[ordered[0]].prompt) + items[ordered[0]].sample.budget
             size = max(1, batch_tokens // longest)
-            made.append(ordered[:size])
+            chosen.append(ordered[:size])
             ordered = ordered[size:]
-    return made
+    return chosen
 
 
 def evaluate(
@@ -155,7 +155,7 @@ def evaluate(
     check: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
-    """Score all samples, going on after those that the directory holds.
+    """Score all samples, resuming after those that the directory holds.
 
     Args:
         reader: the model.
@@ -164,7 +164,7 @@ def evaluate(
         directory: of this question alone; gets manifest.json and samples.jsonl.
         asked: from :func:`question`.
         check: called between batches; may raise to stop.
-        progress: told samples done and in all.
+        progress: called with samples done and in all.
 
     Returns:
         A row for each sample, in their order.
@@ -177,7 +177,7 @@ def evaluate(
     _claim(directory, reader, items, asked)
     lines = JSONLines(directory / SAMPLES)
     try:
-        done = _recall(directory / SAMPLES, lines, items)
+        done = _read_samples(directory / SAMPLES, lines, items)
         for number, item in enumerate(items):
             if item.skipped and number not in done:
                 done[number] = _about(number, item)
@@ -185,7 +185,7 @@ def evaluate(
         progress(len(done), len(items))
         for batch in batches(items, settings.batch_tokens):
             check()
-            # A batch is read whole even where a part of it is done: other companions could change the last digits.
+            # A batch is read whole even if a part of it is done: another composition could change the last digits.
             if not all(number in done for number in batch):
                 for row in _scored(reader, items, batch, settings.generate):
                     if row["sample"] not in done:
@@ -207,25 +207,25 @@ def summarise(rows: Sequence[Record], seed: int = 0) -> list[Record]:
     groups: dict[tuple[str, int], list[Record]] = {}
     for row in rows:
         groups.setdefault((row["task"], row["length"]), []).append(row)
-    made = []
+    records = []
     for (name, length), own in groups.items():
         counted = [row for row in own if not row["skipped"]]
         record: Record = {
             "task": name, "length": length, "data": sorted({row["source"] for row in own}), "samples": len(counted),
             "skipped": len(own) - len(counted), "truncated": sum(row["cut"] > 0 for row in counted),
-            "plan": files.sha256("\n".join(_read(row) for row in counted).encode())[:16],
+            "plan": files.sha256("\n".join(_signature(row) for row in counted).encode())[:16],
         }  # fmt: skip
         if counted:
             record |= _statistics([row["nll"] for row in counted], "nll", seed)
             record["answer_tokens"] = sum(row["answer_tokens"] for row in counted) / len(counted)
             if "score" in counted[0]:
                 record |= _statistics([row["score"] for row in counted], "match", seed)
-        made.append(record)
-    return made
+        records.append(record)
+    return records
 
 
-def _read(row: Record) -> str:
-    """What a model was asked, as far as its loss per token can be set beside another's."""
+def _signature(row: Record) -> str:
+    """What must be equal for the losses of two models to be comparable: prompt, cut, answer and its tokens."""
     return f"{row['prompt_sha256']} {row['cut']} {row['answer_tokens']} {row['answer']}"
 
 
@@ -252,13 +252,11 @@ def _claim(directory: Path, reader: Reader, items: Sequence[Prepared], asked: Re
     files.replace(path, files.to_json(manifest(reader.device, seed=0, more=more)))
 
 
-def _recall(path: Path, lines: JSONLines, items: Sequence[Prepared]) -> dict[int, Record]:
-    """The samples of a file, without a last line that was cut short."""
-    data = path.read_bytes()
-    data = data[: data.rfind(b"\n") + 1]
-    lines.cut(len(data))
+def _read_samples(path: Path, lines: JSONLines, items: Sequence[Prepared]) -> dict[int, Record]:
+    """The samples of a file, without an incomplete last line."""
+    lines.mend()
     done: dict[int, Record] = {}
-    for place, line in enumerate(data.splitlines(), 1):
+    for place, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
             number, digest = int(row["sample"]), row["prompt_sha256"]

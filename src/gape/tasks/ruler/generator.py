@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gape.data.order import key
-from gape.tasks.ruler.builders import BUILDERS, Draft
-from gape.tasks.ruler.fitting import Room, TooShortError
+from gape.tasks.ruler.builders import BUILDERS, Draft, Room, TooShortError
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.tasks import Task, task
+from gape.utils.random import key
 from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 #: Generators of that package are made for this length and more; below it some never end.
-SHORTEST = 4096
+LM_EVAL_SHORTEST = 4096
 _NAMES = {"vt": "ruler_vt", "cwe": "ruler_cwe", "fwe": "ruler_fwe", "qa_1": "ruler_qa_squad", "qa_2": "ruler_qa_hotpot"}
 LM_EVAL = "lm-eval"
 
@@ -42,29 +41,29 @@ def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -
         ImportError: it is missing; says how to install it.
     """
     own = task(name)
-    if length < SHORTEST:
+    if length < LM_EVAL_SHORTEST:
         raise invalid_argument(
-            "length", length, f"at least {SHORTEST} for the wording of lm-eval; our own has shorter ones"
+            "length", length, f"at least {LM_EVAL_SHORTEST} for the wording of lm-eval; our own has shorter ones"
         )
     try:
         from lm_eval.tasks import TaskManager  # noqa: PLC0415
     except ImportError as error:
         raise ImportError("RULER's own wording needs lm-eval: pip install 'gape[eval]'") from error
     called = _NAMES.get(own.name, own.name)
-    # It draws from the generators of the whole process.
+    # It draws from the global random generators.
     before, beside = random.getstate(), np.random.get_state()  # noqa: NPY002
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     try:
         manager = TaskManager(metadata={"tokenizer": tokenizer, "max_seq_lengths": [length]})
-        found = manager.load([called])["tasks"][called].dataset["test"]
-    # Data that it fetches, resources of nltk, a tokenizer: whatever is missing.
+        dataset = manager.load([called])["tasks"][called].dataset["test"]
+    # Missing data, resources of nltk or a tokenizer raise errors of many kinds.
     except Exception as error:
         raise ValueError(f"{own.name}: lm-eval cannot make it: {type(error).__name__}: {error}") from error
     finally:
         random.setstate(before)
         np.random.set_state(beside)  # noqa: NPY002
-    rows = [dict(row) for row in found.select(range(min(count, len(found))))]
+    rows = [dict(row) for row in dataset.select(range(min(count, len(dataset))))]
     return [
         {
             "task": own.name, "index": number, "input": row["input"], "answer_prefix": f" {row['gen_prefix']}",
@@ -75,9 +74,9 @@ def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -
     ]  # fmt: skip
 
 
-#: Changes with the wording, so that samples of another one are told apart.
+#: Changes with the wording, so that samples of another one can be distinguished.
 WORDING = "gape-1"
-#: The shortest length that may be asked for.
+#: The shortest length of a sample.
 SHORTEST = 256
 #: Draws of one sample at most, where names or documents happen to be too long for it.
 TRIES = 64
@@ -87,7 +86,7 @@ _LONG = 1024
 
 @dataclass(frozen=True)
 class Generator:
-    """Makes samples of one task and length; the sample of a number is a function of the seed, whatever came before.
+    """Makes samples of one task and length; each sample is a function of the seed and its number.
 
     Args:
         name: one of RULER's tasks.
@@ -153,10 +152,10 @@ class Generator:
     def _fitting(self, length: int, number: int) -> int:
         """A length into which a sample goes, tried from one that may do on."""
         for _ in range(TRIES):
-            found = replace(self, length=length)._draft(number)
-            if not isinstance(found, int):
+            draft = replace(self, length=length)._draft(number)
+            if not isinstance(draft, int):
                 break
-            length = max(found, length + 1)
+            length = max(draft, length + 1)
         return length
 
     def _room_for(self, own: Task) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +14,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from gape.tasks.ruler.tasks import Task
-from gape.utils.files import sha256
+from gape.utils.files import open_decompressed, sha256
 
 NOISE = "Rain fell on the roof. A door stood open. The clock struck nine. Somebody laughed far away. Then it was quiet."
 _END = re.compile(r"[.!?][\"')\]]*$")
@@ -57,8 +55,8 @@ class Text:
     def boundary(self, start: int, place: int) -> int:
         """The last end of a sentence that comes at most `place` words after `start`, as words from there; or 0."""
         turns, at = divmod(start + place, len(self.words))
-        found = bisect_right(self.ends, at)
-        end = self.ends[found - 1] if found else self.ends[-1] - len(self.words)
+        index = bisect_right(self.ends, at)
+        end = self.ends[index - 1] if index else self.ends[-1] - len(self.words)
         return max(0, turns * len(self.words) + end - start)
 
     def hide(self, start: int, count: int, lines: Sequence[str], depths: Sequence[float]) -> str:
@@ -83,13 +81,16 @@ def read_text(path: Path) -> Text:
     Raises:
         ValueError: it is no UTF-8 text.
     """
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-    with openers.get(path.suffix, open)(path, "rb") as file:
-        data: bytes = file.read()
+    data = _read_bytes(path)
     try:
         return Text(data.decode("utf-8"), path.name, sha256(data))
     except UnicodeDecodeError as error:
         raise ValueError(f"haystack: {path} is no UTF-8 text: {error}") from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    with open_decompressed(path) as file:
+        return file.read()
 
 
 class Question(NamedTuple):
@@ -127,20 +128,18 @@ def read_questions(path: Path, kind: str) -> Questions:
     Raises:
         ValueError: the file is not of that format, or has no question with an answer.
     """
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-    with openers.get(path.suffix, open)(path, "rb") as file:
-        data: bytes = file.read()
+    data = _read_bytes(path)
     try:
-        found = list(_READERS[kind](_parsed(data)))
+        entries = list(_READERS[kind](_parsed(data)))
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{kind}: {path} is no {kind} file, {_FORMATS[kind]}: {type(error).__name__} {error}"
         ) from error
-    documents = sorted({document for _, _, gold, others in found for document in (*gold, *others)})
+    documents = sorted({document for _, _, gold, others in entries for document in (*gold, *others)})
     number = {document: place for place, document in enumerate(documents)}
     items = tuple(
         Question(question, answers, tuple(number[document] for document in dict.fromkeys(gold)))
-        for question, answers, gold, _ in found
+        for question, answers, gold, _ in entries
         if answers
     )
     if not items:
@@ -149,7 +148,7 @@ def read_questions(path: Path, kind: str) -> Questions:
 
 
 #: question, answers, documents that are needed, other documents.
-_Found = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+_Entry = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
 def _parsed(data: bytes) -> Any:
@@ -159,7 +158,7 @@ def _parsed(data: bytes) -> Any:
         return [json.loads(line) for line in data.splitlines() if line.strip()]
 
 
-def _squad(value: Any) -> Iterable[_Found]:
+def _squad(value: Any) -> Iterable[_Entry]:
     """The tree of SQuAD, or a list of triples; an answer is part of its paragraph."""
     if isinstance(value, list):
         for row in value:
@@ -168,9 +167,9 @@ def _squad(value: Any) -> Iterable[_Found]:
     for article in value["data"]:
         for paragraph in article["paragraphs"]:
             context = paragraph["context"].strip()
-            for asked in paragraph["qas"]:
-                if not asked.get("is_impossible"):
-                    yield asked["question"].strip(), _texts(asked), (context,), ()
+            for row in paragraph["qas"]:
+                if not row.get("is_impossible"):
+                    yield row["question"].strip(), _texts(row), (context,), ()
 
 
 def _texts(row: Any) -> tuple[str, ...]:
@@ -181,7 +180,7 @@ def _texts(row: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.strip() for text in texts if text.strip()))
 
 
-def _hotpotqa(value: Any) -> Iterable[_Found]:
+def _hotpotqa(value: Any) -> Iterable[_Entry]:
     """Paragraphs with titles; those of the supporting facts are needed, or all where a file does not name them."""
     for row in value:
         titled = {title: f"{title}\n{''.join(text).strip()}" for title, text in row["context"]}
@@ -190,7 +189,7 @@ def _hotpotqa(value: Any) -> Iterable[_Found]:
         yield row["question"].strip(), (row["answer"].strip(),), gold, tuple(titled.values())
 
 
-_READERS: dict[str, Callable[[Any], Iterable[_Found]]] = {"squad": _squad, "hotpotqa": _hotpotqa}
+_READERS: dict[str, Callable[[Any], Iterable[_Entry]]] = {"squad": _squad, "hotpotqa": _hotpotqa}
 _FORMATS = {
     "squad": "a tree of data, paragraphs and qas, or lines with context, question and answer",
     "hotpotqa": "a list of objects with question, answer and context (pairs of a title and sentences)",
@@ -235,7 +234,7 @@ def names() -> Names:
 
 
 class Ingredients:
-    """Everything that samples are made of, read when a task first needs it.
+    """The texts, word lists and questions that samples are made of, each read when a task first needs it.
 
     Args:
         text: a file for the tasks that hide needles in prose; repeated sentences where None.
@@ -281,13 +280,13 @@ class Ingredients:
     def identity(self, task: Task) -> dict[str, Any]:
         """Names and hashes of what a task is made of, for a manifest."""
         settings = task.settings
-        found: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         if task.family in ("needles", "common"):
-            found["wonderwords"] = self.names.digest
+            parts["wonderwords"] = self.names.digest
         if task.family in ("needles", "variables"):
             text = self.text if settings.get("haystack") == "text" else self.noise
-            found["haystack"] = {"name": text.name, "sha256": text.digest}
+            parts["haystack"] = {"name": text.name, "sha256": text.digest}
         if task.family == "questions":
-            asked = self.questions(settings["questions"])
-            found["questions"] = {"name": asked.name, "sha256": asked.digest, "questions": len(asked.items)}
-        return found
+            source = self.questions(settings["questions"])
+            parts["questions"] = {"name": source.name, "sha256": source.digest, "questions": len(source.items)}
+        return parts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gape.tasks.ruler.readers import Check, GPTReader, TransformersReader, go_on
+from gape.tasks.ruler.readers import Check, GPTReader, TransformersReader, no_check
 from gape.train import checkpoint
 from gape.train.load import model_of
 from gape.utils.jsonl import read_object
@@ -27,7 +27,7 @@ def is_ours(spec: str) -> bool:
 
 def open_run(
     directory: str | Path, tokenizer: str | None = None, *, device: torch.device | str = "cpu", low: bool = False,
-    chunk: int = 16384, check: Check = go_on,
+    chunk: int = 16384, check: Check = no_check,
 ) -> tuple[GPTReader, int]:  # fmt: skip
     """The reader of a trained run, and the step of its weights.
 
@@ -41,13 +41,13 @@ def open_run(
         ValueError: no tokenizer, or another than the run's.
         CheckpointError: no valid checkpoint is there.
     """
-    words = run_tokenizer(Path(directory), tokenizer)
+    own = run_tokenizer(Path(directory), tokenizer)
     chosen = checkpoint.resolve(directory)
     model = model_of(chosen, device=device)
-    if words.vocab_size > model.config.vocab_size:
+    if own.vocab_size > model.config.vocab_size:
         most = f"at most the {model.config.vocab_size:,} of {directory}"
-        raise ValueError(f"tokenizer: has {words.vocab_size:,} tokens, expected {most}")
-    return GPTReader(model, words, low=low, chunk=chunk, check=check), chosen.step
+        raise ValueError(f"tokenizer: has {own.vocab_size:,} tokens, expected {most}")
+    return GPTReader(model, own, low=low, chunk=chunk, check=check), chosen.step
 
 
 def run_tokenizer(directory: Path, spec: str | None) -> Tokenizer:
@@ -65,17 +65,17 @@ def run_tokenizer(directory: Path, spec: str | None) -> Tokenizer:
     if spec is None:
         name = f", {recorded['name']}" if recorded.get("name") else ""
         raise ValueError(f"tokenizer: got nothing, expected the one that {directory} was trained with{name}")
-    found = load_tokenizer(spec)
-    digest = found.identity()["sha256"]
+    tokenizer = load_tokenizer(spec)
+    digest = tokenizer.identity()["sha256"]
     if recorded and recorded.get("sha256") != digest:
         raise ValueError(
             f"tokenizer: got {spec!r}, expected the one that {directory} was trained with, {recorded.get('name')}"
         )
-    return found
+    return tokenizer
 
 
 def open_transformers(
-    name: str, *, device: torch.device | str = "cpu", low: bool = False, chunk: int = 16384, check: Check = go_on
+    name: str, *, device: torch.device | str = "cpu", low: bool = False, chunk: int = 16384, check: Check = no_check
 ) -> TransformersReader:  # fmt: skip
     """The reader of a causal model of `transformers` with its own tokenizer; code of the model's own is never run.
 
@@ -105,9 +105,9 @@ def open_transformers(
         model: Any = reading.read_model(name, dtype=torch.bfloat16 if low else torch.float32)
     except ValueError as error:
         raise ValueError(f"model: got {name!r}, expected a run or a model of transformers: {error}") from error
-    # Nothing but its end: penalties for repetition and the like, which some come with, would make answers less greedy.
+    # Only the end of text: penalties for repetition and the like, which some models have, would not be greedy.
     model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     path = Path(name)
-    # gape hf finetune calls the folder of every model so.
+    # gape hf finetune names the folder of every model "model".
     called = path.parent.name if path.name == "model" and path.parent.name else path.name
     return TransformersReader(model.to(device).eval(), tokenizer, called, chunk=chunk, check=check)

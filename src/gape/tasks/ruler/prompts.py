@@ -1,4 +1,4 @@
-"""From a sample to what a model reads: the template, the ids of prompt and answer, and what is done with too many."""
+"""From samples to ids: templates, the ids of prompt and answer, and what is done with prompts that are too long."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def prepare(
         raise invalid_argument("overlength", overlength, f"one of {', '.join(OVERLENGTH)}")
     check_template(template)
     limit = reader.limit if max_length is None else max_length
-    made, long = [], []
+    prepared, long = [], []
     for sample in samples:
         text = rendered(reader, sample, template)
         prompt = np.array(reader.encode(text, start=template != "chat"), dtype=np.int64)
@@ -119,7 +119,7 @@ def prepare(
         if room is not None and len(prompt) > room:
             long.append(item)
             item = _shortened(item, room, overlength)
-        made.append(item)
+        prepared.append(item)
     if long and overlength == "error":
         one = long[0]
         needed = len(one.prompt) + max(len(one.answer), one.sample.budget if generate else 0)
@@ -128,7 +128,7 @@ def prepare(
             f"(the first, {one.sample.source} {one.sample.number}, needs {needed:,} with its answer); "
             "--overlength skip or truncate goes on without them or cuts them, --max-length sets another limit"
         )
-    return made
+    return prepared
 
 
 def _shortened(item: Prepared, room: int, overlength: str) -> Prepared:
@@ -137,7 +137,7 @@ def _shortened(item: Prepared, room: int, overlength: str) -> Prepared:
     if room < 2:
         raise invalid_argument("max_length", room, f"room for a prompt beside the answer to {item.sample.source}")
     head = room // 2
-    kept = np.concatenate([item.prompt[:head], item.prompt[len(item.prompt) - (room - head) :]])
+    shortened = np.concatenate([item.prompt[:head], item.prompt[len(item.prompt) - (room - head) :]])
     return Prepared(
-        sample=item.sample, digest=item.digest, prompt=kept, answer=item.answer, cut=len(item.prompt) - room
+        sample=item.sample, digest=item.digest, prompt=shortened, answer=item.answer, cut=len(item.prompt) - room
     )

@@ -28,8 +28,8 @@ Floats = npt.NDArray[np.float64]
 Check = Callable[[], None]
 
 
-def go_on() -> None:
-    """Nothing asks for a stop."""
+def no_check() -> None:
+    """Never stops a reader."""
 
 
 class Reader(Protocol):
@@ -72,8 +72,8 @@ class Reader(Protocol):
         ...
 
 
-class _Reading:
-    """How a reader keeps what it has read.
+class _Chunked:
+    """Prompts read chunk by chunk, with the caches of the model or caches that forget.
 
     Attributes:
         chunk: tokens that go through the model at once.
@@ -89,7 +89,7 @@ class _Reading:
         return self.chunk if self.forgetting is None else piece(length, self.chunk)
 
 
-class GPTReader(_Reading):
+class GPTReader(_Chunked):
     """One of our models.
 
     Args:
@@ -103,7 +103,7 @@ class GPTReader(_Reading):
     limit: int | None = None
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, *, low: bool = False, chunk: int = 16384, check: Check = go_on
+        self, model: GPT, tokenizer: Tokenizer, *, low: bool = False, chunk: int = 16384, check: Check = no_check
     ) -> None:
         self.model, self.tokenizer, self.low, self.chunk, self.check = model, tokenizer, low, chunk, check
         self.device = next(model.parameters()).device
@@ -125,11 +125,11 @@ class GPTReader(_Reading):
         ids = padded([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
         first = min(len(prompt) for prompt in prompts) - 1
         with self.precision():
-            found = window_losses(
+            losses = window_losses(
                 self.model, torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first,
                 chunk=self.step(ids.shape[1] - 1), check=self.check, new_cache=self._new_cache,
             )  # fmt: skip
-        return _cut(found, prompts, answers, first)
+        return _cut(losses, prompts, answers, first)
 
     @torch.no_grad()
     def complete(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
@@ -145,13 +145,13 @@ class GPTReader(_Reading):
                 x = self.model.hidden(
                     ids[:, part], _part(positions, part), _part(documents, part), cache=cache
                 )  # fmt: skip
-            drawn = _Drawn(budgets, self.tokenizer.end_of_text)
-            while drawn.add(self.model.logits(x[:, -1:])[:, -1].argmax(-1)):
+            generated = _Generated(budgets, self.tokenizer.end_of_text)
+            while generated.add(self.model.logits(x[:, -1:])[:, -1].argmax(-1)):
                 self.check()
                 positions = None if positions is None else positions[:, -1:] + 1
                 documents = None if documents is None else documents[:, -1:]
-                x = self.model.hidden(drawn.last, positions, documents, cache=cache)
-        return drawn.rows
+                x = self.model.hidden(generated.last, positions, documents, cache=cache)
+        return generated.rows
 
     def identity(self) -> dict[str, Any]:
         """See :class:`Reader`."""
@@ -171,7 +171,7 @@ class GPTReader(_Reading):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low)
 
 
-class TransformersReader(_Reading):
+class TransformersReader(_Chunked):
     """A causal model of `transformers` with its own tokenizer.
 
     Args:
@@ -182,14 +182,14 @@ class TransformersReader(_Reading):
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, name: str, *, chunk: int = 16384, check: Check = go_on
+        self, model: Any, tokenizer: Any, name: str, *, chunk: int = 16384, check: Check = no_check
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.name, self.chunk, self.check = model, tokenizer, name, chunk, check
         self.device = next(model.parameters()).device
         limit = getattr(model.config, "max_position_embeddings", None)
-        # What ours call so is the training length, which is no limit.
+        # In our models it is the training length, which is no limit.
         self.limit = limit if isinstance(limit, int) and not model.config.model_type.startswith("gape_") else None
-        # What stands before a text, told by one that is a token or two; what would end it is left out.
+        # The special tokens before a text, read off a short one; those after it are left out.
         marked, plain = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
         places = range(len(marked) - len(plain) + 1)
         self._before = marked[: next((n for n in places if marked[n : n + len(plain)] == plain), 0)]
@@ -217,35 +217,37 @@ class TransformersReader(_Reading):
         ids = torch.from_numpy(rows).to(self.device)
         inputs, targets = ids[:, :-1], ids[:, 1:]
         length, first = inputs.size(1), min(len(prompt) for prompt in prompts) - 1
-        step, found = self.step(length), []
+        step, losses = self.step(length), []
         cache = None if self.forgetting is None else self.forgetting()
         for start in range(0, length, step):
             self.check()
             stop = min(start + step, length)
-            kept = max(1, stop - max(start, first))
+            scored = max(1, stop - max(start, first))
             out = self.model(
                 input_ids=inputs[:, start:stop], past_key_values=cache, use_cache=length > step,
-                logits_to_keep=kept,
+                logits_to_keep=scored,
             )  # fmt: skip
             cache = out.get("past_key_values")
             if stop > first:
-                logits = out["logits"][:, -kept:].float()
-                found.append(nn.functional.cross_entropy(logits.mT, targets[:, stop - kept : stop], reduction="none"))
-        return _cut(torch.cat(found, dim=1), prompts, answers, first)
+                logits = out["logits"][:, -scored:].float()
+                losses.append(
+                    nn.functional.cross_entropy(logits.mT, targets[:, stop - scored : stop], reduction="none")
+                )
+        return _cut(torch.cat(losses, dim=1), prompts, answers, first)
 
     @torch.no_grad()
     def complete(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
         """See :class:`Reader`."""
-        longest, found = max(map(len, prompts)), dict[int, list[int]]()
+        longest, outputs = max(map(len, prompts)), dict[int, list[int]]()
         if self.limit is None or longest + max(budgets) <= self.limit:
             groups = [list(range(len(prompts)))]
         else:
             # Each has room for its own budget, but not for that of another.
             groups = [[row for row, own in enumerate(budgets) if own == budget] for budget in sorted(set(budgets))]
         for rows in groups:
-            made = self._together([prompts[row] for row in rows], [budgets[row] for row in rows])
-            found |= dict(zip(rows, made, strict=True))
-        return [found[row] for row in range(len(prompts))]
+            batch = self._together([prompts[row] for row in rows], [budgets[row] for row in rows])
+            outputs |= dict(zip(rows, batch, strict=True))
+        return [outputs[row] for row in range(len(prompts))]
 
     def _together(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
         """What follows prompts that are read as one batch."""
@@ -260,11 +262,11 @@ class TransformersReader(_Reading):
         options: dict[str, Any] = {"prefill_chunk_size": step} if ids.size(1) > step else {}
         if self.forgetting is not None:
             options["past_key_values"] = self.forgetting()
-        made = self.model.generate(
+        generated = self.model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=max(budgets), do_sample=False, num_beams=1,
             pad_token_id=next(iter(ends), 0), **options,
         )  # fmt: skip
-        new = made[:, ids.size(1) :].tolist()
+        new = generated[:, ids.size(1) :].tolist()
         return [_until(row[:budget], ends) for row, budget in zip(new, budgets, strict=True)]
 
     def identity(self) -> dict[str, Any]:
@@ -296,7 +298,7 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-class _Drawn:
+class _Generated:
     """Tokens generated so far, a row each, none past its budget or an end of text."""
 
     def __init__(self, budgets: Sequence[int], end: int | None) -> None:

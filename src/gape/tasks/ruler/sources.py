@@ -1,18 +1,17 @@
-"""Samples from wherever they are: files as RULER and its relatives write them, and datasets of the hub."""
+"""Samples from files of RULER and related benchmarks, and from datasets of the hub."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import lzma
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gape.tasks.ruler.tasks import CALLED, task
+from gape.utils.files import open_decompressed
 from gape.utils.validation import whole
 
 #: Names of fields in public files, in the order tried.
@@ -61,14 +60,14 @@ class Source(NamedTuple):
     samples: int
 
 
-class Asked(NamedTuple):
-    """What a command says of samples that do not say it themselves: their task and nominal length."""
+class Defaults(NamedTuple):
+    """The task and nominal length of samples that do not name theirs."""
 
     task: str | None = None
     length: int | None = None
 
 
-_UNASKED = Asked()
+_NO_DEFAULTS = Defaults()
 
 
 def read(
@@ -84,21 +83,21 @@ def read(
     Raises:
         ValueError: a line that is no sample, with its place and what is wrong; nothing there; two sources of one name.
     """
-    asked = Asked(task_name and task(task_name).name, length and whole("length", length))
+    defaults = Defaults(task_name and task(task_name).name, length and whole("length", length))
     samples: list[Sample] = []
     sources: list[Source] = []
     for spec in specs:
-        for found, source in _opened(str(spec), asked):
+        for loaded, source in _open(str(spec), defaults):
             if source.name in (other.name for other in sources):
                 raise ValueError(f"data: two sources are called {source.name}; give them other names")
-            samples += found
+            samples += loaded
             sources.append(source)
     return samples, sources
 
 
-def _opened(spec: str, asked: Asked) -> Iterator[tuple[list[Sample], Source]]:
+def _open(spec: str, defaults: Defaults) -> Iterator[tuple[list[Sample], Source]]:
     if spec.startswith("hf:"):
-        yield from _hub(spec, asked)
+        yield from _hub(spec, defaults)
         return
     path = Path(spec)
     files = sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]
@@ -106,16 +105,15 @@ def _opened(spec: str, asked: Asked) -> Iterator[tuple[list[Sample], Source]]:
         raise ValueError(f"data: got {spec!r}, expected a file of JSON lines, a folder of them, or hf:DATASET")
     for file in files:
         name = file.relative_to(path).as_posix() if path.is_dir() else file.name
-        yield _file(file, name, asked)
+        yield _file(file, name, defaults)
 
 
-def _file(path: Path, name: str, asked: Asked) -> tuple[list[Sample], Source]:
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+def _file(path: Path, name: str, defaults: Defaults) -> tuple[list[Sample], Source]:
     digest = hashlib.sha256()
     samples = []
     # RULER writes niah_single_1/validation.jsonl, others niah_single_1.jsonl.
     named = [path.name.partition(".")[0], path.resolve().parent.name]
-    with openers.get(path.suffix, open)(path, "rb") as file:
+    with open_decompressed(path) as file:
         for number, line in enumerate(file, 1):
             digest.update(line)
             if not line.strip():
@@ -125,42 +123,39 @@ def _file(path: Path, name: str, asked: Asked) -> tuple[list[Sample], Source]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON: {error}") from error
-            samples.append(sample(record, where=where, source=name, number=number, named=named, asked=asked))
+            samples.append(sample(record, where=where, source=name, number=number, named=named, defaults=defaults))
     if not samples:
         raise ValueError(f"data: {path} has no samples")
     return samples, Source(name, digest.hexdigest(), len(samples))
 
 
-def _hub(spec: str, asked: Asked) -> Iterator[tuple[list[Sample], Source]]:
+def _hub(spec: str, defaults: Defaults) -> Iterator[tuple[list[Sample], Source]]:
     """Every split of a configuration, or of all of them."""
     from gape.data import inputs  # noqa: PLC0415
 
-    try:
-        import datasets  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError("datasets of the hub need the library datasets: pip install 'gape[hub]'") from error
+    datasets = inputs.datasets_library()
     dataset, _, config, _ = inputs.parse(spec)
     commit = inputs.revision(spec)
     try:
         configs = [config] if config else datasets.get_dataset_config_names(dataset, revision=commit)
         loaded = {name: datasets.load_dataset(dataset, name, revision=commit) for name in configs}
-    # Whatever the library, the network or the hub says.
+    # Errors of the library, the network or the hub, of many kinds.
     except Exception as error:
         raise ValueError(f"data: got {spec!r}, which cannot be loaded: {error}") from error
     for part, splits in loaded.items():
         for split, rows in splits.items():
-            name, digest, found = f"hf:{dataset}:{part}/{split}", hashlib.sha256(), []
+            name, digest, parsed = f"hf:{dataset}:{part}/{split}", hashlib.sha256(), []
             for number, row in enumerate(rows, 1):
                 digest.update(json.dumps(row, sort_keys=True, default=str).encode())
                 where = f"{name}: row {number}"
-                found.append(
-                    sample(row, where=where, source=name, number=number, named=[str(split), part], asked=asked)
+                parsed.append(
+                    sample(row, where=where, source=name, number=number, named=[str(split), part], defaults=defaults)
                 )
-            yield found, Source(name if commit is None else f"{name}@{commit}", digest.hexdigest(), len(found))
+            yield parsed, Source(name if commit is None else f"{name}@{commit}", digest.hexdigest(), len(parsed))
 
 
 def sample(
-    record: Any, *, where: str, source: str, number: int, named: Sequence[str] = (), asked: Asked = _UNASKED
+    record: Any, *, where: str, source: str, number: int, named: Sequence[str] = (), defaults: Defaults = _NO_DEFAULTS
 ) -> Sample:
     """A sample from a record of RULER's fields or those of its relatives.
 
@@ -171,16 +166,16 @@ def sample(
         where: for errors.
         source, number: see :class:`Sample`.
         named: names of files, folders or configurations that may say the task and the length, nearest first.
-        asked: what a command said.
+        defaults: task and length where nothing names them.
 
     Raises:
         ValueError: a field is missing or of another type, or there is no answer; says where and which.
     """
     if not isinstance(record, dict):
         raise ValueError(f"{where} is not a JSON object")
-    name, nominal = _named(record, named, asked, where)
+    name, nominal = _named(record, named, defaults, where)
     outputs = _outputs(record, where)
-    found = next((record[key] for key in _BUDGETS if isinstance(record.get(key), int)), None)
+    budget = next((record[key] for key in _BUDGETS if isinstance(record.get(key), int)), None)
     prefix = next((record[key] for key in _PREFIXES if isinstance(record.get(key), str)), "")
     text = _prompt(record, where)
     if prefix and not prefix[0].isspace() and not text[-1].isspace():
@@ -192,7 +187,7 @@ def sample(
         raise ValueError(f"{where} has half a character, which no tokenizer takes: {error}") from error
     return Sample(
         task=name, length=nominal, input=text, prefix=prefix, outputs=outputs, source=source, number=number,
-        budget=found or task(name).budget,
+        budget=budget or task(name).budget,
     )  # fmt: skip
 
 
@@ -217,18 +212,18 @@ def _outputs(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return outputs
 
 
-def _named(record: Mapping[str, Any], named: Sequence[str], asked: Asked, where: str) -> tuple[str, int]:
+def _named(record: Mapping[str, Any], named: Sequence[str], defaults: Defaults, where: str) -> tuple[str, int]:
     """The task and the nominal length of a record."""
     own = record.get("task")
-    told = [own] if isinstance(own, str) else []
-    parsed = [found for name in (*told, *named) if (found := _parse(name)) is not None]
-    if own is not None and (not told or _parse(told[0]) is None):
+    stated = [own] if isinstance(own, str) else []
+    parsed = [found for name in (*stated, *named) if (found := _parse(name)) is not None]
+    if own is not None and (not stated or _parse(stated[0]) is None):
         raise ValueError(f"{where} is of task {own!r}, which is none of RULER's")
-    name = parsed[0][0] if parsed else asked.task
+    name = parsed[0][0] if parsed else defaults.task
     if name is None:
         raise ValueError(f"{where} names no task, and neither does its file; say it with --task")
-    stated = next((record[key] for key in _LENGTHS if isinstance(record.get(key), int)), None)
-    nominal = stated or next((size for _, size in parsed if size), None) or asked.length
+    length = next((record[key] for key in _LENGTHS if isinstance(record.get(key), int)), None)
+    nominal = length or next((size for _, size in parsed if size), None) or defaults.length
     if nominal is None and isinstance(record.get("length"), int):
         # Samples stop short of the length they were made for, which is a power of two.
         nominal = 2 ** (max(record["length"], 1) - 1).bit_length()

@@ -51,11 +51,11 @@ def first(outputs: Sequence[str]) -> str:
 
 def _needles(
     name: str, haystack: str, *, keys: str = "words", values: str = "numbers", needles: int = 1, each: int = 1,
-    asked: int = 1,
+    queries: int = 1,
 ) -> Task:  # fmt: skip
-    """`needles` keys with `each` values, of which `asked` keys are asked for."""
+    """`needles` keys with `each` values, of which `queries` keys are asked for."""
     settings = {
-        "haystack": haystack, "keys": keys, "values": values, "needles": needles, "each": each, "asked": asked,
+        "haystack": haystack, "keys": keys, "values": values, "needles": needles, "each": each, "queries": queries,
     }  # fmt: skip
     return Task(name=name, family="needles", budget=128, settings=settings)
 
@@ -68,7 +68,7 @@ _ALL = (
     _needles("niah_multikey_2", "needle"),
     _needles("niah_multikey_3", "needle", keys="uuids", values="uuids"),
     _needles("niah_multivalue", "text", each=4),
-    _needles("niah_multiquery", "text", needles=4, asked=4),
+    _needles("niah_multiquery", "text", needles=4, queries=4),
     Task(name="vt", family="variables", budget=30, joined=" ".join, settings={"hops": 4}),
     Task(name="cwe", family="common", budget=120, joined=numbered, settings={"words": 10}),
     Task(name="fwe", family="frequent", budget=50, settings={"words": 3, "exponent": 2.0}),
@@ -96,10 +96,10 @@ def task(name: str) -> Task:
     Raises:
         ValueError: there is none; says which there are.
     """
-    found = TASKS.get(_ALIASES.get(name, name))
-    if found is None:
+    own = TASKS.get(_ALIASES.get(name, name))
+    if own is None:
         raise ValueError(f"task: got {name!r}, expected one of {', '.join(TASKS)}")
-    return found
+    return own
 
 
 _CONTROL = re.compile(r"[\x00-\x1f]")

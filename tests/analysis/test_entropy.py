@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gape
-from gape.analysis import attended, streamed, tap
-from gape.analysis.streamed import streamed as stream
+from gape.analysis import attended, entropy, tap
+from gape.analysis.entropy import streamed as stream
 from gape.analysis.tap import Attended
 from tests.models.tiny import model, tokens
 
@@ -67,15 +67,15 @@ def test_uniform_attention_uses_half_of_its_keys() -> None:
 @torch.no_grad()
 def test_no_tile_is_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    logits = streamed.reference.logits
+    logits = entropy.reference.logits
 
     def recorded(problem: object) -> torch.Tensor:
         made = logits(problem)
         sizes.append(made.numel())
         return made
 
-    monkeypatch.setattr(streamed.reference, "logits", recorded)
-    monkeypatch.setattr(streamed, "TILE_WEIGHTS", 4 * 8 * 10)
+    monkeypatch.setattr(entropy.reference, "logits", recorded)
+    monkeypatch.setattr(entropy, "TILE_WEIGHTS", 4 * 8 * 10)
     stream(attended(model("fox"), tokens(1, N))[0], query_block=8)
     assert max(sizes) <= 4 * 8 * 10
     # Keys after the last query of a block are never looked at.
