@@ -12,6 +12,7 @@ import torch
 import gape
 from gape.cache.kv import ForgettingCache, ModelCache
 from gape.models import attention as layer
+from gape.ops import limits
 from tests.models.tiny import model, tokens
 
 pytest.importorskip("triton")
@@ -32,7 +33,7 @@ def in_one_step() -> Iterator[list[Any]]:
     taken: list[Any] = []
     run = split_bias.step_rows
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer, "steps", lambda q, k: q.size(2) <= k.size(2) <= dispatch.DECODE_QUERIES)
+        patch.setattr(layer, "steps", lambda q, k: q.size(2) <= k.size(2) <= limits.DECODE_QUERIES)
         patch.setattr(
             split_bias, "step_rows", lambda q, k, step, **how: (taken.append(step), run(q, k, step, **how))[1]
         )
