@@ -250,6 +250,13 @@ def test_a_corpus_of_the_same_tokenizer_in_another_file_is_taken(models: Path) -
     assert gape_exits("hf", "finetune", "worded", "corpus", "--out", "run", *TRAIN) == 0
 
 
+def test_a_corpus_of_bytes_with_a_short_first_document_is_refused(models: Path) -> None:
+    with_words("worded")
+    Path("rows.jsonl").write_text('{"text": "A"}\n' + json.dumps({"text": "abc def words " * 40}) + "\n")
+    assert gape_exits("data", "prepare", "rows.jsonl", "--tokenizer", "bytes", "--out", "corpus") == 0
+    assert gape_exits("hf", "finetune", "worded", "corpus", "--out", "run", *TRAIN) == 2
+
+
 def test_code_that_comes_with_a_model_never_runs(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = json.loads(Path("llama/config.json").read_text())
     code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}

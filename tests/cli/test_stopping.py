@@ -48,6 +48,24 @@ def test_a_long_call_does_not_keep_a_command_from_its_end(signum: signal.Signals
     assert told == f"gape: stopped by {signum.name}\n"
 
 
+FORK = """
+import multiprocessing, time
+from gape.utils import signals
+signals.GRACE = 0.1
+with signals.at_once():
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    child.start()
+    time.sleep(0.2)
+    child.terminate()
+    child.join()
+    time.sleep(0.5)
+"""
+
+
+def test_a_signal_to_a_forked_child_does_not_end_its_parent() -> None:
+    assert subprocess.run([sys.executable, "-c", FORK], check=False, timeout=60).returncode == 0
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_is_not_taken_for_an_error(
     signum: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from gape.report.results import Results, collect, gather, pack_hits, read_rows, store, unpack_hits
 from gape.report.series import perplexity
 from gape.report.write import tables
+from gape.utils.stored_rows import fault
 from tests.report import lm_stored
 from tests.report.stored import looks, row, stored
 
@@ -97,6 +99,11 @@ def test_a_row_of_wrong_types_is_told_by_file_and_line(tmp_path: Path, line: str
         file.write(f"{line}\n")
     with pytest.raises(ValueError, match=r"eval\.jsonl: line 2 "):
         tables(gather([home]))
+
+
+def test_a_perplexity_of_any_size_is_a_number() -> None:
+    assert fault({"perplexity": 3.2e19}) is None
+    assert fault({"perplexity": math.inf}) is not None
 
 
 @pytest.mark.parametrize("content", [None, {"run": "x"}, {"run": "x", "hits": "0"}])

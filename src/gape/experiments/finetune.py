@@ -36,6 +36,8 @@ CARD, CORPUS, PART = "card.json", "corpus", ".part"
 VALIDATION_WINDOWS = 64
 #: Tokens that tell a corpus of another tokenizer.
 _COMPARED = 512
+#: Fewer tokens say nothing.
+_LEAST_COMPARED = 32
 
 
 def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
@@ -288,11 +290,19 @@ def refuse_corpus(name: str, config: Any, corpus: Corpus) -> None:
 
 def _makes(tokenizer: Tokenizer, corpus: Corpus) -> bool:
     """Whether a tokenizer gives the ids of a corpus, whose own one may lie in other files."""
-    document = corpus.documents(corpus.splits[0])[0]
-    ids = corpus.tokens(document, 0, min(document.length - 1, _COMPARED)).tolist()
-    again = tokenizer.encode(tokenizer.decode(ids))
-    # At both ends of a part of a text tokens may be others.
-    return sum((Counter(ids) & Counter(again)).values()) >= 0.9 * len(ids)
+    compared = equal = 0
+    end = corpus.tokenizer["end_of_text"] if corpus.card["end_of_text"] else None
+    for document in corpus.documents(corpus.splits[0]):
+        ids = [token for token in corpus.tokens(document, 0, min(document.length, _COMPARED)).tolist() if token != end]
+        again = tokenizer.encode(tokenizer.decode(ids))
+        # At both ends of a part of a text tokens may be others.
+        equal += sum((Counter(ids) & Counter(again)).values())
+        compared += len(ids)
+        if compared >= _COMPARED:
+            break
+    # A few tokens may agree by chance.
+    enough = compared >= _LEAST_COMPARED or tokenizer.vocab_size == corpus.vocab_size
+    return enough and equal >= 0.9 * compared
 
 
 def _free(out: Path) -> None:

@@ -13,6 +13,7 @@ from gape.report import diagrams, figures, forgetting, inside, inside_figures, r
 from gape.report.results import Results
 from gape.report.series import Data
 from gape.report.style import house_style, save
+from gape.utils import files
 from gape.utils.validation import suggestion
 
 if TYPE_CHECKING:
@@ -287,11 +288,11 @@ def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
             drawing.suptitle(title, fontsize=10)
         drawn = save(drawing, directory, entry.name)
     numbers = directory / f"{entry.name}.json"
-    numbers.write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
+    files.replace(numbers, (json.dumps(data, ensure_ascii=False) + "\n").encode())
     if entry.tables is None or results is None:
         return [numbers, *drawn]
     markdown = directory / f"{entry.name}.md"
-    markdown.write_text("\n\n".join(table.markdown() for table in entry.tables(results)) + "\n", encoding="utf-8")
+    files.replace(markdown, ("\n\n".join(table.markdown() for table in entry.tables(results)) + "\n").encode())
     return [numbers, *drawn, markdown]
 
 

@@ -116,6 +116,20 @@ def _in_main_thread() -> bool:
 GRACE = 8.0
 
 
+#: Processes whose signals a thread watches: this one, while :func:`at_once` lasts.
+_WATCHED: list[int] = []
+
+
+def _forget_parent() -> None:
+    """In a forked child: let its signals not reach the thread of the parent, whose socket it inherits."""
+    if _WATCHED:
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)
+
+
 class Stopped(BaseException):
     """SIGINT or SIGTERM came; raised between two lines of the main thread, past everything but clean-up."""
 
@@ -147,12 +161,14 @@ def at_once() -> Iterator[None]:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    _WATCHED.append(owner)
 
     def watch() -> None:
         # Python's handlers wait for the main thread's next line; this thread hears of a signal at once.
         with ours:
             for signum in iter(lambda: ours.recv(1), b""):
-                if signum[0] in SIGNALS and signal.getsignal(signum[0]) is handle and not done.wait(GRACE):
+                ours_now = signum[0] in SIGNALS and signal.getsignal(signum[0]) is handle
+                if ours_now and not done.wait(GRACE) and signal.getsignal(signum[0]) is handle:
                     os.write(2, f"gape: {Stopped(signum[0])}\n".encode())
                     os._exit(128 + signum[0])
 
@@ -161,6 +177,7 @@ def at_once() -> Iterator[None]:
         yield
     finally:
         done.set()
+        _WATCHED.remove(owner)
         signal.set_wakeup_fd(wakeup)
         theirs.close()
         for signum, handler in before.items():
