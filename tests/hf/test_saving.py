@@ -14,10 +14,10 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import gape.hf
-from tests.hf.tiny import opened, tiny, tokens
+from tests.hf.tiny import FAMILIES, opened, tiny, tokens
 
 
 @pytest.fixture
@@ -131,6 +131,27 @@ def test_transformers_alone_does_not_load_it_without_gates(saved):
 def test_the_familys_own_class_refuses_it_and_names_what_reads_it(saved):
     with pytest.raises(ValueError, match=r"gape\.hf"):
         LlamaForCausalLM.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_keyword_lets_the_familys_own_class_load_it_without_gates(family, tmp_path):
+    bare = tiny(family)
+    base, activations = type(bare), activations_of(bare.config)
+    opened(bare).save_pretrained(tmp_path)
+    config = base.config_class.from_pretrained(tmp_path)
+    config._attn_implementation = "eager"
+    for options in ({"attn_implementation": "eager"}, {"config": config}):
+        with pytest.raises(KeyError, match=r"gape\.hf"):
+            base.from_pretrained(tmp_path, **options)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    for own in (AutoConfig.from_pretrained(tmp_path), loaded.config, gape.hf.remove(loaded).config):
+        assert activations_of(own) == activations
+    loaded.save_pretrained(tmp_path)
+    assert activations_of(base.from_pretrained(tmp_path).config) == activations
+
+
+def activations_of(config):
+    return [getattr(config, name, None) for name in ("hidden_act", "hidden_activation", "activation_function")]
 
 
 def test_the_card_says_what_it_is_and_spares_other_peoples(saved):

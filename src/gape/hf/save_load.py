@@ -43,8 +43,11 @@ from gape.hf.gates import (
 )
 
 PREFIX = "gape_"
-#: The attention that config.json of a model with gates asks for. No class but ours knows it: the family's own refuses.
-ATTENTION_ON_DISK = "gape.hf, imported, with AutoModelForCausalLM"
+#: What config.json of a model with gates asks for as attention, and after the name of its activation. No class but ours
+#: knows either, so the family's own fails. A keyword may replace the attention, none the activation.
+MARKER = "gape.hf, imported, with AutoModelForCausalLM"
+#: What the families call the activation of their feed-forward layers.
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 #: Where the pattern in an adapter's config names the gates.
 _COMMENT = "(?# gates of gape.hf.inject, which the base of this adapter needs: "
 #: A card with this line was written here and may be overwritten.
@@ -82,12 +85,17 @@ class _InjectedConfig:
     def to_diff_dict(self) -> dict[str, Any]:
         """As in `transformers`, which writes this to config.json."""
         values: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
-        return {**values, "attn_implementation": ATTENTION_ON_DISK}
+        activations = {name: getattr(self, name, None) for name in _ACTIVATIONS}
+        marked = {name: f"{value}; {MARKER}" for name, value in activations.items() if isinstance(value, str)}
+        return {**values, **marked, "attn_implementation": MARKER}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in `transformers`."""
-        values = {key: value for key, value in config_dict.items() if value != ATTENTION_ON_DISK}
+        values = {key: value for key, value in config_dict.items() if value != MARKER}
+        for name in _ACTIVATIONS:
+            if isinstance(values.get(name), str):
+                values[name] = values[name].removesuffix(f"; {MARKER}")
         return super().from_dict(values, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
