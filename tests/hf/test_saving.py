@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import gape.hf
+from gape.hf.gates import freeze
 from tests.hf.tiny import FAMILIES, opened, tiny, tokens
 
 
@@ -152,6 +153,15 @@ def test_no_keyword_lets_the_familys_own_class_load_it_without_gates(family, tmp
 
 def activations_of(config):
     return [getattr(config, name, None) for name in ("hidden_act", "hidden_activation", "activation_function")]
+
+
+def test_quantised_projections_that_learned_are_frozen():
+    model = gape.hf.inject(tiny("llama"), context_length=16, learn="gates+qk")
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.uint8), requires_grad=False)
+    freeze(model, "gates+qk")
+    learning = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, attention.gape.strength)
+    assert [parameter.requires_grad for parameter in learning] == [False, True, False, True]
 
 
 def test_the_card_says_what_it_is_and_spares_other_peoples(saved):
