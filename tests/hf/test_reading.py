@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
+from gape.experiments import finetune
 from gape.experiments.finetune import load
 from gape.hf.reading import refuse_sizes
 from tests.hf.tiny import opened, tiny
@@ -75,6 +76,14 @@ def test_a_negative_size_is_refused(folder: Path, tmp_path: Path, key: str) -> N
     (tmp_path / "config.json").write_text(json.dumps({**config, key: -1}))
     with pytest.raises(ValueError, match=tmp_path.name):
         load(str(tmp_path))
+
+
+def test_a_file_is_refused_without_a_word_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cut.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(finetune, "read_model", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(ValueError, match="model"):
+        load("cut.toml")
 
 
 @pytest.mark.parametrize(
