@@ -40,6 +40,15 @@ def test_positions_that_keys_cannot_carry_are_refused(dtype):
         pack(k, None, last + 1)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_positions_that_keys_cannot_carry_are_nan_in_a_graph(batched):
+    k = torch.zeros(2, 1, 2, 8, dtype=torch.bfloat16)
+    positions = torch.tensor([furthest(k.dtype), furthest(k.dtype) + 1])
+    packed = torch.compile(pack, backend="eager")(k, None, positions.expand(2, 2) if batched else positions)
+    assert not packed[:, :, 0].isnan().any()
+    assert packed[:, :, 1, :8].isnan().all()
+
+
 def test_a_cache_does_not_round_the_gradients_of_gates_that_learn_alone():
     k, landmark = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16), torch.rand(1, 2, 3, requires_grad=True)
     assert update_cache(DynamicCache(), 0, k, k, landmark, torch.arange(3))[2] is landmark

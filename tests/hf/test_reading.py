@@ -11,7 +11,9 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
+from gape.experiments import open_model
 from gape.experiments.open_model import load_transformers
+from gape.hf.reading import refuse_sizes
 from tests.hf.tiny import opened, tiny
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -54,6 +56,34 @@ def test_a_config_that_its_weights_cannot_fill_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=tmp_path.name):
         load_transformers(str(tmp_path))
+
+
+def test_negative_numbers_that_are_no_sizes_are_read(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"label2id": {"head": -100}, "task_specific_params": {"x": {"size": 10**12}}, "window_size": -1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_transformers(str(tmp_path))
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refuse_sizes(tmp_path)
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_a_negative_size_is_refused(folder: Path, tmp_path: Path, key: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: -1}))
+    with pytest.raises(ValueError, match=tmp_path.name):
+        load_transformers(str(tmp_path))
+
+
+def test_a_file_is_refused_without_a_word_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cut.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(open_model, "read_model", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(ValueError, match="model"):
+        load("cut.toml")
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import gape.hf
-from tests.hf.tiny import opened, tiny, tokens
+from gape.hf.gates import freeze
+from tests.hf.tiny import FAMILIES, opened, tiny, tokens
 
 
 @pytest.fixture
@@ -131,6 +132,36 @@ def test_transformers_alone_does_not_load_it_without_gates(saved):
 def test_the_familys_own_class_refuses_it_and_names_what_reads_it(saved):
     with pytest.raises(ValueError, match=r"gape\.hf"):
         LlamaForCausalLM.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_keyword_lets_the_familys_own_class_load_it_without_gates(family, tmp_path):
+    bare = tiny(family)
+    base, activations = type(bare), activations_of(bare.config)
+    opened(bare).save_pretrained(tmp_path)
+    config = base.config_class.from_pretrained(tmp_path)
+    config._attn_implementation = "eager"
+    for options in ({"attn_implementation": "eager"}, {"config": config}):
+        with pytest.raises(KeyError, match=r"gape\.hf"):
+            base.from_pretrained(tmp_path, **options)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    for own in (AutoConfig.from_pretrained(tmp_path), loaded.config, gape.hf.remove(loaded).config):
+        assert activations_of(own) == activations
+    loaded.save_pretrained(tmp_path)
+    assert activations_of(base.from_pretrained(tmp_path).config) == activations
+
+
+def activations_of(config):
+    return [getattr(config, name, None) for name in ("hidden_act", "hidden_activation", "activation_function")]
+
+
+def test_quantised_projections_that_learned_are_frozen():
+    model = gape.hf.inject(tiny("llama"), context_length=16, learn="gates+qk")
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.uint8), requires_grad=False)
+    freeze(model, "gates+qk")
+    learning = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, attention.gape.strength)
+    assert [parameter.requires_grad for parameter in learning] == [False, True, False, True]
 
 
 def test_the_card_says_what_it_is_and_spares_other_peoples(saved):

@@ -136,6 +136,87 @@ def test_gates_of_an_adapter_that_names_no_base_are_compared_too(tmp_path):
         gape.hf.inject(tiny("llama"), context_length=64).load_adapter(tmp_path)
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "with gates"])
+def adapter(request, tmp_path):
+    """A folder with an adapter that was trained on gates of T = 16."""
+    peft = pytest.importorskip("peft")
+    base = opened(tiny("llama"))
+    config = gape.hf.lora_config(base, r=2) if request.param else peft.LoraConfig(r=2, target_modules=["q_proj"])
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("names_base", [True, False])
+def test_a_refused_adapter_leaves_the_model_as_it_was(names_base, tmp_path):
+    peft = pytest.importorskip("peft")
+    base = opened(tiny("llama"))
+    peft.get_peft_model(base, gape.hf.lora_config(base, r=2)).save_pretrained(tmp_path / "adapter")
+    if not names_base:
+        file = tmp_path / "adapter" / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "exclude_modules": None}))
+    model = opened(tiny("llama"), context_length=64)
+    before = [(name, p.requires_grad) for name, p in model.named_parameters()]
+    with pytest.raises(ValueError, match="context_length"):
+        model.load_adapter(tmp_path / "adapter")
+    assert [(name, p.requires_grad) for name, p in model.named_parameters()] == before
+    model.save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+def test_a_refused_second_adapter_leaves_the_first(adapter):
+    peft = pytest.importorskip("peft")
+    model = opened(tiny("llama"), context_length=64)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), "first")
+    before = model.eval()(tokens()).logits
+    names = set(model.state_dict())
+    with pytest.raises(ValueError, match="context_length"):
+        model.load_adapter(adapter, "second")
+    assert set(model.state_dict()) == names
+    assert model.active_adapters() == ["first"]
+    assert torch.equal(model(tokens()).logits, before)
+
+
+def test_peft_refuses_a_base_with_other_gates_and_leaves_its_modules(adapter):
+    peft = pytest.importorskip("peft")
+    base = opened(tiny("llama"), context_length=64)
+    names = set(base.state_dict())
+    with pytest.raises(ValueError, match="context_length"):
+        peft.PeftModel.from_pretrained(base, adapter)
+    assert set(base.state_dict()) == names
+
+
+def test_a_second_adapter_of_peft_is_compared_too(adapter):
+    peft = pytest.importorskip("peft")
+    plain = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = peft.get_peft_model(opened(tiny("llama"), context_length=64), plain)
+    with pytest.raises(ValueError, match="context_length"):
+        model.load_adapter(adapter, "second")
+    assert list(model.peft_config) == ["default"]
+    assert not any("second" in name for name in model.state_dict())
+
+
+def test_a_config_of_an_adapter_serves_several_models():
+    peft = pytest.importorskip("peft")
+    plain = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    for length in (16, 64):
+        peft.get_peft_model(opened(tiny("llama"), context_length=length), plain)
+    assert plain.exclude_modules is None
+
+
+@pytest.mark.parametrize("exclude", ["model.layers.1.*", ["layers.1.self_attn.q_proj"]], ids=["pattern", "names"])
+def test_an_adapter_with_excluded_modules_of_its_own_names_its_gates_too(exclude, tmp_path):
+    peft = pytest.importorskip("peft")
+    plain = peft.LoraConfig(r=2, target_modules=["q_proj"], exclude_modules=exclude)
+    model = peft.get_peft_model(opened(tiny("llama")), plain)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(opened(tiny("llama")), tmp_path)
+    assert set(again.state_dict()) == set(model.state_dict())
+    with pytest.raises(ValueError, match="context_length"):
+        peft.PeftModel.from_pretrained(opened(tiny("llama"), context_length=64), tmp_path)
+
+
 def test_it_is_told_where_an_adapter_freezes_gates_that_do_nothing(caplog):
     peft = pytest.importorskip("peft")
     plain = peft.LoraConfig(r=2, target_modules=["q_proj"])

@@ -190,8 +190,9 @@ def load_transformers(name: str, attention: str | None = None, dtype: torch.dtyp
 
 
 def refuse_missing(name: str) -> None:
-    """Refuse a path where there is nothing, which the hub would be asked for."""
-    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    """Refuse a file, and a path where there is nothing: the hub would be asked for either."""
+    path = Path(name)
+    if not path.is_dir() and (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise invalid_argument("model", name, "a directory that is there, or a name on the Hugging Face hub")
 
 

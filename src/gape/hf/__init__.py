@@ -17,6 +17,7 @@ except ImportError as error:
 from gape.hf.save_load import register
 
 if TYPE_CHECKING:
+    from gape.hf.adapters import lora_config
     from gape.hf.captured import Captured
     from gape.hf.forgetting import ForgettingCache
     from gape.hf.formats import read_gguf, read_llama2c
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from gape.hf.keeping import KeepingCache
     from gape.hf.language import LanguageModel
     from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM
-    from gape.hf.save_load import gate_checksum, lora_config
+    from gape.hf.save_load import gate_checksum
 
 _MODULES = {
     "Captured": "captured",
@@ -39,7 +40,7 @@ _MODULES = {
     "extend_positions": "gpt2",
     "gate_checksum": "save_load",
     "inject": "injection",
-    "lora_config": "save_load",
+    "lora_config": "adapters",
     "parameters": "gates",
     "plan": "injection",
     "read_gguf": "formats",

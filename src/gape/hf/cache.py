@@ -52,13 +52,15 @@ def pack(k: Tensor, landmark: Tensor | None, positions: Tensor) -> Tensor:
         positions: integer (N,) or (B, N), no further from 0 than :func:`furthest`.
 
     Returns:
-        (B, Hk, N, D + extra_width) in k's dtype.
+        (B, Hk, N, D + extra_width) in k's dtype. Keys are NaN at positions beyond that, on a device and in a graph.
 
     Raises:
         ValueError: positions beyond that, where they can be read without waiting for a device.
     """
-    if inputs.readable(positions):
-        inputs.position_values("positions", positions, furthest(k.dtype))
+    near = inputs.near_positions(positions, furthest(k.dtype))
+    if near is not positions:
+        # Not the landmarks: layers without gates have none.
+        k = k.masked_fill(near.isnan().reshape(-1, 1, near.size(-1), 1), torch.nan)
     bits, parts, base, digits = _FORMS[k.dtype]
     if landmark is None:
         landmark = torch.zeros(k.shape[:-1], dtype=bias_dtype(k.dtype), device=k.device)

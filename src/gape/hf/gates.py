@@ -314,4 +314,5 @@ def freeze(model: Any, learn: str) -> None:
         return
     learning = {id(parameter) for parameter in parameters(model, learn)}
     for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in learning)
+        # Quantised ones are integers, which cannot learn.
+        parameter.requires_grad_(id(parameter) in learning and parameter.is_floating_point())

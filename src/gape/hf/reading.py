@@ -22,6 +22,8 @@ from gape.utils.validation import invalid_argument
 #: Keys of a config that say how many modules there are, and how large their tensors.
 _COUNT = re.compile(r"(num|n)_.*layers?")
 _SIZE = re.compile(r"layer|expert|head|size|dim|embd|inner|width")
+#: Keys of a config below which numbers are no sizes.
+_NO_SIZES = ("quantization_config", "label2id", "id2label", "task_specific_params")
 
 
 class Weights(NamedTuple):
@@ -94,7 +96,8 @@ def refuse_sizes(folder: Path) -> Weights | None:
     weights = _weights(folder, packed="quantization_config" in config)
     for key, value in _numbers(config):
         bound = 2**31 if weights is None else weights.tensors if _COUNT.fullmatch(key) else weights.elements
-        if _SIZE.search(key) and not 0 <= value <= bound:
+        # Torch refuses negative sizes; a negative number of layers would be a model without any.
+        if _SIZE.search(key) and (value > bound or (value < 0 and _COUNT.fullmatch(key))):
             raise invalid_argument(f"{file}: {key}", value, f"a number from 0 to {bound:,}, what its weights can hold")
     return weights
 
@@ -116,10 +119,11 @@ def _weights(folder: Path, *, packed: bool) -> Weights | None:
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Whole numbers of a config at any depth, each with its key."""
+    """Whole numbers of a config at any depth, each with its key, those that may be sizes."""
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield from _numbers(inner, name)
+            if name not in _NO_SIZES:
+                yield from _numbers(inner, name)
     elif isinstance(value, list):
         for inner in value:
             yield from _numbers(inner, key)

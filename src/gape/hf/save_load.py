@@ -1,23 +1,16 @@
-"""Injected models on disk: classes for the Auto classes of `transformers`, saving, loading, adapters, model cards.
+"""Injected models on disk: classes for the Auto classes of `transformers`, saving, loading, model cards.
 
 A model with gates is saved under a model type of its own, `gape_llama` for `llama`. `transformers` without `gape.hf`
 does not know it and says so, instead of loading the model without its gates. The gates are in the same safetensors
 file as the other weights; config.json has their settings and their checksum.
-
-An adapter of peft says which gates its base needs in `exclude_modules`, a field of peft: a pattern of modules that get
-no adapter, with a comment. A base without gates has no such modules; peft then warns and prints the comment, also where
-this library is not imported.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,28 +21,26 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gape import __version__
 from gape.gates import GAPEGates
-from gape.hf import implementations
-from gape.hf.families import ATTENTION, family_of
+from gape.hf import adapters, implementations
+from gape.hf.families import ATTENTION
 from gape.hf.gates import (
-    HASHED,
     MODULE,
     RetrofitGates,
     Settings,
     freeze,
-    has_gates,
     refuse_other_length,
     refuse_other_settings,
     warn_of_idle,
 )
 
 PREFIX = "gape_"
-#: The attention that config.json of a model with gates asks for. No class but ours knows it: the family's own refuses.
-ATTENTION_ON_DISK = "gape.hf, imported, with AutoModelForCausalLM"
-#: Where the pattern in an adapter's config names the gates.
-_COMMENT = "(?# gates of gape.hf.inject, which the base of this adapter needs: "
+#: What config.json of a model with gates asks for as attention, and after the name of its activation. No class but ours
+#: knows either, so the family's own fails. A keyword may replace the attention, none the activation.
+MARKER = "gape.hf, imported, with AutoModelForCausalLM"
+#: What the families call the activation of their feed-forward layers.
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 #: A card with this line was written here and may be overwritten.
 MARK = "<!-- written by gape.hf -->"
-log = logging.getLogger("gape.hf")
 
 
 def register() -> None:
@@ -82,12 +73,17 @@ class _InjectedConfig:
     def to_diff_dict(self) -> dict[str, Any]:
         """As in `transformers`, which writes this to config.json."""
         values: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
-        return {**values, "attn_implementation": ATTENTION_ON_DISK}
+        activations = {name: getattr(self, name, None) for name in _ACTIVATIONS}
+        marked = {name: f"{value}; {MARKER}" for name, value in activations.items() if isinstance(value, str)}
+        return {**values, **marked, "attn_implementation": MARKER}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in `transformers`."""
-        values = {key: value for key, value in config_dict.items() if value != ATTENTION_ON_DISK}
+        values = {key: value for key, value in config_dict.items() if value != MARKER}
+        for name in _ACTIVATIONS:
+            if isinstance(values.get(name), str):
+                values[name] = values[name].removesuffix(f"; {MARKER}")
         return super().from_dict(values, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -144,17 +140,24 @@ class InjectedModel:
     def __setattr__(self, name: str, value: Any) -> None:
         # Peft sets the configs of its adapters once their modules are in the model.
         if name == "peft_config":
-            check_adapters(self, value)
+            adapters.check(self, value)
+            adapters.warn_of_frozen(self, value)
         super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # Peft adds the config of a second adapter to those it has set, and then loads its weights.
+        adapters.check(self, getattr(self, "peft_config", {}))
+        super()._load_from_state_dict(*args)  # type: ignore[misc]
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """As in `transformers`; gates of an adapter that were trained under other settings are an error.
 
         Raises:
-            ValueError: says which settings.
+            ValueError: says which settings; the model is as before.
         """
-        info = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
-        check_settings(self, "adapter")
+        with adapters.unchanged_on_error(self):
+            info = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+            check_settings(self, "adapter")
         return info
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -237,74 +240,6 @@ def gate_checksum(state: Mapping[str, Tensor]) -> str:
 def is_gate(name: str) -> bool:
     """Whether a tensor of that name belongs to the gates of an injected model or to the scheme of our GPT."""
     return not {MODULE, "scheme"}.isdisjoint(name.split("."))
-
-
-def lora_config(model: Any, **options: Any) -> Any:
-    """A `peft.LoraConfig` for an injected model: adapters on its attention projections, gates saved with them.
-
-    The adapter is loaded on a base into which gates of the same settings were put. A base with other gates is refused;
-    peft warns of one without.
-
-    Args:
-        model: with gates.
-        **options: of `LoraConfig`, such as r and lora_alpha; they win over what is chosen here.
-
-    Raises:
-        ImportError: peft is not installed.
-    """
-    try:
-        from peft import LoraConfig  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError("LoRA needs peft: pip install 'gape[hf]'") from error
-    family = family_of(model)
-    # GPT-2 has another c_proj in its feed-forward layers.
-    targets = {name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn")}
-    targets["c_proj"] = "attn.c_proj"
-    first = family.modules(model)[0]
-    defaults: dict[str, Any] = {
-        "target_modules": [target for name, target in targets.items() if hasattr(first, name)],
-        "task_type": "CAUSAL_LM",
-    }
-    if has_gates(model):
-        pattern = _exclude_pattern(Settings.from_config(model.config))
-        defaults |= {"modules_to_save": [MODULE], "exclude_modules": pattern}
-    return LoraConfig(**(defaults | options))
-
-
-def _exclude_pattern(settings: Settings) -> str:
-    """The pattern of the modules that get no adapter; its comment holds the settings of the gates."""
-    values = settings.to_dict()
-    words = json.dumps({name: values[name] for name in ("context_length", *HASHED)})
-    return rf"(.*\.)?{MODULE}(\..*)?{_COMMENT}{words})"
-
-
-def check_adapters(model: Any, configs: Mapping[str, Any]) -> None:
-    """Compare the gates that adapters of peft need with the model's, and write the model's into configs without any.
-
-    Raises:
-        ValueError: an adapter that was trained with other gates.
-    """
-    gates = [module for module in model.modules() if isinstance(module, RetrofitGates)]
-    if not gates:
-        return
-    own = Settings.from_config(model.config)
-    for name, config in configs.items():
-        pattern = getattr(config, "exclude_modules", None)
-        if isinstance(pattern, str) and _COMMENT in pattern:
-            words = pattern.partition(_COMMENT)[2][:-1]
-            theirs = Settings.from_config(SimpleNamespace(gape=json.loads(words)))
-            refuse_other_length(torch.tensor(theirs.context_length), own.context_length, f"adapter {name!r}")
-            refuse_other_settings(torch.tensor(theirs.hashes()), own, f"adapter {name!r}")
-        if not pattern and hasattr(config, "exclude_modules"):
-            config.exclude_modules = _exclude_pattern(own)
-    learns = not all(getattr(config, "inference_mode", False) for config in configs.values())
-    frozen = all(not p.requires_grad for module in gates for p in module.parameters())
-    if learns and frozen and not any(bool(module.strength.any()) for module in gates if not module.strength.is_meta):
-        log.warning(
-            "the gates are frozen and their strength is 0, so they never do anything: use gape.hf.lora_config(model), "
-            'or modules_to_save=["%s"] in the config of the adapter',
-            MODULE,
-        )
 
 
 def write_card(directory: Path, model: Any) -> Path:

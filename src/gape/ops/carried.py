@@ -257,14 +257,10 @@ def _wide_enough(content: int, form: str, width: int | None) -> int:
 
 def _near(positions: Tensor, rows: Tensor, form: str, *sides: Tensor) -> Tensor:
     """Positions that `rows` can carry: others are refused where they can be read, and not a number elsewhere."""
-    if inputs.readable(positions):
-        inputs.position_values("positions", positions, furthest(rows.dtype))
-        return positions
-    if form == "split" and _in_one_launch(rows, *sides):
+    if form == "split" and not inputs.readable(positions) and _in_one_launch(rows, *sides):
         # The kernel looks itself.
         return positions
-    where = positions.to(torch.float32 if positions.device.type == "mps" else torch.float64)
-    return where.masked_fill(where.abs() > furthest(rows.dtype), torch.nan)
+    return inputs.near_positions(positions, furthest(rows.dtype))
 
 
 def _in_one_launch(x: Tensor, *sides: Tensor) -> bool:

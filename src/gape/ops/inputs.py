@@ -309,6 +309,19 @@ def position_values(name: str, x: Tensor | None, furthest: int = FURTHEST) -> No
         raise invalid_argument(name, worst, f"positions between {-furthest:,} and {furthest:,}")
 
 
+def near_positions(x: Tensor, furthest: int) -> Tensor:
+    """Positions between −furthest and furthest: others are refused where they can be read, and NaN elsewhere.
+
+    Raises:
+        ValueError: names positions, and the one furthest from 0.
+    """
+    if readable(x):
+        position_values("positions", x, furthest)
+        return x
+    values = x.to(torch.float32 if x.device.type == "mps" else torch.float64)
+    return values.masked_fill(values.abs() > furthest, torch.nan)
+
+
 def documents(name: str, x: Any, batch: int, n: int, device: torch.device) -> Tensor | None:
     """Integer document ids (batch, n); None stays."""
     if x is None:

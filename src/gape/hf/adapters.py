@@ -1,0 +1,153 @@
+"""Adapters of peft on models with gates.
+
+An adapter says which gates its base needs in `exclude_modules`, a field of peft: a pattern of modules that get no
+adapter, with a comment. A base without gates has no such modules; peft then warns and prints the comment, also where
+this library is not imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from gape.hf.families import family_of
+from gape.hf.gates import (
+    HASHED,
+    MODULE,
+    RetrofitGates,
+    Settings,
+    has_gates,
+    refuse_other_length,
+    refuse_other_settings,
+)
+
+#: Where the pattern in an adapter's config names the gates.
+_COMMENT = "(?# gates of gape.hf.inject, which the base of this adapter needs: "
+log = logging.getLogger("gape.hf")
+
+
+def lora_config(model: Any, **options: Any) -> Any:
+    """A `peft.LoraConfig` for an injected model: adapters on its attention projections, gates saved with them.
+
+    The adapter is loaded on a base into which gates of the same settings were put. A base with other gates is refused;
+    peft warns of one without.
+
+    Args:
+        model: with gates.
+        **options: of `LoraConfig`, such as r and lora_alpha; they win over what is chosen here.
+
+    Raises:
+        ImportError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("LoRA needs peft: pip install 'gape[hf]'") from error
+    family = family_of(model)
+    # GPT-2 has another c_proj in its feed-forward layers.
+    targets = {name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn")}
+    targets["c_proj"] = "attn.c_proj"
+    first = family.modules(model)[0]
+    defaults: dict[str, Any] = {
+        "target_modules": [target for name, target in targets.items() if hasattr(first, name)],
+        "task_type": "CAUSAL_LM",
+    }
+    if has_gates(model):
+        pattern = _exclude_pattern(Settings.from_config(model.config))
+        defaults |= {"modules_to_save": [MODULE], "exclude_modules": pattern}
+    return LoraConfig(**(defaults | options))
+
+
+def _exclude_pattern(settings: Settings, others: Any = None) -> str:
+    """The pattern of the modules that get no adapter; its comment, at the end, holds the settings of the gates.
+
+    Args:
+        settings: of the gates.
+        others: a pattern or names of other modules that get none.
+    """
+    values = settings.to_dict()
+    words = json.dumps({name: values[name] for name in ("context_length", *HASHED)})
+    pattern = rf"(.*\.)?{MODULE}(\..*)?{_COMMENT}{words})"
+    if others and not isinstance(others, str):
+        others = rf"(.*\.)?({'|'.join(re.escape(name) for name in sorted(others))})"
+    return f"{others}|{pattern}" if others else pattern
+
+
+def check(model: Any, configs: MutableMapping[str, Any]) -> None:
+    """Compare the gates that adapters need with the model's; a config without any is replaced by a copy with them.
+
+    Raises:
+        ValueError: an adapter that was trained with other gates; it is taken out of the model and out of `configs`.
+    """
+    if not configs or not has_gates(model):
+        return
+    own = Settings.from_config(model.config)
+    for name, config in list(configs.items()):
+        pattern = getattr(config, "exclude_modules", None)
+        if isinstance(pattern, str) and _COMMENT in pattern:
+            words, _ = json.JSONDecoder().raw_decode(pattern.partition(_COMMENT)[2])
+            theirs = Settings.from_config(SimpleNamespace(gape=words))
+            try:
+                refuse_other_length(torch.tensor(theirs.context_length), own.context_length, f"adapter {name!r}")
+                refuse_other_settings(torch.tensor(theirs.hashes()), own, f"adapter {name!r}")
+            except ValueError:
+                _take_out(model, configs, name)
+                raise
+        elif hasattr(config, "exclude_modules"):
+            configs[name] = copy.copy(config)
+            configs[name].exclude_modules = _exclude_pattern(own, pattern)
+
+
+def warn_of_frozen(model: Any, configs: Mapping[str, Any]) -> None:
+    """Warn where adapters learn beside gates that do nothing and cannot learn."""
+    gates = [module for module in model.modules() if isinstance(module, RetrofitGates)]
+    learns = not all(getattr(config, "inference_mode", False) for config in configs.values())
+    frozen = bool(gates) and all(not p.requires_grad for module in gates for p in module.parameters())
+    if learns and frozen and not any(bool(module.strength.any()) for module in gates if not module.strength.is_meta):
+        log.warning(
+            "the gates are frozen and their strength is 0, so they never do anything: use gape.hf.lora_config(model), "
+            'or modules_to_save=["%s"] in the config of the adapter',
+            MODULE,
+        )
+
+
+@contextmanager
+def unchanged_on_error(model: Any) -> Iterator[None]:
+    """Take adapters that are added in this context out again where it ends with an error."""
+    before = set(getattr(model, "peft_config", ()))
+    attributes = dict(vars(model))
+    learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except Exception:
+        configs = getattr(model, "peft_config", {})
+        for name in set(configs) - before:
+            _take_out(model, configs, name)
+        vars(model).clear()
+        vars(model).update(attributes)
+        for parameter, learns in learning:
+            parameter.requires_grad_(learns)
+        raise
+
+
+def _take_out(model: Any, configs: MutableMapping[str, Any], name: str) -> None:
+    """Take an adapter out of a model and of its configs, and modules of peft that have no other."""
+    configs.pop(name)
+    for module in list(model.modules()):
+        for part, child in list(module.named_children()):
+            if hasattr(child, "original_module"):
+                child.delete_adapter(name, [other for other in child.active_adapters if other != name])
+                if not child._adapters:
+                    setattr(module, part, child.original_module)
+            elif hasattr(child, "get_base_layer"):
+                child.delete_adapter(name)
+                if not any(len(getattr(child, layers)) for layers in child.adapter_layer_names):
+                    setattr(module, part, child.get_base_layer())
