@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from gape.experiments import open_model
 from gape.experiments.open_model import load_transformers
 from gape.hf.reading import refuse_sizes
 from tests.hf.tiny import opened, tiny
@@ -81,9 +80,9 @@ def test_a_negative_size_is_refused(folder: Path, tmp_path: Path, key: str) -> N
 def test_a_file_is_refused_without_a_word_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cut.toml").write_text("")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(open_model, "read_model", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr("gape.hf.reading.read_model", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(ValueError, match="model"):
-        load("cut.toml")
+        load_transformers("cut.toml")
 
 
 @pytest.mark.parametrize(
