@@ -146,9 +146,9 @@ def test_limits_hold_for_any_input_and_are_attained() -> None:
     with torch.no_grad():
         top = torch.linalg.svd(A).Vh[:, 0]
         x = torch.cat([top, -top, 100 * torch.randn(2000, 48, dtype=torch.float64)])[None]
-        q, k, _ = (y.view(len(x[0]), -1, width).transpose(0, 1)
-                   for y, (_, width) in zip(attention.qkv(norm(x))[0].split(attention._widths, -1),
-                                            attention._heads, strict=True))  # fmt: skip
+        widths = [heads * attention.content_dim for heads in (attention.n_heads, attention.n_kv_heads)]
+        projected = attention.qkv(norm(x))[0].tensor_split([widths[0], sum(widths)], -1)[:2]
+        q, k = (y.view(len(x[0]), -1, attention.content_dim).transpose(0, 1) for y in projected)
         stretch = attention.scheme.base.attention_scale
         reach = attention.scale * stretch * q.norm(dim=-1)
         own = attention.scale * stretch**2 * (q * k.repeat_interleave(2, dim=0)).sum(-1)

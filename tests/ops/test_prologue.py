@@ -169,7 +169,7 @@ def test_angles_are_kept_for_the_next_layer_and_only_where_they_last() -> None:
     assert other.one_pass(19, device).angles[0] is cos
     torch.testing.assert_close(cos[:, :13], one.cos_sin(torch.arange(19, device=device))[0])
     # A capture, which cannot copy to its device, finds the frequencies of every layer there.
-    assert all((device, torch.float64) in scheme._padded._made for scheme in (one, other))
+    assert all((device, torch.float64) in scheme._padded._tensors for scheme in (one, other))
     with FakeTensorMode():
         assert isinstance(one.one_pass(19, device).angles[0], FakeTensor)
         assert isinstance(one.one_pass(18, device).angles[0], FakeTensor)
