@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from gape import analysis, data, gates, models, ops, positions, report, tasks, theory, train
+    from gape import analysis, cache, data, experiments, gates, models, ops, positions, report, tasks, theory, train
     from gape.gates import GAPEGates
     from gape.models.attention import GAPEAttention
     from gape.models.config import GPTConfig
@@ -27,7 +27,21 @@ _HOMES = {
     "GPT": "gape.models.gpt",
     "GPTConfig": "gape.models.config",
 }
-_ROOMS = ("analysis", "data", "gates", "hf", "models", "ops", "positions", "report", "tasks", "theory", "train")
+_PACKAGES = (
+    "analysis",
+    "cache",
+    "data",
+    "experiments",
+    "gates",
+    "hf",
+    "models",
+    "ops",
+    "positions",
+    "report",
+    "tasks",
+    "theory",
+    "train",
+)
 
 __all__ = [
     "GPT",
@@ -36,8 +50,10 @@ __all__ = [
     "GPTConfig",
     "__version__",
     "analysis",
+    "cache",
     "data",
     "detailed_attention",
+    "experiments",
     "explain",
     "gated_attention",
     "gates",
@@ -54,7 +70,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return import_module(f"gape.{name}")
     raise AttributeError(f"module 'gape' has no attribute {name!r}")
 

@@ -62,6 +62,7 @@ def test_attention_appends_a_row_for_each_case(capsys: pytest.CaptureFixture[str
     assert len(stored("attention")) == 2 * len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_decode_and_prologue() -> None:
     impls = ["sdpa", "decode", "decode-open", "split", "carried", "sdpa-flash"]

@@ -55,6 +55,7 @@ def rows(home: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(home, "forgetting.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_is_measured_resumed_and_reported(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert measured("run", "--chunk", "24") == 0
     told = capsys.readouterr().out

@@ -107,7 +107,7 @@ def test_a_step_of_fixed_launches_equals_the_model(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("gape.cache.slots.HAS_TRITON", False), ("gape.ops.triton.decode_grouped.ROWS", 1)],
+    [("gape.ops.limits.HAS_TRITON", False), ("gape.ops.triton.decode_grouped.ROWS", 1)],
     ids=["no kernels", "more queries than a tile has rows"],
 )
 def test_shelf_by_shelf_a_step_is_the_same(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     return heard
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_replayed_queries_are_measured_as_launched_ones(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the room for notes and past a look, taken back, and with one token or more launched in between."""

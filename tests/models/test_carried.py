@@ -96,6 +96,7 @@ def decode_error(position: str, **options: object) -> float:
     return error(torch.cat(steps, dim=1), layer.double()(x.double())[:, -8:])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_bfloat16_layer_decodes_as_exactly_far_out() -> None:
     """With strong gates, and rank2 beside it to show that the comparison can fail."""

@@ -205,6 +205,7 @@ compiled(partial_grouped, HEADS | blocks, num_warps=4, num_stages=3)
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_a_recorded_token_compile_for_a_gpu() -> None:
     ours = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     said = subprocess.run([sys.executable, "-c", SCRIPT], env=ours, capture_output=True, text=True, check=False)

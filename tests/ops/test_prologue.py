@@ -113,6 +113,7 @@ def test_gradients_are_those_of_the_steps(base: str, n: int, heads: tuple[int, i
         assert (got.double() - want.double()).norm() < 0.01 * want.double().norm()
 
 
+@pytest.mark.slow
 def test_samples_that_one_launch_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch takes 65,535 samples; the bits are those of one that takes all."""
     from gape.ops.triton import prologue as operators

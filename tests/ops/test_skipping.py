@@ -130,6 +130,7 @@ CASES = {
 LONG = ("all tiles kept", "last queries, grouped")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CASES])
 def test_forward_and_backward_drop_what_the_rule_drops(name: str) -> None:
     options, eps, (least, most), dtype = CASES[name]

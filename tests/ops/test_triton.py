@@ -163,6 +163,7 @@ def test_refuses_sizes_that_no_launch_takes(sizes: dict[str, int], reason: str) 
         gape.gated_attention(**case.tensors, **case.options, impl="triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eps", [pytest.param(0.0, marks=pytest.mark.slow), 0.01], ids=["all", "skipping"])
 def test_samples_that_one_launch_has_no_room_for(eps: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch takes 65,535 programs along its second axis; the bits are those of one that takes all."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gape.cache.forgetting_shelf import STRIDE, Order, taken
-from gape.ops.limits import HAS_TRITON
+from gape.ops import limits
 from gape.ops.plain import newest_attention
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _launches(held: Held, heads: list[list[int]]) -> tuple[Apart | None, Grouped
     """What attends to all key heads in one launch, for one query each and for several, and what writes to all before
     the latter; None for what cannot run.
     """
-    if not HAS_TRITON:
+    if not limits.HAS_TRITON:
         return None, None, None
     from gape.ops.triton.decode_apart import Apart, lie_apart  # noqa: PLC0415
     from gape.ops.triton.decode_grouped import Grouped, lie_grouped  # noqa: PLC0415

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gape.ops.limits import HAS_TRITON
+from gape.ops import limits
 from gape.utils.validation import invalid_argument
 
 #: A target that does not count.
@@ -184,7 +184,7 @@ def _slices(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: in
 
 def _score(logits: Tensor, targets: Tensor, vocabulary: int, *, gradient: bool) -> Tensor:
     """The loss of each row of padded logits (n, P), (n,); their gradients overwrite them if `gradient`."""
-    if HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64:
+    if limits.HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64:
         from gape.ops.triton.cross_entropy import score_rows  # noqa: PLC0415
 
         return score_rows(logits, targets, vocabulary, IGNORED, gradient)

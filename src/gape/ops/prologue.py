@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gape.ops import columns, sdpa
+from gape.ops import columns, limits, sdpa
 from gape.ops.columns import UNIT
 from gape.ops.inputs import Visibility
-from gape.ops.limits import HALVES, HAS_TRITON, MOST_PROGRAMS, TRITON_WIDTH
+from gape.ops.limits import HALVES, MOST_PROGRAMS, TRITON_WIDTH
 from gape.utils.validation import invalid_argument, weight
 
 #: Numbers of a row that a kernel loads at once: what Triton knows to be a multiple of it, it loads without looking at
@@ -106,7 +106,7 @@ class Fused:
 def ready(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fused pass can run: half precision, Triton, and a GPU (or its interpreter)."""
     here = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    return HAS_TRITON and dtype in HALVES and here
+    return limits.HAS_TRITON and dtype in HALVES and here
 
 
 def spread(x: Tensor, width: int) -> Tensor:

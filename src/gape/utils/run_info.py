@@ -75,7 +75,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit gape's own files are of, with "+changes" where they differ.
+    """The commit gape's own files are of, with "+changes" where they or the benchmark scripts differ.
 
     Outside a checkout it is what GAPE_COMMIT says, for files that were copied without their history, or None.
     """
@@ -83,7 +83,7 @@ def commit() -> str | None:
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return os.environ.get("GAPE_COMMIT")
     head = _git("rev-parse", "HEAD")
-    changed = _git("status", "--porcelain", "--", ".")
+    changed = _git("status", "--porcelain", "--", ".", ":(top)benchmarks/*.py")
     return f"{head}+changes" if head and changed else head
 
 
