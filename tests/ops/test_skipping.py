@@ -127,10 +127,9 @@ CASES = {
 
 
 #: They take longest in the interpreter, and others judge more than 32 tiles, too.
-LONG = ("all tiles kept", "last queries, grouped")
+LONG = ("all tiles kept", "last queries, grouped", "most dropped", "few landmarks, tiny eps")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CASES])
 def test_forward_and_backward_drop_what_the_rule_drops(name: str) -> None:
     options, eps, (least, most), dtype = CASES[name]
