@@ -12,11 +12,13 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from gape.experiments.open_model import load_transformers
+from gape.hf.families import TRANSFORMERS_4
 from gape.hf.reading import refuse_sizes
 from tests.hf.tiny import opened, tiny
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 OTHERS = ("rms_norm_eps", "rope_parameters", "hidden_act", "model_type", "dtype")
+CHECKED_SINCE_5 = pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 takes any value here")
 WRONG = (-1, 10**12, 10**30, "many", [], [1], {}, 1.5, float("nan"), None)
 
 
@@ -38,14 +40,15 @@ def test_a_config_that_makes_no_sense_is_one_line(folder: Path, tmp_path: Path, 
             load_transformers(str(tmp_path))
         except ValueError as error:
             said.append(str(error))
-    assert len(said) >= 6
+    # Transformers 4 takes any value under these keys.
+    assert len(said) >= (0 if TRANSFORMERS_4 and key in ("rms_norm_eps", "rope_parameters") else 6)
     assert all(str(tmp_path) in words and "\n" not in words for words in said)
 
 
 @pytest.mark.parametrize("change", [
-    {"rms_norm_eps": 0}, {"num_hidden_layers": 10**12},
-    {"vocab_size": 19_000}, {"gape": {"context_length": 16, "layers": [10**9]}},
-    {"gape": None}, {"rope_parameters": {"rope_type": "yarn", "factor": "8"}},
+    pytest.param({"rms_norm_eps": 0}, marks=CHECKED_SINCE_5), {"num_hidden_layers": 10**12},
+    {"vocab_size": 19_000}, {"gape": {"context_length": 16, "layers": [10**9]}}, {"gape": None},
+    pytest.param({"rope_parameters": {"rope_type": "yarn", "factor": "8"}}, marks=CHECKED_SINCE_5),
 ])  # fmt: skip
 def test_a_config_that_its_weights_cannot_fill_is_refused(
     folder: Path, tmp_path: Path, change: dict[str, object]
