@@ -1,4 +1,4 @@
-"""What no future query of a layer can exceed: the numbers on which forgetting for good rests.
+"""Bounds on every query that a layer can produce, from its weights. Eviction rests on them.
 
 `docs/results/proofs.md` has the proof. Shapes: Hq query heads, Hk key heads, d content coordinates, E model width.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -28,30 +28,18 @@ _ROUNDING = {torch.float64: 2.0**-30, torch.float32: 2.0**-9, torch.bfloat16: 2.
 _LIFT = 2.0**-34
 
 
-class Attends(Protocol):
-    """As much of a :class:`gape.GAPEAttention` as a forgetting cache needs; `how` is its method of that name."""
+class GatedLayer(Protocol):
+    """As much of an attention layer as its bounds need."""
 
     n_heads: int
     n_kv_heads: int
-    head_dim: int
-    content_dim: int
-    reserve: int
     scale: float
     position: str
     context_length: float
 
     @property
-    def impl(self) -> str:
-        """The implementation of the operator."""
-        ...
-
-    @property
     def gates(self) -> GAPEGates | None:
         """The gates of the layer."""
-        ...
-
-    def how(self, queries: int) -> dict[str, Any]:
-        """The implementation for so many queries, and what it may drop."""
         ...
 
 
@@ -87,7 +75,7 @@ class Limits:
         return (self.reach * norm + self.own - torch.log(-0.5 * eps * torch.expm1(-fading))) / fading
 
 
-def of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
+def limits_of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
     """Limits that hold for every input whatever, since `norm` comes before the projection of `attention`.
 
     A normed input is gain ⊙ z + shift with ‖z‖ ≤ √E, so q = A·z + a and k = B·z + b lie in balls pressed flat. The own
@@ -97,11 +85,11 @@ def of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
         ValueError: `norm` is neither a LayerNorm nor an RMSNorm over the last dimension.
     """
     stretch = float(getattr(getattr(attention.scheme, "base", None), "attention_scale", 1.0))
-    return of_maps(attention, *_maps(attention, norm), stretch=stretch)
+    return limits_of_maps(attention, *_maps(attention, norm), stretch=stretch)
 
 
-def of_maps(
-    attention: Attends,
+def limits_of_maps(
+    attention: GatedLayer,
     queries: tuple[Tensor, Tensor],
     keys: tuple[Tensor, Tensor],
     *,
@@ -131,7 +119,7 @@ def of_maps(
     return Limits(rate=least_rates(attention), reach=scale * query, own=-scale * least, jitter=scale * query * key)
 
 
-def least_rates(attention: Attends) -> Tensor:
+def least_rates(attention: GatedLayer) -> Tensor:
     """Γ·floor/T, (Hq,) in float64: what no query's rate falls below. A gate that is fixed is its own floor.
 
     Raises:
@@ -159,7 +147,7 @@ def _maps(attention: GAPEAttention, norm: nn.Module) -> tuple[tuple[Tensor, Tens
         offset = offset + attention.qkv.bias.detach().cpu().double()[: sum(widths)]
     weight = weight * gain
     if isinstance(norm, nn.LayerNorm):
-        # z has mean 0, so what all coordinates share is never seen.
+        # z has mean 0, so what all coordinates share adds nothing.
         weight = weight - weight.mean(-1, keepdim=True)
     A, B = (part.view(-1, attention.content_dim, weight.size(1)) for part in torch.split(weight, widths))
     a, b = (part.view(-1, attention.content_dim) for part in torch.split(offset, widths))
@@ -199,8 +187,8 @@ def _least_eigenvalue(A: Tensor, B: Tensor) -> Tensor:
 def _eigenvalues(S: Tensor) -> Tensor:
     """Eigenvalues (H, n) of symmetric S (H, n, n), the least first."""
     with _one_thread():
-        found: Tensor = torch.linalg.eigvalsh(S)
-    return found
+        values: Tensor = torch.linalg.eigvalsh(S)
+    return values
 
 
 @contextmanager

@@ -1,0 +1,248 @@
+"""Storage of cached keys: fixed-size pages, a block table and a length for each (layer, row, key head), a free list.
+
+A page has room for 64 keys of one row and key head, with their values, exposures and positions. Sequences own pages by
+number; the block table lists them in order. Memory grows by slabs of pages, so nothing that is cached is ever copied to
+grow. Kernels read pages by address, so they do not care which slab a page lies in.
+
+Shapes: L layers, B rows, Hk key heads, W pages that a table has room for.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gape.ops.paged import PAGE, PageLayout, Pages, read_keys, runs_in_kernels, write_keys
+
+#: Pages of the first slab for each sequence, and the share of all pages that a further slab adds.
+_FIRST_PAGES = 2
+_GROWTH = 4
+#: Pages that a block table has room for at first.
+_FIRST_WIDTH = 32
+
+
+class PagedStorage:
+    """The pages of all layers of a model, for one batch.
+
+    Args:
+        layers, batch, heads: L, B and Hk.
+        layout: of a page.
+        device: where everything lies.
+
+    Attributes:
+        lengths: int32 (L, B, Hk), keys of each sequence, on the device.
+        counts: the same on the host.
+        key_norm: float32 (L, B, Hk), the largest norm of a key so far.
+        width: W.
+    """
+
+    def __init__(self, layers: int, batch: int, heads: int, layout: PageLayout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self._shape = (layers, batch, heads)
+        # Captured graphs and calls under inference_mode write to these alike.
+        with torch.inference_mode(False):
+            self.lengths = torch.zeros(self._shape, dtype=torch.int32, device=device)
+            self.key_norm = torch.zeros(self._shape, dtype=torch.float32, device=device)
+        self.counts = np.zeros(self._shape, dtype=np.int64)
+        self.in_kernels = runs_in_kernels(device, layout)
+        self.width = 0
+        self._widen(_FIRST_WIDTH)
+        self._forget_pages()
+
+    def _forget_pages(self) -> None:
+        self._slabs: list[Tensor] = []
+        self._addresses = np.zeros(0, dtype=np.int64)
+        self._free = np.zeros(0, dtype=np.int64)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedStorage:
+        """A copy with pages of its own: addresses of the original would read its pages."""
+        clone = copy(self)
+        for name in ("lengths", "key_norm", "table", "addresses"):
+            setattr(clone, name, getattr(self, name).clone())
+        for name in ("counts", "_owned", "_table", "_free"):
+            setattr(clone, name, getattr(self, name).copy())
+        clone._slabs = [slab.clone() for slab in self._slabs]
+        clone._addresses = np.concatenate([clone._page_addresses(slab) for slab in clone._slabs] or [self._addresses])
+        clone._upload(range(self._shape[0]))
+        return clone
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages that sequences own."""
+        return int(self._owned.sum()) * self.layout.nbytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all pages, those of the free list included."""
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def room(self) -> int:
+        """Keys that every sequence can take before it needs another page."""
+        return int((self._owned * PAGE - self.counts).min())
+
+    def pages(self, layer: int, heads: Tensor | None = None) -> Pages:
+        """The pages of a layer as attention reads them: of all key heads, or of some, int64 (H,)."""
+        # Pages in several slabs can only be read by address.
+        slab = self._slabs[0] if len(self._slabs) == 1 else torch.empty(0, self.layout.nbytes, dtype=torch.uint8)
+        parts = (self.table[layer], self.addresses[layer], self.lengths[layer], self.key_norm[layer])
+        if heads is not None:
+            parts = tuple(part.index_select(1, heads) for part in parts)  # type: ignore[assignment]
+        return Pages(self.layout, slab, *parts)
+
+    def reserve(self, layer: int, needed: Any) -> None:
+        """Give sequences of a layer the pages for so many more keys each, (B, Hk) or one number.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory; the sequences are then as they were.
+        """
+        if self._assign(layer, needed):
+            self._upload(layer)
+
+    def _assign(self, layer: int, needed: Any) -> bool:
+        """Enter pages for so many more keys into the table on the host; whether any were needed."""
+        wanted = -(-(self.counts[layer] + needed) // PAGE)
+        missing = np.maximum(wanted - self._owned[layer], 0)
+        if not missing.any():
+            return False
+        if int(wanted.max()) > self.width:
+            self._widen(int(wanted.max()))
+        numbers = self._take(int(missing.sum()))
+        owned = self._owned[layer]
+        # Of sequence s the places from owned[s] to owned[s] + missing[s].
+        places = np.arange(self.width)
+        new = (places >= owned[..., None]) & (places < (owned + missing)[..., None])
+        self._table[layer][new] = numbers
+        self._owned[layer] = owned + missing
+        return True
+
+    def append(self, layer: int, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, keep: Tensor | None) -> None:
+        """Write new keys behind those of a layer and count them.
+
+        Args:
+            layer: its number.
+            k, v: (B, Hk, n, D) and (B, Hk, n, Dv).
+            exposure: (B, Hk, n).
+            positions: integer (n,) or (B, n).
+            keep: bool (B, Hk, n), the keys to store; None stores all.
+        """
+        if keep is None:
+            self.reserve(layer, k.size(2))
+            write_keys(self.pages(layer), k, v, exposure, positions)
+            self.lengths[layer] += k.size(2)
+            self.counts[layer] += k.size(2)
+            return
+        added = keep.sum(-1, dtype=torch.int32)
+        counts = added.cpu().numpy().astype(np.int64)
+        self.reserve(layer, counts)
+        slots = self.lengths[layer].unsqueeze(-1) + keep.cumsum(-1, dtype=torch.int32) - 1
+        write_keys(self.pages(layer), k, v, exposure, positions, slots.masked_fill(~keep, -1).int())
+        self.lengths[layer] += added
+        self.counts[layer] += counts
+
+    def rewrite(self, layer: int, heads: Tensor, keys: tuple[Tensor, ...], keep: Tensor) -> None:
+        """Store only some keys of some heads, moved together; :meth:`settle` then frees the pages that fell empty.
+
+        Args:
+            layer: its number.
+            heads: int64 (H,), the key heads.
+            keys: what :func:`gape.ops.paged.read_keys` gave for the first N slots.
+            keep: bool (B, H, N), the keys that stay; slots behind a sequence's length do not.
+        """
+        pages = self.pages(layer, heads)
+        slots = (keep.cumsum(-1, dtype=torch.int32) - 1).masked_fill(~keep, -1).int()
+        write_keys(pages, *keys, slots)
+        self.lengths[layer].index_copy_(1, heads, keep.sum(-1, dtype=torch.int32))
+
+    def read(self, layer: int, heads: Tensor) -> tuple[Tensor, ...]:
+        """Keys, values, exposures and positions of some heads, (B, H, N, …), N being the longest of them."""
+        longest = int(self.counts[layer][:, heads.cpu().numpy()].max(initial=0))
+        slots = torch.arange(longest, dtype=torch.int32, device=self.device)
+        pages = self.pages(layer, heads)
+        slots = slots.expand(*pages.lengths.shape, -1)
+        return read_keys(pages, slots.masked_fill(slots >= pages.lengths.unsqueeze(-1), -1))
+
+    def settle(self, room: int) -> None:
+        """Read the lengths back, free pages that are not needed, and make room for so many more keys everywhere."""
+        self.counts = self.lengths.cpu().numpy().astype(np.int64)
+        wanted = -(-(self.counts + room) // PAGE)
+        places = np.arange(self.width)
+        surplus = (places >= wanted[..., None]) & (places < self._owned[..., None])
+        self._free = np.concatenate([self._free, self._table[surplus]])
+        self._table[surplus] = -1
+        self._owned = np.minimum(self._owned, wanted)
+        for layer in range(self._shape[0]):
+            self._assign(layer, room)
+        self._upload()
+
+    def advance(self) -> None:
+        """Count one key more in every sequence on the host; a captured step has counted it on the device."""
+        self.counts += 1
+
+    def drop_last(self, tokens: int) -> None:
+        """Forget so many of the last keys of every sequence."""
+        self.lengths.sub_(tokens).clamp_(min=0)
+        self.counts = np.maximum(self.counts - tokens, 0)
+
+    def clear(self) -> None:
+        """Forget everything and give all memory of pages back."""
+        self.lengths.zero_()
+        self.key_norm.zero_()
+        self.counts[:] = 0
+        self._owned[:] = 0
+        self._table[:] = -1
+        self._forget_pages()
+        self._upload()
+
+    def _take(self, count: int) -> Any:
+        """Numbers of free pages, taken off the free list."""
+        if count > self._free.size:
+            self._grow(count - self._free.size)
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def _grow(self, missing: int) -> None:
+        total = self._addresses.size
+        first = _FIRST_PAGES * int(np.prod(self._shape))
+        pages = max(missing, total // _GROWTH, first if not total else 0)
+        with torch.inference_mode(False):
+            if self.in_kernels or not self._slabs:
+                slab = torch.empty(pages, self.layout.nbytes, dtype=torch.uint8, device=self.device)
+                self._slabs.append(slab)
+            else:
+                # PyTorch reads pages by number, from one tensor.
+                slab = torch.empty(total + pages, self.layout.nbytes, dtype=torch.uint8, device=self.device)
+                slab[:total] = self._slabs[0]
+                self._slabs = [slab]
+        self._addresses = np.concatenate([self._page_addresses(slab) for slab in self._slabs])
+        self._free = np.concatenate([self._free, np.arange(total, total + pages)])
+
+    def _page_addresses(self, slab: Tensor) -> Any:
+        return slab.data_ptr() + self.layout.nbytes * np.arange(slab.size(0), dtype=np.int64)
+
+    def _widen(self, width: int) -> None:
+        """Room for so many pages in the block tables, and some more."""
+        old, width = self.width, max(width + width // _GROWTH, _FIRST_WIDTH)
+        table = np.full((*self._shape, width), -1, dtype=np.int64)
+        if old:
+            table[..., :old] = self._table
+        else:
+            self._owned = np.zeros(self._shape, dtype=np.int64)
+        self._table, self.width = table, width
+        with torch.inference_mode(False):
+            self.table = torch.full(table.shape, -1, dtype=torch.int32, device=self.device)
+            self.addresses = torch.zeros(table.shape, dtype=torch.int64, device=self.device)
+        if old:
+            self._upload()
+
+    def _upload(self, layer: int | None = None) -> None:
+        """Bring the block table of a layer, or those of all, to the device."""
+        part = slice(None) if layer is None else slice(layer, layer + 1)
+        numbers = self._table[part]
+        self.table[part].copy_(torch.from_numpy(numbers.astype(np.int32)))
+        if self._addresses.size:
+            addresses = np.where(numbers >= 0, self._addresses[np.maximum(numbers, 0)], 0)
+            self.addresses[part].copy_(torch.from_numpy(addresses))
