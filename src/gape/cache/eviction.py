@@ -124,9 +124,7 @@ class Account:
         charged.scatter_add_(-1, octave.unsqueeze(2).expand_as(cost), cost)
         longest = keys.norm.double().masked_fill(~gone, 0.0).amax(-1)
         self._mass = self._mass.index_add(1, keys.heads, charged)
-        self._longest = self._longest.index_copy(
-            1, keys.heads, torch.maximum(self._longest[:, keys.heads], longest)
-        )
+        self._longest = self._longest.index_copy(1, keys.heads, torch.maximum(self._longest[:, keys.heads], longest))
         self.realised_eps = torch.maximum(self.realised_eps, self._mass.sum(-1).clamp(max=1.0))
 
 

@@ -1,17 +1,14 @@
-"""KV caches in pages: one that keeps everything, and one that evicts keys which no future query can attend to.
+"""KV caches in pages for all layers of a model: one that keeps everything, one that evicts.
 
-A prompt is attended to as it comes, among its own tokens, by the kernel that skips; what was cached before is read from
-pages, and both parts are merged. Then its keys are written to pages once, without those that can be evicted at once.
-A single token is written first and reads pages only.
-
-Shapes: B rows, Hq / Hk query / key heads, n new tokens, D and Dv widths of keys and values.
+Shapes: B rows, Hk key heads, n new tokens.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,48 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gape.cache.bounds import Limits
-from gape.cache.eviction import Account, Candidates, QueryRange, widened
+from gape.cache.bounds import least_rates, limits_of_weights
+from gape.cache.eviction import QueryRange
+from gape.cache.layer import JUDGED_AT_ONCE, LayerSpec, PagedLayer
 from gape.cache.pages import PagedStorage
-from gape.ops.api import gated_attention
-from gape.ops.paged import PAGE, PageLayout, causal_attention, paged_attention, write_keys
-from gape.ops.plain import attention
-from gape.utils.validation import finite, invalid_argument, whole
+from gape.ops.paged import PAGE, page_layout
+from gape.utils.validation import finite, flag, invalid_argument, whole
 
 if TYPE_CHECKING:
-    from gape.models.cuda_graphs import CapturedStep
+    from gape.models.gpt import GPT
 
 #: What bounds on future queries may come from.
 BOUNDS = ("weights", "queries")
-#: New tokens from which keys are judged before they are stored, and not at the next eviction.
-_JUDGED_AT_ONCE = 256
 #: Tokens between evictions at least, and the share of the cached keys that may come in between.
 _LEAST_INTERVAL = 64
 _INTERVAL_SHARE = 16
 #: Attention that a full cache may lose to skipped tiles, by dtype: far below what rounding does to it.
 _FULL_EPS = {torch.bfloat16: 2.0**-20, torch.float16: 2.0**-20, torch.float32: 2.0**-30}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerSpec:
-    """An attention layer as its cache sees it.
-
-    Attributes:
-        owner: the module that the cache serves; no other may use it.
-        n_heads, n_kv_heads: Hq and Hk.
-        scale: softmax scale.
-        least_rate: float64 (Hq,), what no query's rate falls below; None without gates.
-        limits: bounds on its queries from weights; None where they are measured.
-        impl: the implementation of the operator that the layer uses where no kernel of the cache runs.
-    """
-
-    owner: Any
-    n_heads: int
-    n_kv_heads: int
-    scale: float
-    least_rate: Tensor | None = None
-    limits: Limits | None = None
-    impl: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,170 +65,6 @@ class EvictionRule:
             raise invalid_argument("bounds", self.bounds, f"one of {BOUNDS}")
 
 
-class PagedLayer:
-    """The cache of one attention layer.
-
-    Attributes:
-        length: tokens that have come, cached or not.
-    """
-
-    #: Gated schemes have no numbers of earlier keys to read.
-    side: None = None
-
-    def __init__(self, cache: PagedCache, index: int, spec: LayerSpec) -> None:
-        self._cache, self.index, self.spec = weakref.proxy(cache), index, spec
-        self.length = 0
-        self.account: Account | None = None
-        self.query_range: QueryRange | None = None
-
-    def attend(
-        self,
-        owner: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rate: Tensor | None,
-        landmark: Tensor | None,
-        positions: Tensor,
-        real: Tensor | None = None,
-    ) -> Tensor:
-        """Add tokens and attend to them and to everything cached.
-
-        Args:
-            owner: the module that attends.
-            q, k, v: (B, Hq, n, D), (B, Hk, n, D) and (B, Hk, n, Dv), rotated, in the dtype of the cache.
-            rate, landmark: (B, Hq, n), the rate c_i, and (B, Hk, n); None without gates.
-            positions: integer (n,) or (B, n); of a row they rise by one.
-            real: bool (B, n), False for pads, which stand on the left; None where there are none.
-
-        Returns:
-            (B, Hq, n, Dv).
-
-        Raises:
-            ValueError: another module or batch, positions that go back, or an earlier call that broke off.
-        """
-        if owner is not self.spec.owner:
-            raise ValueError("cache: made for another model, expected one of this layer")
-        cache, n = self._cache, q.size(2)
-        if rate is None or landmark is None:
-            # Without gates nothing fades.
-            rate, landmark = q.new_zeros(q.shape[:3], dtype=_side(q)), k.new_zeros(k.shape[:3], dtype=_side(k))
-        if cache.capturing:
-            return self._decode(q, k, v, rate, 1 - landmark, positions, counted=False)
-        storage = cache.prepare(self, k, v, positions, real)
-        if self.query_range is not None:
-            self.query_range.include(q, k, self.spec.scale, real)
-        if n == 1 and real is None:
-            storage.reserve(self.index, 1)
-            out = self._decode(q, k, v, rate, 1 - landmark, positions, counted=True)
-        else:
-            out = self._prefill(q, k, v, rate, landmark, positions, real)
-        self.length += n
-        return out
-
-    def _decode(
-        self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, exposure: Tensor, positions: Tensor, *, counted: bool
-    ) -> Tensor:
-        """Write one token and attend to all of the pages; a captured step counts the token for all layers at its end."""
-        storage = self._cache.storage
-        pages = storage.pages(self.index)
-        write_keys(pages, k, v, exposure, positions)
-        out, _ = paged_attention(q, rate, positions, pages, scale=self.spec.scale, new=1)
-        if counted:
-            storage.lengths[self.index] += 1
-            storage.counts[self.index] += 1
-        return out
-
-    def _prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, landmark: Tensor, positions: Tensor, real: Tensor | None
-    ) -> Tensor:
-        """Attend among new tokens and to the pages, and store the new keys."""
-        if real is None:
-            out = self._attend_prompt(q, k, v, rate, landmark, positions)
-            self._store(k, v, 1 - landmark, positions, None)
-            return out
-        # Pads last: then causality hides them, and no mask is needed.
-        to_front, back = _rolls(real)
-        q, k, v, rate, landmark = (_rolled(x, to_front) for x in (q, k, v, rate, landmark))
-        positions = positions.expand(real.shape).gather(1, to_front)
-        out = self._attend_prompt(q, k, v, rate, landmark, positions)
-        self._store(k, v, 1 - landmark, positions, real.gather(1, to_front))
-        return _rolled(out, back)
-
-    def _attend_prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, landmark: Tensor, positions: Tensor
-    ) -> Tensor:
-        cache, spec = self._cache, self.spec
-        storage, eps = cache.storage, cache.skip_eps
-        if not storage.in_kernels and not storage.counts[self.index].any():
-            if spec.least_rate is None:
-                return attention(q, k, v, scale=spec.scale)
-            ones = rate.new_ones(q.size(1))
-            return gated_attention(q, k, v, rate, landmark, ones, context_length=1, scale=spec.scale, impl=spec.impl)
-        out, lse = causal_attention(q, k, v, rate, 1 - landmark, scale=spec.scale, eps=eps / 2)
-        if not storage.counts[self.index].any():
-            return out
-        pages = storage.pages(self.index)
-        return paged_attention(q, rate, positions, pages, scale=spec.scale, prior=(out, lse), eps=eps / 2)[0]
-
-    def _store(self, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, real: Tensor | None) -> None:
-        """Write new keys, without pads and without those that can be evicted at once."""
-        cache, n = self._cache, k.size(2)
-        rule, storage = cache.rule, cache.storage
-        keep = None if real is None else real[:, None].expand(-1, k.size(1), -1)
-        at_once = rule is not None and n >= _JUDGED_AT_ONCE
-        if at_once and rule.eps is not None and self.heads.numel():
-            keep = torch.ones_like(k[..., 0], dtype=torch.bool) if keep is None else keep.clone()
-            norm = torch.linalg.vector_norm(k, dim=-1, dtype=_side(k))
-            places = positions if positions.dim() == 1 else positions[:, None]
-            parts = (norm, exposure, places.expand_as(norm), keep)
-            candidates = Candidates(self.heads, *(part.index_select(1, self.heads) for part in parts))
-            keep[:, self.heads] = self._choose(candidates, cache.next_position)
-        storage.append(self.index, k, v, exposure, positions, keep)
-        if at_once and rule.eps is None:
-            self.evict(cache.next_position)
-
-    @property
-    def heads(self) -> Tensor:
-        """Key heads that keys may be evicted from, int64 (H,): those that fade, or all under a budget."""
-        cache = self._cache
-        groups = self.spec.n_heads // self.spec.n_kv_heads
-        if self.spec.least_rate is None:
-            return torch.empty(0, dtype=torch.int64, device=cache.storage.device)
-        fades = (self.spec.least_rate > 0).view(-1, groups).all(1)
-        if cache.rule.eps is None:
-            fades = torch.ones_like(fades)
-        return torch.nonzero(fades).flatten().to(cache.storage.device)
-
-    def evict(self, first: Tensor) -> None:
-        """Evict keys that queries from positions `first` (B,) on can do without, and move the others together."""
-        storage, heads = self._cache.storage, self.heads
-        if not heads.numel() or not storage.counts[self.index].any():
-            return
-        k, v, exposure, positions = storage.read(self.index, heads)
-        lengths = storage.lengths[self.index].index_select(1, heads)
-        valid = torch.arange(k.size(2), device=k.device) < lengths.unsqueeze(-1)
-        norm = torch.linalg.vector_norm(k, dim=-1, dtype=_side(k))
-        keep = self._choose(Candidates(heads, norm, exposure, positions, valid), first)
-        storage.rewrite(self.index, heads, (k, v, exposure, positions), keep)
-
-    def _choose(self, candidates: Candidates, first: Tensor) -> Tensor:
-        """The candidates that stay, bool (B, H, N); what goes is charged to the account."""
-        cache, spec = self._cache, self.spec
-        batch, device = candidates.valid.size(0), candidates.valid.device
-        if self.account is None:
-            sizes = (batch, spec.n_kv_heads, spec.n_heads // spec.n_kv_heads)
-            eps = None if cache.rule.eps is None else cache.rule.eps / 2
-            self.account = Account(eps, sizes, device)
-        limits = spec.limits if self.query_range is None else self.query_range.limits()
-        assert limits is not None
-        self.account.advance(widened(limits, cache.storage.layout.dtype, device), first)
-        if cache.rule.eps is not None:
-            return self.account.evict(candidates)
-        budget = (cache.max_keys - cache.interval) * spec.n_kv_heads
-        return self.account.evict(candidates, (candidates.valid.sum((1, 2)) - budget).clamp(min=0))
-
-
 class PagedCache:
     """The caches of a model's layers, in pages.
 
@@ -283,8 +91,10 @@ class PagedCache:
 
     def _forget_tokens(self) -> None:
         self.interval, self._since, self._evicted_at = _LEAST_INTERVAL, 0, 0
+        self._broken = False
         self.max_keys: int = 0
-        self.next_position = torch.empty(0)
+        #: Keys that a budget leaves room for: those that come before the next eviction.
+        self.incoming = _LEAST_INTERVAL
         for layer in self.layers:
             layer.length, layer.account, layer.query_range = 0, None, None
 
@@ -299,9 +109,18 @@ class PagedCache:
             clone.layers.append(twin)
         return clone
 
-    def fresh(self) -> PagedCache:
-        """An empty cache of the same model and rule. Bounds are not worked out again: weights have to be the same."""
+    def fresh(self, eps: float | None = None) -> PagedCache:
+        """An empty cache of the same model. Bounds are not worked out again: weights have to be the same.
+
+        Args:
+            eps: the attention that a query may lose; None keeps the rule.
+
+        Raises:
+            ValueError: eps is out of range.
+        """
         clone = copy(self)
+        if eps is not None:
+            clone.rule = EvictionRule(eps=eps, bounds=BOUNDS[0] if self.rule is None else self.rule.bounds)
         clone._storage, clone.capturing = None, False
         clone.layers = [PagedLayer(clone, layer.index, layer.spec) for layer in self.layers]
         clone._forget_tokens()
@@ -326,7 +145,7 @@ class PagedCache:
             ValueError: the layers have different numbers, since an earlier call broke off.
         """
         lengths = sorted({layer.length for layer in self.layers})
-        if len(lengths) != 1:
+        if len(lengths) != 1 or self._broken:
             raise ValueError(
                 f"cache: layers have from {lengths[0]} to {lengths[-1]} tokens, expected as many in each; "
                 "a call broke off, begin again with an empty cache"
@@ -398,19 +217,27 @@ class PagedCache:
             return
         rows = positions.to(torch.int64).expand(batch, n)
         if self.rule is not None:
-            if bool((rows[:, -1] < self.next_position).any()):
+            if bool((rows[:, -1] < self.storage.next_position).any()):
                 raise ValueError("positions: got some that go back, expected each behind those that are cached")
-            if self.layers[0].length and self._since + min(n, _JUDGED_AT_ONCE) > self.interval:
-                self.evict(torch.maximum(rows[:, 0], self.next_position))
+            if self.layers[0].length and self._since + min(n, JUDGED_AT_ONCE) > self.interval:
+                # A long chunk is judged when it is stored.
+                self.incoming = max(self.interval, n if n < JUDGED_AT_ONCE else 0)
+                self.evict(torch.maximum(rows[:, 0], self.storage.next_position))
+            self.incoming = self.interval
         last = rows[:, -1] + 1
-        self.next_position.copy_(last if real is None else torch.where(real[:, -1], last, self.next_position))
-        self._since += n
+        self.storage.next_position.copy_(
+            last if real is None else torch.where(real[:, -1], last, self.storage.next_position)
+        )
+        if self.rule is not None and n >= JUDGED_AT_ONCE:
+            self._evicted_at, self._since = self.layers[0].length + n, 0
+        else:
+            self._since += n
 
     def evict(self, first: Tensor | None = None) -> None:
         """Evict now what queries from positions `first` (B,) on can do without; by default those that come next."""
         if self._storage is None or self.rule is None:
             return
-        first = self.next_position.clone() if first is None else first
+        first = self.storage.next_position.clone() if first is None else first
         for layer in self.layers:
             layer.evict(first)
         self._evicted_at, self._since = self.length, 0
@@ -432,12 +259,16 @@ class PagedCache:
         if self.storage.room() < 1:
             self.storage.settle(max(self.interval, 4 * PAGE))
 
-    def count_step(self) -> None:
-        """Count a token that a captured step has added."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A context in which a captured step adds one token; if it breaks off, the cache cannot be used again."""
+        self._broken = True
+        yield
         self.storage.advance()
         for layer in self.layers:
             layer.length += 1
         self._since += 1
+        self._broken = False
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens.
@@ -459,7 +290,8 @@ class PagedCache:
             # A call that broke off left some layers with more.
             self.storage.drop_last(layer.index, layer.length - length)
             layer.length = length
-        self.next_position -= current - length
+        self.storage.next_position -= current - length
+        self._since = max(0, self._since - (current - length))
 
     def reset(self) -> None:
         """Forget everything and give the pages back."""
@@ -468,24 +300,127 @@ class PagedCache:
         self._forget_tokens()
 
     def _open(self, k: Tensor, v: Tensor) -> None:
-        """Make the pages for a batch like k and v."""
-        raise NotImplementedError
+        """Make the pages for a batch like k and v, or take those that an earlier cache of the model has left."""
+        layout = page_layout(k.size(-1), v.size(-1), k.dtype)
+        shape, device = (len(self.layers), k.size(0), self.layers[0].spec.n_kv_heads), k.device
+        idle = _IDLE.pop(self._model(), None)
+        fits = idle is not None and (idle.shape, idle.layout, idle.device) == (shape, layout, device)
+        query_heads = self.layers[0].spec.n_heads
+        self._storage = storage = idle if fits else PagedStorage(*shape, query_heads, layout, device)
+        weakref.finalize(self, _park, self._model, storage).atexit = False
+        if self.rule is None:
+            return
+        self.max_keys = self.rule.max_keys or 0
+        if self.rule.max_bytes is not None:
+            # A sequence may leave a page half empty.
+            self.max_keys = self.rule.max_bytes // (layout.nbytes // PAGE * math.prod(shape)) - PAGE
+            if self.max_keys < 2 * PAGE:
+                least = 3 * layout.nbytes * math.prod(shape)
+                raise invalid_argument("max_bytes", self.rule.max_bytes, f"at least {least:,} for this batch")
+        if self.rule.eps is None:
+            self.interval = self.incoming = max(1, min(4 * PAGE, self.max_keys // _INTERVAL_SHARE))
+        for layer in self.layers:
+            if layer.spec.limits is None and layer.spec.least_rate is not None:
+                layer.query_range = QueryRange(layer.spec.least_rate, storage.query_range[layer.index])
 
 
-def _side(x: Tensor) -> torch.dtype:
-    """The dtype of rates and exposures beside keys."""
-    return torch.promote_types(x.dtype, torch.float32)
+class FullCache(PagedCache):
+    """The cache of a GPT that keeps every key, in pages.
+
+    Args:
+        model: whose scheme rotates q and k, with gates or without.
+
+    Raises:
+        ValueError: the scheme has a bias of its own.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__(gpt_specs(model, None), model)
 
 
-def _rolls(real: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices (B, n) that bring the tokens of each row to its front and pads to its end, and those that undo it."""
-    n = real.size(1)
-    pads = n - real.sum(1, keepdim=True)
-    places = torch.arange(n, device=real.device)
-    return (places + pads) % n, (places - pads) % n
+class ForgettingCache(PagedCache):
+    """The cache of a GPT that evicts keys for good once no future query can attend to them: `docs/results/proofs.md`.
+
+    Every query of every layer and head attends within eps, in total variation, of what it would with all keys. Made
+    for one model and its weights as they are; for any batch size, chunked prefill and left padding. Positions may
+    not go back, and there are no masks.
+
+    Args:
+        model: whose scheme has gates with a floor.
+        eps: the attention that a query may lose, above 0 and below 1.
+        bounds: what is known of future queries. "weights" bounds them by the weights and is proven for all inputs.
+            "queries" takes the largest query so far and an eighth more; `realised_eps` says what that came to.
+        partial: allow heads without a floor, whose keys are all kept.
+        max_keys: in place of eps: keys of a key head at most, on average over the heads of a layer.
+        max_bytes: in place of eps: bytes of the cache at most. `realised_eps` says what a budget cost.
+
+    Raises:
+        ValueError: an argument is out of range, the scheme has no gates, or a head has no floor (or none has, under
+            `partial`); names layer and head.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        *,
+        eps: float | None = None,
+        bounds: str = "weights",
+        partial: bool = False,
+        max_keys: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        rule = EvictionRule(eps=eps, max_keys=max_keys, max_bytes=max_bytes, bounds=bounds)
+        specs = gpt_specs(model, rule)
+        refuse_without_floors(specs, rule, partial=flag("partial", partial))
+        super().__init__(specs, model, rule)
 
 
-def _rolled(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, H, n, …) with the tokens of each row in the order of index (B, n)."""
-    index = index[:, None] if x.dim() == 3 else index[:, None, :, None]
-    return x.gather(2, index.expand(x.shape))
+def gpt_specs(model: GPT, rule: EvictionRule | None) -> list[LayerSpec]:
+    """The layers of a GPT as a cache sees them, with the bounds that a rule needs."""
+    specs = []
+    for block in model.blocks():
+        attention = block.attention
+        if attention.has_own_bias:
+            raise invalid_argument("model", attention.position, "a scheme that rotates q and k, with gates or without")
+        gated = attention.gates is not None
+        if rule is not None and not gated:
+            raise invalid_argument("position", attention.position, "a scheme with gates, which alone fades")
+        limited = rule is not None and rule.bounds == "weights"
+        specs.append(
+            LayerSpec(
+                owner=attention, n_heads=attention.n_heads, n_kv_heads=attention.n_kv_heads, scale=attention.scale,
+                least_rate=least_rates(attention) if gated else None, impl=attention.impl,
+                limits=limits_of_weights(attention, block.attention_norm) if limited else None,
+            )
+        )  # fmt: skip
+    return specs
+
+
+def refuse_without_floors(specs: Sequence[LayerSpec], rule: EvictionRule, *, partial: bool) -> None:
+    """Refuse layers whose keys never fade, where a tolerance should evict them.
+
+    Raises:
+        ValueError: a head has no floor, or none has, under `partial`; names layer and head.
+    """
+    if rule.eps is None:
+        return
+    rates = [torch.zeros(1) if spec.least_rate is None else spec.least_rate for spec in specs]
+    bare = [(layer, head) for layer, each in enumerate(rates) for head in torch.nonzero(each <= 0).flatten().tolist()]
+    if bare and not (partial and any(bool((each > 0).any()) for each in rates)):
+        hint = "in some head" if partial else "in every head, or partial=True"
+        raise ValueError(
+            f"model: nothing fades in layer {bare[0][0]}, head {bare[0][1]}; expected gates with a gate_floor and an "
+            f"amplitude above 0 {hint}"
+        )
+
+
+#: Pages of caches that are gone, one for each model: a new cache of the same batch takes them with their captured step.
+_IDLE: weakref.WeakKeyDictionary[Any, PagedStorage] = weakref.WeakKeyDictionary()
+
+
+def _park(model: Any, storage: PagedStorage) -> None:
+    """Keep the tables and the captured step of a cache that is gone, and free its pages."""
+    owner = model()
+    storage.clear()
+    if owner is not None:
+        _IDLE[owner] = storage

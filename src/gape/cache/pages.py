@@ -29,7 +29,7 @@ class PagedStorage:
     """The pages of all layers of a model, for one batch.
 
     Args:
-        layers, batch, heads: L, B and Hk.
+        layers, batch, heads, query_heads: L, B, Hk and Hq.
         layout: of a page.
         device: where everything lies.
 
@@ -37,18 +37,30 @@ class PagedStorage:
         lengths: int32 (L, B, Hk), keys of each sequence, on the device.
         counts: the same on the host.
         key_norm: float32 (L, B, Hk), the largest norm of a key so far.
+        next_position: int64 (B,), behind the last token of each row.
+        query_range: float32 (L, 2, Hq), measured bounds on queries, where somebody measures them.
+        tickets: int32 zeros for kernels.
+        shape: (L, B, Hk).
         width: W.
     """
 
-    def __init__(self, layers: int, batch: int, heads: int, layout: PageLayout, device: torch.device) -> None:
+    def __init__(
+        self, layers: int, batch: int, heads: int, query_heads: int, layout: PageLayout, device: torch.device
+    ) -> None:
         self.layout, self.device = layout, device
-        self._shape = (layers, batch, heads)
+        self.shape = (layers, batch, heads)
         # Captured graphs and calls under inference_mode write to these alike.
         with torch.inference_mode(False):
-            self.lengths = torch.zeros(self._shape, dtype=torch.int32, device=device)
-            self.key_norm = torch.zeros(self._shape, dtype=torch.float32, device=device)
-        self.counts = np.zeros(self._shape, dtype=np.int64)
-        self.in_kernels = runs_in_kernels(device, layout)
+            self.lengths = torch.zeros(self.shape, dtype=torch.int32, device=device)
+            self.key_norm = torch.zeros(self.shape, dtype=torch.float32, device=device)
+            self.next_position = torch.zeros(batch, dtype=torch.int64, device=device)
+            self.query_range = torch.zeros(layers, 2, query_heads, dtype=torch.float32, device=device)
+            self.tickets = torch.zeros(batch * heads, dtype=torch.int32, device=device)
+        self.counts = np.zeros(self.shape, dtype=np.int64)
+        self.in_kernels = runs_in_kernels(layout, device)
+        #: The captured decoding step that reads these tables, and whether a single token has run before it.
+        self.graph: Any = None
+        self.stepped = False
         self.width = 0
         self._widen(_FIRST_WIDTH)
         self._forget_pages()
@@ -61,13 +73,14 @@ class PagedStorage:
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedStorage:
         """A copy with pages of its own: addresses of the original would read its pages."""
         clone = copy(self)
-        for name in ("lengths", "key_norm", "table", "addresses"):
+        clone.graph = None
+        for name in ("lengths", "key_norm", "next_position", "query_range", "tickets", "table", "addresses"):
             setattr(clone, name, getattr(self, name).clone())
         for name in ("counts", "_owned", "_table", "_free"):
             setattr(clone, name, getattr(self, name).copy())
         clone._slabs = [slab.clone() for slab in self._slabs]
         clone._addresses = np.concatenate([clone._page_addresses(slab) for slab in clone._slabs] or [self._addresses])
-        clone._upload(range(self._shape[0]))
+        clone._upload(range(self.shape[0]))
         return clone
 
     @property
@@ -119,7 +132,9 @@ class PagedStorage:
         self._owned[layer] = owned + missing
         return True
 
-    def append(self, layer: int, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, keep: Tensor | None) -> None:
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, keep: Tensor | None
+    ) -> None:
         """Write new keys behind those of a layer and count them.
 
         Args:
@@ -165,32 +180,33 @@ class PagedStorage:
         slots = slots.expand(*pages.lengths.shape, -1)
         return read_keys(pages, slots.masked_fill(slots >= pages.lengths.unsqueeze(-1), -1))
 
-    def settle(self, room: int) -> None:
-        """Read the lengths back, free pages that are not needed, and make room for so many more keys everywhere."""
-        self.counts = self.lengths.cpu().numpy().astype(np.int64)
-        wanted = -(-(self.counts + room) // PAGE)
-        places = np.arange(self.width)
-        surplus = (places >= wanted[..., None]) & (places < self._owned[..., None])
-        self._free = np.concatenate([self._free, self._table[surplus]])
-        self._table[surplus] = -1
-        self._owned = np.minimum(self._owned, wanted)
-        for layer in range(self._shape[0]):
-            self._assign(layer, room)
-        self._upload()
+    def settle(self, room: int, layer: int | None = None) -> None:
+        """Read lengths back, free pages that are not needed, and make room for so many more keys: in one layer, or all."""
+        part = slice(None) if layer is None else slice(layer, layer + 1)
+        self.counts[part] = self.lengths[part].cpu().numpy()
+        wanted = -(-(self.counts[part] + room) // PAGE)
+        places, table = np.arange(self.width), self._table[part]
+        surplus = (places >= wanted[..., None]) & (places < self._owned[part][..., None])
+        self._free = np.concatenate([self._free, table[surplus]])
+        table[surplus] = -1
+        self._owned[part] = np.minimum(self._owned[part], wanted)
+        for number in range(self.shape[0])[part]:
+            self._assign(number, room)
+        self._upload(layer)
 
     def advance(self) -> None:
         """Count one key more in every sequence on the host; a captured step has counted it on the device."""
         self.counts += 1
 
-    def drop_last(self, tokens: int) -> None:
-        """Forget so many of the last keys of every sequence."""
-        self.lengths.sub_(tokens).clamp_(min=0)
-        self.counts = np.maximum(self.counts - tokens, 0)
+    def drop_last(self, layer: int, tokens: int) -> None:
+        """Forget so many of the last keys of every sequence of a layer."""
+        self.lengths[layer].sub_(tokens).clamp_(min=0)
+        self.counts[layer] = np.maximum(self.counts[layer] - tokens, 0)
 
     def clear(self) -> None:
         """Forget everything and give all memory of pages back."""
-        self.lengths.zero_()
-        self.key_norm.zero_()
+        for state in (self.lengths, self.key_norm, self.next_position):
+            state.zero_()
         self.counts[:] = 0
         self._owned[:] = 0
         self._table[:] = -1
@@ -206,7 +222,7 @@ class PagedStorage:
 
     def _grow(self, missing: int) -> None:
         total = self._addresses.size
-        first = _FIRST_PAGES * int(np.prod(self._shape))
+        first = _FIRST_PAGES * int(np.prod(self.shape))
         pages = max(missing, total // _GROWTH, first if not total else 0)
         with torch.inference_mode(False):
             if self.in_kernels or not self._slabs:
@@ -226,11 +242,11 @@ class PagedStorage:
     def _widen(self, width: int) -> None:
         """Room for so many pages in the block tables, and some more."""
         old, width = self.width, max(width + width // _GROWTH, _FIRST_WIDTH)
-        table = np.full((*self._shape, width), -1, dtype=np.int64)
+        table = np.full((*self.shape, width), -1, dtype=np.int64)
         if old:
             table[..., :old] = self._table
         else:
-            self._owned = np.zeros(self._shape, dtype=np.int64)
+            self._owned = np.zeros(self.shape, dtype=np.int64)
         self._table, self.width = table, width
         with torch.inference_mode(False):
             self.table = torch.full(table.shape, -1, dtype=torch.int32, device=self.device)

@@ -18,23 +18,20 @@ from gape.hf.save_load import register
 
 if TYPE_CHECKING:
     from gape.hf.adapters import lora_config
-    from gape.hf.captured import Captured
-    from gape.hf.forgetting import ForgettingCache
     from gape.hf.formats import read_gguf, read_llama2c
     from gape.hf.gates import parameters
     from gape.hf.gpt2 import extend_positions
     from gape.hf.injection import Plan, inject, plan, remove
-    from gape.hf.keeping import KeepingCache
     from gape.hf.language import LanguageModel
     from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM
+    from gape.hf.paged import ForgettingCache, FullCache
     from gape.hf.save_load import gate_checksum
 
 _MODULES = {
-    "Captured": "captured",
-    "ForgettingCache": "forgetting",
+    "ForgettingCache": "paged",
+    "FullCache": "paged",
     "GapeConfig": "modeling_gape",
     "GapeForCausalLM": "modeling_gape",
-    "KeepingCache": "keeping",
     "LanguageModel": "language",
     "Plan": "injection",
     "extend_positions": "gpt2",
@@ -49,11 +46,10 @@ _MODULES = {
 }
 
 __all__ = [
-    "Captured",
     "ForgettingCache",
+    "FullCache",
     "GapeConfig",
     "GapeForCausalLM",
-    "KeepingCache",
     "LanguageModel",
     "Plan",
     "extend_positions",

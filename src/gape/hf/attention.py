@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gape.hf.attending import AttendingCache
 from gape.hf.cache import refuse_uneven, update_cache
 from gape.hf.families import QKV, Family, family_named
 from gape.hf.implementations import (
@@ -27,7 +26,9 @@ from gape.hf.implementations import (
     refuse_paged,
     supported_name,
 )
+from gape.hf.paged import PagesForTransformers
 from gape.hf.save_load import rebuild
+from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
 from gape.positions.base import Scheme
 from gape.utils.validation import invalid_argument
@@ -42,6 +43,14 @@ class AttentionLayer(Protocol):
     @property
     def gates(self) -> Any:
         """None without gates."""
+
+    @property
+    def cache_owner(self) -> Any:
+        """What a cache in pages knows the layer by."""
+
+    @property
+    def context_length(self) -> float:
+        """T, by which gates divide distances."""
 
     @property
     def is_first(self) -> bool:
@@ -88,7 +97,7 @@ def attend_layer(
         layer: the layer.
         x: (B, N, E).
         positions: integer (N,) or (B, N).
-        mask: of `transformers`; for caches that attend themselves it may be bool (B, N), False for pads.
+        mask: of `transformers`; caches in pages do not read it.
         cache: of `transformers`, or None; the tokens are added to it.
         embeddings: cosines and sines of the model's own rotation, if it has one.
         cache_position: integer (N,), for caches of transformers 4.
@@ -101,17 +110,18 @@ def attend_layer(
     """
     q, k, v = layer.project(x)
     check_causality(layer.config._attn_implementation, q)
-    attends = layer.gates is not None and isinstance(cache, AttendingCache)
-    own_cache = cache.layer(layer.layer_idx, layer.gates) if attends else None
+    pages = None
+    if layer.gates is not None and isinstance(cache, PagesForTransformers):
+        pages = cache.layer(layer.layer_idx, layer.cache_owner)
     if cache is not None and layer.is_first:
         refuse_uneven(cache, layer.layer_idx, x.size(1))
-    y = None if own_cache is None else own_cache.attend_projected(q, k, v, positions, embeddings)
-    if y is not None:
-        return layer.merge(y), None
     q, k, gate, landmark = layer.rotate(q, k, positions, x, embeddings)
-    if own_cache is not None:
-        real = mask if mask is None or mask.dim() == 2 else cache.real(mask, x.size(1), x.size(0))
-        return layer.merge(own_cache.attend(q, k, v, gate, landmark, positions, real)), None
+    if pages is not None:
+        q, k, v = (each.to(working_dtype(each)) for each in (q, k, v))
+        rate = layer.gates.amplitude[:, None] * gate / layer.context_length
+        real = cache.real_tokens(mask, x.size(1), x.size(0))
+        y = pages.attend(layer.cache_owner, q, k, v, rate, landmark, positions, real)
+        return layer.merge(y), None
     k, v, cached, k_positions = update_cache(
         cache, layer.layer_idx, k, v, None if layer.gates is None else landmark, positions, cache_position,
         key_width=layer.key_width, stores_positions=layer.stores_positions,
@@ -176,6 +186,16 @@ class InjectedAttention(Skips):
     def gates(self) -> Any:
         """The gates; None where only positions changed."""
         return self.gape
+
+    @property
+    def cache_owner(self) -> Any:
+        """The gates, which a cache in pages knows the layer by."""
+        return self.gape
+
+    @property
+    def context_length(self) -> float:
+        """T, by which gates divide distances."""
+        return self.gape_wiring.context_length
 
     @property
     def is_first(self) -> bool:

@@ -15,8 +15,8 @@ from transformers import DynamicCache
 
 from gape.gates import GAPEGates
 from gape.hf.attention import InjectedAttention
+from gape.hf.bounds import has_window
 from gape.hf.families import TRANSFORMERS_4
-from gape.hf.forgetting import bytes_of, has_window
 from gape.hf.gates import MODULE
 from gape.hf.modeling_gape import GapeForCausalLM
 from gape.models.gpt import GPT, Output
@@ -26,13 +26,13 @@ from gape.ops.inputs import Problem, bias_dtype
 from gape.utils.validation import invalid_argument
 
 
-class FullCache(DynamicCache):  # type: ignore[misc]
+class DenseCache(DynamicCache):  # type: ignore[misc]
     """A cache that keeps all keys and can say how many bytes they take."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cached keys and values."""
-        return bytes_of(self.layers)
+        return sum(x.nbytes for layer in self.layers if layer.keys is not None for x in (layer.keys, layer.values))
 
 
 class LanguageModel(nn.Module):
@@ -122,9 +122,9 @@ class LanguageModel(nn.Module):
             losses = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
         return losses.view(targets.shape)
 
-    def new_cache(self, capacity: int = 0) -> FullCache:
+    def new_cache(self, capacity: int = 0) -> DenseCache:
         """An empty cache for :meth:`hidden`; it grows by itself."""
-        return FullCache(config=self.config)
+        return DenseCache(config=self.config)
 
     def gates(self) -> Iterator[tuple[int, GAPEGates]]:
         """(number, gates) of every layer that has gates."""

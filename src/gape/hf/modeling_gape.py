@@ -12,12 +12,11 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gape.gates import GAPEGates
-from gape.hf.attending import AttendingCache
 from gape.hf.attention import attend_layer
 from gape.hf.families import QKV
-from gape.hf.forgetting import pads
 from gape.hf.implementations import GateValues, masked_attention, refuse_paged, supported_name
 from gape.hf.masks import causal_mask
+from gape.hf.paged import PagesForTransformers, with_pages
 from gape.hf.save_load import check_checksum, gate_checksum, refuse_missing, write_card
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
@@ -136,6 +135,7 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.gpt.head, self.config.tied = value, False
         self.gpt.config = dataclasses.replace(self.gpt.config, tied=False)
 
+    @with_pages
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -220,8 +220,8 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def _mask(self, x: Tensor, real: Tensor | None, positions: Tensor, cache: Any) -> Tensor | None:
         """The mask of x (B, N, E) for :func:`gape.hf.attention.attend_layer`."""
-        if isinstance(cache, AttendingCache):
-            return pads(real, x)
+        if isinstance(cache, PagesForTransformers):
+            return real if real is not None and real.dim() == 4 else cache.begin(real, x)
         mask: Tensor | None = causal_mask(self.config, x, real, positions, cache)
         return mask
 
@@ -312,6 +312,16 @@ class GPTLayer:
     def gates(self) -> GAPEGates | None:
         """The gates of a `+gape` scheme, None under others."""
         return self.attention.gates
+
+    @property
+    def cache_owner(self) -> GAPEAttention:
+        """The attention layer, which a cache in pages knows it by."""
+        return self.attention
+
+    @property
+    def context_length(self) -> float:
+        """T, by which gates divide distances."""
+        return self.attention.context_length
 
     @property
     def is_first(self) -> bool:

@@ -110,7 +110,11 @@ def family_config(own: type[Any]) -> type[Any]:
 @functools.cache
 def model_class(base: type[Any]) -> type[Any]:
     """The class of models of `base` with gates."""
-    return type(f"Gape{base.__name__}", (InjectedModel, base), {"gape_base": base, "__module__": __name__})
+    # Not on top of the file: caches ask for classes of this one.
+    from gape.hf.paged import with_pages  # noqa: PLC0415
+
+    own = {"gape_base": base, "__module__": __name__, "forward": with_pages(base.forward)}
+    return type(f"Gape{base.__name__}", (InjectedModel, base), own)
 
 
 def rebuild(make_class: Callable[[type[Any]], type[Any]], base: type[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The drop-in attention layer: project, turn, remember, attend."""
+"""The drop-in attention layer: project → gates → rotation → cache → attention."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape import positions as schemes
-from gape.cache.forgetting import ForgettingLayer
-from gape.cache.kv import LayerCache
-from gape.cache.slots import Slot
+from gape.cache.kv import KVCache
+from gape.cache.layer import PagedLayer
 from gape.gates import GAPEGates
 from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
-from gape.ops import Plan, attention, available_implementations, explain, inputs, prologue
+from gape.ops import Plan, available_implementations, explain, inputs, prologue
 from gape.ops.api import explain_fused
-from gape.ops.carried import carried_attention, carried_form, carried_queries, carried_rows, carry, steps, uncarried
 from gape.ops.implementations import FusedChoice, choose_fused
 from gape.ops.inputs import learning
 from gape.ops.prologue import OnePass, Projection
@@ -39,8 +37,7 @@ class GAPEAttention(Skips, nn.Module):
         position: a name of :func:`gape.positions.available`.
         reserve: coordinates of each head's q and k given up for the bias, so that it fits into the head dim
             (6 for `split`, 2 for the paper's `rank2`, 0 lets the head dim grow instead). By default 6 for gated
-            schemes and 0 for others. The softmax scale is always that of the full head. Where the bias fits, cached
-            keys carry it and nothing is stored beside them.
+            schemes and 0 for others. The softmax scale is always that of the full head.
         bias: whether the projections have biases.
         impl: which implementation of the gated operator runs.
         **options: options of the scheme and of its gates, such as theta, fraction or gate_floor.
@@ -115,7 +112,7 @@ class GAPEAttention(Skips, nn.Module):
         x: Tensor,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: KVCache | PagedLayer | None = None,
         attn_mask: Tensor | None = None,
         keep: int = 0,
     ) -> Tensor:
@@ -124,7 +121,8 @@ class GAPEAttention(Skips, nn.Module):
         Args:
             x: (B, N, E).
             positions: integer (N,) or (B, N); None counts on from what is cached, from 0 without a cache.
-            documents: integer (B, N): only equal ids see each other. Give pads an id of their own.
+            documents: integer (B, N): only equal ids see each other. Give pads an id of their own; with a cache in
+                pages the only ids are 0 for pads, which stand on the left, and 1.
             cache: what earlier calls left; these tokens are added to it. For inference.
             attn_mask: bool, broadcastable to (B, heads, N, cached + N); True may attend.
             keep: answer the last so many tokens only; 0 answers all. The others are keys and values then, and have no
@@ -136,8 +134,8 @@ class GAPEAttention(Skips, nn.Module):
         past = 0 if cache is None else cache.length
         n = self._checked(x, positions, documents, cache, attn_mask, keep)
         self.landmark_mean = None
-        if keep and (self.stepwise or isinstance(cache, ForgettingLayer)):
-            # Whoever listens hears every query, and a forgetting cache needs the norms of all of them.
+        if keep and (self.stepwise or isinstance(cache, PagedLayer)):
+            # Whoever listens gets every query, and a paged cache needs the bounds of all of them.
             return self.forward(x, positions, documents, cache, attn_mask)[:, n - keep :]
         whole = keep in (0, n) and cache is None
         fused = self._fused_prologue(x, positions, documents, attn_mask) if whole else None
@@ -145,27 +143,36 @@ class GAPEAttention(Skips, nn.Module):
             given, eps = self._fused_arguments(x, *fused), self.how(n).get("eps", 0.0)
             return self._joined(fused[0].fused.run(*given, scale=self.scale, eps=eps))
         q, k, v = self._projected(x, keep or n)
-        asking = slice(n - (keep or n), None)
-        seen: dict[str, Any] = {
-            "q_positions": None if positions is None else positions[..., asking],
-            "q_documents": None if documents is None else documents[:, asking],
-            "attn_mask": _rows(attn_mask, asking),
-            "k_positions": positions,
-            "k_documents": documents,
-        }
-        y = None if cache is None else self._attend_in_one_step(q, k, v, cache, seen)
-        if y is not None:
-            return self._joined(y)
-        where = torch.arange(past, past + n, device=x.device) if positions is None else positions
-        q, gate = self.scheme.queries(q, where[..., asking], x[:, asking])
-        k, side = self.scheme.keys(k, where, x, None if cache is None else cache.side)
+        indices = counted(past, n, x.device) if positions is None else positions
+        if isinstance(cache, PagedLayer):
+            return self._joined(self._attend_pages(q, k, v, x, indices, documents, cache))
+        last = slice(n - (keep or n), None)
+        q, gate = self.scheme.queries(q, indices[..., last], x[:, last])
+        k, side = self.scheme.keys(k, indices, x, None if cache is None else cache.side)
         if self.keep_landmark and side is not None and self.gates is not None:
             self.landmark_mean = GAPEGates.landmark_penalty(side)
-        if cache is None:
-            y = self.scheme.attend(q, k, v, gate, side, scale=self.scale, **self.how(q.size(2)), **seen)
-        else:
-            y = self._attend_cached(q, k, v, gate, side, where, cache, seen)
+        k_positions, k_documents = positions, documents
+        if cache is not None:
+            cached = cache.append(k, v, side, positions, documents)
+            k, v, side, k_positions, k_documents = cached
+        y = self.scheme.attend(
+            q, k, v, gate, side, scale=self.scale, k_positions=k_positions, k_documents=k_documents,
+            q_positions=None if positions is None else positions[..., last],
+            q_documents=None if documents is None else documents[:, last],
+            attn_mask=_rows(attn_mask, last), **self.how(q.size(2)),
+        )  # fmt: skip
         return self._joined(y)
+
+    def _attend_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, positions: Tensor, documents: Tensor | None, cache: PagedLayer
+    ) -> Tensor:
+        """Add tokens to pages and attend to all of them, (B, H, N, D)."""
+        q, gate = self.scheme.queries(q, positions, x)
+        k, landmark = self.scheme.keys(k, positions, x)
+        gates, dtype = self.gates, working_dtype(x)
+        rate = None if gates is None or gate is None else gates.amplitude[:, None] * gate / self.context_length
+        q, k, v = (each.to(dtype) for each in (q, k, v))
+        return cache.attend(self, q, k, v, rate, landmark, positions, None if documents is None else documents != 0)
 
     def _projected(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, queries, C) of the last tokens, k (B, Hk, N, C) and v (B, Hk, N, D) of all."""
@@ -256,86 +263,10 @@ class GAPEAttention(Skips, nn.Module):
         heads = weights[..., :content].reshape(*weights.shape[:-1], -1, self.content_dim)
         return torch.cat([prologue.spread(heads, width).flatten(-2), weights[..., content:]], dim=-1)
 
-    def _attend_in_one_step(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, seen: dict[str, Any]
-    ) -> Tensor | None:
-        """Attend with q and k as projected, one launch making them ready; None, and nothing done, where that cannot be.
-
-        A step of decoding has so little to do that its time goes by launches.
-        """
-        scheme, positions = self.scheme, seen["k_positions"]
-        fits = steps(q, k) and carried_form(self.impl, self.reserve, k) == "split"
-        if not fits or not isinstance(scheme, schemes.Gated) or self.stepwise or self.keep_landmark:
-            return None
-        where = counted(cache.length, k.size(2), k.device) if positions is None else positions
-        step = scheme.step(where)
-        if step is None:
-            return None
-        measured = isinstance(cache, ForgettingLayer) and cache.bounds != "weights"
-        rows = carried_rows(q, k, step, width=self.head_dim, scale=self.scale, gate=measured)
-        if isinstance(cache, Slot):
-            return cache.attend(rows.queries, rows.keys, v, scale=self.scale)
-        if isinstance(cache, ForgettingLayer):
-            return cache.attend_rows(self, rows, v, where, seen)
-        kept = cache.append(rows.keys, v, None, positions, seen["k_documents"])
-        seen = seen | {"k_positions": kept.positions, "k_documents": kept.documents}
-        return attention(rows.queries, kept.k, kept.v, scale=self.scale, **seen)
-
-    def _attend_cached(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate: Tensor | None,
-        side: Tensor | None,
-        where: Tensor,
-        cache: LayerCache,
-        seen: dict[str, Any],
-    ) -> Tensor:
-        """Add the tokens at positions `where` to the cache and attend to all that it holds."""
-        told = (seen.pop("k_positions"), seen.pop("k_documents"))
-        if isinstance(cache, Slot):
-            return cache.attend(*self._ready(q, k, gate, side, where), v, scale=self.scale)
-        if isinstance(cache, ForgettingLayer):
-            return cache.attend(self, q, k, v, gate, side, where, seen)
-        gates = self.gates
-        form = None if gates is None or gate is None or side is None else carried_form(self.impl, self.reserve, k)
-        if form is not None and side is not None:
-            k, side = carry(k, side, where, form=form, context_length=self.context_length, width=self.head_dim), None
-        kept = cache.append(k, v, side, *told)
-        seen |= {"k_positions": kept.positions, "k_documents": kept.documents}
-        how = self.how(q.size(2))
-        if gates is None or gate is None or form is None:
-            return self.scheme.attend(q, kept.k, kept.v, gate, kept.side, scale=self.scale, **how, **seen)
-        if "eps" in how and form == "split":
-            content, landmark = uncarried(kept.k, self.content_dim)
-            return self.scheme.attend(q, content, kept.v, gate, landmark, scale=self.scale, **how, **seen)
-        return carried_attention(
-            q, kept.k, kept.v, gate, gates.amplitude, where[..., where.size(-1) - q.size(2) :],
-            form=form, context_length=self.context_length, scale=self.scale, **seen,
-        )  # fmt: skip
-
-    def _ready(
-        self, q: Tensor, k: Tensor, gate: Tensor | None, side: Tensor | None, where: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """q and k of which plain attention is this layer's."""
-        gates = self.gates
-        if gates is None or gate is None or side is None:
-            return q, k
-        rows: dict[str, Any] = {"form": "split", "context_length": self.context_length, "width": self.head_dim}
-        keys = carry(k, side, where, **rows)
-        return carried_queries(q, gate, gates.amplitude, where, scale=self.scale, **rows), keys
-
     @property
-    def unrecordable(self) -> str | None:
-        """Why a graph that was recorded cannot decode with this layer; None where it can."""
-        if self.stepwise or self.keep_landmark:
-            return "a layer is being listened to"
-        if self.gates is not None:
-            carried = carried_form(self.impl, self.reserve, self.qkv.weight) == "split"
-            return None if carried else "keys do not carry the bias in six coordinates"
-        own = type(self.scheme).attend is not schemes.Scheme.attend
-        return f"{self.position} adds a bias of its own" if own else None
+    def has_own_bias(self) -> bool:
+        """Whether the scheme adds a bias of its own to the logits, as ALiBi and FoX do; gates do not count."""
+        return self.gates is None and type(self.scheme).attend is not schemes.Scheme.attend
 
     @property
     def gates(self) -> GAPEGates | None:
@@ -354,7 +285,7 @@ class GAPEAttention(Skips, nn.Module):
         x: Tensor,
         positions: Tensor | None,
         documents: Tensor | None,
-        cache: LayerCache | None,
+        cache: KVCache | PagedLayer | None,
         attn_mask: Tensor | None,
         keep: int,
     ) -> int:
@@ -362,8 +293,10 @@ class GAPEAttention(Skips, nn.Module):
         weight = self.qkv.weight
         if not isinstance(x, Tensor) or x.dim() != 3 or x.size(2) != weight.size(1) or not x.is_floating_point():
             raise invalid_argument("x", x, f"a floating tensor (batch, tokens, {weight.size(1)})")
-        if cache is not None and not isinstance(cache, LayerCache):
-            raise invalid_argument("cache", cache, "a KVCache or a ForgettingLayer")
+        if cache is not None and not isinstance(cache, KVCache | PagedLayer):
+            raise invalid_argument("cache", cache, "a KVCache, or a layer of a cache in pages")
+        if isinstance(cache, PagedLayer) and attn_mask is not None:
+            raise invalid_argument("attn_mask", attn_mask, "None with a cache in pages; documents hide pads")
         if cache is not None and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             raise ValueError("cache: what is cached carries no gradient, expected torch.no_grad() around the call")
         batch, n, _ = x.shape

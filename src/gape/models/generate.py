@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Real
 from threading import Lock
@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gape.models.cuda_graphs import Captured, why_not
+from gape.cache.paged import FullCache, PagedCache
+from gape.models.cuda_graphs import captured_logits, model_cannot
 from gape.utils.validation import invalid_argument, whole
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def generate(
     attention_mask: Tensor | None = None,
     pad_id: int | None = None,
     eos_id: int | None = None,
-    cache: ModelCache | None = None,
+    cache: ModelCache | PagedCache | None = None,
 ) -> Tensor:
     """Continue prompts. The model is in eval mode meanwhile, and is put back into its mode at the end.
 
@@ -53,8 +54,8 @@ def generate(
             vocabulary.
         eos_id: a row that has generated it is complete, and the call ends when all are. Its rest is filled with
             pad_id, or with eos_id where that is None.
-        cache: an empty cache of the model to fill, such as a :class:`gape.cache.kv.ForgettingCache`; None makes an
-            ordinary one.
+        cache: an empty cache of the model to fill, such as a :class:`gape.cache.paged.ForgettingCache`; None makes one
+            that keeps everything.
 
     Returns:
         int64 (B, N + new), the prompts and what follows.
@@ -77,10 +78,11 @@ def generate(
     documents = real.to(torch.uint8) if padded else None
     done = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
     with evaluating(model):
-        cache = model.new_cache(ids.size(1) + max_new_tokens) if cache is None else cache
-        step = _step(model, cache, padded=padded)
+        if cache is None:
+            cache = _paged(model, ids.device) or model.new_cache(ids.size(1) + max_new_tokens)
         for _ in range(max_new_tokens):
-            token = _sample(step(inputs, positions, documents)[:, -1], temperature, top_k, top_p, generator)
+            logits = _logits(model, cache, inputs, positions, documents)
+            token = _sample(logits[:, -1], temperature, top_k, top_p, generator)
             if eos_id is not None:
                 token = token.masked_fill(done, eos_id if pad_id is None else pad_id)
                 done |= token == eos_id
@@ -94,20 +96,43 @@ def generate(
     return ids
 
 
-def _step(model: GPT, cache: ModelCache, *, padded: bool) -> Callable[..., Tensor]:
-    """A function of ids, positions and documents that adds them to the cache and returns logits (B, 1, V).
+def _paged(model: GPT, device: torch.device) -> FullCache | None:
+    """A cache in pages, whose steps can be captured, where there are kernels for it; else None."""
+    return FullCache(model) if device.type == "cuda" and capture_obstacle(model) is None else None
 
-    Single tokens in order are replayed from a captured graph where possible.
-    """
 
-    def launched(ids: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        logits: Tensor = model(ids, positions=positions, documents=documents, cache=cache, logits_to_keep=1).logits
-        return logits
+def _logits(
+    model: GPT, cache: ModelCache | PagedCache, ids: Tensor, positions: Tensor | None, documents: Tensor | None
+) -> Tensor:
+    """The logits (B, 1, V) behind ids (B, N), which are added to the cache: by a captured step where that can be."""
+    if ids.size(1) == 1 and isinstance(cache, PagedCache) and cache.length:
+        places = torch.full_like(ids, cache.length) if positions is None else positions
 
-    if padded or why_not(model, cache) is not None:
-        return launched
-    captured = Captured(model, cache)
-    return lambda ids, *rest: captured(ids) if cache.length else launched(ids, *rest)
+        def step(ids: Tensor, positions: Tensor) -> Tensor:
+            logits: Tensor = model(ids, positions=positions, cache=cache, logits_to_keep=1).logits
+            return logits
+
+        logits = captured_logits(model, cache, step, ids, places, lambda: capture_obstacle(model))
+        if logits is not None:
+            return logits
+    # A single token is no pad.
+    documents = documents if ids.size(1) > 1 else None
+    return model(ids, positions=positions, documents=documents, cache=cache, logits_to_keep=1).logits  # type: ignore[no-any-return]
+
+
+def capture_obstacle(model: GPT) -> str | None:
+    """Why single tokens of a GPT cannot be captured; None where they can."""
+    for block in model.blocks():
+        if block.attention.stepwise or block.attention.keep_landmark:
+            return "a layer is being listened to"
+        if block.attention.has_own_bias:
+            return f"{block.attention.position} adds a bias of its own"
+    return model_cannot(list(model.modules()), model.embedding.weight, _known)
+
+
+def _known(module: nn.Module) -> bool:
+    """Whether a module is one of ours or of torch: others, such as adapters, may synchronise with the host."""
+    return type(module).__module__.startswith(("gape.", "torch.nn."))
 
 
 #: Modules that :func:`evaluating` put into eval mode: the number of contexts, and the mode before the first.

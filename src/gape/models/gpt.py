@@ -17,7 +17,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape import positions as schemes
-from gape.cache.kv import LayerCache, ModelCache
+from gape.cache.kv import KVCache, ModelCache
+from gape.cache.layer import PagedLayer
+from gape.cache.paged import PagedCache
 from gape.gates import GAPEGates
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig, of_layer
@@ -81,7 +83,7 @@ class Block(nn.Module):
         x: Tensor,
         positions: Tensor | None,
         documents: Tensor | None,
-        cache: LayerCache | None,
+        cache: KVCache | PagedLayer | None,
         keep: int = 0,
     ) -> Tensor:
         """x (B, N, E) → (B, N or keep, E); the rest as in :meth:`gape.GAPEAttention.forward`."""
@@ -136,7 +138,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-        cache: ModelCache | None = None,
+        cache: ModelCache | PagedCache | None = None,
         logits_to_keep: int | None = None,
     ) -> Output:
         """Predict the next token of every position.
@@ -188,7 +190,7 @@ class GPT(nn.Module):
         ids: Tensor,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-        cache: ModelCache | None = None,
+        cache: ModelCache | PagedCache | None = None,
         keep: int = 0,
     ) -> Tensor:
         """What the output layer reads: ids (B, N) → normed (B, N, E), or (B, keep, E) of the last tokens if keep > 0.
@@ -309,13 +311,11 @@ class GPT(nn.Module):
                 "logits_to_keep", logits_to_keep, f"a whole number from 0 to {ids.size(1)}, the tokens given"
             )
 
-    def _check_cache(self, cache: ModelCache | None) -> None:
+    def _check_cache(self, cache: ModelCache | PagedCache | None) -> None:
         if cache is not None:
             if len(cache.layers) != self.config.n_layer:
                 raise invalid_argument("cache", cache, f"a cache of {self.config.n_layer} layers")
-            if isinstance(cache, ModelCache):
-                # Not the slots of a captured step, which belong to such a cache.
-                cache.enter(self)
+            cache.enter(self)
 
 
 def _last(x: Tensor, rows: int) -> Tensor:

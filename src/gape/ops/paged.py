@@ -71,6 +71,12 @@ def page_layout(key_dim: int, value_dim: int, dtype: torch.dtype) -> PageLayout:
     return PageLayout(wide[0], wide[1], dtype)
 
 
+def runs_in_kernels(layout: PageLayout, device: torch.device) -> bool:
+    """Whether kernels read and write pages of this layout on a device, and not PyTorch."""
+    fits = max(layout.key_width, layout.value_width) <= TRITON_WIDTH
+    return HAS_TRITON and device.type == "cuda" and layout.dtype in (*HALVES, torch.float32) and fits
+
+
 class Pages(NamedTuple):
     """The cached keys of one layer: B rows, Hk key heads, up to W pages for each.
 
@@ -136,7 +142,7 @@ def paged_attention(
     """
     _check_queries(q, rate, positions, pages, prior, weight("eps", eps))
     new = whole("new", new, at_least=0)
-    if _by_kernel(pages):
+    if runs_in_kernels(pages.layout, pages.table.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
         return paged.paged_attention(
@@ -162,7 +168,7 @@ def write_keys(
         ValueError: tensors that do not fit together; names the argument.
     """
     _check_keys(pages, k, v, exposure, positions, slots)
-    if _by_kernel(pages):
+    if runs_in_kernels(pages.layout, pages.table.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
         paged.write_keys(pages, k, v, exposure, positions, slots)
@@ -184,7 +190,7 @@ def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
         ValueError: slots of another shape or dtype.
     """
     _check_slots(pages, slots, None)
-    if _by_kernel(pages):
+    if runs_in_kernels(pages.layout, pages.table.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
         return paged.read_keys(pages, slots)
@@ -312,12 +318,6 @@ def _numbers(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
     number = pages.table.gather(-1, column.masked_fill(~inside, 0)).long()
     there = inside & (number >= 0)
     return number.masked_fill(~there, 0), there
-
-
-def _by_kernel(pages: Pages) -> bool:
-    layout = pages.layout
-    fits = max(layout.key_width, layout.value_width) <= TRITON_WIDTH
-    return HAS_TRITON and pages.table.is_cuda and layout.dtype in (*HALVES, torch.float32) and fits
 
 
 def _check_queries(

@@ -67,6 +67,16 @@ def answer(problem: Problem, eps: float = 0.0) -> Answer:
     return Answer(out, lse / LOG2E, (count / _tiles_seen(problem.q, problem.k, problem.v)).float())
 
 
+def causal_answer(
+    q: Tensor, k: Tensor, v: Tensor, rate: Tensor, exposure: Tensor, *, scale: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Output and natural log-sum-exp of tokens in index order: :func:`gape.ops.causal.causal_attention`."""
+    visibility = (None, None, None, None, None, True)
+    wide = (_whole_pieces(x) for x in (q, k, v))
+    out, lse, *_ = torch.ops.gape.attend(*wide, rate, exposure, *visibility, scale, eps)
+    return out[..., : v.size(-1)], lse / LOG2E
+
+
 def visits(problem: Problem, eps: float) -> Tensor:
     """The fraction of the visible key tiles that each head visits, (B, Hq); 1 where none may be skipped."""
     visited = _attended(problem, eps)[3]

@@ -1,0 +1,165 @@
+"""Bounds on every query of an injected layer, whatever the text: read off the module itself, of whatever family.
+
+Norms and projections are called with a few inputs, so that their classes need not be known: a norm that scales is its
+answer to equal numbers, and a projection is affine. Shapes: E width, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gape.cache.bounds import Limits, least_rates, limits_of_maps
+from gape.gates import GAPEGates
+from gape.hf.families import rotated_part
+from gape.utils.validation import invalid_argument
+
+#: What decoder layers call the norm that their attention reads from.
+_NORMS = ("input_layernorm", "ln_1", "attention_norm")
+#: Large enough for what a norm adds to its divisor to vanish beside it.
+_LARGE = 1e4
+
+
+@dataclass(kw_only=True, eq=False)
+class InjectedLayer:
+    """An injected attention layer as bounds and caches see it: :class:`gape.cache.bounds.GatedLayer`."""
+
+    module: Any
+    number: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    scale: float
+    context_length: float
+    gates: GAPEGates
+    position: str
+
+    @classmethod
+    def of(cls, module: Any) -> InjectedLayer:
+        """The layer of a :class:`gape.hf.attention.InjectedAttention`.
+
+        Raises:
+            ValueError: it caps its logits or has a window.
+        """
+        wiring, number = module.gape_wiring, module.layer_idx
+        if module.softcap is not None:
+            raise ValueError(f"model: layer {number} caps its logits, expected none that does")
+        if has_window(module):
+            raise ValueError(f"model: layer {number} has a sliding window, expected none that has one")
+        n_heads, n_kv_heads, width = wiring.family.layout.sizes(module)
+        return cls(
+            module=module, number=number, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=width,
+            scale=wiring.family.layout.scale(module), context_length=wiring.context_length, gates=module.gape,
+            position=f"{wiring.family.model_type}+gape",
+        )  # fmt: skip
+
+
+def has_window(module: Any) -> bool:
+    """Whether a layer sees the latest tokens only, wherever its family says so."""
+    if hasattr(module, "sliding_window"):
+        return bool(module.sliding_window)
+    kinds = getattr(module.config, "layer_types", None)
+    if kinds is not None:
+        return bool(kinds[module.layer_idx] != "full_attention")
+    return bool(getattr(module.config, "sliding_window", None))
+
+
+@torch.no_grad()
+def injected_limits(model: Any, parent: Any, layer: InjectedLayer) -> Limits:
+    """Bounds on the queries of an injected layer.
+
+    Args:
+        model: the whole model, for its rotations.
+        parent: the module that the layer is a child of, which has the norm before it.
+        layer: the layer.
+
+    Raises:
+        ValueError: there is no norm that bounds q and k.
+    """
+    module, width = layer.module, layer.head_dim
+    stretch, evenly = _stretch(model, module)
+    if hasattr(module, "q_norm"):
+        # Normed behind the projection, so nothing before it matters.
+        query, key = (_gain(getattr(module, name), width).abs().max() for name in ("q_norm", "k_norm"))
+        reach = layer.scale * stretch * query * width**0.5 * torch.ones(layer.n_heads, dtype=torch.float64)
+        product = reach * stretch * key * width**0.5
+        return Limits(rate=least_rates(layer), reach=reach, own=product, jitter=product)
+    norm = next((getattr(parent, name) for name in _NORMS if hasattr(parent, name)), None)
+    if norm is None:
+        raise invalid_argument(
+            "model", type(parent).__name__, "a norm before the projections; bounds='queries' needs none"
+        )
+    size = int(module.config.hidden_size)
+    shift = torch.zeros(size, dtype=torch.float64)
+    if isinstance(norm, nn.LayerNorm):
+        gain = shift + 1 if norm.weight is None else norm.weight.detach().cpu().double()
+        shift = shift if norm.bias is None else norm.bias.detach().cpu().double()
+    else:
+        gain = _gain(norm, size)
+    queries, keys = _maps(module, gain, shift)
+    if isinstance(norm, nn.LayerNorm):
+        # z has mean 0, so what all coordinates share adds nothing.
+        queries, keys = ((A - A.mean(-1, keepdim=True), a) for A, a in (queries, keys))
+    return limits_of_maps(layer, queries, keys, stretch=stretch, evenly=evenly)
+
+
+def _stretch(model: Any, module: Any) -> tuple[float, bool]:
+    """The most that the rotation of a layer multiplies q and k by, and whether all coordinates alike, by 1 or more."""
+    if module.gape_wiring.scheme is not None:
+        return float(getattr(module.gape_wiring.scheme, "attention_scale", 1.0)), True
+    # A model may have several rotations, with names before the word; the one that stretches most bounds all.
+    attributes = (item for rotation in model.modules() for item in vars(rotation).items())
+    factors = [1.0, *(float(value) for name, value in attributes if name.endswith("attention_scaling"))]
+    most = max(factors)
+    return most, min(factors) == 1.0 and (most == 1.0 or rotated_part(model.config) == 1.0)
+
+
+def _gain(norm: nn.Module, width: int) -> Tensor:
+    """What a norm that divides by the root of the mean square multiplies with, (width,) in float64.
+
+    Raises:
+        ValueError: the module is none.
+    """
+    ones = torch.full((1, width), _LARGE)
+    parameter = next(norm.parameters(), ones)
+    ones = ones.to(parameter)
+    alone = torch.zeros_like(ones)
+    alone[0, 0] = _LARGE
+    gain: Tensor
+    gain, turned, single = (norm(x).cpu().double()[0] for x in (ones, -ones, alone))
+    close = 1e-2 if ones.dtype in (torch.bfloat16, torch.float16) else 1e-4
+    expected = torch.zeros_like(gain)
+    expected[0] = gain[0] * width**0.5
+    size = gain.abs().max() * width**0.5
+    if not torch.allclose(turned, -gain) or (single - expected).abs().max() > close * size:
+        raise invalid_argument(
+            "norm", norm, "a LayerNorm or a norm by the root of the mean square, which bounds what it is given"
+        )
+    return gain
+
+
+def _maps(module: Any, gain: Tensor, shift: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(A, a) and (B, b), (H, D, E) and (H, D) in float64: q and k of an input gain ⊙ z + shift are affine in z."""
+    twin = copy.deepcopy(module)
+    # Projections in few bits have a dtype of their own for what they read.
+    if all(parameter.is_floating_point() for parameter in twin.parameters()):
+        twin.double()
+    a, b = _projected(twin, shift[None])
+    # A weight in half precision would vanish beside a bias that is added to it.
+    for name, parameter in twin.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+    A, B = _projected(twin, torch.diag(gain))
+    return (A.transpose(1, 2), a[:, 0]), (B.transpose(1, 2), b[:, 0])
+
+
+def _projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k (H, N, D) in float64 that a layer makes of x (N, E)."""
+    like = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
+    with torch.autocast(like.device.type, enabled=False):
+        q, k, _ = module.gape_wiring.family.layout.project(module, x.to(like)[None])
+    return q[0].cpu().double(), k[0].cpu().double()

@@ -1,0 +1,419 @@
+"""Caches in pages for models of `transformers` with gates: give one to `generate` or to the model as `past_key_values`.
+
+Layers with gates attend through the cache, which has the keys in :class:`gape.cache.paged.PagedCache`. On a GPU single
+tokens are replayed from a captured graph; :meth:`PagesForTransformers.explain` says whether they are.
+
+Shapes: B rows, n new tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from copy import copy, deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from gape.cache.bounds import least_rates
+from gape.cache.layer import LayerSpec, PagedLayer
+from gape.cache.paged import EvictionRule, PagedCache, gpt_specs, refuse_without_floors
+from gape.hf.bounds import InjectedLayer, injected_limits
+from gape.hf.families import TRANSFORMERS_4
+from gape.hf.gates import warn_of_idle
+from gape.hf.masks import memoized, real_tokens, refuse_pads_behind
+from gape.models.cuda_graphs import captured_logits, model_cannot
+from gape.utils.validation import flag, invalid_argument
+
+#: Families whose forward pass launches the same kernels for every token. Mixtures of experts do not.
+CAPTURED_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
+#: Rotations that read positions to choose their frequencies have one of these words in their name.
+_READING_ROTATIONS = ("dynamic", "longrope")
+#: Arguments of a forward pass under which a step may be captured, and the values that change nothing.
+_PLAIN = {"use_cache": (None, True), "return_dict": (None, True), "logits_to_keep": (0, 1)}
+
+
+class PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The cache of one layer with gates, as `transformers` sees it. Its keys are never handed out."""
+
+    is_croppable = True
+
+    def __init__(self, pages: PagedLayer) -> None:
+        super().__init__()
+        self.pages = pages
+
+    def lazy_initialization(self, *args: Any) -> None:
+        """Nothing: pages are taken as tokens come."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refused: layers that use this cache attend through it.
+
+        Raises:
+            ValueError: always.
+        """
+        raise _another_model()
+
+    def get_seq_length(self) -> int:
+        """Tokens that have come, cached or not."""
+        return self.pages.length
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Keys that a mask speaks of, and the first of them: all that have come, cached or not."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.pages.length + new, 0
+
+    def get_max_length(self) -> int:
+        """−1: there is no limit."""
+        return -1
+
+    #: The name of it in transformers 4.
+    get_max_cache_shape = get_max_length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refused: beams would share keys that each of them evicts.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("num_beams: got beams, expected 1 with a cache in pages")
+
+
+class PagesForTransformers(Cache):  # type: ignore[misc]
+    """What both caches in pages have in common; make a :class:`FullCache` or a :class:`ForgettingCache`.
+
+    Args:
+        model: whose tokens are cached.
+        specs: its layers; None for those without gates, which keep their keys as `transformers` does.
+        rule: when keys are evicted; None keeps everything.
+    """
+
+    def __init__(self, model: Any, specs: list[LayerSpec | None], rule: EvictionRule | None) -> None:
+        self.pages = PagedCache([spec for spec in specs if spec is not None], model, rule)
+        #: Which of the tokens of the current call are no pads, bool (B, n); None: all.
+        self.real: Tensor | None = None
+        super().__init__(layers=self._layers([spec is not None for spec in specs]))
+
+    def _layers(self, gated: list[bool]) -> list[Any]:
+        layers = iter(self.pages.layers)
+        return [PagedCacheLayer(next(layers)) if paged else DynamicLayer() for paged in gated]
+
+    def _with_pages(self, pages: PagedCache) -> Any:
+        clone = copy(self)
+        clone.pages = pages
+        clone.layers = clone._layers([isinstance(layer, PagedCacheLayer) for layer in self.layers])
+        return clone
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with pages of its own; it serves the same model."""
+        clone = self._with_pages(deepcopy(self.pages, memo))
+        clone.layers = [
+            mine if isinstance(mine, PagedCacheLayer) else deepcopy(layer, memo)
+            for mine, layer in zip(clone.layers, self.layers, strict=True)
+        ]
+        return clone
+
+    def layer(self, number: int, owner: Any) -> PagedLayer:
+        """The cache of the layer with these gates.
+
+        Raises:
+            ValueError: it was made for another model.
+        """
+        layer = self.layers[number] if number < len(self.layers) else None
+        if not isinstance(layer, PagedCacheLayer) or layer.pages.spec.owner is not owner:
+            raise _another_model()
+        return layer.pages
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages in use, and of layers without gates."""
+        plain = [x for layer in self._plain for x in (layer.keys, layer.values) if x is not None]
+        return self.pages.nbytes + sum(x.nbytes for x in plain)
+
+    @property
+    def num_keys(self) -> list[list[int]]:
+        """Keys that each layer with gates and key head has cached, the largest number of any row."""
+        return self.pages.num_keys
+
+    @property
+    def realised_eps(self) -> float:
+        """The most attention that any query of any layer and head can have lost to eviction."""
+        return self.pages.realised_eps
+
+    def explain(self) -> str:
+        """How the cache works now, in a few lines: what is evicted, and whether single tokens are captured."""
+        rule, why = self.pages.rule, self.pages.uncaptured
+        evicts = "keeps every key" if rule is None else f"evicts by {rule}"
+        steps = "captured" if why is None else f"not captured: {why}"
+        return f"pages of 64 keys, {evicts}\n{self.nbytes:,} bytes\nsingle tokens: {steps}"
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the last tokens, as a number below 0; one above 0 is how many of the first stay.
+
+        0 removes nothing, but in transformers 4, where it is how many stay.
+
+        Raises:
+            ValueError: keys were evicted that a token there could see.
+        """
+        length = min(layer.length for layer in self.pages.layers)
+        left = _left(length, tokens_to_remove)
+        self.pages.truncate(left)
+        for layer in self._plain:
+            removed = left - int(layer.get_seq_length())
+            if removed < 0:
+                # Layers of transformers understand a number below 0 in every version.
+                layer.crop(removed)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.pages.reset()
+        for layer in self._plain:
+            layer.reset()
+
+    @property
+    def _plain(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, PagedCacheLayer)]
+
+    def step(self, model: Any, run: Any, arguments: dict[str, Any]) -> Any:
+        """The output of a call with one token a row, replayed from a captured step; None, and nothing done, where not.
+
+        Args:
+            model: whose forward pass was called.
+            run: called as run(ids, positions), gives the logits (B, 1, V) of a step.
+            arguments: of the forward pass, by name.
+        """
+        self.real = None
+        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        if ids is None or ids.size(1) != 1:
+            return None
+        self.pages.uncaptured = self._call_cannot(arguments)
+        if self.pages.uncaptured is not None:
+            return None
+        if isinstance(mask, Tensor) and not bool(mask[:, -1].all()):
+            raise ValueError("attention_mask: got pads behind a token, expected padding on the left")
+        positions = arguments.get("position_ids")
+        if positions is None:
+            positions = torch.full_like(ids, self.pages.length)
+        logits = captured_logits(
+            model, self.pages, run, ids, positions.expand(ids.shape), lambda: model_obstacle(model)
+        )
+        return None if logits is None else CausalLMOutputWithPast(logits=logits, past_key_values=self)
+
+    def _call_cannot(self, arguments: dict[str, Any]) -> str | None:
+        """Why a call cannot come from a captured step; None where it can."""
+        if self._plain:
+            return "a layer has no gates, and keeps its keys as transformers does"
+        mask = arguments.get("attention_mask")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            return "the attention mask is no (batch, tokens)"
+        ignored = ("input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position")
+        for name, value in arguments.items():
+            plain = _PLAIN.get(name, (None, False))
+            if name not in ignored and not any(value is each or value == each for each in plain):
+                return f"{name} is given"
+        return None
+
+    def begin(self, mask: Any, tokens: Tensor) -> Tensor | None:
+        """Take note of pads before a call; the mask that the model is to be called with.
+
+        Args:
+            mask: (B, cached + n), 0 for pads, or None.
+            tokens: ids (B, n) or embeddings (B, n, E).
+
+        Raises:
+            ValueError: a mask of another kind, or pads behind a token.
+        """
+        self.real = None
+        if mask is None:
+            return self._no_mask(mask, tokens)
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            raise invalid_argument("attention_mask", mask, "(batch, tokens), 0 for pads, with a cache in pages")
+        there = mask != 0
+        if not memoized(mask, "_gape_no_pads", lambda: bool(there.all())):
+            refuse_pads_behind(there)
+            self.real = None if tokens.size(1) == 1 else there[:, -tokens.size(1) :]
+        return self._no_mask(mask, tokens)
+
+    def real_tokens(self, mask: Tensor | None, n: int, batch: int) -> Tensor | None:
+        """Which of the n tokens of the current call are no pads, bool (B, n), by the mask that a layer got; None: all."""
+        if mask is not None and mask.size(-1) == 1:
+            return self.real
+        # Somebody called the model's body, with a mask of transformers.
+        return real_tokens(mask, n, batch)
+
+    def _no_mask(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+        """A mask with four dimensions is taken as it is: `transformers` then makes none of tokens × keys."""
+        if self._plain:
+            return mask
+        return torch.ones(tokens.size(0), 1, 1, 1, dtype=torch.bool, device=tokens.device)
+
+
+class FullCache(PagesForTransformers):
+    """A cache in pages that keeps every key. Batches, left padding and chunked prefill work, beams do not.
+
+    Args:
+        model: a :class:`gape.hf.GapeForCausalLM`, or a model that :func:`gape.hf.inject` was called on.
+
+    Raises:
+        ValueError: no layer has gates, or one that has caps its logits or has a window; names the layer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, layer_specs(model, None), None)
+
+
+class ForgettingCache(PagesForTransformers):
+    """A cache in pages that evicts keys for good once no future query can attend to them.
+
+    Use a new one, or :meth:`fresh`, for every text. Batches, left padding and chunked prefill work, beams do not.
+
+    Args:
+        model: a :class:`gape.hf.GapeForCausalLM`, or a model that :func:`gape.hf.inject` was called on; its gates have
+            a floor.
+        eps, bounds, partial, max_keys, max_bytes: as in :class:`gape.cache.paged.ForgettingCache`. With `partial`,
+            heads without a floor and layers without gates keep all their keys.
+
+    Raises:
+        ValueError: an argument is out of range, a head has no floor or an amplitude of 0, or a layer caps its logits or
+            has a window; names layer and head.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        eps: float | None = None,
+        bounds: str = "weights",
+        partial: bool = False,
+        max_keys: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        rule = EvictionRule(eps=eps, max_keys=max_keys, max_bytes=max_bytes, bounds=bounds)
+        specs = layer_specs(model, rule)
+        bare = next((number for number, spec in enumerate(specs) if spec is None), None)
+        if bare is not None and not flag("partial", partial):
+            raise ValueError(f"model: layer {bare} has no gates and evicts nothing; expected some, or partial=True")
+        refuse_without_floors([spec for spec in specs if spec is not None], rule, partial=flag("partial", partial))
+        warn_of_idle(model)
+        super().__init__(model, specs, rule)
+
+    def fresh(self, eps: float | None = None) -> ForgettingCache:
+        """An empty cache of the same model and rule. Bounds are not worked out again: weights have to be the same.
+
+        Args:
+            eps: another tolerance; None keeps the rule.
+
+        Raises:
+            ValueError: eps is out of range.
+        """
+        clone: ForgettingCache = self._with_pages(self.pages.fresh(eps))
+        return clone
+
+    def evict(self) -> None:
+        """Evict now what the next tokens can do without. Otherwise that is done every 64 tokens or more."""
+        self.pages.evict()
+
+
+def with_pages(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass of a causal language model, for calls with a cache in pages too.
+
+    One token a row is replayed from a captured step where that can be. Otherwise the model is called with a mask of one
+    number, and the cache hides pads.
+    """
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        cache = next((each for each in given if isinstance(each, PagesForTransformers)), None)
+        if cache is None:
+            return forward(self, *args, **kwargs)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+        arguments.pop("self", None)
+
+        def run(ids: Tensor, positions: Tensor) -> Tensor:
+            mask = torch.ones(ids.size(0), 1, 1, 1, dtype=torch.bool, device=ids.device)
+            inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+            logits: Tensor = forward(self, attention_mask=mask, **inputs).logits
+            return logits
+
+        output = cache.step(self, run, arguments)
+        if output is None:
+            tokens = arguments.get("input_ids")
+            tokens = arguments["inputs_embeds"] if tokens is None else tokens
+            mask = cache.begin(arguments.pop("attention_mask", None), tokens)
+            output = forward(self, attention_mask=mask, **arguments)
+        return output
+
+    return call
+
+
+def layer_specs(model: Any, rule: EvictionRule | None) -> list[LayerSpec | None]:
+    """The layers of a model as a cache sees them, with the bounds that a rule needs; None without gates.
+
+    Raises:
+        ValueError: no layer has gates, or one that has caps its logits or has a window.
+    """
+    from gape.hf.attention import InjectedAttention  # noqa: PLC0415
+    from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
+
+    if isinstance(model, GapeForCausalLM):
+        return list(gpt_specs(model.gpt, rule))
+    specs: dict[int, LayerSpec] = {}
+    for parent in model.modules():
+        for module in parent.children():
+            if isinstance(module, InjectedAttention) and module.gape is not None:
+                layer = InjectedLayer.of(module)
+                limited = rule is not None and rule.bounds == "weights"
+                specs[layer.number] = LayerSpec(
+                    owner=module.gape, n_heads=layer.n_heads, n_kv_heads=layer.n_kv_heads, scale=layer.scale,
+                    least_rate=least_rates(layer), impl=module.impl,
+                    limits=injected_limits(model, parent, layer) if limited else None,
+                )  # fmt: skip
+    if not specs:
+        raise invalid_argument(
+            "model", type(model).__name__, "one with gates: of gape.hf.inject, or a gape.hf.GapeForCausalLM"
+        )
+    return [specs.get(number) for number in range(model.config.num_hidden_layers)]
+
+
+def model_obstacle(model: Any) -> str | None:
+    """Why single tokens of a model cannot be captured; None where they can."""
+    from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
+
+    kind = str(model.config.model_type).removeprefix("gape_")
+    modules = list(model.modules())
+    if not isinstance(model, GapeForCausalLM):
+        if kind not in CAPTURED_FAMILIES:
+            return f"models of type {kind} are not captured, only {', '.join(CAPTURED_FAMILIES)}"
+        rotations = [str(getattr(module, "rope_type", None)) for module in modules]
+        reading = next((name for name in rotations if any(word in name for word in _READING_ROTATIONS)), None)
+        if reading is not None:
+            return f"rotations of type {reading} read positions"
+    if any("forward" in vars(module) for module in modules):
+        return "the forward of a module was replaced"
+    kinds = {type(weight) for weight in model.parameters()} - {nn.Parameter}
+    if kinds:
+        return f"it is not known whether a {kinds.pop().__qualname__} can be captured"
+    places = {str(x.device) for x in (*model.parameters(), *model.buffers())}
+    if len(places) > 1:
+        return f"the model is on {' and '.join(sorted(places))}"
+    homes = ("gape.", "torch.nn.", "transformers.activations", f"transformers.models.{kind}.", "peft.tuners.lora.")
+    return model_cannot(
+        modules, model.get_input_embeddings().weight, lambda module: type(module).__module__.startswith(homes)
+    )
+
+
+def _another_model() -> ValueError:
+    return ValueError("past_key_values: a cache in pages serves the model it was made for, and no other")
+
+
+def _left(length: int, tokens_to_remove: int) -> int:
+    """Of so many tokens those that :meth:`PagesForTransformers.crop` leaves."""
+    if tokens_to_remove < 0:
+        return max(0, length + tokens_to_remove)
+    return length if tokens_to_remove == 0 and not TRANSFORMERS_4 else min(length, tokens_to_remove)
