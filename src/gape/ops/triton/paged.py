@@ -72,8 +72,8 @@ class Tile(NamedTuple):
 TILES = {
     "narrow": Tile(64, 64, 4, 3),
     "wide": Tile(128, 64, 8, 3),
-    "widest": Tile(64, 64, 8, 2),
-    "float32": Tile(32, 16, 4, 2),
+    "widest": Tile(64, 32, 8, 3),
+    "float32": Tile(16, 16, 4, 2),
 }
 
 #: Rows up to which four warps are enough.
@@ -186,8 +186,11 @@ def length_of(lengths_ptr, sequence, new, room):
     return same_in_all(tl.minimum(tl.load(lengths_ptr + sequence) + new, room * PAGE))
 
 
-# Sizes that grow with the cache, or with the prompt, must not compile a kernel anew.
-@triton.jit(do_not_specialize=("n_q", "room", "splits", "row_tiles", "new"))
+# Neither sizes that grow with the cache or the prompt, nor where a layer's numbers begin, may compile a kernel anew.
+@triton.jit(
+    do_not_specialize=("n_q", "room", "splits", "row_tiles", "new"),
+    do_not_specialize_on_alignment=("rate_ptr", "positions_ptr", "addresses_ptr", "lengths_ptr", "norm_ptr"),
+)
 def _paged_attention_kernel(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, ticket_ptr, visit_ptr,
     q_ptr, rate_ptr, positions_ptr, addresses_ptr, lengths_ptr, norm_ptr, prior_ptr, prior_lse_ptr,
@@ -259,15 +262,19 @@ def _paged_attention_kernel(
         steps = STEPS * pages_to_visit(
             visited_ptr, addresses_ptr, tl.maximum(whole - begin, 0), reach, c, anchor, limit, live, EXPOSURES_AT
         )
+    # Each address is asked for a turn ahead: loads that wait for another are not pipelined.
+    address = tl.load(visited_ptr, mask=steps > 0, other=0)
     for step in range(0, steps):
-        address = tl.load(visited_ptr + step // STEPS)
+        following = tl.load(visited_ptr + (step + 1) // STEPS, mask=step + 1 < steps, other=0)
         top, total, acc = attend_to_page(
             q, c, i, anchor, address, (step % STEPS) * BLOCK_N, PAGE, scale, top, total, acc,
             False, KEY_WIDTH, VALUE_WIDTH, DTYPE, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
-    # The last page of the sequence, which has room left.
+        address = following
+    # The last page of the sequence, which has room left. Where it is one turn, buffers for more would be wasted.
+    LAST_STAGES: tl.constexpr = 1 if STEPS == 1 else 2
     left = length - whole * PAGE
-    for first in range(0, tl.where(whole < end, left, 0), BLOCK_N):
+    for first in tl.range(0, tl.where(whole < end, left, 0), BLOCK_N, num_stages=LAST_STAGES):
         address = tl.load(addresses_ptr + (whole - begin))
         top, total, acc = attend_to_page(
             q, c, i, anchor, address, first, left, scale, top, total, acc,
@@ -296,7 +303,7 @@ def _paged_attention_kernel(
         tl.store(where, out, mask=live[:, None] & (value_dims < VALUE_WIDTH)[None, :])
 
 
-@triton.jit(do_not_specialize=("rows", "room", "splits", "new"))
+@triton.jit(do_not_specialize=("rows", "room", "splits", "new"), do_not_specialize_on_alignment=("lengths_ptr",))
 def _merge_kernel(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, lengths_ptr, rows, room, splits, new,
     PARTS: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -324,7 +331,10 @@ def slot_tile(address, place, ROW: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.
     return tl.multiple_of(rows[:, None] + tl.arange(0, WIDTH)[None, :], (1, 16))
 
 
-@triton.jit(do_not_specialize=("n", "room", "tiles"))
+@triton.jit(
+    do_not_specialize=("n", "room", "tiles"),
+    do_not_specialize_on_alignment=("exposure_ptr", "positions_ptr", "addresses_ptr", "lengths_ptr", "norm_ptr"),
+)
 def _write_kv_kernel(
     k_ptr, v_ptr, exposure_ptr, positions_ptr, slots_ptr, addresses_ptr, lengths_ptr, norm_ptr,
     k_b, k_h, k_n, v_b, v_h, v_n, exposure_b, exposure_h, exposure_n, positions_b, positions_h, positions_n,
@@ -369,7 +379,7 @@ def norm_of(x):
     return tl.where(norm >= 0.0, norm, float("inf"))
 
 
-@triton.jit(do_not_specialize=("m", "room", "tiles"))
+@triton.jit(do_not_specialize=("m", "room", "tiles"), do_not_specialize_on_alignment=("addresses_ptr",))
 def _read_kv_kernel(
     k_ptr, v_ptr, exposure_ptr, positions_ptr, slots_ptr, addresses_ptr, slots_b, slots_h, slots_n,
     n_key_heads, m, room, tiles,
