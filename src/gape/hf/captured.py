@@ -23,7 +23,8 @@ from gape.hf.modeling_gape import GapeForCausalLM
 from gape.models.attention import GAPEAttention
 from gape.models.cuda_graphs import Recorder, unfit, unwritable, wrong_place
 from gape.models.loss import working_dtype
-from gape.ops.carried import Rows, Step, carried_queries, carried_rows, carry, steps
+from gape.ops.carried import Rows, carried_queries, carried_rows, carry, steps
+from gape.ops.decode_prologue import Step
 from gape.positions import Gated
 from gape.positions.gated import step_under
 from gape.positions.rotary import NoPE, made_in_capture

@@ -79,7 +79,7 @@ TILES = {
 #: Rows up to which four warps are enough.
 FEW_ROWS = 32
 
-_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -432,12 +432,12 @@ def paged_attention(
         return out, lse
     rows = heads // key_heads * n
     flags, row_tiles = _sizes(pages, rows)
-    splits = _splits(batch * key_heads * row_tiles, room, n, q.device) if splits is None else splits
+    count, per_step = batch * key_heads * row_tiles, MERGED // flags["BLOCK_V"]
+    splits = _splits(count, room, n, per_step, q.device) if splits is None else splits
     parts = part_lse = lse
     if splits > 1:
         parts = torch.empty(lse.numel(), splits, layout.value_width, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(lse.numel(), splits, dtype=torch.float32, device=q.device)
-    count, per_step = batch * key_heads * row_tiles, MERGED // flags["BLOCK_V"]
     if splits > 1 and min(rows, flags["BLOCK_M"]) * -(-splits // per_step) <= ALONE:
         tickets = _tickets(count, q.device, tickets)
     else:
@@ -445,7 +445,7 @@ def paged_attention(
     visit = torch.empty(count, room, dtype=torch.int64, device=q.device) if eps else lse
     # What is never read stands in for what is not there.
     known, known_lse = (lse.unsqueeze(-1), lse) if prior is None else prior
-    q, positions = q if q.stride(-1) == 1 else q.contiguous(), _integers(positions)
+    q, positions = q if q.stride(-1) == 1 else q.contiguous(), integers(positions)
     direct(_paged_attention_kernel)[(splits * count,)](
         out, lse, parts, part_lse, lse if tickets is None else tickets, visit,
         q, rate, positions, pages.addresses, pages.lengths, pages.key_norm, known, known_lse,
@@ -471,7 +471,7 @@ def write_keys(
     if not batch * heads * n:
         return
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    positions = _integers(positions)
+    positions = integers(positions)
     positions = (positions.unsqueeze(1) if positions.dim() == 2 else positions).expand(batch, heads, n)
     tokens = min(TOKENS, power_of_two(n))
     tiles = -(-n // tokens)
@@ -481,7 +481,7 @@ def write_keys(
         k, v, exposure, positions, places, pages.addresses, pages.lengths, pages.key_norm,
         *k.stride()[:3], *v.stride()[:3], *exposure.stride(), *positions.stride(), *places.stride(),
         heads, n, pages.table.size(-1), tiles, k.size(-1), v.size(-1),
-        HAS_SLOTS=slots is not None, DTYPE=_DTYPES[pages.layout.dtype], T=tokens, **_widths(pages), num_warps=4,
+        HAS_SLOTS=slots is not None, DTYPE=DTYPES[pages.layout.dtype], T=tokens, **tile_widths(pages), num_warps=4,
     )  # fmt: skip
 
 
@@ -497,17 +497,17 @@ def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     if slots.numel():
         direct(_read_kv_kernel)[(batch * heads * tiles,)](
             k, v, exposure, positions, slots, pages.addresses, *slots.stride(),
-            heads, m, pages.table.size(-1), tiles, T=tokens, **_widths(pages), num_warps=4,
+            heads, m, pages.table.size(-1), tiles, T=tokens, **tile_widths(pages), num_warps=4,
         )  # fmt: skip
     return k, v, exposure, positions
 
 
-def _integers(positions: Tensor) -> Tensor:
+def integers(positions: Tensor) -> Tensor:
     """Positions in a dtype that the kernels read."""
     return positions if positions.dtype in (torch.int32, torch.int64) else positions.int()
 
 
-def _widths(pages: Pages) -> dict[str, int]:
+def tile_widths(pages: Pages) -> dict[str, int]:
     """Widths of keys and values, and those of their tiles: powers of two of at least 16, which matrix units want."""
     layout = pages.layout
     return {
@@ -518,7 +518,7 @@ def _widths(pages: Pages) -> dict[str, int]:
 
 def _sizes(pages: Pages, rows: int) -> tuple[dict[str, Any], int]:
     """Sizes and launch options of the attention for so many rows of a sequence, and the tiles of them."""
-    widths = _widths(pages)
+    widths = tile_widths(pages)
     widest = max(widths["BLOCK_D"], widths["BLOCK_V"])
     kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
     tile = TILES["float32" if pages.layout.dtype == torch.float32 else kind]
@@ -529,12 +529,14 @@ def _sizes(pages: Pages, rows: int) -> tuple[dict[str, Any], int]:
     return widths | options, -(-rows // block_m)
 
 
-def _splits(programs: int, room: int, n: int, device: torch.device) -> int:
+def _splits(programs: int, room: int, n: int, per_step: int, device: torch.device) -> int:
     """Programs that share the pages of a sequence: enough to fill the device, and none with very few pages."""
     wanted = PROGRAMS * multiprocessors(device) // programs
     if n <= DECODE_QUERIES:
         wanted = max(wanted, -(-room // MOST_PAGES))
-    return max(1, min(wanted, -(-room // LEAST.value)))
+    splits = max(1, min(wanted, -(-room // LEAST.value)))
+    # No step of the merging is for a few parts only.
+    return splits - splits % per_step if splits > per_step else splits
 
 
 def _tickets(count: int, device: torch.device, own: Tensor | None) -> Tensor | None:
