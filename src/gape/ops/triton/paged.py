@@ -29,6 +29,7 @@ from gape.ops.triton.decode import ALONE, stream_tickets
 from gape.ops.triton.decode_kernels import last_to_finish, merge_row, store_part, weigh
 from gape.ops.triton.decode_plan import multiprocessors, power_of_two
 from gape.ops.triton.tiles import LOG2E, SLACK, same_in_all, single
+from gape.utils.validation import invalid_argument
 
 #: Keys of a page.
 PAGE = tl.constexpr(paged.PAGE)
@@ -424,9 +425,8 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """:func:`gape.ops.paged.paged_attention` by kernels; `splits` programs at most for a sequence and tile of rows."""
     batch, heads, n, d = q.shape
-    key_heads, room = pages.table.shape[1:]
-    layout = pages.layout
-    out = torch.empty(batch, heads, n, layout.value_width, dtype=q.dtype, device=q.device)
+    key_heads, room = room_of(pages)
+    out = torch.empty(batch, heads, n, pages.layout.value_width, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, n, dtype=torch.float32, device=q.device)
     if not lse.numel():
         return out, lse
@@ -434,14 +434,9 @@ def paged_attention(
     flags, row_tiles = _sizes(pages, rows)
     count, per_step = batch * key_heads * row_tiles, MERGED // flags["BLOCK_V"]
     splits = _splits(count, room, n, per_step, q.device) if splits is None else splits
-    parts = part_lse = lse
-    if splits > 1:
-        parts = torch.empty(lse.numel(), splits, layout.value_width, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(lse.numel(), splits, dtype=torch.float32, device=q.device)
-    if splits > 1 and min(rows, flags["BLOCK_M"]) * -(-splits // per_step) <= ALONE:
-        tickets = _tickets(count, q.device, tickets)
-    else:
-        tickets = None
+    parts, part_lse = _workspace(out, splits)
+    few = splits > 1 and min(rows, flags["BLOCK_M"]) * -(-splits // per_step) <= ALONE
+    tickets = _tickets(count, q.device, tickets) if few else None
     visit = torch.empty(count, room, dtype=torch.int64, device=q.device) if eps else lse
     # What is never read stands in for what is not there.
     known, known_lse = (lse.unsqueeze(-1), lse) if prior is None else prior
@@ -458,7 +453,7 @@ def paged_attention(
     if splits > 1 and tickets is None:
         direct(_merge_kernel)[(lse.numel(),)](
             out, lse, parts, part_lse, pages.lengths, rows, room, splits, new,
-            PARTS=per_step, VALUE_WIDTH=layout.value_width, BLOCK_V=flags["BLOCK_V"], num_warps=4,
+            PARTS=per_step, VALUE_WIDTH=out.size(-1), BLOCK_V=flags["BLOCK_V"], num_warps=4,
         )  # fmt: skip
     return out, lse
 
@@ -468,6 +463,7 @@ def write_keys(
 ) -> None:
     """:func:`gape.ops.paged.write_keys` in one launch."""
     batch, heads, n, _ = k.shape
+    _, room = room_of(pages)
     if not batch * heads * n:
         return
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
@@ -480,14 +476,14 @@ def write_keys(
     direct(_write_kv_kernel)[(batch * heads * tiles,)](
         k, v, exposure, positions, places, pages.addresses, pages.lengths, pages.key_norm,
         *k.stride()[:3], *v.stride()[:3], *exposure.stride(), *positions.stride(), *places.stride(),
-        heads, n, pages.table.size(-1), tiles, k.size(-1), v.size(-1),
+        heads, n, room, tiles, k.size(-1), v.size(-1),
         HAS_SLOTS=slots is not None, DTYPE=DTYPES[pages.layout.dtype], T=tokens, **tile_widths(pages), num_warps=4,
     )  # fmt: skip
 
 
 def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`gape.ops.paged.read_keys` in one launch."""
-    layout, (batch, heads, m) = pages.layout, slots.shape
+    layout, (batch, heads, m), (_, room) = pages.layout, slots.shape, room_of(pages)
     k = torch.empty(*slots.shape, layout.key_width, dtype=layout.dtype, device=slots.device)
     v = torch.empty(*slots.shape, layout.value_width, dtype=layout.dtype, device=slots.device)
     exposure = torch.empty(slots.shape, dtype=torch.float32, device=slots.device)
@@ -497,9 +493,29 @@ def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     if slots.numel():
         direct(_read_kv_kernel)[(batch * heads * tiles,)](
             k, v, exposure, positions, slots, pages.addresses, *slots.stride(),
-            heads, m, pages.table.size(-1), tiles, T=tokens, **tile_widths(pages), num_warps=4,
+            heads, m, room, tiles, T=tokens, **tile_widths(pages), num_warps=4,
         )  # fmt: skip
     return k, v, exposure, positions
+
+
+def room_of(pages: Pages) -> tuple[int, int]:
+    """Key heads of a row and pages that each has room for.
+
+    Raises:
+        ValueError: what the kernels read is not contiguous.
+    """
+    for name in ("addresses", "lengths", "key_norm"):
+        if not getattr(pages, name).is_contiguous():
+            raise invalid_argument(f"pages.{name}", getattr(pages, name), "a contiguous tensor")
+    _, key_heads, room = pages.addresses.shape
+    return key_heads, room
+
+
+def _workspace(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Room for parts of outputs (B, Hq, n, Dv) and for their log-sum-exps; nothing where there is one part."""
+    rows = out.shape[:3].numel() if splits > 1 else 0
+    parts = torch.empty(rows, splits, out.size(-1), dtype=torch.float32, device=out.device)
+    return parts, torch.empty(rows, splits, dtype=torch.float32, device=out.device)
 
 
 def integers(positions: Tensor) -> Tensor:
