@@ -277,6 +277,13 @@ def test_bad_arguments(message: str) -> None:
         BAD[message](given, *queries(given, 2, 3))
 
 
+def test_kernels_want_contiguous_tables() -> None:
+    given = cached(RAGGED, 16, 16, torch.float32, way="kernel")
+    pages = given.pages._replace(addresses=given.pages.addresses[:, :, ::2])
+    with pytest.raises(ValueError, match=r"^pages.addresses: .*contiguous"):
+        kernels.paged_attention(*queries(given, 1, 1), pages, scale=SCALE)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("groups", "n"), [(1, 1), (4, 1), (2, 3), (3, 200)])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 80), (256, 256)], ids=str)

@@ -29,6 +29,7 @@ from gape.ops.triton.decode import ALONE, stream_tickets
 from gape.ops.triton.decode_kernels import last_to_finish, merge_row, store_part, weigh
 from gape.ops.triton.decode_plan import multiprocessors, power_of_two
 from gape.ops.triton.tiles import LOG2E, SLACK, same_in_all, single
+from gape.utils.validation import invalid_argument
 
 #: Keys of a page.
 PAGE = tl.constexpr(paged.PAGE)
@@ -79,7 +80,7 @@ TILES = {
 #: Rows up to which four warps are enough.
 FEW_ROWS = 32
 
-_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -424,28 +425,22 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """:func:`gape.ops.paged.paged_attention` by kernels; `splits` programs at most for a sequence and tile of rows."""
     batch, heads, n, d = q.shape
-    key_heads, room = pages.table.shape[1:]
-    layout = pages.layout
-    out = torch.empty(batch, heads, n, layout.value_width, dtype=q.dtype, device=q.device)
+    key_heads, room = room_of(pages)
+    out = torch.empty(batch, heads, n, pages.layout.value_width, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, n, dtype=torch.float32, device=q.device)
     if not lse.numel():
         return out, lse
     rows = heads // key_heads * n
     flags, row_tiles = _sizes(pages, rows)
-    splits = _splits(batch * key_heads * row_tiles, room, n, q.device) if splits is None else splits
-    parts = part_lse = lse
-    if splits > 1:
-        parts = torch.empty(lse.numel(), splits, layout.value_width, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(lse.numel(), splits, dtype=torch.float32, device=q.device)
     count, per_step = batch * key_heads * row_tiles, MERGED // flags["BLOCK_V"]
-    if splits > 1 and min(rows, flags["BLOCK_M"]) * -(-splits // per_step) <= ALONE:
-        tickets = _tickets(count, q.device, tickets)
-    else:
-        tickets = None
+    splits = _splits(count, room, n, per_step, q.device) if splits is None else splits
+    parts, part_lse = _workspace(out, splits)
+    few = splits > 1 and min(rows, flags["BLOCK_M"]) * -(-splits // per_step) <= ALONE
+    tickets = _tickets(count, q.device, tickets) if few else None
     visit = torch.empty(count, room, dtype=torch.int64, device=q.device) if eps else lse
     # What is never read stands in for what is not there.
     known, known_lse = (lse.unsqueeze(-1), lse) if prior is None else prior
-    q, positions = q if q.stride(-1) == 1 else q.contiguous(), _integers(positions)
+    q, positions = q if q.stride(-1) == 1 else q.contiguous(), integers(positions)
     direct(_paged_attention_kernel)[(splits * count,)](
         out, lse, parts, part_lse, lse if tickets is None else tickets, visit,
         q, rate, positions, pages.addresses, pages.lengths, pages.key_norm, known, known_lse,
@@ -458,7 +453,7 @@ def paged_attention(
     if splits > 1 and tickets is None:
         direct(_merge_kernel)[(lse.numel(),)](
             out, lse, parts, part_lse, pages.lengths, rows, room, splits, new,
-            PARTS=per_step, VALUE_WIDTH=layout.value_width, BLOCK_V=flags["BLOCK_V"], num_warps=4,
+            PARTS=per_step, VALUE_WIDTH=out.size(-1), BLOCK_V=flags["BLOCK_V"], num_warps=4,
         )  # fmt: skip
     return out, lse
 
@@ -468,10 +463,11 @@ def write_keys(
 ) -> None:
     """:func:`gape.ops.paged.write_keys` in one launch."""
     batch, heads, n, _ = k.shape
+    _, room = room_of(pages)
     if not batch * heads * n:
         return
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    positions = _integers(positions)
+    positions = integers(positions)
     positions = (positions.unsqueeze(1) if positions.dim() == 2 else positions).expand(batch, heads, n)
     tokens = min(TOKENS, power_of_two(n))
     tiles = -(-n // tokens)
@@ -480,14 +476,14 @@ def write_keys(
     direct(_write_kv_kernel)[(batch * heads * tiles,)](
         k, v, exposure, positions, places, pages.addresses, pages.lengths, pages.key_norm,
         *k.stride()[:3], *v.stride()[:3], *exposure.stride(), *positions.stride(), *places.stride(),
-        heads, n, pages.table.size(-1), tiles, k.size(-1), v.size(-1),
-        HAS_SLOTS=slots is not None, DTYPE=_DTYPES[pages.layout.dtype], T=tokens, **_widths(pages), num_warps=4,
+        heads, n, room, tiles, k.size(-1), v.size(-1),
+        HAS_SLOTS=slots is not None, DTYPE=DTYPES[pages.layout.dtype], T=tokens, **tile_widths(pages), num_warps=4,
     )  # fmt: skip
 
 
 def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`gape.ops.paged.read_keys` in one launch."""
-    layout, (batch, heads, m) = pages.layout, slots.shape
+    layout, (batch, heads, m), (_, room) = pages.layout, slots.shape, room_of(pages)
     k = torch.empty(*slots.shape, layout.key_width, dtype=layout.dtype, device=slots.device)
     v = torch.empty(*slots.shape, layout.value_width, dtype=layout.dtype, device=slots.device)
     exposure = torch.empty(slots.shape, dtype=torch.float32, device=slots.device)
@@ -497,17 +493,37 @@ def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     if slots.numel():
         direct(_read_kv_kernel)[(batch * heads * tiles,)](
             k, v, exposure, positions, slots, pages.addresses, *slots.stride(),
-            heads, m, pages.table.size(-1), tiles, T=tokens, **_widths(pages), num_warps=4,
+            heads, m, room, tiles, T=tokens, **tile_widths(pages), num_warps=4,
         )  # fmt: skip
     return k, v, exposure, positions
 
 
-def _integers(positions: Tensor) -> Tensor:
+def room_of(pages: Pages) -> tuple[int, int]:
+    """Key heads of a row and pages that each has room for.
+
+    Raises:
+        ValueError: what the kernels read is not contiguous.
+    """
+    for name in ("addresses", "lengths", "key_norm"):
+        if not getattr(pages, name).is_contiguous():
+            raise invalid_argument(f"pages.{name}", getattr(pages, name), "a contiguous tensor")
+    _, key_heads, room = pages.addresses.shape
+    return key_heads, room
+
+
+def _workspace(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Room for parts of outputs (B, Hq, n, Dv) and for their log-sum-exps; nothing where there is one part."""
+    rows = out.shape[:3].numel() if splits > 1 else 0
+    parts = torch.empty(rows, splits, out.size(-1), dtype=torch.float32, device=out.device)
+    return parts, torch.empty(rows, splits, dtype=torch.float32, device=out.device)
+
+
+def integers(positions: Tensor) -> Tensor:
     """Positions in a dtype that the kernels read."""
     return positions if positions.dtype in (torch.int32, torch.int64) else positions.int()
 
 
-def _widths(pages: Pages) -> dict[str, int]:
+def tile_widths(pages: Pages) -> dict[str, int]:
     """Widths of keys and values, and those of their tiles: powers of two of at least 16, which matrix units want."""
     layout = pages.layout
     return {
@@ -518,7 +534,7 @@ def _widths(pages: Pages) -> dict[str, int]:
 
 def _sizes(pages: Pages, rows: int) -> tuple[dict[str, Any], int]:
     """Sizes and launch options of the attention for so many rows of a sequence, and the tiles of them."""
-    widths = _widths(pages)
+    widths = tile_widths(pages)
     widest = max(widths["BLOCK_D"], widths["BLOCK_V"])
     kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
     tile = TILES["float32" if pages.layout.dtype == torch.float32 else kind]
@@ -529,12 +545,14 @@ def _sizes(pages: Pages, rows: int) -> tuple[dict[str, Any], int]:
     return widths | options, -(-rows // block_m)
 
 
-def _splits(programs: int, room: int, n: int, device: torch.device) -> int:
+def _splits(programs: int, room: int, n: int, per_step: int, device: torch.device) -> int:
     """Programs that share the pages of a sequence: enough to fill the device, and none with very few pages."""
     wanted = PROGRAMS * multiprocessors(device) // programs
     if n <= DECODE_QUERIES:
         wanted = max(wanted, -(-room // MOST_PAGES))
-    return max(1, min(wanted, -(-room // LEAST.value)))
+    splits = max(1, min(wanted, -(-room // LEAST.value)))
+    # No step of the merging is for a few parts only.
+    return splits - splits % per_step if splits > per_step else splits
 
 
 def _tickets(count: int, device: torch.device, own: Tensor | None) -> Tensor | None:
