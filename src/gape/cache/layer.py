@@ -124,7 +124,8 @@ class PagedLayer:
         if counted:
             storage.lengths[self.index] += 1
             storage.counts[self.index] += 1
-        return out
+        # Values in pages may be followed by zeros.
+        return out[..., : v.size(-1)]
 
     def _prefill(
         self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, landmark: Tensor, positions: Tensor, real: Tensor | None
@@ -156,7 +157,8 @@ class PagedLayer:
         if not storage.counts[self.index].any():
             return out
         pages = storage.pages(self.index)
-        return paged_attention(q, rate, positions, pages, scale=spec.scale, prior=(out, lse), eps=eps / 2)[0]
+        out, _ = paged_attention(q, rate, positions, pages, scale=spec.scale, prior=(out, lse), eps=eps / 2)
+        return out[..., : v.size(-1)]
 
     def _store(self, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, real: Tensor | None) -> None:
         """Write new keys, without pads and without those that can be evicted at once."""
