@@ -76,7 +76,8 @@ class Account:
             self.realised_eps = torch.maximum(self.realised_eps, mass.sum(-1))
             passed = (first - self._at).double()[:, None, None, None]
             self._mass = mass * (-rate.unsqueeze(-1) * passed * self._least).exp()
-        self._at, self._limits = first, (rate, reach, own)
+        # A copy: whoever counts positions goes on counting in the same tensor.
+        self._at, self._limits = first.clone(), (rate, reach, own)
 
     def evict(self, keys: Candidates, excess: Tensor | None = None) -> Tensor:
         """Choose keys to evict, charge them, and return those that stay, bool (B, H, N).

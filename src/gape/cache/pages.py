@@ -74,13 +74,14 @@ class PagedStorage:
         """A copy with pages of its own: addresses of the original would read its pages."""
         clone = copy(self)
         clone.graph = None
-        for name in ("lengths", "key_norm", "next_position", "query_range", "tickets", "table", "addresses"):
-            setattr(clone, name, getattr(self, name).clone())
+        with torch.inference_mode(False):
+            for name in ("lengths", "key_norm", "next_position", "query_range", "tickets", "table", "addresses"):
+                setattr(clone, name, getattr(self, name).clone())
+            clone._slabs = [slab.clone() for slab in self._slabs]
         for name in ("counts", "_owned", "_table", "_free"):
             setattr(clone, name, getattr(self, name).copy())
-        clone._slabs = [slab.clone() for slab in self._slabs]
         clone._addresses = np.concatenate([clone._page_addresses(slab) for slab in clone._slabs] or [self._addresses])
-        clone._upload(range(self.shape[0]))
+        clone._upload()
         return clone
 
     @property
@@ -262,3 +263,5 @@ class PagedStorage:
         if self._addresses.size:
             addresses = np.where(numbers >= 0, self._addresses[np.maximum(numbers, 0)], 0)
             self.addresses[part].copy_(torch.from_numpy(addresses))
+        else:
+            self.addresses[part].zero_()
