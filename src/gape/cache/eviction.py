@@ -67,17 +67,27 @@ class Account:
         rate, reach, own = (
             x.to(self._mass.device).view(self._sizes[1:]) for x in (limits.rate, limits.reach, limits.own)
         )
-        if self._at is not None and self._limits is not None:
-            _, old_reach, old_own = self._limits
-            wider = (reach - old_reach).clamp(min=0) * self._longest.unsqueeze(-1) + (own - old_own).clamp(min=0)
-            # In logarithms: nothing times an overflow is nothing.
-            mass = (self._mass.log() + wider.unsqueeze(-1)).exp()
+        if self._at is not None:
             # Queries since the last time may have been as large as the limits are now.
-            self.realised_eps = torch.maximum(self.realised_eps, mass.sum(-1))
+            self.realised_eps = self.realised_under(limits)
             passed = (first - self._at).double()[:, None, None, None]
-            self._mass = mass * (-rate.unsqueeze(-1) * passed * self._least).exp()
+            self._mass = (self._log_mass(reach, own) - rate.unsqueeze(-1) * passed * self._least).exp()
         # A copy: whoever counts positions goes on counting in the same tensor.
         self._at, self._limits = first.clone(), (rate, reach, own)
+
+    def realised_under(self, limits: Limits) -> Tensor:
+        """`realised_eps` if queries since the last eviction were as large as limits (Hq,) allow."""
+        reach, own = (x.to(self._mass.device).view(self._sizes[1:]) for x in (limits.reach, limits.own))
+        return torch.maximum(self.realised_eps, self._log_mass(reach, own).exp().sum(-1).clamp(max=1.0))
+
+    def _log_mass(self, reach: Tensor, own: Tensor) -> Tensor:
+        """Logarithms of the mass, (B, Hk, G, octaves), under limits (Hk, G) that may be wider than those it has."""
+        if self._limits is None:
+            return self._mass.log()
+        _, old_reach, old_own = self._limits
+        wider = (reach - old_reach).clamp(min=0) * self._longest.unsqueeze(-1) + (own - old_own).clamp(min=0)
+        # Not a product: nothing times an overflow is nothing.
+        return self._mass.log() + wider.unsqueeze(-1)
 
     def evict(self, keys: Candidates, excess: Tensor | None = None) -> Tensor:
         """Choose keys to evict, charge them, and return those that stay, bool (B, H, N).
@@ -87,10 +97,7 @@ class Account:
             excess: int64 (B,), how many of a row's keys have to go whatever they cost; None goes by eps.
         """
         logs = self._log_costs(keys)
-        if excess is None:
-            gone = self._within_eps(keys, logs)
-        else:
-            gone = _cheapest(logs.amax(2), keys.valid, excess)
+        gone = self._within_eps(keys, logs) if excess is None else _cheapest(logs.amax(2), keys.valid, excess)
         self._charge(keys, logs, gone)
         return keys.valid & ~gone
 
@@ -152,7 +159,8 @@ class QueryRange:
         """Take in queries (B, Hq, n, D) with their own keys (B, Hk, n, D), where `real` (B, n) says so."""
         wide = torch.promote_types(q.dtype, torch.float32)
         reach = scale * torch.linalg.vector_norm(q, dim=-1, dtype=wide)
-        own = -scale * (q.to(wide).unflatten(1, (k.size(1), -1)) * k.to(wide).unsqueeze(2)).sum(-1).flatten(1, 2)
+        groups = q.size(1) // k.size(1)
+        own = -scale * (q.to(wide) * k.to(wide).repeat_interleave(groups, dim=1)).sum(-1)
         if real is not None:
             reach, own = (x.masked_fill(~real[:, None], -torch.inf) for x in (reach, own))
         largest = torch.stack([reach.amax((0, 2)), own.amax((0, 2))])

@@ -26,9 +26,6 @@ from gape.ops.plain import attention
 if TYPE_CHECKING:
     from gape.cache.paged import PagedCache
 
-#: New tokens from which keys are judged before they are stored, and not at the next eviction.
-JUDGED_AT_ONCE = 256
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerSpec:
@@ -100,30 +97,28 @@ class PagedLayer:
         if rate is None or landmark is None:
             # Without gates nothing fades.
             rate, landmark = q.new_zeros(q.shape[:3], dtype=_side(q)), k.new_zeros(k.shape[:3], dtype=_side(k))
-        if cache.capturing:
-            return self._decode(q, k, v, rate, 1 - landmark, positions, counted=False)
-        storage = cache.prepare(self, k, v, positions, real)
+        storage = cache.storage if cache.capturing else cache.prepare(self, k, v, positions, real)
         if self.query_range is not None:
             self.query_range.include(q, k, self.spec.scale, real)
-        if n == 1 and real is None:
-            storage.reserve(self.index, 1)
-            out = self._decode(q, k, v, rate, 1 - landmark, positions, counted=True)
-        else:
-            out = self._prefill(q, k, v, rate, landmark, positions, real)
-        self.length += n
+        if cache.capturing:
+            # A captured step counts its token for all layers at its end.
+            return self._decode(q, k, v, rate, 1 - landmark, positions)
+        if n != 1 or real is not None:
+            return self._prefill(q, k, v, rate, landmark, positions, real)
+        storage.reserve(self.index, n)
+        out = self._decode(q, k, v, rate, 1 - landmark, positions)
+        with cache.writing():
+            storage.lengths[self.index] += n
+            storage.counts[self.index] += n
+            self.length += n
         return out
 
-    def _decode(
-        self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, exposure: Tensor, positions: Tensor, *, counted: bool
-    ) -> Tensor:
-        """Write one token and attend to all pages; a captured step counts the token for all layers at its end."""
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, exposure: Tensor, positions: Tensor) -> Tensor:
+        """Write one token behind those that count, and attend to it and to all pages."""
         storage = self._cache.storage
         pages = storage.pages(self.index)
         write_keys(pages, k, v, exposure, positions)
         out, _ = paged_attention(q, rate, positions, pages, scale=self.spec.scale, new=1, tickets=storage.tickets)
-        if counted:
-            storage.lengths[self.index] += 1
-            storage.counts[self.index] += 1
         # Values in pages may be followed by zeros.
         return out[..., : v.size(-1)]
 
@@ -165,7 +160,7 @@ class PagedLayer:
         cache, n = self._cache, k.size(2)
         rule, storage = cache.rule, cache.storage
         keep = None if real is None else real[:, None].expand(-1, k.size(1), -1)
-        at_once = rule is not None and n >= JUDGED_AT_ONCE
+        at_once = cache.judges_at_once(n)
         if at_once and rule.eps is not None and self.heads.numel():
             keep = torch.ones_like(k[..., 0], dtype=torch.bool) if keep is None else keep.clone()
             norm = torch.linalg.vector_norm(k, dim=-1, dtype=_side(k))
@@ -173,10 +168,12 @@ class PagedLayer:
             parts = (norm, exposure, places.expand_as(norm), keep)
             candidates = Candidates(self.heads, *(part.index_select(1, self.heads) for part in parts))
             keep[:, self.heads] = self._choose(candidates, cache.storage.next_position)
-        storage.append(self.index, k, v, exposure, positions, keep)
-        if at_once and rule.eps is None:
-            self.evict(storage.next_position)
-            storage.settle(cache.interval, self.index)
+        with cache.writing():
+            storage.append(self.index, k, v, exposure, positions, keep)
+            if at_once and rule.eps is None:
+                self.evict(storage.next_position)
+                storage.settle(cache.interval, self.index)
+            self.length += n
 
     @property
     def heads(self) -> Tensor:
@@ -210,13 +207,26 @@ class PagedLayer:
             sizes = (batch, spec.n_kv_heads, spec.n_heads // spec.n_kv_heads)
             eps = None if cache.rule.eps is None else cache.rule.eps / 2
             self.account = Account(eps, sizes, device)
-        limits = spec.limits if self.query_range is None else self.query_range.limits()
-        assert limits is not None
-        self.account.advance(widened(limits, cache.storage.layout.dtype, device), first)
+        self.account.advance(self._limits(), first)
         if cache.rule.eps is not None:
             return self.account.evict(candidates)
-        budget = (cache.max_keys - cache.incoming) * spec.n_kv_heads
+        # With room for keys that come before the next eviction.
+        budget = (cache.max_keys - cache.interval) * spec.n_kv_heads
         return self.account.evict(candidates, (candidates.valid.sum((1, 2)) - budget).clamp(min=0))
+
+    def _limits(self) -> Limits:
+        """Bounds on all queries: from weights, or from those so far."""
+        limits = self.spec.limits if self.query_range is None else self.query_range.limits()
+        assert limits is not None
+        storage = self._cache.storage
+        return widened(limits, storage.layout.dtype, storage.device)
+
+    @property
+    def realised_eps(self) -> float:
+        """The most attention that a query of any head can have lost to eviction."""
+        if self.account is None:
+            return 0.0
+        return float(self.account.realised_under(self._limits()).max())
 
 
 def _side(x: Tensor) -> torch.dtype:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gape.cache.bounds import least_rates, limits_of_weights
 from gape.cache.eviction import QueryRange
-from gape.cache.layer import JUDGED_AT_ONCE, LayerSpec, PagedLayer
+from gape.cache.layer import LayerSpec, PagedLayer
 from gape.cache.pages import PagedStorage
 from gape.ops.paged import PAGE, page_layout
 from gape.utils.validation import finite, flag, invalid_argument, whole
@@ -32,8 +32,11 @@ BOUNDS = ("weights", "queries")
 #: Tokens between evictions at least, and the share of the cached keys that may come in between.
 _LEAST_INTERVAL = 64
 _INTERVAL_SHARE = 16
+#: New tokens from which keys are judged before they are stored, and not at the next eviction.
+_JUDGED_AT_ONCE = 256
 #: Attention that a full cache may lose to skipped tiles, by dtype: far below what rounding does to it.
 _FULL_EPS = {torch.bfloat16: 2.0**-20, torch.float16: 2.0**-20, torch.float32: 2.0**-30}
+_NO_TOKEN = "no single token has come yet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,27 +88,30 @@ class PagedCache:
         #: Whether a step is being captured: then nothing is counted on the host.
         self.capturing = False
         #: Why the last single token was not replayed from a captured graph; None if it was.
-        self.uncaptured: str | None = "no single token has come yet"
+        self.uncaptured: str | None = _NO_TOKEN
         self._storage: PagedStorage | None = None
+        self._give_back: Any = None
         self._forget_tokens()
 
     def _forget_tokens(self) -> None:
         self.interval, self._since, self._evicted_at = _LEAST_INTERVAL, 0, 0
+        #: Tokens that the next positions count: more than layers have where a call broke off.
+        self._begun = 0
         self._broken = False
         self.max_keys: int = 0
-        #: Keys that a budget leaves room for: those that come before the next eviction.
-        self.incoming = _LEAST_INTERVAL
         for layer in self.layers:
             layer.length, layer.account, layer.query_range = 0, None, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         clone = copy(self)
-        clone._storage = deepcopy(self._storage, memo)
+        clone._storage, clone._give_back = deepcopy(self._storage, memo), None
         clone.layers = []
         for layer in self.layers:
             twin = copy(layer)
             twin._cache = weakref.proxy(clone)
-            twin.account, twin.query_range = deepcopy(layer.account, memo), deepcopy(layer.query_range, memo)
+            twin.account, twin.query_range = deepcopy(layer.account, memo), copy(layer.query_range)
+            if twin.query_range is not None:
+                twin.query_range.buffers = clone.storage.query_range[layer.index]
             clone.layers.append(twin)
         return clone
 
@@ -121,7 +127,8 @@ class PagedCache:
         clone = copy(self)
         if eps is not None:
             clone.rule = EvictionRule(eps=eps, bounds=BOUNDS[0] if self.rule is None else self.rule.bounds)
-        clone._storage, clone.capturing = None, False
+        clone._storage, clone._give_back, clone.capturing = None, None, False
+        clone.uncaptured = _NO_TOKEN
         clone.layers = [PagedLayer(clone, layer.index, layer.spec) for layer in self.layers]
         clone._forget_tokens()
         return clone
@@ -142,15 +149,18 @@ class PagedCache:
         """Tokens that have come, cached or not.
 
         Raises:
-            ValueError: the layers have different numbers, since an earlier call broke off.
+            ValueError: an earlier call broke off.
         """
-        lengths = sorted({layer.length for layer in self.layers})
-        if len(lengths) != 1 or self._broken:
-            raise ValueError(
-                f"cache: layers have from {lengths[0]} to {lengths[-1]} tokens, expected as many in each; "
-                "a call broke off, begin again with an empty cache"
-            )
-        return lengths[0]
+        if self._broken or len({layer.length for layer in self.layers}) != 1:
+            raise self._broken_off()
+        return self.layers[0].length
+
+    def _broken_off(self) -> ValueError:
+        lengths = [layer.length for layer in self.layers]
+        return ValueError(
+            f"cache: a call broke off, and layers have from {min(lengths)} to {max(lengths)} tokens; "
+            "expected a cache that is whole, reset() empties it"
+        )
 
     @property
     def nbytes(self) -> int:
@@ -167,13 +177,17 @@ class PagedCache:
 
     @property
     def realised_eps(self) -> float:
-        """The most attention that any query of any layer and head can have lost to eviction; nan where unbounded."""
-        accounts = [layer.account for layer in self.layers if layer.account is not None]
-        return max((float(account.realised_eps.max()) for account in accounts), default=0.0)
+        """The most attention that any query of any layer and head can have lost to eviction; 1: nothing is known."""
+        return max(layer.realised_eps for layer in self.layers)
+
+    @property
+    def measures_queries(self) -> bool:
+        """Whether bounds on future queries come from those so far, which every step then measures."""
+        return any(layer.query_range is not None for layer in self.layers)
 
     @property
     def skip_eps(self) -> float:
-        """The attention that queries of a prompt may lose to skipped tiles: half of eps, the other half is eviction's."""
+        """The attention that queries of a prompt may lose to skipped tiles: half of eps, the other is eviction's."""
         if self.rule is None or self.rule.eps is None:
             return _FULL_EPS.get(self.storage.layout.dtype, 0.0)
         return self.rule.eps / 2
@@ -211,37 +225,62 @@ class PagedCache:
 
     def _begin(self, n: int, positions: Tensor, real: Tensor | None) -> None:
         """Take new tokens of a call into account: evict where that is due, and remember the next position."""
-        batch = self.storage.lengths.size(1)
         _ = self.length
+        self._rewind(self.layers[0].length)
         if not n:
             return
-        rows = positions.to(torch.int64).expand(batch, n)
-        if self.rule is not None:
-            if bool((rows[:, -1] < self.storage.next_position).any()):
-                raise ValueError("positions: got some that go back, expected each behind those that are cached")
-            if self.layers[0].length and self._since + min(n, JUDGED_AT_ONCE) > self.interval:
-                # A long chunk is judged when it is stored.
-                self.incoming = max(self.interval, n if n < JUDGED_AT_ONCE else 0)
-                self.evict(torch.maximum(rows[:, 0], self.storage.next_position))
-            self.incoming = self.interval
-        last = rows[:, -1] + 1
-        self.storage.next_position.copy_(
-            last if real is None else torch.where(real[:, -1], last, self.storage.next_position)
-        )
-        if self.rule is not None and n >= JUDGED_AT_ONCE:
-            self._evicted_at, self._since = self.layers[0].length + n, 0
+        following = self.storage.next_position
+        rows = positions.to(torch.int64).expand(following.size(0), n)
+        last, first = rows[:, -1] + 1, rows[:, 0]
+        if real is not None:
+            tokens = real.sum(1)
+            last, first = (torch.where(tokens > 0, x, following) for x in (last, last - tokens))
+        self._check_positions(rows, first, real)
+        if self.rule is not None and self.layers[0].length and self._since + min(n, _JUDGED_AT_ONCE) > self.interval:
+            self.evict(torch.maximum(first, following))
+        following.copy_(last)
+        self._begun += n
+        if self.judges_at_once(n):
+            self._evicted_at, self._since = self._begun, 0
         else:
             self._since += n
+
+    def _check_positions(self, rows: Tensor, first: Tensor, real: Tensor | None) -> None:
+        """Refuse positions (B, n) that do not rise by one, the first (B,) being before those cached, or pads behind."""
+        if real is not None and bool((real[:, :-1] & ~real[:, 1:]).any()):
+            raise ValueError("documents: got pads behind a token, expected padding on the left")
+        if self.rule is not None and bool((first < self.storage.next_position).any()):
+            raise ValueError("positions: got some that go back, expected each behind those that are cached")
+        if rows.size(1) > 1:
+            uneven = rows.diff(dim=1) != 1
+            if bool((uneven if real is None else uneven & real[:, :-1]).any()):
+                raise ValueError("positions: expected those of a call to rise by one in every row")
+
+    def _rewind(self, length: int) -> None:
+        """Take positions back to so many tokens: of some that are dropped, or of a call that broke off."""
+        taken_back = self._begun - length
+        if taken_back and self._storage is not None:
+            self.storage.next_position.sub_(taken_back).clamp_(min=0)
+            self._since = max(0, self._since - taken_back)
+        self._begun = length
+
+    def judges_at_once(self, n: int) -> bool:
+        """Whether keys of a call with n tokens are judged when they are stored, and not at the next eviction."""
+        if self.rule is None:
+            return False
+        # A budget holds behind every call.
+        return n >= _JUDGED_AT_ONCE if self.rule.eps is not None else n > self.interval
 
     def evict(self, first: Tensor | None = None) -> None:
         """Evict now what queries from positions `first` (B,) on can do without; by default those that come next."""
         if self._storage is None or self.rule is None:
             return
-        first = self.storage.next_position.clone() if first is None else first
-        for layer in self.layers:
-            layer.evict(first)
-        self._evicted_at, self._since = self.length, 0
-        self.storage.settle(self._room())
+        length, first = self.length, self.storage.next_position if first is None else first
+        with self.writing():
+            for layer in self.layers:
+                layer.evict(first)
+            self._evicted_at, self._since = length, 0
+            self.storage.settle(self._room())
 
     def _room(self) -> int:
         """The interval to the next eviction, set anew: a share of what is cached."""
@@ -254,27 +293,36 @@ class PagedCache:
 
     def ready_for_step(self, positions: Tensor) -> None:
         """Make sure that a captured step can add one token: room everywhere, eviction where it is due."""
+        self._rewind(self.length)
         if self.rule is not None and self._since + 1 > self.interval:
             self.evict(positions[:, 0].to(torch.int64))
         if self.storage.room() < 1:
-            self.storage.settle(max(self.interval, 4 * PAGE))
+            budgeted = self.rule is not None and self.rule.eps is None
+            self.storage.settle(self.interval if budgeted else max(self.interval, 4 * PAGE))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A context that changes what is cached; if it breaks off, the cache has to be emptied."""
+        self._broken = True
+        yield
+        self._broken = False
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """A context in which a captured step adds one token; if it breaks off, the cache cannot be used again."""
-        self._broken = True
-        yield
-        self.storage.advance()
-        for layer in self.layers:
-            layer.length += 1
-        self._since += 1
-        self._broken = False
+        """A context in which a captured step adds one token; if it breaks off, the cache has to be emptied."""
+        with self.writing():
+            yield
+            self.storage.advance()
+            for layer in self.layers:
+                layer.length += 1
+            self._since, self._begun = self._since + 1, self._begun + 1
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens.
 
         Raises:
-            ValueError: length is negative or beyond what has come, or keys were evicted that a token there could see.
+            ValueError: length is negative or beyond what has come, keys were evicted that a token there could see, or a
+                call broke off while it wrote.
         """
         current = min(layer.length for layer in self.layers)
         if whole("length", length, 0) > current:
@@ -286,42 +334,51 @@ class PagedCache:
             raise invalid_argument(
                 "length", length, f"0, or at least {self._evicted_at}: keys were evicted for tokens from there on"
             )
-        for layer in self.layers:
-            # A call that broke off left some layers with more.
-            self.storage.drop_last(layer.index, layer.length - length)
-            layer.length = length
-        self.storage.next_position -= current - length
-        self._since = max(0, self._since - (current - length))
+        if self._broken:
+            raise self._broken_off()
+        with self.writing():
+            for layer in self.layers:
+                # A call that broke off left some layers with more.
+                self.storage.drop_last(layer.index, layer.length - length)
+                layer.length = length
+            self._rewind(length)
 
     def reset(self) -> None:
         """Forget everything and give the pages back."""
-        if self._storage is not None:
-            self._storage.clear()
+        if self._give_back is not None:
+            self._give_back()
+        self._storage = self._give_back = None
         self._forget_tokens()
 
     def _open(self, k: Tensor, v: Tensor) -> None:
         """Make the pages for a batch like k and v, or take those that an earlier cache of the model has left."""
         layout = page_layout(k.size(-1), v.size(-1), k.dtype)
         shape, device = (len(self.layers), k.size(0), self.layers[0].spec.n_kv_heads), k.device
+        self._set_budget(layout.nbytes * math.prod(shape))
         idle = _IDLE.pop(self._model(), None)
         fits = idle is not None and (idle.shape, idle.layout, idle.device) == (shape, layout, device)
         query_heads = self.layers[0].spec.n_heads
-        self._storage = storage = idle if fits else PagedStorage(*shape, query_heads, layout, device)
-        weakref.finalize(self, _park, self._model, storage).atexit = False
+        storage = idle if idle is not None and fits else PagedStorage(*shape, query_heads, layout, device)
+        self._storage = storage
+        self._give_back = weakref.finalize(self, _park, self._model, storage)
+        self._give_back.atexit = False
         if self.rule is None:
+            return
+        for layer in self.layers:
+            if layer.spec.limits is None and layer.spec.least_rate is not None:
+                layer.query_range = QueryRange(layer.spec.least_rate, storage.query_range[layer.index])
+
+    def _set_budget(self, page_bytes: int) -> None:
+        """The keys that a budget allows, where a page of every sequence takes so many bytes, and the interval."""
+        if self.rule is None or self.rule.eps is not None:
             return
         self.max_keys = self.rule.max_keys or 0
         if self.rule.max_bytes is not None:
             # A sequence may leave a page half empty.
-            self.max_keys = self.rule.max_bytes // (layout.nbytes // PAGE * math.prod(shape)) - PAGE
+            self.max_keys = self.rule.max_bytes * PAGE // page_bytes - PAGE
             if self.max_keys < 2 * PAGE:
-                least = 3 * layout.nbytes * math.prod(shape)
-                raise invalid_argument("max_bytes", self.rule.max_bytes, f"at least {least:,} for this batch")
-        if self.rule.eps is None:
-            self.interval = self.incoming = max(1, min(4 * PAGE, self.max_keys // _INTERVAL_SHARE))
-        for layer in self.layers:
-            if layer.spec.limits is None and layer.spec.least_rate is not None:
-                layer.query_range = QueryRange(layer.spec.least_rate, storage.query_range[layer.index])
+                raise invalid_argument("max_bytes", self.rule.max_bytes, f"at least {3 * page_bytes:,} for this batch")
+        self.interval = max(1, min(4 * PAGE, self.max_keys // _INTERVAL_SHARE))
 
 
 class FullCache(PagedCache):

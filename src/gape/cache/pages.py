@@ -61,7 +61,8 @@ class PagedStorage:
         #: The captured decoding step that reads these tables, and whether a single token has run before it.
         self.graph: Any = None
         self.stepped = False
-        self.width = 0
+        self.width, self._owned = 0, np.zeros(self.shape, dtype=np.int64)
+        self._table: Any = np.zeros((*self.shape, 0), dtype=np.int64)
         self._widen(_FIRST_WIDTH)
         self._forget_pages()
 
@@ -168,9 +169,9 @@ class PagedStorage:
             keys: what :func:`gape.ops.paged.read_keys` gave for the first N slots.
             keep: bool (B, H, N), the keys that stay; slots behind a sequence's length do not.
         """
-        pages = self.pages(layer, heads)
+        k, v, exposure, positions = keys
         slots = (keep.cumsum(-1, dtype=torch.int32) - 1).masked_fill(~keep, -1).int()
-        write_keys(pages, *keys, slots)
+        write_keys(self.pages(layer, heads), k, v, exposure, positions, slots)
         self.lengths[layer].index_copy_(1, heads, keep.sum(-1, dtype=torch.int32))
 
     def read(self, layer: int, heads: Tensor) -> tuple[Tensor, ...]:
@@ -182,7 +183,7 @@ class PagedStorage:
         return read_keys(pages, slots.masked_fill(slots >= pages.lengths.unsqueeze(-1), -1))
 
     def settle(self, room: int, layer: int | None = None) -> None:
-        """Read lengths back, free pages that are not needed, and make room for so many more keys: in one layer, or all."""
+        """Read lengths back, free spare pages, and make room for so many more keys: in one layer, or all."""
         part = slice(None) if layer is None else slice(layer, layer + 1)
         self.counts[part] = self.lengths[part].cpu().numpy()
         wanted = -(-(self.counts[part] + room) // PAGE)
@@ -244,10 +245,7 @@ class PagedStorage:
         """Room for so many pages in the block tables, and some more."""
         old, width = self.width, max(width + width // _GROWTH, _FIRST_WIDTH)
         table = np.full((*self.shape, width), -1, dtype=np.int64)
-        if old:
-            table[..., :old] = self._table
-        else:
-            self._owned = np.zeros(self.shape, dtype=np.int64)
+        table[..., :old] = self._table
         self._table, self.width = table, width
         with torch.inference_mode(False):
             self.table = torch.full(table.shape, -1, dtype=torch.int32, device=self.device)
