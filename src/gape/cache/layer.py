@@ -27,9 +27,6 @@ from gape.ops.plain import attention
 if TYPE_CHECKING:
     from gape.cache.paged import PagedCache
 
-#: Tokens of a call, all rows together, from which keys are judged before they are stored, and not at the next eviction.
-JUDGED_AT_ONCE = 32_768
-
 #: Rotated q and k, the queries' rate (B, Hq, n) and the keys' landmark (B, Hk, n); None without gates.
 Rotated = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -200,12 +197,12 @@ class PagedLayer:
         keep = None if real is None else real[:, None].expand(-1, k.size(1), -1)
         if cache.measures:
             cache.evictor.include(self.index, q, k, self.spec.scale, real)
-        at_once = cache.rule is not None and k.size(0) * k.size(2) >= JUDGED_AT_ONCE
-        if at_once and cache.rule.eps is not None:
+        at_once, by_eps = cache.judges_at_once(k.size(2)), cache.rule is not None and cache.rule.eps is not None
+        if at_once and by_eps:
             keep = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device) if keep is None else keep
             keep = cache.evictor.judge(self.index, k, exposure, positions, keep, storage.next_position)
         storage.append(self.index, k, v, exposure, positions, keep)
-        if at_once and cache.rule.eps is None:
+        if at_once and not by_eps:
             cache.evictor.evict(storage.next_position, cache.evictor.interval, self.index)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gape.cache.bounds import least_rates, limits_of_weights
 from gape.cache.eviction import BOUNDS, EvictionRule
 from gape.cache.evictor import Evictor
-from gape.cache.layer import JUDGED_AT_ONCE, LayerSpec, PagedLayer
+from gape.cache.layer import LayerSpec, PagedLayer
 from gape.cache.pages import PagedStorage
 from gape.ops.paged import PAGE, page_layout
 from gape.utils.validation import flag, invalid_argument, whole
@@ -25,6 +25,9 @@ from gape.utils.validation import flag, invalid_argument, whole
 if TYPE_CHECKING:
     from gape.models.gpt import GPT
 
+#: Tokens of a call, all rows together, from which keys are judged before they are stored, and not at the next eviction:
+#: that costs time for each layer, and saves the memory of a whole prompt.
+JUDGED_AT_ONCE = 32_768
 #: Attention that a full cache may lose to skipped tiles, by dtype: far below what rounding does to it.
 _FULL_EPS = {torch.bfloat16: 2.0**-20, torch.float16: 2.0**-20, torch.float32: 2.0**-30}
 
@@ -191,14 +194,21 @@ class PagedCache:
         batch = storage.shape[1]
         rows = positions.to(torch.int64).expand(batch, n)
         self._refuse_positions(rows, real)
-        at_once = batch * n >= JUDGED_AT_ONCE
-        if self.rule is not None and length and self._since + min(n, 256) > self.evictor.interval:
+        at_once = self.judges_at_once(n)
+        if self.rule is not None and length and self._since + min(n, 4 * PAGE) > self.evictor.interval:
             self.evict(torch.maximum(rows[:, 0], storage.next_position), incoming=0 if at_once else n)
         last = rows[:, -1] + 1
         storage.next_position.copy_(last if real is None else torch.where(real[:, -1], last, storage.next_position))
         self._since += n
-        if self.rule is not None and at_once:
+        if at_once:
             self._evicted_at, self._since = length + n, 0
+
+    def judges_at_once(self, n: int) -> bool:
+        """Whether the keys of n tokens are judged when they are stored: many, or more than a budget has room for."""
+        if self.rule is None:
+            return False
+        many = self.storage.shape[1] * n >= JUDGED_AT_ONCE
+        return many if self.rule.eps is not None else n > self.evictor.interval
 
     def _refuse_positions(self, rows: Tensor, real: Tensor | None) -> None:
         """Refuse positions (B, n) that do not rise by one, or that go back behind what is cached."""
