@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gape.hf.captured import Captured
     from gape.hf.forgetting import ForgettingCache
     from gape.hf.formats import read_gguf, read_llama2c
-    from gape.hf.gates import parameters
+    from gape.hf.gates import parameter_groups, parameters
     from gape.hf.gpt2 import extend_positions
     from gape.hf.injection import Plan, inject, plan, remove
     from gape.hf.keeping import KeepingCache
@@ -41,6 +41,7 @@ _MODULES = {
     "gate_checksum": "save_load",
     "inject": "injection",
     "lora_config": "adapters",
+    "parameter_groups": "gates",
     "parameters": "gates",
     "plan": "injection",
     "read_gguf": "formats",
@@ -60,6 +61,7 @@ __all__ = [
     "gate_checksum",
     "inject",
     "lora_config",
+    "parameter_groups",
     "parameters",
     "plan",
     "read_gguf",
