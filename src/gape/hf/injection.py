@@ -41,7 +41,8 @@ def inject(
 
     Args:
         model: of a family in `gape.hf.families`.
-        context_length: T, the length the model is (or will be) trained at; must be given.
+        context_length: T, the length the model is (or will be) trained at; must be given. For "yarn" it is the context
+            that the model had before, `max_position_embeddings`: its frequencies are stretched by that.
         position: "p-rope+gape", "nope+gape", … puts another scheme in the place of the model's own positions; without
             `+gape` no gates come with it. None keeps the model's positions and adds gates.
         layers: numbers of the layers to put gates into, negative ones from the end; None means all. Another `position`
@@ -62,6 +63,7 @@ def inject(
             beyond the positions that the model has learned, or a value out of range. The model is then as it was.
     """
     settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
+    _warn_of_native(model, family, settings)
     if dry_run:
         print(_plan(model, family, settings))
         return model
@@ -288,6 +290,17 @@ def _wrap(module: Any, wiring: Wiring, settings: Settings, options: Mapping[str,
     module.__class__ = injected_class(module.__class__)
     module.gape_wiring = wiring
     setattr(module, MODULE, gates)
+
+
+def _warn_of_native(model: Any, family: Family, settings: Settings) -> None:
+    """Warn where YaRN would choose the frequencies to stretch by another length than the model was trained at."""
+    native = getattr(model.config, "max_position_embeddings", None)
+    if settings.base == "yarn" and family.layout.rotary and native not in (None, settings.context_length):
+        log.warning(
+            "context_length: yarn takes the model's own context to choose which frequencies to stretch; got T = %d, "
+            "expected max_position_embeddings = %d",
+            settings.context_length, native,
+        )  # fmt: skip
 
 
 def _warn_of_dropout(module: Any) -> None:
