@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from gape.hf.formats import read_gguf, read_llama2c
     from gape.hf.gates import parameter_groups, parameters
     from gape.hf.gpt2 import extend_positions
-    from gape.hf.injection import Plan, inject, plan, remove
+    from gape.hf.injection import inject, plan, remove
     from gape.hf.keeping import KeepingCache
     from gape.hf.language import LanguageModel
     from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM
+    from gape.hf.plans import InjectionPlan, ModelPlan, explain
     from gape.hf.save_load import gate_checksum
 
 _MODULES = {
@@ -34,9 +35,11 @@ _MODULES = {
     "ForgettingCache": "forgetting",
     "GapeConfig": "modeling_gape",
     "GapeForCausalLM": "modeling_gape",
+    "InjectionPlan": "plans",
     "KeepingCache": "keeping",
     "LanguageModel": "language",
-    "Plan": "injection",
+    "ModelPlan": "plans",
+    "explain": "plans",
     "extend_positions": "gpt2",
     "gate_checksum": "save_load",
     "inject": "injection",
@@ -54,9 +57,11 @@ __all__ = [
     "ForgettingCache",
     "GapeConfig",
     "GapeForCausalLM",
+    "InjectionPlan",
     "KeepingCache",
     "LanguageModel",
-    "Plan",
+    "ModelPlan",
+    "explain",
     "extend_positions",
     "gate_checksum",
     "inject",
