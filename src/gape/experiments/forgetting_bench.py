@@ -97,7 +97,7 @@ def gpt_subject(model: GPT) -> Subject:
     width = next(model.blocks()).attention.head_dim
 
     def problems(ids: Tensor) -> list[Problem]:
-        layers = (layer.problem(0, layer.seen.n_q) for layer in attended(model, ids, logits_to_keep=1))
+        layers = (layer.problem(0, layer.visibility.n_q) for layer in attended(model, ids, logits_to_keep=1))
         return [replace(problem, v=problem.k.new_empty(*problem.k.shape[:3], width)) for problem in layers]
 
     def check(longest: int) -> None:
