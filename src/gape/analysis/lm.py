@@ -20,9 +20,9 @@ from gape.analysis.routing import effective_context
 from gape.analysis.spectrum import pair_norms, rotary
 from gape.analysis.tap import Attended, tap
 from gape.models.attention import GAPEAttention
+from gape.utils.jsonl import Record
 from gape.utils.validation import invalid_argument
 
-Record = dict[str, Any]
 Check = Callable[[], None]
 
 #: Shares of the attention whose distance is stored, and the share that the theory's horizon may lose.

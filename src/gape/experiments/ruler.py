@@ -14,7 +14,7 @@ import torch
 
 from gape.data import load_tokenizer
 from gape.experiments import experiment
-from gape.experiments.experiment import Log, Record
+from gape.experiments.experiment import Log
 from gape.experiments.open_model import read_run
 from gape.experiments.recipe import RUNS
 from gape.experiments.result_store import ResultStore
@@ -28,7 +28,7 @@ from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
 from gape.tasks.ruler.tasks import TASKS, task
 from gape.utils import files, locks
-from gape.utils.jsonl import read_object
+from gape.utils.jsonl import Record, read_object
 from gape.utils.progress import ProgressTable
 from gape.utils.validation import invalid_argument, whole
 

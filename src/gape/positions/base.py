@@ -56,8 +56,6 @@ class Scheme(nn.Module):
 
     #: Why `+gape` may not follow this scheme; None where it may.
     refuses_gates: ClassVar[str | None] = None
-    #: Whether the scheme runs the gated operator (and so profits from reserved coordinates).
-    gated: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -167,11 +165,6 @@ def distance(q_positions: Tensor, k_positions: Tensor) -> Tensor:
             raise invalid_argument(name, x, "an integer tensor")
     delta = q_positions.to(torch.int64).unsqueeze(-1) - k_positions.to(torch.int64).unsqueeze(-2)
     return delta.unsqueeze(0).unsqueeze(0) if delta.dim() == 2 else delta.unsqueeze(1)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which positional numbers are computed: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

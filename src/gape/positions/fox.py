@@ -9,7 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape.ops import attention
-from gape.positions.base import Scheme, Side, Sizes, wide, without_autocast
+from gape.ops.inputs import bias_dtype
+from gape.positions.base import Scheme, Side, Sizes, without_autocast
 from gape.utils.validation import finite, invalid_argument
 
 
@@ -36,7 +37,7 @@ class ForgetGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, N, E) → log f (B, Hq, N), at most 0."""
-        dtype = wide(x.dtype)
+        dtype = bias_dtype(x.dtype)
         with without_autocast(x.device):
             logits = F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
         return F.logsigmoid(logits).transpose(1, 2)

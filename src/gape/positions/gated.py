@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ class Gated(Scheme):
         ValueError: the base refuses gates, or its context_length is None.
     """
 
-    gated: ClassVar[bool] = True
     context_length: float
 
     def __init__(self, base: Scheme, **gate_options: Any) -> None:

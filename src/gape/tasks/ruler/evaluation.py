@@ -19,7 +19,7 @@ from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Source
 from gape.tasks.ruler.tasks import cleaned, score, task
 from gape.utils import files
-from gape.utils.jsonl import JSONLines, read_object
+from gape.utils.jsonl import JSONLines, Record, read_object
 from gape.utils.run_info import manifest
 from gape.utils.validation import invalid_argument, weight, whole
 
@@ -84,7 +84,6 @@ class Way:
 DENSE = Way()
 
 
-Record = dict[str, Any]
 SAMPLES, MANIFEST = "samples.jsonl", "manifest.json"
 
 
