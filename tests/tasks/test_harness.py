@@ -135,7 +135,7 @@ def test_rulers_own_wording_from_lm_eval(tmp_path: Path) -> None:
     folder = small.random_gpt2(tmp_path)
     made = generator.samples("fwe", 4096, str(folder), 2, seed=0)
     assert len(made) == 2
-    found = sample(made[0], where="here", source="s", number=1)
+    found = sample(made[0], place="here", source="s", number=1)
     assert (found.task, found.length, found.budget) == ("fwe", 4096, 50)
     assert found.prefix.startswith(" Answer:")
     assert all(output in found.input for output in found.outputs)

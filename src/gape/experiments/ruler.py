@@ -270,7 +270,7 @@ def _measured(opened: _Opened, items: Sequence[Prepared], evaluation: Evaluation
     opened.home.mkdir(parents=True, exist_ok=True)
     with locks.locked(opened.home, "measured"), ProgressTable(unit="sample") as table:
         rows = scoring.evaluate(
-            opened.reader, items, settings, opened.home / HOME / key, asked=question,
+            opened.reader, items, settings, opened.home / HOME / key, question=question,
             progress=lambda done, total: table.show(name, done, total),
         )  # fmt: skip
         table.remove(name)

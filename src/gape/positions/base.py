@@ -92,14 +92,14 @@ class Scheme(nn.Module):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **seen: Any,
+        **visibility: Any,
     ) -> Tensor:  # fmt: skip
         """Attend with what `queries` and `keys` returned.
 
-        `seen` says who may see whom: q_positions, k_positions, q_documents, k_documents, attn_mask and
+        `visibility` says who may see whom: q_positions, k_positions, q_documents, k_documents, attn_mask and
         is_causal of :func:`gape.gated_attention`. Returns (B, Hq, Nq, Dv).
         """
-        return attention(q, k, v, scale=scale, **seen)
+        return attention(q, k, v, scale=scale, **visibility)
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:
         """What a fused pass over q and k of n tokens in index order has to do.

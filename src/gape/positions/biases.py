@@ -34,10 +34,10 @@ class Biased(Scheme):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **seen: Any,
+        **visibility: Any,
     ) -> Tensor:  # fmt: skip
         """Attend under the bias; sides and `impl` are not used. Returns (B, Hq, Nq, Dv)."""
-        return attention(q, k, v, bias=self.bias, scale=scale, **seen)
+        return attention(q, k, v, bias=self.bias, scale=scale, **visibility)
 
 
 def inverse_softplus(value: Tensor) -> Tensor:
@@ -59,13 +59,15 @@ class ALiBi(Scheme):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **seen: Any,
+        **visibility: Any,
     ) -> Tensor:  # fmt: skip
         """Attend under the penalty; the sides are not used. Returns (B, Hq, Nq, Dv)."""
         dtype = bias_dtype(q.dtype)
         gate, landmark = q.new_ones(q.shape[:3], dtype=dtype), k.new_zeros(k.shape[:3], dtype=dtype)
         slopes = self._slopes.on(q.device, dtype)
-        return gated_attention(q, k, v, gate, landmark, slopes, context_length=1.0, scale=scale, impl=impl, **seen)
+        return gated_attention(
+            q, k, v, gate, landmark, slopes, context_length=1.0, scale=scale, impl=impl, **visibility
+        )
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """−m_h · (i − j), (1 or B, Hq, Nq, Nk) in float32: what `attend` adds, written out."""

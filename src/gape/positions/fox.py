@@ -85,7 +85,7 @@ class FoX(Scheme):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **seen: Any,
+        **visibility: Any,
     ) -> Tensor:  # fmt: skip
         """Attend under the decay; k_side (B, Hq, Nk) is F of all keys. Returns (B, Hq, Nq, Dv).
 
@@ -94,4 +94,4 @@ class FoX(Scheme):
         """
         if k_side is None:
             raise invalid_argument("k_side", None, "the cumulative decay that keys() returned")
-        return attention(q, k, v, key_bias=-k_side, scale=scale, **seen)
+        return attention(q, k, v, key_bias=-k_side, scale=scale, **visibility)

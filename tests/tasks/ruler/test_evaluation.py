@@ -33,8 +33,8 @@ def items(tmp_path: Path, reader: GPTReader) -> list[Prepared]:
 
 
 def score(reader: GPTReader, items: list[Prepared], home: Path, **more: object) -> list[dict[str, object]]:
-    asked = evaluation.question({"weights": "w"}, SOURCES, SETTINGS)
-    return evaluation.evaluate(reader, items, SETTINGS, home, asked=asked, **more)  # type: ignore[arg-type]
+    question = evaluation.question({"weights": "w"}, SOURCES, SETTINGS)
+    return evaluation.evaluate(reader, items, SETTINGS, home, question=question, **more)  # type: ignore[arg-type]
 
 
 def test_rows_say_everything(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_a_stop_keeps_what_was_scored(reader: GPTReader, items: list[Prepared], 
 
 def test_another_question_is_refused(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
     score(reader, items, tmp_path / "out")
-    asked = evaluation.question({"weights": "other"}, SOURCES, SETTINGS)
+    question = evaluation.question({"weights": "other"}, SOURCES, SETTINGS)
     with pytest.raises(ValueError, match=r"out: got .* expected a directory of the same evaluation"):
-        evaluation.evaluate(reader, items, SETTINGS, tmp_path / "out", asked=asked)
+        evaluation.evaluate(reader, items, SETTINGS, tmp_path / "out", question=question)
 
 
 def test_a_broken_line_of_scored_samples_is_named(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:

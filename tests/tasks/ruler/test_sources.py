@@ -15,7 +15,7 @@ from tests.tasks.ruler import small
 
 
 def of(**fields: object) -> object:
-    return sample({"task": "vt", "max_seq_length": 512} | fields, where="here", source="s", number=1)
+    return sample({"task": "vt", "max_seq_length": 512} | fields, place="here", source="s", number=1)
 
 
 @pytest.mark.parametrize(
