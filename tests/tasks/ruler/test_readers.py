@@ -42,8 +42,8 @@ PROMPTS, ANSWERS = rows(40, 61, 23), rows(5, 2, 9, seed=1)
 @pytest.mark.parametrize("chunk", [16384, 16])
 def test_losses_are_those_of_a_plain_forward_pass(position: str, chunk: int) -> None:
     reader = ours(position, chunk)
-    found = reader.losses(PROMPTS, ANSWERS)
-    for prompt, answer, losses in zip(PROMPTS, ANSWERS, found, strict=True):
+    actual = reader.losses(PROMPTS, ANSWERS)
+    for prompt, answer, losses in zip(PROMPTS, ANSWERS, actual, strict=True):
         ids = torch.from_numpy(np.concatenate([prompt, answer]))[None]
         logs = reader.model(ids).logits[0].log_softmax(-1).detach()
         plain = [-float(logs[len(prompt) + n - 1, token]) for n, token in enumerate(answer)]
@@ -56,9 +56,9 @@ def test_answers_do_not_depend_on_companions(position: str, chunk: int) -> None:
     """Nor on chunks: each is what the model generates by itself."""
     reader = ours(position, chunk)
     together = reader.complete(PROMPTS, [7, 3, 5])
-    for prompt, budget, found in zip(PROMPTS, [7, 3, 5], together, strict=True):
+    for prompt, budget, actual in zip(PROMPTS, [7, 3, 5], together, strict=True):
         alone = reader.model.generate(torch.from_numpy(prompt)[None], budget, temperature=0)
-        assert found == alone[0, len(prompt) :].tolist()
+        assert actual == alone[0, len(prompt) :].tolist()
 
 
 def test_an_end_of_text_ends_an_answer() -> None:
@@ -88,11 +88,11 @@ def test_a_model_of_transformers_has_its_own_loss(gpt2: Path, chunk: int) -> Non
 def test_a_model_of_transformers_generates_by_itself_what_it_does_in_company(gpt2: Path) -> None:
     reader = transformers_reader(str(gpt2))
     together = reader.complete(PROMPTS, [6, 2, 4])
-    for prompt, budget, found in zip(PROMPTS, [6, 2, 4], together, strict=True):
+    for prompt, budget, actual in zip(PROMPTS, [6, 2, 4], together, strict=True):
         ids = torch.from_numpy(prompt)[None]
         alone = reader.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=budget, do_sample=False)
         expected = alone[0, len(prompt) :].tolist()
-        assert found == expected[: [*expected, 0].index(0)]
+        assert actual == expected[: [*expected, 0].index(0)]
 
 
 def test_answers_are_greedy_whatever_a_model_comes_with(gpt2: Path, tmp_path: Path) -> None:
@@ -187,8 +187,8 @@ def test_samples_that_are_too_long() -> None:
         False,
         True,
     ]
-    kept, cut = prompts.prepare(reader, samples, max_length=60, overlength="truncate")
-    assert (kept.cut, cut.cut, len(cut.prompt), cut.tokens) == (0, 27, 40, 67)
+    intact, cut = prompts.prepare(reader, samples, max_length=60, overlength="truncate")
+    assert (intact.cut, cut.cut, len(cut.prompt), cut.tokens) == (0, 27, 40, 67)
     assert reader.decode(cut.prompt.tolist()) == "x" * 33 + " It is:"
     with pytest.raises(ValueError, match="overlength: got str 'left', expected one of error, skip, truncate"):
         prompts.prepare(reader, samples, overlength="left")
