@@ -17,7 +17,7 @@ import torch
 
 from gape.analysis.passages import Reader
 from gape.experiments import forgetting_timing as timing
-from gape.experiments.experiment import Log, Record, pick_device
+from gape.experiments.experiment import Log, pick_device
 from gape.experiments.forgetting_bench import (
     Bench,
     Forgetful,
@@ -36,6 +36,7 @@ from gape.ops.inputs import Problem
 from gape.report.results import pack_hits
 from gape.tasks import niah, perplexity, perplexity_rows
 from gape.utils import locks
+from gape.utils.jsonl import Record
 from gape.utils.progress import Progress, ProgressTable
 from gape.utils.validation import invalid_argument
 

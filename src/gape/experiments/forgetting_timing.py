@@ -22,13 +22,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gape.experiments.experiment import Record
 from gape.models.cuda_graphs import Captured, Recorder, why_not
 from gape.models.gpt import GPT
 from gape.models.skipping import skipping
 from gape.ops import gated_attention
 from gape.ops.inputs import Problem
 from gape.ops.prologue import whole_rows
+from gape.utils.jsonl import Record
 from gape.utils.timing import measured
 
 if TYPE_CHECKING:
