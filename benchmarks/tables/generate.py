@@ -56,10 +56,11 @@ def _table(rows: list[Row], *, tokens: bool) -> str:
 
 def _cell(row: Row, base: Row | None, name: str, *, unit: float = 1.0, rate: float = 0.0) -> str:
     """A figure over `unit`, or `rate` over the figure, and its ratio to that of the model without gates."""
-    if not row[name]:
+    # Where one token takes no time beside the prefill, the difference of two calls may be below zero.
+    if not row[name] or float(row[name]) <= 0:
         return "–"
     value = rate / float(row[name]) if rate else float(row[name]) / unit
-    if base is None or base is row or not base.get(name):
+    if base is None or base is row or not base[name] or float(base[name]) <= 0:
         return f"{value:.3g}"
     ratio = float(row[name]) / float(base[name])
     return f"{value:.3g} ({1 / ratio if rate else ratio:.2f}×)"
