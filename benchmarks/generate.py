@@ -39,7 +39,8 @@ from gape.utils.validation import invalid_argument, positive_number, whole
 
 FIELDS = (
     *common.STAMP, "transformers", "model", "dtype", "text", "prompt", "batch", "cache", "eps", "bounds", "chunk",
-    "new_tokens", "prefill_s", "ms_per_token", "setup_s", "cache_bytes", "peak_bytes", "failed",
+    "new_tokens", "repeats", "decode_repeats", "prefill_s", "ms_per_token", "setup_s", "cache_bytes", "peak_bytes",
+    "failed",
 )  # fmt: skip
 SHOWN = (
     "prompt", "batch", "cache", "eps", "bounds", "chunk", "prefill_s", "ms_per_token", "cache_bytes", "peak_bytes",
@@ -321,11 +322,12 @@ def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -
     deadline = time.monotonic() + settings.time_limit
     text = "random" if settings.corpus is None else settings.corpus.resolve().name
     about = {"transformers": transformers.__version__, "dtype": settings.dtype, "text": text}
+    about |= {name: str(getattr(settings, name)) for name in ("new_tokens", "repeats", "decode_repeats")}
     for name in settings.models:
         models = open_models(name, settings)
         for case in settings.cases():
             model = models.plain if case.cache in ("ungated", "static") else models.gated
-            row = {**stamp, **about, "model": models.name, "new_tokens": str(settings.new_tokens), **case.row()}
+            row = {**stamp, **about, "model": models.name, **case.row()}
             ids = prompt_ids(settings, model.config.vocab_size, case.batch, case.prompt)
             say(f"{models.name}: {case}")
             try:

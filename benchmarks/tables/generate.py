@@ -84,7 +84,7 @@ def _failures(rows: Sequence[Row]) -> str:
 
 
 def _origin(rows: Sequence[Row]) -> str:
-    """Versions and commits of rows."""
-    names = ("torch", "transformers", "triton", "commit")
+    """Versions and commits of rows, and of how many calls their times are medians."""
+    names = ("torch", "transformers", "triton", "commit", "new_tokens", "repeats", "decode_repeats")
     own = {name: sorted({row[name] for row in rows if not row["failed"]}) for name in names}
     return ", ".join(f"{name} {' and '.join(values)}" for name, values in own.items())
