@@ -120,7 +120,7 @@ class PagedLayer:
         storage = self._cache.storage
         pages = storage.pages(self.index)
         write_keys(pages, k, v, exposure, positions)
-        out, _ = paged_attention(q, rate, positions, pages, scale=self.spec.scale, new=1)
+        out, _ = paged_attention(q, rate, positions, pages, scale=self.spec.scale, new=1, tickets=storage.tickets)
         if counted:
             storage.lengths[self.index] += 1
             storage.counts[self.index] += 1

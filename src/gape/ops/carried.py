@@ -15,7 +15,6 @@ compiled graph, their rows are not a number, and neither is what attends to them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from gape.ops import columns, inputs, prologue, rank2
 from gape.ops.columns import UNIT, significand_bits
+from gape.ops.decode_prologue import Step
 from gape.ops.inputs import bias_dtype, learning
 from gape.ops.limits import DECODE_QUERIES, MOST_PROGRAMS
 from gape.ops.plain import attention
@@ -31,34 +31,6 @@ from gape.utils import validation
 
 #: Coordinates that each form takes.
 COLUMNS = {"rank2": rank2.COLUMNS, "split": columns.COLUMNS}
-
-#: How a gate reads content: weights (H, C) and biases (H,), or the number that a fixed one takes in their place.
-Reading = tuple[Tensor, Tensor] | float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What a gated scheme does to q and k of a few tokens, where that is turning them and reading gates.
-
-    Attributes:
-        positions: integer (N,) or (B, N).
-        angles: cosines and sines of the tokens, each (N, C/2) or (B, N, C/2), laid out alike, in float32 or half
-            precision, or None to turn nothing. They may be wider: what follows is not read.
-        gate, landmark: how they are read, before softplus and sigmoid; in float32 or half precision.
-        raw_amplitude: (Hq,), Γ before its softplus.
-        floor: least gate, (Hq,) in float32.
-        context_length: T.
-        strength: (Hq,), by whose size Γ is multiplied; None leaves it.
-    """
-
-    positions: Tensor
-    angles: tuple[Tensor, Tensor] | None
-    gate: Reading
-    landmark: Reading
-    raw_amplitude: Tensor
-    floor: Tensor
-    context_length: float
-    strength: Tensor | None = None
 
 
 class Rows(NamedTuple):

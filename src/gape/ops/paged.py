@@ -131,7 +131,8 @@ def paged_attention(
             keys. They are merged in.
         eps: attention that a query may lose to pages that are not read, from 0 to below 1; only with `prior`.
         tickets: int32 zeros, which are zeros again afterwards and which no launch has that may run at the same time. A
-            captured CUDA graph that owns B·Hk or more needs no second launch to merge parts. Read by kernels only.
+            captured CUDA graph that owns B·Hk of them needs no second launch where few parts are merged. Only kernels
+            read them.
 
     Returns:
         Output (B, Hq, n, value_width) in q's dtype and natural log-sum-exp (B, Hq, n) in float32 (float64 beside

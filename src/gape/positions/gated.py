@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gape.gates import GAPEGates, HeadProjection
 from gape.ops import gated_attention
-from gape.ops.carried import Reading, Step
+from gape.ops.decode_prologue import Reading, Step
 from gape.ops.prologue import GateReading, OnePass
 from gape.positions.base import Scheme, Side
 from gape.positions.rotary import NoPE

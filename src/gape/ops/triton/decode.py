@@ -126,7 +126,7 @@ def _launched(
     enough = tickets.numel() >= count if isinstance(tickets, Tensor) else tickets
     alone = enough and plan.merging_steps <= ALONE
     # A pointer that is never followed stands in for tickets that are not there.
-    ticket = lse if not alone else tickets if isinstance(tickets, Tensor) else _tickets(count, q.device)
+    ticket = lse if not alone else tickets if isinstance(tickets, Tensor) else stream_tickets(count, q.device)
     form(plan.kernel)[(plan.splits, batch * n_key_heads, plan.row_tiles)](
         parts, part_lse, ticket, out, lse, *plan.arguments, **plan.flags, MERGE=alone
     )
@@ -141,7 +141,7 @@ def _launched(
 _held: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def _tickets(count: int, device: torch.device) -> Tensor:
+def stream_tickets(count: int, device: torch.device) -> Tensor:
     """At least `count` zeros, int32, which the kernel leaves as zeros; each stream has its own.
 
     Calls on one stream come one after another. A kernel that breaks off takes the whole context with it, so none is

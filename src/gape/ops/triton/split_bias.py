@@ -25,7 +25,7 @@ from gape.ops.triton.decode_plan import power_of_two
 from gape.ops.triton.tiles import single
 
 if TYPE_CHECKING:
-    from gape.ops.carried import Reading, Step
+    from gape.ops.decode_prologue import Reading, Step
 
 #: A power of two between the two sides of a product, as in :mod:`gape.ops.columns`.
 UNIT = tl.constexpr(columns.UNIT)
