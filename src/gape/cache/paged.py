@@ -5,64 +5,31 @@ Shapes: B rows, Hk key heads, n new tokens.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gape.cache.bounds import least_rates, limits_of_weights
-from gape.cache.eviction import QueryRange
-from gape.cache.layer import JUDGED_AT_ONCE, LayerSpec, PagedLayer
+from gape.cache.eviction import BOUNDS, EvictionRule
+from gape.cache.evictor import Evictor
+from gape.cache.layer import LayerSpec, PagedLayer
 from gape.cache.pages import PagedStorage
 from gape.ops.paged import PAGE, page_layout
-from gape.utils.validation import finite, flag, invalid_argument, whole
+from gape.utils.validation import flag, invalid_argument, whole
 
 if TYPE_CHECKING:
     from gape.models.gpt import GPT
 
-#: What bounds on future queries may come from.
-BOUNDS = ("weights", "queries")
-#: Tokens between evictions at least, and the share of the cached keys that may come in between.
-_LEAST_INTERVAL = 64
-_INTERVAL_SHARE = 16
+#: Tokens of a call, all rows together, from which keys are judged before they are stored, and not at the next eviction:
+#: that costs time for each layer, and saves the memory of a whole prompt.
+JUDGED_AT_ONCE = 32_768
 #: Attention that a full cache may lose to skipped tiles, by dtype: far below what rounding does to it.
 _FULL_EPS = {torch.bfloat16: 2.0**-20, torch.float16: 2.0**-20, torch.float32: 2.0**-30}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvictionRule:
-    """When keys are evicted.
-
-    Attributes:
-        eps: the attention that a query may lose, above 0 and below 1; None goes by a budget.
-        max_keys: keys of a key head at most, on average over the heads of a layer; None goes by eps.
-        max_bytes: bytes of the cache at most; None for the others.
-        bounds: where bounds on future queries come from, one of BOUNDS.
-    """
-
-    eps: float | None = None
-    max_keys: int | None = None
-    max_bytes: int | None = None
-    bounds: str = "weights"
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("eps", "max_keys", "max_bytes") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"eps, max_keys, max_bytes: got {', '.join(given) or 'none'}, expected exactly one")
-        if self.eps is not None and not 0 < finite("eps", self.eps, "a number above 0 and below 1") < 1:
-            raise invalid_argument("eps", self.eps, "a number above 0 and below 1")
-        for name in ("max_keys", "max_bytes"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 2 * PAGE)
-        if self.bounds not in BOUNDS:
-            raise invalid_argument("bounds", self.bounds, f"one of {BOUNDS}")
 
 
 class PagedCache:
@@ -87,25 +54,23 @@ class PagedCache:
         #: Why the last single token was not replayed from a captured graph; None if it was.
         self.uncaptured: str | None = "no single token has come yet"
         self._storage: PagedStorage | None = None
+        self._evictor: Evictor | None = None
         self._forget_tokens()
 
     def _forget_tokens(self) -> None:
-        self.interval, self._since, self._evicted_at = _LEAST_INTERVAL, 0, 0
+        self._since = self._evicted_at = 0
         self._broken = False
-        self.max_keys: int = 0
-        #: Keys that a budget leaves room for: those that come before the next eviction.
-        self.incoming = _LEAST_INTERVAL
         for layer in self.layers:
-            layer.length, layer.account, layer.query_range = 0, None, None
+            layer.length = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         clone = copy(self)
-        clone._storage = deepcopy(self._storage, memo)
+        clone._storage = memo[id(self._storage)] = deepcopy(self._storage, memo)
+        clone._evictor = deepcopy(self._evictor, memo)
         clone.layers = []
         for layer in self.layers:
-            twin = copy(layer)
-            twin._cache = weakref.proxy(clone)
-            twin.account, twin.query_range = deepcopy(layer.account, memo), deepcopy(layer.query_range, memo)
+            twin = PagedLayer(clone, layer.index, layer.spec)
+            twin.length = layer.length
             clone.layers.append(twin)
         return clone
 
@@ -121,7 +86,7 @@ class PagedCache:
         clone = copy(self)
         if eps is not None:
             clone.rule = EvictionRule(eps=eps, bounds=BOUNDS[0] if self.rule is None else self.rule.bounds)
-        clone._storage, clone.capturing = None, False
+        clone._storage, clone._evictor, clone.capturing = None, None, False
         clone.layers = [PagedLayer(clone, layer.index, layer.spec) for layer in self.layers]
         clone._forget_tokens()
         return clone
@@ -136,6 +101,22 @@ class PagedCache:
         if self._storage is None:
             raise ValueError("cache: it is empty")
         return self._storage
+
+    @property
+    def evictor(self) -> Evictor:
+        """What evicts keys.
+
+        Raises:
+            ValueError: no token has come yet, or nothing is ever evicted.
+        """
+        if self._evictor is None:
+            raise ValueError("cache: it is empty, or keeps everything")
+        return self._evictor
+
+    @property
+    def measures(self) -> bool:
+        """Whether bounds come from the queries, which are measured as they come."""
+        return self.rule is not None and self.rule.bounds == "queries"
 
     @property
     def length(self) -> int:
@@ -167,22 +148,22 @@ class PagedCache:
 
     @property
     def realised_eps(self) -> float:
-        """The most attention that any query of any layer and head can have lost to eviction; nan where unbounded."""
-        accounts = [layer.account for layer in self.layers if layer.account is not None]
-        return max((float(account.realised_eps.max()) for account in accounts), default=0.0)
+        """The most attention that any query of any layer and head can have lost to eviction."""
+        return 0.0 if self._evictor is None else self._evictor.realised_eps
 
     @property
     def skip_eps(self) -> float:
-        """The attention that queries of a prompt may lose to skipped tiles: half of eps, the other half is eviction's."""
+        """The attention that queries of a prompt may lose to skipped tiles: half of eps; eviction has the other half."""
         if self.rule is None or self.rule.eps is None:
             return _FULL_EPS.get(self.storage.layout.dtype, 0.0)
         return self.rule.eps / 2
 
     def positions(self, layer: int, head: int) -> list[Tensor]:
         """Positions of the keys that a key head of a layer has cached, int32, one tensor for each row."""
-        heads = torch.tensor([head], device=self.storage.device)
-        *_, positions = self.storage.read(layer, heads)
-        return [row[0, :count] for row, count in zip(positions, self.storage.counts[layer][:, head], strict=True)]
+        _, batch, heads = self.storage.shape
+        sequences = (layer * batch + torch.arange(batch, device=self.storage.device)) * heads + head
+        *_, positions, valid = self.storage.read(sequences)
+        return [row[there] for row, there in zip(positions, valid, strict=True)]
 
     def enter(self, model: Any) -> None:
         """Refuse a model other than the one the cache was made for.
@@ -194,70 +175,70 @@ class PagedCache:
             raise ValueError("cache: made for another model, expected its own")
         _ = self.length
 
-    def prepare(self, layer: PagedLayer, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> PagedStorage:
-        """The pages for new tokens of a layer; the first layer of a call evicts for all where that is due.
+    def prepare(self, layer: PagedLayer, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> None:
+        """Get ready for new tokens of a layer; the first layer of a call evicts for all where that is due.
 
         Raises:
-            ValueError: another batch or dtype than cached, positions that go back, or an earlier call broke off.
+            ValueError: another batch than cached, positions that do not rise by one, or an earlier call broke off.
         """
         if self._storage is None:
             self._open(k, v)
-        storage = self.storage
-        if k.size(0) != storage.lengths.size(1) or k.dtype != storage.layout.dtype:
-            raise invalid_argument("k", k, f"a batch of {storage.lengths.size(1)} in {storage.layout.dtype}, as cached")
-        if layer.index == 0:
+        if k.size(0) != self.storage.shape[1]:
+            raise invalid_argument("k", k, f"a batch of {self.storage.shape[1]}, as cached")
+        if layer.index == 0 and k.size(2):
             self._begin(k.size(2), positions, real)
-        return storage
 
     def _begin(self, n: int, positions: Tensor, real: Tensor | None) -> None:
-        """Take new tokens of a call into account: evict where that is due, and remember the next position."""
-        batch = self.storage.lengths.size(1)
-        _ = self.length
-        if not n:
-            return
+        """Take the tokens of a call into account: evict where that is due, and remember the next position."""
+        storage, length = self.storage, self.length
+        batch = storage.shape[1]
         rows = positions.to(torch.int64).expand(batch, n)
-        if self.rule is not None:
-            if bool((rows[:, -1] < self.storage.next_position).any()):
-                raise ValueError("positions: got some that go back, expected each behind those that are cached")
-            if self.layers[0].length and self._since + min(n, JUDGED_AT_ONCE) > self.interval:
-                # A long chunk is judged when it is stored.
-                self.incoming = max(self.interval, n if n < JUDGED_AT_ONCE else 0)
-                self.evict(torch.maximum(rows[:, 0], self.storage.next_position))
-            self.incoming = self.interval
+        self._refuse_positions(rows, real)
+        at_once = self.judges_at_once(n)
+        if self.rule is not None and length and self._since + min(n, 4 * PAGE) > self.evictor.interval:
+            self.evict(torch.maximum(rows[:, 0], storage.next_position), incoming=0 if at_once else n)
         last = rows[:, -1] + 1
-        self.storage.next_position.copy_(
-            last if real is None else torch.where(real[:, -1], last, self.storage.next_position)
-        )
-        if self.rule is not None and n >= JUDGED_AT_ONCE:
-            self._evicted_at, self._since = self.layers[0].length + n, 0
-        else:
-            self._since += n
+        storage.next_position.copy_(last if real is None else torch.where(real[:, -1], last, storage.next_position))
+        self._since += n
+        if at_once:
+            self._evicted_at, self._since = length + n, 0
 
-    def evict(self, first: Tensor | None = None) -> None:
-        """Evict now what queries from positions `first` (B,) on can do without; by default those that come next."""
-        if self._storage is None or self.rule is None:
+    def judges_at_once(self, n: int) -> bool:
+        """Whether the keys of n tokens are judged when they are stored: many, or more than a budget has room for."""
+        if self.rule is None:
+            return False
+        many = self.storage.shape[1] * n >= JUDGED_AT_ONCE
+        return many if self.rule.eps is not None else n > self.evictor.interval
+
+    def _refuse_positions(self, rows: Tensor, real: Tensor | None) -> None:
+        """Refuse positions (B, n) that do not rise by one, or that go back behind what is cached."""
+        first = self.storage.next_position
+        wrong = (rows[:, -1] < first).any() if self.rule is not None else torch.zeros_like(first[0], dtype=torch.bool)
+        if rows.size(1) > 1:
+            steps = rows.diff(dim=1) != 1
+            wrong = wrong | (steps if real is None else steps & real[:, :-1]).any()
+        if bool(wrong):
+            raise ValueError("positions: expected each row to rise by one, behind the positions that are cached")
+
+    def evict(self, first: Tensor | None = None, incoming: int = 0) -> None:
+        """Evict now what queries from positions `first` (B,) on can do without; by default those that come next.
+
+        Args:
+            first: int64 (B,).
+            incoming: keys that are about to come, for which a budget leaves room.
+        """
+        if self._evictor is None:
             return
         first = self.storage.next_position.clone() if first is None else first
-        for layer in self.layers:
-            layer.evict(first)
         self._evicted_at, self._since = self.length, 0
-        self.storage.settle(self._room())
-
-    def _room(self) -> int:
-        """The interval to the next eviction, set anew: a share of what is cached."""
-        if self.rule is not None and self.rule.eps is not None:
-            fading = [self.storage.counts[layer.index][:, layer.heads.cpu().numpy()] for layer in self.layers]
-            counts = np.concatenate([part.flatten() for part in fading])
-            mean = int(counts.mean()) if counts.size else 0
-            self.interval = max(_LEAST_INTERVAL, mean // _INTERVAL_SHARE // PAGE * PAGE)
-        return self.interval
+        self._evictor.evict(first, max(incoming, self._evictor.interval))
 
     def ready_for_step(self, positions: Tensor) -> None:
         """Make sure that a captured step can add one token: room everywhere, eviction where it is due."""
-        if self.rule is not None and self._since + 1 > self.interval:
+        if self._evictor is not None and self._since + 1 > self._evictor.interval:
             self.evict(positions[:, 0].to(torch.int64))
         if self.storage.room() < 1:
-            self.storage.settle(max(self.interval, 4 * PAGE))
+            self.storage.settle(4 * PAGE if self._evictor is None else self._evictor.interval)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -297,31 +278,23 @@ class PagedCache:
         """Forget everything and give the pages back."""
         if self._storage is not None:
             self._storage.clear()
+            if self.rule is not None:
+                self._evictor = Evictor(self.rule, [layer.spec for layer in self.layers], self._storage)
         self._forget_tokens()
 
     def _open(self, k: Tensor, v: Tensor) -> None:
         """Make the pages for a batch like k and v, or take those that an earlier cache of the model has left."""
-        layout = page_layout(k.size(-1), v.size(-1), k.dtype)
+        low = torch.is_autocast_enabled(k.device.type)
+        dtype = torch.get_autocast_dtype(k.device.type) if low else k.dtype
+        layout = page_layout(k.size(-1), v.size(-1), dtype)
         shape, device = (len(self.layers), k.size(0), self.layers[0].spec.n_kv_heads), k.device
         idle = _IDLE.pop(self._model(), None)
         fits = idle is not None and (idle.shape, idle.layout, idle.device) == (shape, layout, device)
         query_heads = self.layers[0].spec.n_heads
         self._storage = storage = idle if fits else PagedStorage(*shape, query_heads, layout, device)
         weakref.finalize(self, _park, self._model, storage).atexit = False
-        if self.rule is None:
-            return
-        self.max_keys = self.rule.max_keys or 0
-        if self.rule.max_bytes is not None:
-            # A sequence may leave a page half empty.
-            self.max_keys = self.rule.max_bytes // (layout.nbytes // PAGE * math.prod(shape)) - PAGE
-            if self.max_keys < 2 * PAGE:
-                least = 3 * layout.nbytes * math.prod(shape)
-                raise invalid_argument("max_bytes", self.rule.max_bytes, f"at least {least:,} for this batch")
-        if self.rule.eps is None:
-            self.interval = self.incoming = max(1, min(4 * PAGE, self.max_keys // _INTERVAL_SHARE))
-        for layer in self.layers:
-            if layer.spec.limits is None and layer.spec.least_rate is not None:
-                layer.query_range = QueryRange(layer.spec.least_rate, storage.query_range[layer.index])
+        if self.rule is not None:
+            self._evictor = Evictor(self.rule, [layer.spec for layer in self.layers], storage)
 
 
 class FullCache(PagedCache):

@@ -238,7 +238,7 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         return self._no_mask(mask, tokens)
 
     def real_tokens(self, mask: Tensor | None, n: int, batch: int) -> Tensor | None:
-        """Which of the n tokens of the current call are no pads, bool (B, n), by the mask that a layer got; None: all."""
+        """Which of the n tokens of a call are no pads, bool (B, n), by the mask that a layer got; None: all."""
         if mask is not None and mask.size(-1) == 1:
             return self.real
         # Somebody called the model's body, with a mask of transformers.
