@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gape.analysis.passages import Reader
 from gape.analysis.tap import attended
-from gape.cache.paged import BOUNDS, ForgettingCache, FullCache
+from gape.cache.eviction import BOUNDS
+from gape.cache.paged import ForgettingCache, FullCache
 from gape.experiments.experiment import Log, Record, wants_bfloat16
 from gape.experiments.open_model import OpenModel
 from gape.experiments.result_store import ResultStore
