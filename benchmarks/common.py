@@ -36,7 +36,7 @@ STAMP = ("device", "torch", "triton", "commit", "tests")
 #: The tests of what a benchmark measures, by its name; quick ones.
 TESTS = {
     "attention": ("tests/ops/test_agreement.py", "tests/ops/test_triton.py", "tests/ops/test_skipping.py"),
-    "decode": ("tests/ops/test_decode.py", "tests/ops/test_decode_lone.py"),
+    "decode": ("tests/ops/test_decode.py",),
     "prologue": ("tests/ops/test_prologue.py",),
     "precision": ("tests/ops/test_agreement.py", "tests/ops/test_precision.py"),
     "generate": ("tests/hf/test_cache.py", "tests/hf/test_forgetting.py"),

@@ -84,19 +84,25 @@ def test_from_samples_to_tables(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert "change of answer NLL against p-RoPE" in capsys.readouterr().out
 
 
-def test_a_run_that_forgets_is_a_variant_of_itself(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_floors_is_not_read_by_a_forgetting_cache(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ask = ["ruler", "eval", "runs/p-rope+gape", "--data", "samples", "--tasks", "vt", *EVAL]
     assert gape_exits(*ask, "--forget-eps", "1e-3") == 2
     assert "gate_floor" in capsys.readouterr().err
     assert not Path("runs/p-rope+gape/ruler.jsonl").exists()
+
+
+def test_a_run_that_forgets_is_a_variant_of_itself(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    floor = ["model.position=p-rope+gape", "model.options.gate_floor=48.0"]
+    assert gape_exits("lm", "train", "lm/toy", "data=books/corpus", *TRAIN, *floor, "--out", "floored") == 0
+    ask = ["ruler", "eval", "floored/p-rope+gape", "--data", "samples", "--tasks", "vt", *EVAL]
     assert gape_exits(*ask) == 0
-    assert gape_exits(*ask, "--forget-eps", "1e-3", "--bounds", "gates") == 0
-    stored = lines("runs/p-rope+gape/ruler.jsonl")
-    assert [row["variant"] for row in stored] == ["", "", *["forgetting 0.001 by gates"] * 2]
+    assert gape_exits(*ask, "--forget-eps", "1e-3", "--bounds", "queries") == 0
+    stored = lines("floored/p-rope+gape/ruler.jsonl")
+    assert [row["variant"] for row in stored] == ["", "", *["forgetting 0.001 by queries"] * 2]
     assert [row.get("forget_eps") for row in stored] == [None, None, 1e-3, 1e-3]
     capsys.readouterr()
-    assert gape_exits("ruler", "table", "runs/p-rope+gape") == 0
-    assert "p-RoPE+GAPE (forgetting 0.001 by gates) − p-RoPE+GAPE" in capsys.readouterr().out
+    assert gape_exits("ruler", "table", "floored/p-rope+gape") == 0
+    assert "p-RoPE+GAPE (forgetting 0.001 by queries) − p-RoPE+GAPE" in capsys.readouterr().out
 
 
 def test_figures_from_stored_results(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,8 +244,8 @@ _LANGUAGE = (
     ),
     _language(
         name="forgetting", paper=None, command="lm forgetting",
-        caption="Left: time of prefill beside dense attention. Middle: speed of decoding against bytes held, beside "
-        "the full cache. Right: what it costs, beside dense attention on the same text.",
+        caption="Cache: bytes beside the full cache. Cost: beside dense attention on the same text. Prefill and "
+        "decoding: times that earlier versions measured, beside dense attention and the full cache.",
         measure=forgetting.series, draw=figures.draw_forgetting, recipe="forgetting", tables=forgetting.result_tables,
         commands="gape lm train lm/forgetting data=DIR, gape lm forgetting runs/lm/forgetting/* --data DIR, gape niah "
         "train niah/forgetting, gape niah forgetting runs/niah/forgetting/*, "

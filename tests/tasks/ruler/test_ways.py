@@ -56,14 +56,14 @@ def test_losses_of_a_model_that_forgets(build: Any) -> None:
     actual = forgetful(build(), caches).losses(PROMPTS, ANSWERS)
     for one, other in zip(dense, actual, strict=True):
         assert other == pytest.approx(one, abs=2e-3)
-    assert max(max(layer) for layer in caches[0].kept) < 133
+    assert max(max(layer) for layer in caches[0].num_keys) < 133
 
 
 @READERS
 def test_answers_of_a_model_that_forgets(build: Any) -> None:
     dense, caches = build().complete(PROMPTS, BUDGETS), list[Any]()
     assert forgetful(build(), caches).complete(PROMPTS, BUDGETS) == dense
-    assert max(max(layer) for layer in caches[0].kept) < 131
+    assert max(max(layer) for layer in caches[0].num_keys) < 131
 
 
 @READERS
@@ -86,7 +86,7 @@ def test_ways_that_cannot_be(settings: dict[str, Any], named: str) -> None:
 def test_heads_without_a_floor_keep_everything() -> None:
     caches: list[Any] = []
     forgetful(ours(GATES | {"gate_floor": [[0.0], [96.0]]}), caches).losses(PROMPTS, ANSWERS)
-    free, floored = caches[0].kept
+    free, floored = caches[0].num_keys
     assert set(free) == {caches[0].length}
     assert max(floored) < 133
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from gape.cache.kv import BOUNDS, ForgettingCache
+from gape.cache.eviction import BOUNDS
+from gape.cache.paged import ForgettingCache
 from gape.models.skipping import IMPL, skip
 from gape.tasks.perplexity_rows import weighted_interval
 from gape.tasks.ruler.prompts import Prepared
@@ -30,7 +31,7 @@ class Way:
 
     Attributes:
         skip_eps: attention that a query may lose to skipped tiles, as in :func:`gape.models.skipping.skip`.
-        forget_eps: the same for keys that a forgetting cache evicts. Prompts are then read in eighths at most.
+        forget_eps: the same with a forgetting cache. Where answers are scored, texts then come in eighths at most.
         bounds: the kind of bound that such caches use.
 
     Raises:
