@@ -102,28 +102,38 @@ class Account:
 
     def __init__(self, eps: float | None, sequences: int, groups: int, device: torch.device) -> None:
         self.eps = eps
-        size = {"dtype": torch.float64, "device": device}
-        self._mass = torch.zeros(sequences, groups, _OCTAVES, **size)
-        self._longest = torch.zeros(sequences, 1, **size)
-        self._least = 2.0 ** -torch.arange(1, _OCTAVES + 1, **size)
+
+        def zeros(*size: int) -> Tensor:
+            return torch.zeros(*size, dtype=torch.float64, device=device)
+
+        self._mass = zeros(sequences, groups, _OCTAVES)
+        self._longest, self._at = zeros(sequences, 1), zeros(sequences)
+        self._least = 2.0 ** -torch.arange(1, _OCTAVES + 1, dtype=torch.float64, device=device)
         self._least[-1] = 0.0
-        self._at = torch.zeros(sequences, **size)
-        self._bounds = Bounds(*(torch.zeros(sequences, groups, **size) for _ in range(3)))
-        self.realised_eps = torch.zeros(sequences, groups, **size)
+        self._bounds = Bounds(zeros(sequences, groups), zeros(sequences, groups), zeros(sequences, groups))
+        self.realised_eps = zeros(sequences, groups)
 
     def advance(self, bounds: Bounds, first: Tensor, sequences: Tensor) -> None:
         """Account for queries from positions `first` (s,) on, under bounds (S, G) that may have become wider."""
-        new, old = (Bounds(*(x[sequences] for x in each)) for each in (bounds, self._bounds))
-        wider = (new.reach - old.reach).clamp(min=0) * self._longest[sequences] + (new.own - old.own).clamp(min=0)
-        # In logarithms: nothing times an overflow is nothing.
-        mass = (self._mass[sequences].log() + wider.unsqueeze(-1)).exp()
         # Queries since the last time may have been as large as the bounds are now.
-        self._raise_realised(sequences, mass)
+        self.realised_eps = self.realised_under(bounds)
+        mass, new = self._log_mass(bounds)[sequences], Bounds(*(x[sequences] for x in bounds))
         passed = (first - self._at[sequences])[:, None, None]
-        self._mass[sequences] = mass * (-new.rate.unsqueeze(-1) * passed * self._least).exp()
+        self._mass[sequences] = (mass - new.rate.unsqueeze(-1) * passed * self._least).exp()
         self._at[sequences] = first.double()
-        for kept, part in zip(self._bounds, new, strict=True):
-            kept[sequences] = part
+        for stored, part in zip(self._bounds, new, strict=True):
+            stored[sequences] = part
+
+    def realised_under(self, bounds: Bounds) -> Tensor:
+        """`realised_eps` if queries since the last eviction were as large as bounds (S, G) allow."""
+        return torch.maximum(self.realised_eps, self._log_mass(bounds).exp().sum(-1).clamp(max=1.0))
+
+    def _log_mass(self, bounds: Bounds) -> Tensor:
+        """Logarithms of the mass, (S, G, octaves), under bounds that may be wider than those it has."""
+        reach, own = bounds.reach - self._bounds.reach, bounds.own - self._bounds.own
+        wider = reach.clamp(min=0) * self._longest + own.clamp(min=0)
+        # Not a product: nothing times an overflow is nothing.
+        return self._mass.log() + wider.unsqueeze(-1)
 
     def evict(self, keys: Candidates, excess: Tensor | None = None) -> Tensor:
         """Choose keys to evict, charge them, and return those that stay, bool (s, N).
@@ -143,7 +153,8 @@ class Account:
         rate, reach, own = (x[keys.sequences].unsqueeze(-1) for x in self._bounds)
         distance = self._at[keys.sequences, None] - keys.positions
         fading = (keys.exposure.double() * distance).unsqueeze(1)
-        return reach * keys.norm.double().unsqueeze(1) + own - rate * fading
+        logs: Tensor = reach * keys.norm.double().unsqueeze(1) + own - rate * fading
+        return logs
 
     def _within_eps(self, keys: Candidates, logs: Tensor) -> Tensor:
         """The cheapest keys whose costs together, with what was evicted before, stay within eps, bool (s, N)."""
@@ -168,13 +179,10 @@ class Account:
         place = octave + _OCTAVES * (torch.arange(n, device=gone.device) % _PARTS)
         sums = cost.new_zeros(*cost.shape[:2], _PARTS * _OCTAVES)
         sums.scatter_add_(-1, place.unsqueeze(1).expand_as(cost), cost)
-        self._mass[chosen] += sums.unflatten(-1, (_PARTS, _OCTAVES)).sum(-2)
+        self._mass[chosen] += sums.view(*cost.shape[:2], _PARTS, _OCTAVES).sum(-2)
         longest = keys.norm.double().masked_fill(~gone, 0.0).amax(-1, keepdim=True)
         self._longest[chosen] = torch.maximum(self._longest[chosen], longest)
-        self._raise_realised(chosen, self._mass[chosen])
-
-    def _raise_realised(self, sequences: Tensor, mass: Tensor) -> None:
-        self.realised_eps[sequences] = torch.maximum(self.realised_eps[sequences], mass.sum(-1).clamp(max=1.0))
+        self.realised_eps = torch.maximum(self.realised_eps, self._mass.sum(-1).clamp(max=1.0))
 
 
 def _cheapest(cost: Tensor, valid: Tensor, count: Tensor) -> Tensor:

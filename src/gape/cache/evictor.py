@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,14 @@ class Evictor:
         if rule.eps is None:
             self.interval = max(1, min(4 * PAGE, self.max_keys // _INTERVAL_SHARE))
 
+    def copied(self, storage: PagedStorage) -> Evictor:
+        """A copy that evicts from a copy of the pages, with an account of its own."""
+        clone = copy(self)
+        clone._storage = storage
+        if "_account" in vars(self):
+            vars(clone)["_account"] = deepcopy(self._account)
+        return clone
+
     @cached_property
     def _of_layer(self) -> list[Tensor]:
         """The sequences of each layer that keys may be evicted from, int64: those that fade, or all under a budget."""
@@ -64,7 +73,7 @@ class Evictor:
         every = torch.arange(layers * batch * heads).view(layers, batch, heads)
         chosen = [every[layer][:, fades[layer]].flatten() for layer in range(layers)]
         # One copy for all layers.
-        return list(torch.cat(chosen).to(self._storage.device).split([part.numel() for part in chosen]))
+        return list(torch.split(torch.cat(chosen).to(self._storage.device), [part.numel() for part in chosen]))
 
     @cached_property
     def _rates(self) -> Tensor:
@@ -104,13 +113,14 @@ class Evictor:
     @property
     def realised_eps(self) -> float:
         """The most attention that any query of any layer and head can have lost."""
-        return float(self._account.realised_eps.max())
+        return float(self._account.realised_under(self._bounds()).max())
 
     def include(self, layer: int, q: Tensor, k: Tensor, scale: float, real: Tensor | None) -> None:
         """Measure queries (B, Hq, n, D) with their own keys (B, Hk, n, D), where `real` (B, n) says so."""
         wide = torch.promote_types(q.dtype, torch.float32)
         reach = scale * torch.linalg.vector_norm(q, dim=-1, dtype=wide)
-        own = -scale * (q.to(wide).unflatten(1, (k.size(1), -1)) * k.to(wide).unsqueeze(2)).sum(-1).flatten(1, 2)
+        groups = q.size(1) // k.size(1)
+        own = -scale * (q.to(wide) * k.to(wide).repeat_interleave(groups, dim=1)).sum(-1)
         if real is not None:
             reach, own = (x.masked_fill(~real[:, None], -torch.inf) for x in (reach, own))
         largest = torch.stack([reach.amax((0, 2)), own.amax((0, 2))])
@@ -122,7 +132,8 @@ class Evictor:
         limits = self._fixed
         if limits is None:
             reach, own = self._storage.query_range.double().unbind(1)
-            own = own + _MARGIN * own.abs()
+            # Before its first query a layer has −inf.
+            own = torch.where(own == -torch.inf, 0.0, own + _MARGIN * own.abs())
             limits = Limits(self._rates, reach * (1 + _MARGIN), own, own.abs())
         rounded = limits.rounded(self._storage.layout.dtype)
         layers, batch, heads = self._storage.shape

@@ -104,11 +104,12 @@ class PagedLayer:
         if n == 1 and real is None:
             storage.reserve(self.index, 1)
             out = self._decode(q, k, v, positions, rotate, step)
-            storage.lengths[self.index] += 1
-            storage.counts[self.index] += 1
+            with cache.writing():
+                storage.lengths[self.index] += 1
+                storage.counts[self.index] += 1
+                self.length += 1
         else:
             out = self._prefill(q, k, v, positions, rotate, step, real)
-        self.length += n
         return out[..., :width]
 
     def _decode(
@@ -119,7 +120,8 @@ class PagedLayer:
         storage = cache.storage
         pages = storage.pages(self.index)
         if step is not None and prologue_runs(q, k, v, pages):
-            measured = storage.query_range[self.index].unbind() if cache.measures else None
+            reach, own = storage.query_range[self.index].unbind()
+            measured = (reach, own) if cache.measures else None
             q, rate = decode_prologue(q, k, v, step, pages, scale=scale, measured=measured)
         else:
             q, k, rate, landmark = self._rotated(rotate)
@@ -201,9 +203,11 @@ class PagedLayer:
         if at_once and by_eps:
             keep = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device) if keep is None else keep
             keep = cache.evictor.judge(self.index, k, exposure, positions, keep, storage.next_position)
-        storage.append(self.index, k, v, exposure, positions, keep)
-        if at_once and not by_eps:
-            cache.evictor.evict(storage.next_position, cache.evictor.interval, self.index)
+        with cache.writing():
+            storage.append(self.index, k, v, exposure, positions, keep)
+            if at_once and not by_eps:
+                cache.evictor.evict(storage.next_position, cache.evictor.interval, self.index)
+            self.length += k.size(2)
 
 
 def _rolls(real: Tensor) -> tuple[Tensor, Tensor]:

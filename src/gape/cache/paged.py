@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 #: Tokens of a call, all rows together, from which keys are judged before they are stored, and not at the next eviction:
 #: that costs time for each layer, and saves the memory of a whole prompt.
 JUDGED_AT_ONCE = 32_768
+_NO_TOKEN = "no single token has come yet"
 #: Attention that a full cache may lose to skipped tiles, by dtype: far below what rounding does to it.
 _FULL_EPS = {torch.bfloat16: 2.0**-20, torch.float16: 2.0**-20, torch.float32: 2.0**-30}
 
@@ -52,21 +53,25 @@ class PagedCache:
         #: Whether a step is being captured: then nothing is counted on the host.
         self.capturing = False
         #: Why the last single token was not replayed from a captured graph; None if it was.
-        self.uncaptured: str | None = "no single token has come yet"
+        self.uncaptured: str | None = _NO_TOKEN
         self._storage: PagedStorage | None = None
         self._evictor: Evictor | None = None
+        self._give_back: Any = None
         self._forget_tokens()
 
     def _forget_tokens(self) -> None:
-        self._since = self._evicted_at = 0
+        #: Tokens since the last eviction, tokens that it was for, and tokens that the next positions count: more than
+        #: layers have where a call broke off.
+        self._since = self._evicted_at = self._begun = 0
         self._broken = False
         for layer in self.layers:
             layer.length = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         clone = copy(self)
-        clone._storage = memo[id(self._storage)] = deepcopy(self._storage, memo)
-        clone._evictor = deepcopy(self._evictor, memo)
+        clone._storage, clone._give_back = deepcopy(self._storage, memo), None
+        if clone._storage is not None and self._evictor is not None:
+            clone._evictor = self._evictor.copied(clone._storage)
         clone.layers = []
         for layer in self.layers:
             twin = PagedLayer(clone, layer.index, layer.spec)
@@ -86,7 +91,8 @@ class PagedCache:
         clone = copy(self)
         if eps is not None:
             clone.rule = EvictionRule(eps=eps, bounds=BOUNDS[0] if self.rule is None else self.rule.bounds)
-        clone._storage, clone._evictor, clone.capturing = None, None, False
+        clone._storage = clone._evictor = clone._give_back = None
+        clone.capturing, clone.uncaptured = False, _NO_TOKEN
         clone.layers = [PagedLayer(clone, layer.index, layer.spec) for layer in self.layers]
         clone._forget_tokens()
         return clone
@@ -123,15 +129,18 @@ class PagedCache:
         """Tokens that have come, cached or not.
 
         Raises:
-            ValueError: the layers have different numbers, since an earlier call broke off.
+            ValueError: an earlier call broke off.
         """
-        lengths = sorted({layer.length for layer in self.layers})
-        if len(lengths) != 1 or self._broken:
-            raise ValueError(
-                f"cache: layers have from {lengths[0]} to {lengths[-1]} tokens, expected as many in each; "
-                "a call broke off, begin again with an empty cache"
-            )
-        return lengths[0]
+        if self._broken or len({layer.length for layer in self.layers}) != 1:
+            raise self._broken_off()
+        return self.layers[0].length
+
+    def _broken_off(self) -> ValueError:
+        lengths = [layer.length for layer in self.layers]
+        return ValueError(
+            f"cache: a call broke off, and layers have from {min(lengths)} to {max(lengths)} tokens; "
+            "expected a cache that is whole, reset() empties it"
+        )
 
     @property
     def nbytes(self) -> int:
@@ -148,12 +157,12 @@ class PagedCache:
 
     @property
     def realised_eps(self) -> float:
-        """The most attention that any query of any layer and head can have lost to eviction."""
+        """The most attention that any query of any layer and head can have lost to eviction; 1: nothing is known."""
         return 0.0 if self._evictor is None else self._evictor.realised_eps
 
     @property
     def skip_eps(self) -> float:
-        """The attention that queries of a prompt may lose to skipped tiles: half of eps; eviction has the other half."""
+        """The attention that queries of a prompt may lose to skipped tiles: half of eps, the other is eviction's."""
         if self.rule is None or self.rule.eps is None:
             return _FULL_EPS.get(self.storage.layout.dtype, 0.0)
         return self.rule.eps / 2
@@ -190,18 +199,48 @@ class PagedCache:
 
     def _begin(self, n: int, positions: Tensor, real: Tensor | None) -> None:
         """Take the tokens of a call into account: evict where that is due, and remember the next position."""
-        storage, length = self.storage, self.length
-        batch = storage.shape[1]
-        rows = positions.to(torch.int64).expand(batch, n)
-        self._refuse_positions(rows, real)
+        length, following = self.length, self.storage.next_position
+        self._rewind(length)
+        rows = positions.to(torch.int64).expand(following.size(0), n)
+        last, first = rows[:, -1] + 1, rows[:, 0]
+        if real is not None:
+            tokens = real.sum(1)
+            last, first = (torch.where(tokens > 0, x, following) for x in (last, last - tokens))
+        self._check_positions(rows, first, real)
         at_once = self.judges_at_once(n)
         if self.rule is not None and length and self._since + min(n, 4 * PAGE) > self.evictor.interval:
-            self.evict(torch.maximum(rows[:, 0], storage.next_position), incoming=0 if at_once else n)
-        last = rows[:, -1] + 1
-        storage.next_position.copy_(last if real is None else torch.where(real[:, -1], last, storage.next_position))
-        self._since += n
+            self.evict(torch.maximum(first, following), incoming=0 if at_once else n)
+        following.copy_(last)
+        self._begun, self._since = length + n, self._since + n
         if at_once:
-            self._evicted_at, self._since = length + n, 0
+            self._evicted_at, self._since = self._begun, 0
+
+    def _check_positions(self, rows: Tensor, first: Tensor, real: Tensor | None) -> None:
+        """Refuse positions (B, n) that do not rise by one or go back behind those cached, and pads behind a token."""
+        wrong = torch.zeros(3, dtype=torch.bool, device=rows.device)
+        if self.rule is not None:
+            wrong[0] = (first < self.storage.next_position).any()
+        if rows.size(1) > 1:
+            uneven = rows.diff(dim=1) != 1
+            wrong[1] = (uneven if real is None else uneven & real[:, :-1]).any()
+        if real is not None:
+            wrong[2] = (real[:, :-1] & ~real[:, 1:]).any()
+        # Asked together, for the device has to be waited for.
+        back, uneven_rows, pads = wrong.tolist()
+        if back:
+            raise ValueError("positions: got some that go back, expected each behind those that are cached")
+        if uneven_rows:
+            raise ValueError("positions: expected those of a call to rise by one in every row")
+        if pads:
+            raise ValueError("documents: got pads behind a token, expected padding on the left")
+
+    def _rewind(self, length: int) -> None:
+        """Take positions back to so many tokens: of some that are dropped, or of a call that broke off."""
+        taken_back = self._begun - length
+        if taken_back and self._storage is not None:
+            self.storage.next_position.sub_(taken_back).clamp_(min=0)
+            self._since = max(0, self._since - taken_back)
+        self._begun = length
 
     def judges_at_once(self, n: int) -> bool:
         """Whether the keys of n tokens are judged when they are stored: many, or more than a budget has room for."""
@@ -209,16 +248,6 @@ class PagedCache:
             return False
         many = self.storage.shape[1] * n >= JUDGED_AT_ONCE
         return many if self.rule.eps is not None else n > self.evictor.interval
-
-    def _refuse_positions(self, rows: Tensor, real: Tensor | None) -> None:
-        """Refuse positions (B, n) that do not rise by one, or that go back behind what is cached."""
-        first = self.storage.next_position
-        wrong = (rows[:, -1] < first).any() if self.rule is not None else torch.zeros_like(first[0], dtype=torch.bool)
-        if rows.size(1) > 1:
-            steps = rows.diff(dim=1) != 1
-            wrong = wrong | (steps if real is None else steps & real[:, :-1]).any()
-        if bool(wrong):
-            raise ValueError("positions: expected each row to rise by one, behind the positions that are cached")
 
     def evict(self, first: Tensor | None = None, incoming: int = 0) -> None:
         """Evict now what queries from positions `first` (B,) on can do without; by default those that come next.
@@ -229,33 +258,42 @@ class PagedCache:
         """
         if self._evictor is None:
             return
-        first = self.storage.next_position.clone() if first is None else first
-        self._evicted_at, self._since = self.length, 0
-        self._evictor.evict(first, max(incoming, self._evictor.interval))
+        first, length = self.storage.next_position if first is None else first, self.length
+        with self.writing():
+            self._evictor.evict(first, max(incoming, self._evictor.interval))
+            self._evicted_at, self._since = length, 0
 
     def ready_for_step(self, positions: Tensor) -> None:
         """Make sure that a captured step can add one token: room everywhere, eviction where it is due."""
+        self._rewind(self.length)
         if self._evictor is not None and self._since + 1 > self._evictor.interval:
             self.evict(positions[:, 0].to(torch.int64))
         if self.storage.room() < 1:
             self.storage.settle(4 * PAGE if self._evictor is None else self._evictor.interval)
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """A context in which a captured step adds one token; if it breaks off, the cache cannot be used again."""
+    def writing(self) -> Iterator[None]:
+        """A context that changes what is cached; if it breaks off, the cache has to be emptied."""
         self._broken = True
         yield
-        self.storage.advance()
-        for layer in self.layers:
-            layer.length += 1
-        self._since += 1
         self._broken = False
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A context in which a captured step adds one token; if it breaks off, the cache has to be emptied."""
+        with self.writing():
+            yield
+            self.storage.advance()
+            for layer in self.layers:
+                layer.length += 1
+            self._since, self._begun = self._since + 1, self._begun + 1
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens.
 
         Raises:
-            ValueError: length is negative or beyond what has come, or keys were evicted that a token there could see.
+            ValueError: length is negative or beyond what has come, keys were evicted that a token there could see, or a
+                call broke off while it wrote.
         """
         current = min(layer.length for layer in self.layers)
         if whole("length", length, 0) > current:
@@ -267,19 +305,20 @@ class PagedCache:
             raise invalid_argument(
                 "length", length, f"0, or at least {self._evicted_at}: keys were evicted for tokens from there on"
             )
-        for layer in self.layers:
-            # A call that broke off left some layers with more.
-            self.storage.drop_last(layer.index, layer.length - length)
-            layer.length = length
-        self.storage.next_position -= current - length
-        self._since = max(0, self._since - (current - length))
+        if self._broken:
+            raise self._broken_off()
+        with self.writing():
+            for layer in self.layers:
+                # A call that broke off left some layers with more.
+                self.storage.drop_last(layer.index, layer.length - length)
+                layer.length = length
+            self._rewind(length)
 
     def reset(self) -> None:
         """Forget everything and give the pages back."""
-        if self._storage is not None:
-            self._storage.clear()
-            if self.rule is not None:
-                self._evictor = Evictor(self.rule, [layer.spec for layer in self.layers], self._storage)
+        if self._give_back is not None:
+            self._give_back()
+        self._storage = self._evictor = self._give_back = None
         self._forget_tokens()
 
     def _open(self, k: Tensor, v: Tensor) -> None:
@@ -291,10 +330,12 @@ class PagedCache:
         idle = _IDLE.pop(self._model(), None)
         fits = idle is not None and (idle.shape, idle.layout, idle.device) == (shape, layout, device)
         query_heads = self.layers[0].spec.n_heads
-        self._storage = storage = idle if fits else PagedStorage(*shape, query_heads, layout, device)
-        weakref.finalize(self, _park, self._model, storage).atexit = False
+        storage = idle if idle is not None and fits else PagedStorage(*shape, query_heads, layout, device)
         if self.rule is not None:
             self._evictor = Evictor(self.rule, [layer.spec for layer in self.layers], storage)
+        self._storage = storage
+        self._give_back = weakref.finalize(self, _park, self._model, storage)
+        self._give_back.atexit = False
 
 
 class FullCache(PagedCache):

@@ -63,7 +63,8 @@ class PagedStorage:
         #: The captured decoding step that reads these tables, and whether a single token has run before it.
         self.graph: Any = None
         self.stepped = False
-        self.width = 0
+        self.width, self._owned = 0, np.zeros(self.shape, dtype=np.int64)
+        self._table: Any = np.zeros((*self.shape, 0), dtype=np.int64)
         self._widen(_FIRST_WIDTH)
         self._forget_pages()
 
@@ -78,13 +79,16 @@ class PagedStorage:
         """A copy with pages of its own: addresses of the original would read its pages."""
         clone = copy(self)
         clone.graph = None
-        for name in ("lengths", "key_norm", "next_position", "query_range", "tickets", "table", "addresses"):
-            setattr(clone, name, getattr(self, name).clone())
+        self._take_counts()
+        with torch.inference_mode(False):
+            for name in ("lengths", "key_norm", "next_position", "query_range", "tickets", "table", "addresses"):
+                setattr(clone, name, getattr(self, name).clone())
+            clone._slabs = [slab.clone() for slab in self._slabs]
         for name in ("counts", "_owned", "_table", "_free"):
             setattr(clone, name, getattr(self, name).copy())
-        clone._slabs = [slab.clone() for slab in self._slabs]
+        clone._asked = []
         clone._addresses = np.concatenate([clone._page_addresses(slab) for slab in clone._slabs] or [self._addresses])
-        clone._upload(range(self.shape[0]))
+        clone._upload()
         return clone
 
     @property
@@ -180,7 +184,7 @@ class PagedStorage:
         answer = torch.empty(self.shape[1:], dtype=torch.int32, pin_memory=True)
         answer.copy_(self.lengths[layer], non_blocking=True)
         said = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        said.record()  # type: ignore[no-untyped-call]
+        said.record()
         self._asked.append((layer, answer, said))
         self._take_counts(_LAG)
 
@@ -200,7 +204,8 @@ class PagedStorage:
             keep: bool (s, N), the keys that stay.
         """
         slots = (keep.cumsum(-1, dtype=torch.int32) - 1).masked_fill(~keep, -1).int()
-        write_keys(self._pages_of(sequences), *(x.unsqueeze(1) for x in keys), slots.unsqueeze(1))
+        k, v, exposure, positions = (x.unsqueeze(1) for x in keys)
+        write_keys(self._pages_of(sequences), k, v, exposure, positions, slots.unsqueeze(1))
         self.lengths.view(-1)[sequences] = keep.sum(-1, dtype=torch.int32)
 
     def read(self, sequences: Tensor) -> tuple[Tensor, ...]:
@@ -279,10 +284,7 @@ class PagedStorage:
         """Room for so many pages in the block tables, and some more."""
         old, width = self.width, max(width + width // _GROWTH, _FIRST_WIDTH)
         table = np.full((*self.shape, width), -1, dtype=np.int64)
-        if old:
-            table[..., :old] = self._table
-        else:
-            self._owned = np.zeros(self.shape, dtype=np.int64)
+        table[..., :old] = self._table
         self._table, self.width = table, width
         with torch.inference_mode(False):
             self.table = torch.full(table.shape, -1, dtype=torch.int32, device=self.device)
@@ -297,6 +299,8 @@ class PagedStorage:
         self._copy(numbers.astype(np.int32), self.table[part])
         if self._addresses.size:
             self._copy(np.where(numbers >= 0, self._addresses[np.maximum(numbers, 0)], 0), self.addresses[part])
+        else:
+            self.addresses[part].zero_()
 
     def _copy(self, numbers: Any, target: Tensor) -> None:
         """Bring numbers to the device without waiting for it."""

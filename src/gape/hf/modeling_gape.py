@@ -84,6 +84,8 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     config_class = GapeConfig
     base_model_prefix = "gpt"
+    #: Without position_ids rows count from their first token.
+    counts_by_mask = True
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -222,7 +224,8 @@ class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def _mask(self, x: Tensor, real: Tensor | None, positions: Tensor, cache: Any) -> Tensor | None:
         """The mask of x (B, N, E) for :func:`gape.hf.attention.attend_layer`."""
         if isinstance(cache, PagesForTransformers):
-            return real if real is not None and real.dim() == 4 else cache.begin(real, x)
+            # A captured step has a mask of one number.
+            return real if real is not None and real.shape[1:] == (1, 1, 1) else cache.begin(real, x)
         mask: Tensor | None = causal_mask(self.config, x, real, positions, cache)
         return mask
 

@@ -20,8 +20,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from gape.cache.bounds import least_rates
+from gape.cache.eviction import EvictionRule
 from gape.cache.layer import LayerSpec, PagedLayer
-from gape.cache.paged import EvictionRule, PagedCache, gpt_specs, refuse_without_floors
+from gape.cache.paged import PagedCache, gpt_specs, refuse_without_floors
 from gape.hf.bounds import InjectedLayer, injected_limits
 from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import warn_of_idle
@@ -131,7 +132,7 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of the pages in use, and of layers without gates."""
         plain = [x for layer in self._plain for x in (layer.keys, layer.values) if x is not None]
-        return self.pages.nbytes + sum(x.nbytes for x in plain)
+        return self.pages.nbytes + sum(int(x.nbytes) for x in plain)
 
     @property
     def num_keys(self) -> list[list[int]]:
@@ -209,6 +210,8 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         mask = arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             return "the attention mask is no (batch, tokens)"
+        if mask is not None and arguments.get("position_ids") is None and not _no_pads(mask):
+            return "rows have pads, and position_ids are not given"
         ignored = ("input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position")
         for name, value in arguments.items():
             plain = _PLAIN.get(name, (None, False))
@@ -231,14 +234,14 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
             return self._no_mask(mask, tokens)
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             raise invalid_argument("attention_mask", mask, "(batch, tokens), 0 for pads, with a cache in pages")
-        there = mask != 0
-        if not memoized(mask, "_gape_no_pads", lambda: bool(there.all())):
+        if not _no_pads(mask):
+            there = mask != 0
             refuse_pads_behind(there)
             self.real = None if tokens.size(1) == 1 else there[:, -tokens.size(1) :]
         return self._no_mask(mask, tokens)
 
     def real_tokens(self, mask: Tensor | None, n: int, batch: int) -> Tensor | None:
-        """Which of the n tokens of a call are no pads, bool (B, n), by the mask that a layer got; None: all."""
+        """Which of the n new tokens are no pads, bool (B, n), by the mask that a layer got; None: all."""
         if mask is not None and mask.size(-1) == 1:
             return self.real
         # Somebody called the model's body, with a mask of transformers.
@@ -345,7 +348,9 @@ def with_pages(forward: Callable[..., Any]) -> Callable[..., Any]:
         if output is None:
             tokens = arguments.get("input_ids")
             tokens = arguments["inputs_embeds"] if tokens is None else tokens
-            mask = cache.begin(arguments.pop("attention_mask", None), tokens)
+            mask = arguments.pop("attention_mask", None)
+            # A model that counts positions by the mask begins by itself.
+            mask = mask if getattr(self, "counts_by_mask", False) else cache.begin(mask, tokens)
             output = forward(self, attention_mask=mask, **arguments)
         return output
 
@@ -406,6 +411,11 @@ def model_obstacle(model: Any) -> str | None:
     return model_cannot(
         modules, model.get_input_embeddings().weight, lambda module: type(module).__module__.startswith(homes)
     )
+
+
+def _no_pads(mask: Tensor) -> bool:
+    """Whether a mask (B, tokens) hides nothing."""
+    return memoized(mask, "_gape_no_pads", lambda: bool((mask != 0).all()))
 
 
 def _another_model() -> ValueError:

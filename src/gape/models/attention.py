@@ -306,8 +306,12 @@ class GAPEAttention(Skips, nn.Module):
             raise invalid_argument("x", x, f"a floating tensor (batch, tokens, {weight.size(1)})")
         if cache is not None and not isinstance(cache, KVCache | PagedLayer):
             raise invalid_argument("cache", cache, "a KVCache, or a layer of a cache in pages")
-        if isinstance(cache, PagedLayer) and attn_mask is not None:
-            raise invalid_argument("attn_mask", attn_mask, "None with a cache in pages; documents hide pads")
+        if isinstance(cache, PagedLayer):
+            if attn_mask is not None:
+                raise invalid_argument("attn_mask", attn_mask, "None with a cache in pages; documents hide pads")
+            # Once for all layers: a GPU has to wait for the answer.
+            if documents is not None and cache.index == 0 and bool(((documents != 0) & (documents != 1)).any()):
+                raise invalid_argument("documents", documents, "0 for pads and 1 for tokens with a cache in pages")
         if cache is not None and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             raise ValueError("cache: what is cached carries no gradient, expected torch.no_grad() around the call")
         batch, n, _ = x.shape

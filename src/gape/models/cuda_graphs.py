@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,9 @@ from gape.positions.rotary import made_in_capture
 
 if TYPE_CHECKING:
     from gape.cache.paged import PagedCache
+
+#: Attributes that switch something on or off in a module: our layers' listeners, and adapters of `peft`.
+_SETTINGS = ("stepwise", "keep_landmark", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
 #: A step of a model: ids (B, 1) and their positions (B, 1) → logits (B, 1, V); it adds the tokens to its cache.
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -90,7 +94,8 @@ class CapturedStep:
         self._model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
         self._weights = [(weakref.ref(weight), weight.data_ptr()) for weight in model.parameters()]
-        self._mode = _mode()
+        self._settings = [(weakref.ref(module), _settings(module)) for module in model.modules() if _settings(module)]
+        self._measures, self._mode = cache.measures, _mode()
 
     def fits(self, model: nn.Module, cache: PagedCache, ids: Tensor) -> bool:
         """Whether a replay would still do what the model does. Checked for every token."""
@@ -99,8 +104,12 @@ class CapturedStep:
             return False
         if self._model() is not model or self.tables is not cache.storage.addresses:
             return False
+        if cache.measures and not self._measures:
+            return False
         modules = [module for ref in self._modules if (module := ref()) is not None]
         if len(modules) != len(self._modules) or any(m.training for m in modules) or has_hooks(modules):
+            return False
+        if any((module := ref()) is None or _settings(module) != old for ref, old in self._settings):
             return False
         return all((weight := ref()) is not None and weight.data_ptr() == place for ref, place in self._weights)
 
@@ -165,6 +174,12 @@ def model_cannot(modules: Sequence[nn.Module], weight: Tensor, known: Callable[[
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether a module has forward hooks."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def _settings(module: nn.Module) -> dict[str, object]:
+    """What a module does besides its weights and mode, where that may change: listeners of ours, adapters of `peft`."""
+    state = vars(module)
+    return {name: copy(state[name]) for name in _SETTINGS if name in state}
 
 
 def _mode() -> tuple[object, ...]:

@@ -115,8 +115,9 @@ def _logits(
         logits = captured_logits(model, cache, step, ids, places, lambda: capture_obstacle(model))
         if logits is not None:
             return logits
-    # A single token is no pad.
-    documents = documents if ids.size(1) > 1 else None
+    if isinstance(cache, PagedCache) and ids.size(1) == 1:
+        # A single token is no pad.
+        documents = None
     return model(ids, positions=positions, documents=documents, cache=cache, logits_to_keep=1).logits  # type: ignore[no-any-return]
 
 

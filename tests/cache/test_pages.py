@@ -1,0 +1,159 @@
+"""Storage in pages against a plain dictionary of lists, whatever the order of calls."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from itertools import product
+from math import ceil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gape.cache.pages import PagedStorage
+from gape.ops.paged import PAGE, page_layout
+
+LAYERS, ROWS, HEADS = 2, 2, 3
+#: Every key has a number, which its coordinates, its value and its exposure show.
+Sequences = dict[tuple[int, int, int], list[int]]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Both:
+    """A storage, and the numbers of the keys that each of its sequences should have."""
+
+    def __init__(self) -> None:
+        layout = page_layout(3, 5, torch.float32)
+        self.storage = PagedStorage(LAYERS, ROWS, HEADS, HEADS, layout, DEVICE)
+        self.expected: Sequences = {place: [] for place in product(range(LAYERS), range(ROWS), range(HEADS))}
+        self.positions: dict[int, int] = {}
+
+    def append(self, layer: int, n: int, keep: list[bool] | None) -> None:
+        number = len(self.positions) + torch.arange(ROWS * HEADS * n, device=DEVICE).view(ROWS, HEADS, n)
+        positions = 2 * number[:, 0].contiguous()
+        self.positions |= zip(
+            number.flatten().tolist(), positions[:, None].expand_as(number).flatten().tolist(), strict=True
+        )
+        k, v = (number[..., None].float() + torch.arange(width, device=DEVICE) / 8 for width in (3, 5))
+        mask = None if keep is None else torch.tensor(keep, device=DEVICE).view(ROWS, HEADS, n)
+        self.storage.append(layer, k, v, number / 4, positions, mask)
+        for row, head in product(range(ROWS), range(HEADS)):
+            stays = torch.ones(n, dtype=torch.bool, device=DEVICE) if mask is None else mask[row, head]
+            self.expected[layer, row, head] += number[row, head][stays].tolist()
+
+    def evict(self, layer: int, heads: list[int], keep: random.Random, room: int, alone: bool) -> None:
+        index = torch.tensor(heads, device=DEVICE)
+        keys = self.storage.read(layer, index)
+        stays = torch.zeros(keys[2].shape, dtype=torch.bool)
+        for row, (at, head) in product(range(ROWS), enumerate(heads)):
+            cached = self.expected[layer, row, head]
+            chosen = [slot for slot in range(len(cached)) if keep.random() < 0.6]
+            stays[row, at, chosen] = True
+            self.expected[layer, row, head] = [cached[slot] for slot in chosen]
+        self.storage.rewrite(layer, index, keys, stays.to(DEVICE))
+        self.storage.settle(room, layer if alone else None)
+
+    def drop_last(self, layer: int, tokens: int) -> None:
+        self.storage.drop_last(layer, tokens)
+        for place, cached in self.expected.items():
+            if place[0] == layer:
+                del cached[max(0, len(cached) - tokens) :]
+
+    def clear(self) -> None:
+        self.storage.clear()
+        for cached in self.expected.values():
+            cached.clear()
+
+    def check(self) -> None:
+        storage, every = self.storage, torch.arange(HEADS, device=DEVICE)
+        for layer in range(LAYERS):
+            k, v, exposure, positions = (x.cpu() for x in storage.read(layer, every))
+            for row, head in product(range(ROWS), range(HEADS)):
+                cached = self.expected[layer, row, head]
+                at = (row, head, slice(len(cached)))
+                number = torch.tensor(cached, dtype=torch.float32)
+                assert storage.counts[layer, row, head] == storage.lengths[layer, row, head] == len(cached)
+                assert torch.equal(k[at][:, :3], number[:, None] + torch.arange(3) / 8)
+                assert torch.equal(v[at][:, :5], number[:, None] + torch.arange(5) / 8)
+                assert torch.equal(exposure[at], number / 4)
+                assert positions[at].tolist() == [self.positions[each] for each in cached]
+                longest = float(k[at].norm(dim=-1).amax()) if cached else 0.0
+                assert float(storage.key_norm[layer, row, head]) >= longest * (1 - 1e-6)
+        owned = storage.table[storage.table >= 0].tolist()
+        assert len(owned) == len(set(owned))
+        assert storage.nbytes == len(owned) * storage.layout.nbytes <= storage.reserved_bytes
+        assert storage.room() >= 0
+
+
+layers = st.integers(0, LAYERS - 1)
+calls = st.one_of(
+    st.tuples(st.just("append"), layers, st.integers(1, 200), st.none()),
+    st.tuples(st.just("append"), layers, st.integers(1, 200), st.integers(0, 2**32)),
+    st.tuples(
+        st.just("evict"), layers, st.sets(st.integers(0, HEADS - 1), min_size=1), st.integers(0, 2**32),
+        st.integers(0, 130), st.booleans(),
+    ),
+    st.tuples(st.just("drop_last"), layers, st.integers(0, 150)),
+    st.tuples(st.just("clear")),
+    st.tuples(st.just("copy")),
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(calls, min_size=1, max_size=12))
+def test_sequences_hold_what_was_written(sequence: list[tuple]) -> None:
+    both = Both()
+    for name, *arguments in sequence:
+        if name == "append":
+            layer, n, seed = arguments
+            draw = None if seed is None else random.Random(seed)
+            keep = None if draw is None else [draw.random() < 0.5 for _ in range(ROWS * HEADS * n)]
+            both.append(layer, n, keep)
+        elif name == "evict":
+            layer, heads, seed, room, alone = arguments
+            both.evict(layer, sorted(heads), random.Random(seed), room, alone)
+        elif name == "copy":
+            # What is written later to the original does not show in the copy that the test goes on with.
+            original, both.storage = both.storage, deepcopy(both.storage)
+            rubbish = torch.full((ROWS, HEADS, 40, 3), 7.0, device=DEVICE)
+            for layer in range(LAYERS):
+                original.append(layer, rubbish, rubbish, rubbish[..., 0], torch.arange(40, device=DEVICE), None)
+        else:
+            getattr(both, name)(*arguments)
+        both.check()
+
+
+def test_a_table_that_grows_wider_keeps_its_keys() -> None:
+    both = Both()
+    for _ in range(5):
+        both.append(0, 700, None)
+    both.append(1, 3, None)
+    both.check()
+    assert both.storage.width * PAGE >= 3500
+
+
+def test_pages_that_fall_empty_are_used_again() -> None:
+    both = Both()
+    both.append(0, 500, None)
+    reserved = both.storage.reserved_bytes
+    for _ in range(20):
+        both.drop_last(0, 500)
+        both.storage.settle(0)
+        both.append(1, 450, None)
+        both.drop_last(1, 450)
+        both.storage.settle(0)
+        both.append(0, 500, None)
+    assert both.storage.reserved_bytes == reserved
+    assert both.storage.nbytes == ROWS * HEADS * ceil(500 / PAGE) * both.storage.layout.nbytes
+    both.clear()
+    assert both.storage.reserved_bytes == 0
+
+
+@pytest.mark.parametrize("room", [1, PAGE, 3 * PAGE + 1])
+def test_settling_makes_room_for_as_many_keys(room: int) -> None:
+    both = Both()
+    both.append(0, 100, None)
+    both.storage.settle(room)
+    assert room <= both.storage.room() < room + PAGE
