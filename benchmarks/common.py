@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Protocol, Self
 
 import torch
 import typer
@@ -36,9 +36,10 @@ STAMP = ("device", "torch", "triton", "commit", "tests")
 #: The tests of what a benchmark measures, by its name; quick ones.
 TESTS = {
     "attention": ("tests/ops/test_agreement.py", "tests/ops/test_triton.py", "tests/ops/test_skipping.py"),
-    "decode": ("tests/ops/test_decode.py", "tests/ops/test_decode_lone.py"),
+    "decode": ("tests/ops/test_decode.py",),
     "prologue": ("tests/ops/test_prologue.py",),
     "precision": ("tests/ops/test_agreement.py", "tests/ops/test_precision.py"),
+    "generate": ("tests/hf/test_cache.py", "tests/hf/test_forgetting.py"),
 }
 
 Lengths = Annotated[str, typer.Option(metavar=INTS, help="Tokens.")]
@@ -127,6 +128,14 @@ class Settings:
         return dtype
 
 
+class OnDevice(Protocol):
+    """Settings of any benchmark."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+
+
 @contextmanager
 def apart(impl: str, length: int, say: Callable[[str], None]) -> Iterator[None]:
     """Let a candidate fail without ending the benchmark; `say` is told why."""
@@ -144,7 +153,7 @@ def benchmark(
     name: str,
     fields: Sequence[str],
     measure: Callable[[Any, Row, Callable[[str], None]], Iterator[Row]],
-    settings: Settings,
+    settings: OnDevice,
     shown: Sequence[str],
     *,
     trust: bool,

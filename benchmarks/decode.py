@@ -1,15 +1,11 @@
-"""A few new tokens against a long cache: time, and the share of the memory's speed that is reached.
+"""The operator with a few queries and many keys: time, and the share of the memory's speed that is reached.
 
-The cache is read once, so its bytes over the time is the bandwidth; a plain copy of a large buffer, timed in the same
-process, is what it stands beside. Bytes that a candidate leaves unread count as if it had read them. Queries are the
-last tokens of the cache.
+Keys and values are read once, so their bytes over the time is the bandwidth; a plain copy of a large buffer, timed in
+the same process, is what it stands beside. Queries are the last tokens. `generate.py` times generation.
 
     decode           the decode kernel: plain keys and a landmark per key
-    decode-open      the same with gates of zero, under which no key is forgotten and every value has to be read
     split, triton    the operator as for many queries
-    carried          keys that carry the bias in six of their coordinates, as the models keep them: a pass over the
-                     query, and scaled_dot_product_attention over a cache of the same bytes
-    sdpa, sdpa-cudnn, sdpa-flash   the same cache without any bias
+    sdpa, sdpa-cudnn, sdpa-flash   the same keys without any bias
     …-graph          the same, captured once and replayed
 
 `of_sdpa` is a time over that of `sdpa` (of `sdpa-graph` for what is captured), where it was measured before.
@@ -29,11 +25,9 @@ from torch.nn.attention import SDPBackend
 
 import cases
 import common
-from cases import CONTEXT_LENGTH, Arguments, Shape, Work
+from cases import Arguments, Shape, Work
 from common import UnavailableError, number
 from gape.cli.options import Device, Dim, DType, Heads, KVHeads
-from gape.ops import columns
-from gape.ops.carried import carried_attention, carry
 from gape.utils.timing import measured
 from gape.utils.validation import whole
 
@@ -48,29 +42,6 @@ Builder = Callable[[Arguments], Work]
 
 def _operator(impl: str) -> Builder:
     return partial(cases.operator, impl=impl)
-
-
-def _open(arguments: Arguments) -> Work:
-    return cases.operator(arguments | {"gate": torch.zeros_like(arguments["gate"])}, "decode")
-
-
-def _carried(arguments: Arguments) -> Work:
-    content = arguments["q"].size(-1) - columns.COLUMNS
-    if content < 1:
-        raise UnavailableError(f"a head dim of {arguments['q'].size(-1)} has no room for the bias")
-    n_q, n_k = arguments["q"].size(2), arguments["k"].size(2)
-    positions = torch.arange(n_k, device=arguments["q"].device)
-    scale = arguments["q"].size(-1) ** -0.5
-    leaves = arguments | {name: arguments[name][..., :content] for name in "qk"}
-    keys = carry(leaves["k"], leaves["landmark"], positions, form="split", context_length=CONTEXT_LENGTH)
-
-    def forward(leaves: Arguments) -> Tensor:
-        return carried_attention(
-            leaves["q"], keys, leaves["v"], leaves["gate"], leaves["amplitude"], positions[n_k - n_q :],
-            form="split", context_length=CONTEXT_LENGTH, scale=scale,
-        )  # fmt: skip
-
-    return Work(leaves=leaves, forward=forward, scale=scale)
 
 
 def _sdpa(*backends: SDPBackend) -> Builder:
@@ -114,17 +85,14 @@ CANDIDATES: dict[str, Builder] = {
     "sdpa-graph": _captured(_sdpa(*ANY)),
     "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
     "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
-    "carried": _carried,
-    "carried-graph": _captured(_carried),
     "decode": _operator("decode"),
     "decode-graph": _captured(_operator("decode")),
-    "decode-open": _open,
     "split": _operator("split"),
     "triton": _operator("triton"),
 }
 
 #: Candidates that read a landmark per key beside the keys.
-READS_LANDMARKS = ("decode", "decode-graph", "decode-open", "split", "triton")
+READS_LANDMARKS = ("decode", "decode-graph", "split", "triton")
 
 
 @dataclass(frozen=True, kw_only=True)

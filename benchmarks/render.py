@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import common
-from tables import forgetting, language, needle, readme, smollm2, speed
+from tables import forgetting, generate, language, needle, readme, smollm2, speed
 
 #: What draws a table, by its name in a page.
 TABLES: dict[str, Callable[[], str]] = {
@@ -69,6 +69,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "forgetting-floors": forgetting.floors,
     "forgetting-needles": lambda: forgetting.needles(8192),
     "forgetting-needles-short": lambda: forgetting.needles(2048),
+    "generate": generate.generation,
     "speed-layer": speed.layer_cost,
     "speed-skipping": speed.skipping,
     "speed": speed.benchmarks,

@@ -11,7 +11,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from gape.analysis.passages import Reader
 from gape.experiments import forgetting_bench
 from gape.utils.signals import Interrupted
 from tests.cli.test_commands import gape_exits
@@ -29,7 +28,7 @@ NEEDLE = [
     *MODEL, "task.length=32", "task.n_needles=2", "evaluation.factors=[1]", "evaluation.samples=4",
     "evaluation.validation_samples=4", "analysis.samples=0", "seed=0",
 ]  # fmt: skip
-FEW = ["--eps", "1e-3", "--tokens", "2", "--seconds", "0.001", "--device", "cpu"]
+FEW = ["--eps", "1e-3", "--device", "cpu"]
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pat
 
 
 def measured(home: Path, corpus: Path, *more: str) -> int:
-    few = ["--lengths", "96", "--batches", "2", "--last", "16", "--max-windows", "3", "--chunk", "24"]
+    few = ["--lengths", "96", "--last", "16", "--max-windows", "3", "--chunk", "24"]
     return gape_exits("lm", "forgetting", home, "--data", corpus, *few, *FEW, *more)
 
 
@@ -56,23 +55,17 @@ def test_a_language_model_is_measured_reported_and_drawn(
     corpus, home = language
     assert measured(home, corpus) == 0
     told = capsys.readouterr().out
-    assert all(title in told for title in ("Prefill: attention alone", "Decoding beside", "Perplexity beside"))
+    assert all(title in told for title in ("Cache beside", "Perplexity beside"))
     found = rows(home)
-    attention = [(r["impl"], r["eps"]) for r in found if r.get("what") == "attention"]
-    assert attention == [("cudnn", 0.0), ("split", 0.0), ("triton", 0.0), ("triton", 1e-3)]
     (tiles,) = [r for r in found if r["kind"] == "tiles"]
     assert len(tiles["tiles"]) == 1
     assert len(tiles["tiles"][0]) == 2
     assert tiles["mean"] < 1
-    decoded = {(r["how"], r["bounds"]): r for r in found if r["kind"] == "decode"}
-    assert set(decoded) == {("dense", None), ("forgetting", "weights"), ("forgetting", "queries")}
-    assert max(map(max, decoded["forgetting", "queries"]["kept"])) < 98
-    assert all(r["texts"] == 2 and r["mean_ms"] > 0 for r in decoded.values())
-    assert "lasting_ms" not in decoded["dense", None]
-    weights = decoded["forgetting", "weights"]
-    assert weights["every"] >= 32
-    assert weights["looked"] == 0
-    assert weights["lasting_ms"] == weights["mean_ms"] + weights["forget_ms"] / weights["every"]
+    caches = {(r["how"], r["bounds"]): r for r in found if r["kind"] == "cache"}
+    assert set(caches) == {("dense", None), ("forgetting", "weights"), ("forgetting", "queries")}
+    assert caches["dense", None]["num_keys"] == [[96, 96]]
+    assert max(caches["forgetting", "queries"]["num_keys"][0]) < 96
+    assert all(0 <= r["realised_eps"] <= 1e-3 for r in caches.values())
     dense, *others = [r for r in found if r["kind"] == "perplexity"]
     assert [r["how"] for r in others] == ["skipping", "forgetting", "forgetting"]
     assert all(r["plan"] == dense["plan"] and abs(r["nll"] - dense["nll"]) < 1e-2 for r in others)
@@ -81,7 +74,7 @@ def test_a_language_model_is_measured_reported_and_drawn(
     assert measured(home, corpus) == 0
     assert rows(home) == found
     assert gape_exits("report", home.parent, "--out", "results/forgetting") == 0
-    assert "Decoding beside the full cache" in Path("results/forgetting/tables.md").read_text()
+    assert "Cache beside the full one" in Path("results/forgetting/tables.md").read_text()
     assert gape_exits("reproduce", "forgetting") == 0
     drawn = json.loads(Path("figures/forgetting.json").read_text())
     assert {cost["how"] for cost in drawn["cost"]} >= {"dense", "skipping", "forgetting, weights"}
@@ -99,23 +92,12 @@ def test_what_was_interrupted_goes_on(language: tuple[Path, Path], monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(forgetting_bench.Bench, "once", stopping)
-        assert measured(home, corpus, "--measure", "decode") == 130
+        assert measured(home, corpus, "--measure", "cache") == 130
     before = rows(home)
     assert len(before) == 2
-    assert measured(home, corpus, "--measure", "decode") == 0
+    assert measured(home, corpus, "--measure", "cache") == 0
     assert rows(home)[:2] == before
     assert len(rows(home)) == 3
-
-
-def test_samples_of_a_batch_differ_while_there_is_text(tmp_path: Path) -> None:
-    reader = Reader(text.corpus(tmp_path / "books").directory)
-    opened = SimpleNamespace(run=None)
-    bench: Any = SimpleNamespace(opened=opened, reader=reader, settings=forgetting_bench.Settings(), device="cpu")
-    few, many = (forgetting_bench.Bench.text(bench, 96, count) for count in (1, 20))
-    assert len(many.unique(dim=0)) == 20
-    assert many[:1].equal(few)
-    longest = max(document.length for document in reader.corpus.documents("heldout"))
-    assert forgetting_bench.Bench.text(bench, longest, 3).shape == (3, longest)
 
 
 def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,18 +114,18 @@ def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for way in (("dense", None), ("skipping", None), ("forgetting", "weights"), ("forgetting", "queries"))
     }
     assert all(hits == answers[factor, "dense", None] for (factor, _, _), hits in answers.items())
-    assert {r["how"] for r in found if 0 < r.get("held", 0) <= 1} == {"forgetting"}
+    assert {r["how"] for r in found if 0 < r.get("key_share", 0) <= 1} == {"forgetting"}
     assert gape_exits("report", home.parent, "--out", "report") == 0
     assert "Needle accuracy beside dense attention" in Path("report/tables.md").read_text()
 
 
-def test_what_is_held_counts_by_samples() -> None:
+def test_shares_of_keys_count_by_samples() -> None:
     """A last batch that is smaller has no more to say than its samples."""
-    caches = iter([SimpleNamespace(kept=[[4, 8], [2, 2]]), SimpleNamespace(kept=[[8, 8], [8, 8]])])
+    caches = iter([SimpleNamespace(num_keys=[[4, 8], [2, 2]]), SimpleNamespace(num_keys=[[8, 8], [8, 8]])])
     reader = forgetting_bench.Forgetful(MagicMock(), lambda: next(caches), 3)
     for batch in (2, 1):
         reader(torch.zeros(batch, 8))
-    assert reader.held == [0.5, 0.5, 1.0]
+    assert reader.key_shares == [0.5, 0.5, 1.0]
 
 
 def test_all_runs_are_checked_before_one_is_measured(
@@ -163,10 +145,10 @@ def test_all_runs_are_checked_before_one_is_measured(
     [
         (["--eps", "0"], "eps: got float 0.0"),
         (["--eps", "x"], "eps: got 'x'"),
-        (["--bounds", "hopes"], "bounds"),
+        (["--bounds", "gates"], "bounds"),
         (["--measure", "needle"], "measure: got str 'needle'"),
         (["--measure", "speed"], "measure: got str 'speed'"),
-        (["--tokens", "1"], "tokens"),
+        (["--measure", "decode"], "measure: got str 'decode'"),
         (["--dtype", "half"], "precision: got str 'half'"),
         (["--lengths", "96,100000"], "at most 200"),
     ],

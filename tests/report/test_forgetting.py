@@ -21,6 +21,7 @@ def row(**more: Any) -> dict[str, Any]:
 
 PERPLEXITY = {"kind": "perplexity", "perplexity": 20.0, "plan": "p", "max_windows": 3}
 DECODE = {"kind": "decode", "batch": 1, "tokens": 4, "bytes": 10, "tokens_per_second": 5.0}
+CACHE = {"kind": "cache", "bytes": 10, "num_keys": [[4, 6]], "realised_eps": 1e-4}
 OTHER = {"how": "forgetting", "eps": 1e-3, "bounds": "weights"}
 
 
@@ -31,6 +32,8 @@ OTHER = {"how": "forgetting", "eps": 1e-3, "bounds": "weights"}
         (PERPLEXITY, {"plan": "q", "max_windows": 9}, 5, "–"),
         (PERPLEXITY, {"step": 6}, 5, "–"),
         (PERPLEXITY, {"machine": "that"}, 5, "+0.000%"),
+        (CACHE, {"bytes": 5}, 5, "0.500"),
+        (CACHE, {"step": 6}, 5, "–"),
         (DECODE, {"tokens_per_second": 10.0}, 8, "2.00×"),
         (DECODE, {"machine": "that"}, 8, "–"),
         (DECODE, {}, 9, "–"),

@@ -1,4 +1,4 @@
-"""The cache of one attention layer, in pages: attend to new tokens and to cached keys, store, evict.
+"""The cache of one attention layer, in pages: attend to new tokens and to cached keys, and store the new ones.
 
 A prompt is attended to as it comes, among its own tokens, by the kernel that skips; what was cached before is read from
 pages, and both parts are merged. Then its keys are written to pages once, without those that can be evicted at once.
@@ -10,6 +10,7 @@ Shapes: B rows, Hq / Hk query / key heads, n new tokens, D and Dv widths of keys
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,17 @@ import torch
 from torch import Tensor
 
 from gape.cache.bounds import Limits
-from gape.cache.eviction import Account, Candidates, QueryRange, widened
 from gape.ops.api import gated_attention
-from gape.ops.causal import causal_attention
+from gape.ops.causal import causal_attention, projected_attention, projects
+from gape.ops.decode_prologue import Step, decode_prologue, prologue_runs
 from gape.ops.paged import paged_attention, write_keys
 from gape.ops.plain import attention
 
 if TYPE_CHECKING:
     from gape.cache.paged import PagedCache
+
+#: Rotated q and k, the queries' rate (B, Hq, n) and the keys' landmark (B, Hk, n); None without gates.
+Rotated = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,17 +57,14 @@ class PagedLayer:
     """The cache of one attention layer.
 
     Attributes:
+        index: its number among the layers of the cache.
+        spec: the layer.
         length: tokens that have come, cached or not.
     """
 
-    #: Gated schemes have no numbers of earlier keys to read.
-    side: None = None
-
     def __init__(self, cache: PagedCache, index: int, spec: LayerSpec) -> None:
-        self._cache, self.index, self.spec = weakref.proxy(cache), index, spec
-        self.length = 0
-        self.account: Account | None = None
-        self.query_range: QueryRange | None = None
+        self._cache: PagedCache = weakref.proxy(cache)
+        self.index, self.spec, self.length = index, spec, 0
 
     def attend(
         self,
@@ -71,167 +72,142 @@ class PagedLayer:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        rate: Tensor | None,
-        landmark: Tensor | None,
         positions: Tensor,
+        rotate: Callable[[], Rotated],
+        *,
+        step: Step | None = None,
         real: Tensor | None = None,
     ) -> Tensor:
         """Add tokens and attend to them and to everything cached.
 
         Args:
             owner: the module that attends.
-            q, k, v: (B, Hq, n, D), (B, Hk, n, D) and (B, Hk, n, Dv), rotated, in the dtype of the cache.
-            rate, landmark: (B, Hq, n), the rate c_i, and (B, Hk, n); None without gates.
+            q, k, v: (B, Hq, n, D), (B, Hk, n, D) and (B, Hk, n, Dv) as projected.
             positions: integer (n,) or (B, n); of a row they rise by one.
+            rotate: gives rotated q and k, rate and landmark, where no kernel does that.
+            step: what `rotate` does, for kernels; None where they cannot.
             real: bool (B, n), False for pads, which stand on the left; None where there are none.
 
         Returns:
             (B, Hq, n, Dv).
 
         Raises:
-            ValueError: another module or batch, positions that go back, or an earlier call that broke off.
+            ValueError: another module or batch, positions that do not rise by one, or an earlier call that broke off.
         """
         if owner is not self.spec.owner:
             raise ValueError("cache: made for another model, expected one of this layer")
-        cache, n = self._cache, q.size(2)
-        if rate is None or landmark is None:
-            # Without gates nothing fades.
-            rate, landmark = q.new_zeros(q.shape[:3], dtype=_side(q)), k.new_zeros(k.shape[:3], dtype=_side(k))
-        storage = cache.storage if cache.capturing else cache.prepare(self, k, v, positions, real)
-        if self.query_range is not None:
-            self.query_range.include(q, k, self.spec.scale, real)
+        cache, n, width = self._cache, q.size(2), v.size(-1)
         if cache.capturing:
-            # A captured step counts its token for all layers at its end.
-            return self._decode(q, k, v, rate, 1 - landmark, positions)
-        if n != 1 or real is not None:
-            return self._prefill(q, k, v, rate, landmark, positions, real)
-        storage.reserve(self.index, n)
-        out = self._decode(q, k, v, rate, 1 - landmark, positions)
-        with cache.writing():
-            storage.lengths[self.index] += n
-            storage.counts[self.index] += n
-            self.length += n
-        return out
+            return self._decode(q, k, v, positions, rotate, step)[..., :width]
+        cache.prepare(self, k, v, positions, real)
+        storage = cache.storage
+        if n == 1 and real is None:
+            storage.reserve(self.index, 1)
+            out = self._decode(q, k, v, positions, rotate, step)
+            with cache.writing():
+                storage.lengths[self.index] += 1
+                storage.counts[self.index] += 1
+                self.length += 1
+        else:
+            out = self._prefill(q, k, v, positions, rotate, step, real)
+        return out[..., :width]
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, exposure: Tensor, positions: Tensor) -> Tensor:
-        """Write one token behind those that count, and attend to it and to all pages."""
-        storage = self._cache.storage
+    def _decode(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotate: Callable[[], Rotated], step: Step | None
+    ) -> Tensor:
+        """Write one token and attend to all pages. The token is counted later."""
+        cache, scale = self._cache, self.spec.scale
+        storage = cache.storage
         pages = storage.pages(self.index)
-        write_keys(pages, k, v, exposure, positions)
-        out, _ = paged_attention(q, rate, positions, pages, scale=self.spec.scale, new=1, tickets=storage.tickets)
-        # Values in pages may be followed by zeros.
-        return out[..., : v.size(-1)]
+        if step is not None and prologue_runs(q, k, v, pages):
+            reach, own = storage.query_range[self.index].unbind()
+            measured = (reach, own) if cache.measures else None
+            q, rate = decode_prologue(q, k, v, step, pages, scale=scale, measured=measured)
+        else:
+            q, k, rate, landmark = self._rotated(rotate)
+            write_keys(pages, k, v, 1 - landmark, positions)
+            if cache.measures:
+                cache.evictor.include(self.index, q, k, scale, None)
+        return paged_attention(q, rate, positions, pages, scale=scale, new=1, tickets=storage.tickets)[0]
+
+    def _rotated(self, rotate: Callable[[], Rotated]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rotated q and k in the dtype of the pages, rate and landmark: zeros without gates, where nothing fades."""
+        q, k, rate, landmark = rotate()
+        layout = self._cache.storage.layout
+        if rate is None or landmark is None:
+            rate, landmark = (x.new_zeros(x.shape[:3], dtype=layout.side_dtype) for x in (q, k))
+        return q.to(layout.dtype), k.to(layout.dtype), rate, landmark
 
     def _prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, landmark: Tensor, positions: Tensor, real: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        rotate: Callable[[], Rotated],
+        step: Step | None,
+        real: Tensor | None,
     ) -> Tensor:
         """Attend among new tokens and to the pages, and store the new keys."""
+        cache, scale = self._cache, self.spec.scale
+        storage, eps = cache.storage, cache.skip_eps / 2
+        v = v.to(storage.layout.dtype)
+        if step is not None and real is None and storage.in_kernels and projects(q, k, v, step):
+            out, lse, q, k, rate, exposure = projected_attention(q, k, v, step, scale=scale, eps=eps)
+            out = self._with_pages(q, rate, positions, out, lse)
+            self._store(q, k, v, exposure, positions, None)
+            return out
+        q, k, rate, landmark = self._rotated(rotate)
         if real is None:
             out = self._attend_prompt(q, k, v, rate, landmark, positions)
-            self._store(k, v, 1 - landmark, positions, None)
+            self._store(q, k, v, 1 - landmark, positions, None)
             return out
         # Pads last: then causality hides them, and no mask is needed.
         to_front, back = _rolls(real)
         q, k, v, rate, landmark = (_rolled(x, to_front) for x in (q, k, v, rate, landmark))
         positions = positions.expand(real.shape).gather(1, to_front)
         out = self._attend_prompt(q, k, v, rate, landmark, positions)
-        self._store(k, v, 1 - landmark, positions, real.gather(1, to_front))
+        self._store(q, k, v, 1 - landmark, positions, real.gather(1, to_front))
         return _rolled(out, back)
 
     def _attend_prompt(
         self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, landmark: Tensor, positions: Tensor
     ) -> Tensor:
+        """Attend among new tokens in index order, and to the pages."""
         cache, spec = self._cache, self.spec
-        storage, eps = cache.storage, cache.skip_eps
+        storage = cache.storage
         if not storage.in_kernels and not storage.counts[self.index].any():
             if spec.least_rate is None:
                 return attention(q, k, v, scale=spec.scale)
             ones = rate.new_ones(q.size(1))
             return gated_attention(q, k, v, rate, landmark, ones, context_length=1, scale=spec.scale, impl=spec.impl)
-        out, lse = causal_attention(q, k, v, rate, 1 - landmark, scale=spec.scale, eps=eps / 2)
+        out, lse = causal_attention(q, k, v, rate, 1 - landmark, scale=spec.scale, eps=cache.skip_eps / 2)
+        return self._with_pages(q, rate, positions, out, lse)
+
+    def _with_pages(self, q: Tensor, rate: Tensor, positions: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+        """The output of queries over the keys of pages too, from that over new ones and its log-sum-exp."""
+        storage = self._cache.storage
         if not storage.counts[self.index].any():
             return out
+        eps = self._cache.skip_eps / 2
         pages = storage.pages(self.index)
-        out, _ = paged_attention(q, rate, positions, pages, scale=spec.scale, prior=(out, lse), eps=eps / 2)
-        return out[..., : v.size(-1)]
+        return paged_attention(q, rate, positions, pages, scale=self.spec.scale, prior=(out, lse), eps=eps)[0]
 
-    def _store(self, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, real: Tensor | None) -> None:
+    def _store(self, q: Tensor, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, real: Tensor | None) -> None:
         """Write new keys, without pads and without those that can be evicted at once."""
-        cache, n = self._cache, k.size(2)
-        rule, storage = cache.rule, cache.storage
+        cache, storage = self._cache, self._cache.storage
         keep = None if real is None else real[:, None].expand(-1, k.size(1), -1)
-        at_once = cache.judges_at_once(n)
-        if at_once and rule.eps is not None and self.heads.numel():
-            keep = torch.ones_like(k[..., 0], dtype=torch.bool) if keep is None else keep.clone()
-            norm = torch.linalg.vector_norm(k, dim=-1, dtype=_side(k))
-            places = positions if positions.dim() == 1 else positions[:, None]
-            parts = (norm, exposure, places.expand_as(norm), keep)
-            candidates = Candidates(self.heads, *(part.index_select(1, self.heads) for part in parts))
-            keep[:, self.heads] = self._choose(candidates, cache.storage.next_position)
+        if cache.measures:
+            cache.evictor.include(self.index, q, k, self.spec.scale, real)
+        at_once, by_eps = cache.judges_at_once(k.size(2)), cache.rule is not None and cache.rule.eps is not None
+        if at_once and by_eps:
+            keep = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device) if keep is None else keep
+            keep = cache.evictor.judge(self.index, k, exposure, positions, keep, storage.next_position)
         with cache.writing():
             storage.append(self.index, k, v, exposure, positions, keep)
-            if at_once and rule.eps is None:
-                self.evict(storage.next_position)
-                storage.settle(cache.interval, self.index)
-            self.length += n
-
-    @property
-    def heads(self) -> Tensor:
-        """Key heads that keys may be evicted from, int64 (H,): those that fade, or all under a budget."""
-        cache = self._cache
-        groups = self.spec.n_heads // self.spec.n_kv_heads
-        if self.spec.least_rate is None:
-            return torch.empty(0, dtype=torch.int64, device=cache.storage.device)
-        fades = (self.spec.least_rate > 0).view(-1, groups).all(1)
-        if cache.rule.eps is None:
-            fades = torch.ones_like(fades)
-        return torch.nonzero(fades).flatten().to(cache.storage.device)
-
-    def evict(self, first: Tensor) -> None:
-        """Evict keys that queries from positions `first` (B,) on can do without, and move the others together."""
-        storage, heads = self._cache.storage, self.heads
-        if not heads.numel() or not storage.counts[self.index].any():
-            return
-        k, v, exposure, positions = storage.read(self.index, heads)
-        lengths = storage.lengths[self.index].index_select(1, heads)
-        valid = torch.arange(k.size(2), device=k.device) < lengths.unsqueeze(-1)
-        norm = torch.linalg.vector_norm(k, dim=-1, dtype=_side(k))
-        keep = self._choose(Candidates(heads, norm, exposure, positions, valid), first)
-        storage.rewrite(self.index, heads, (k, v, exposure, positions), keep)
-
-    def _choose(self, candidates: Candidates, first: Tensor) -> Tensor:
-        """The candidates that stay, bool (B, H, N); what goes is charged to the account."""
-        cache, spec = self._cache, self.spec
-        batch, device = candidates.valid.size(0), candidates.valid.device
-        if self.account is None:
-            sizes = (batch, spec.n_kv_heads, spec.n_heads // spec.n_kv_heads)
-            eps = None if cache.rule.eps is None else cache.rule.eps / 2
-            self.account = Account(eps, sizes, device)
-        self.account.advance(self._limits(), first)
-        if cache.rule.eps is not None:
-            return self.account.evict(candidates)
-        # With room for keys that come before the next eviction.
-        budget = (cache.max_keys - cache.interval) * spec.n_kv_heads
-        return self.account.evict(candidates, (candidates.valid.sum((1, 2)) - budget).clamp(min=0))
-
-    def _limits(self) -> Limits:
-        """Bounds on all queries: from weights, or from those so far."""
-        limits = self.spec.limits if self.query_range is None else self.query_range.limits()
-        assert limits is not None
-        storage = self._cache.storage
-        return widened(limits, storage.layout.dtype, storage.device)
-
-    @property
-    def realised_eps(self) -> float:
-        """The most attention that a query of any head can have lost to eviction."""
-        if self.account is None:
-            return 0.0
-        return float(self.account.realised_under(self._limits()).max())
-
-
-def _side(x: Tensor) -> torch.dtype:
-    """The dtype of rates and exposures beside keys."""
-    return torch.promote_types(x.dtype, torch.float32)
+            if at_once and not by_eps:
+                cache.evictor.evict(storage.next_position, cache.evictor.interval, self.index)
+            self.length += k.size(2)
 
 
 def _rolls(real: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,67 +5,32 @@ Shapes: B rows, Hk key heads, n new tokens.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gape.cache.bounds import least_rates, limits_of_weights
-from gape.cache.eviction import QueryRange
+from gape.cache.eviction import BOUNDS, EvictionRule
+from gape.cache.evictor import Evictor
 from gape.cache.layer import LayerSpec, PagedLayer
 from gape.cache.pages import PagedStorage
 from gape.ops.paged import PAGE, page_layout
-from gape.utils.validation import finite, flag, invalid_argument, whole
+from gape.utils.validation import flag, invalid_argument, whole
 
 if TYPE_CHECKING:
     from gape.models.gpt import GPT
 
-#: What bounds on future queries may come from.
-BOUNDS = ("weights", "queries")
-#: Tokens between evictions at least, and the share of the cached keys that may come in between.
-_LEAST_INTERVAL = 64
-_INTERVAL_SHARE = 16
-#: New tokens from which keys are judged before they are stored, and not at the next eviction.
-_JUDGED_AT_ONCE = 256
+#: Tokens of a call, all rows together, from which keys are judged before they are stored, and not at the next eviction:
+#: that costs time for each layer, and saves the memory of a whole prompt.
+JUDGED_AT_ONCE = 32_768
+_NO_TOKEN = "no single token has come yet"
 #: Attention that a full cache may lose to skipped tiles, by dtype: far below what rounding does to it.
 _FULL_EPS = {torch.bfloat16: 2.0**-20, torch.float16: 2.0**-20, torch.float32: 2.0**-30}
-_NO_TOKEN = "no single token has come yet"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvictionRule:
-    """When keys are evicted.
-
-    Attributes:
-        eps: the attention that a query may lose, above 0 and below 1; None goes by a budget.
-        max_keys: keys of a key head at most, on average over the heads of a layer; None goes by eps.
-        max_bytes: bytes of the cache at most; None for the others.
-        bounds: where bounds on future queries come from, one of BOUNDS.
-    """
-
-    eps: float | None = None
-    max_keys: int | None = None
-    max_bytes: int | None = None
-    bounds: str = "weights"
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("eps", "max_keys", "max_bytes") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"eps, max_keys, max_bytes: got {', '.join(given) or 'none'}, expected exactly one")
-        if self.eps is not None and not 0 < finite("eps", self.eps, "a number above 0 and below 1") < 1:
-            raise invalid_argument("eps", self.eps, "a number above 0 and below 1")
-        for name in ("max_keys", "max_bytes"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 2 * PAGE)
-        if self.bounds not in BOUNDS:
-            raise invalid_argument("bounds", self.bounds, f"one of {BOUNDS}")
 
 
 class PagedCache:
@@ -90,28 +55,27 @@ class PagedCache:
         #: Why the last single token was not replayed from a captured graph; None if it was.
         self.uncaptured: str | None = _NO_TOKEN
         self._storage: PagedStorage | None = None
+        self._evictor: Evictor | None = None
         self._give_back: Any = None
         self._forget_tokens()
 
     def _forget_tokens(self) -> None:
-        self.interval, self._since, self._evicted_at = _LEAST_INTERVAL, 0, 0
-        #: Tokens that the next positions count: more than layers have where a call broke off.
-        self._begun = 0
+        #: Tokens since the last eviction, tokens that it was for, and tokens that the next positions count: more than
+        #: layers have where a call broke off.
+        self._since = self._evicted_at = self._begun = 0
         self._broken = False
-        self.max_keys: int = 0
         for layer in self.layers:
-            layer.length, layer.account, layer.query_range = 0, None, None
+            layer.length = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         clone = copy(self)
         clone._storage, clone._give_back = deepcopy(self._storage, memo), None
+        if clone._storage is not None and self._evictor is not None:
+            clone._evictor = self._evictor.copied(clone._storage)
         clone.layers = []
         for layer in self.layers:
-            twin = copy(layer)
-            twin._cache = weakref.proxy(clone)
-            twin.account, twin.query_range = deepcopy(layer.account, memo), copy(layer.query_range)
-            if twin.query_range is not None:
-                twin.query_range.buffers = clone.storage.query_range[layer.index]
+            twin = PagedLayer(clone, layer.index, layer.spec)
+            twin.length = layer.length
             clone.layers.append(twin)
         return clone
 
@@ -127,8 +91,8 @@ class PagedCache:
         clone = copy(self)
         if eps is not None:
             clone.rule = EvictionRule(eps=eps, bounds=BOUNDS[0] if self.rule is None else self.rule.bounds)
-        clone._storage, clone._give_back, clone.capturing = None, None, False
-        clone.uncaptured = _NO_TOKEN
+        clone._storage = clone._evictor = clone._give_back = None
+        clone.capturing, clone.uncaptured = False, _NO_TOKEN
         clone.layers = [PagedLayer(clone, layer.index, layer.spec) for layer in self.layers]
         clone._forget_tokens()
         return clone
@@ -143,6 +107,22 @@ class PagedCache:
         if self._storage is None:
             raise ValueError("cache: it is empty")
         return self._storage
+
+    @property
+    def evictor(self) -> Evictor:
+        """What evicts keys.
+
+        Raises:
+            ValueError: no token has come yet, or nothing is ever evicted.
+        """
+        if self._evictor is None:
+            raise ValueError("cache: it is empty, or keeps everything")
+        return self._evictor
+
+    @property
+    def measures(self) -> bool:
+        """Whether bounds come from the queries, which are measured as they come."""
+        return self.rule is not None and self.rule.bounds == "queries"
 
     @property
     def length(self) -> int:
@@ -178,12 +158,7 @@ class PagedCache:
     @property
     def realised_eps(self) -> float:
         """The most attention that any query of any layer and head can have lost to eviction; 1: nothing is known."""
-        return max(layer.realised_eps for layer in self.layers)
-
-    @property
-    def measures_queries(self) -> bool:
-        """Whether bounds on future queries come from those so far, which every step then measures."""
-        return any(layer.query_range is not None for layer in self.layers)
+        return 0.0 if self._evictor is None else self._evictor.realised_eps
 
     @property
     def skip_eps(self) -> float:
@@ -194,9 +169,10 @@ class PagedCache:
 
     def positions(self, layer: int, head: int) -> list[Tensor]:
         """Positions of the keys that a key head of a layer has cached, int32, one tensor for each row."""
-        heads = torch.tensor([head], device=self.storage.device)
-        *_, positions = self.storage.read(layer, heads)
-        return [row[0, :count] for row, count in zip(positions, self.storage.counts[layer][:, head], strict=True)]
+        _, batch, heads = self.storage.shape
+        sequences = (layer * batch + torch.arange(batch, device=self.storage.device)) * heads + head
+        *_, positions, valid = self.storage.read(sequences)
+        return [row[there] for row, there in zip(positions, valid, strict=True)]
 
     def enter(self, model: Any) -> None:
         """Refuse a model other than the one the cache was made for.
@@ -208,53 +184,55 @@ class PagedCache:
             raise ValueError("cache: made for another model, expected its own")
         _ = self.length
 
-    def prepare(self, layer: PagedLayer, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> PagedStorage:
-        """The pages for new tokens of a layer; the first layer of a call evicts for all where that is due.
+    def prepare(self, layer: PagedLayer, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> None:
+        """Get ready for new tokens of a layer; the first layer of a call evicts for all where that is due.
 
         Raises:
-            ValueError: another batch or dtype than cached, positions that go back, or an earlier call broke off.
+            ValueError: another batch than cached, positions that do not rise by one, or an earlier call broke off.
         """
         if self._storage is None:
             self._open(k, v)
-        storage = self.storage
-        if k.size(0) != storage.lengths.size(1) or k.dtype != storage.layout.dtype:
-            raise invalid_argument("k", k, f"a batch of {storage.lengths.size(1)} in {storage.layout.dtype}, as cached")
-        if layer.index == 0:
+        if k.size(0) != self.storage.shape[1]:
+            raise invalid_argument("k", k, f"a batch of {self.storage.shape[1]}, as cached")
+        if layer.index == 0 and k.size(2):
             self._begin(k.size(2), positions, real)
-        return storage
 
     def _begin(self, n: int, positions: Tensor, real: Tensor | None) -> None:
-        """Take new tokens of a call into account: evict where that is due, and remember the next position."""
-        _ = self.length
-        self._rewind(self.layers[0].length)
-        if not n:
-            return
-        following = self.storage.next_position
+        """Take the tokens of a call into account: evict where that is due, and remember the next position."""
+        length, following = self.length, self.storage.next_position
+        self._rewind(length)
         rows = positions.to(torch.int64).expand(following.size(0), n)
         last, first = rows[:, -1] + 1, rows[:, 0]
         if real is not None:
             tokens = real.sum(1)
             last, first = (torch.where(tokens > 0, x, following) for x in (last, last - tokens))
         self._check_positions(rows, first, real)
-        if self.rule is not None and self.layers[0].length and self._since + min(n, _JUDGED_AT_ONCE) > self.interval:
-            self.evict(torch.maximum(first, following))
+        at_once = self.judges_at_once(n)
+        if self.rule is not None and length and self._since + min(n, 4 * PAGE) > self.evictor.interval:
+            self.evict(torch.maximum(first, following), incoming=0 if at_once else n)
         following.copy_(last)
-        self._begun += n
-        if self.judges_at_once(n):
+        self._begun, self._since = length + n, self._since + n
+        if at_once:
             self._evicted_at, self._since = self._begun, 0
-        else:
-            self._since += n
 
     def _check_positions(self, rows: Tensor, first: Tensor, real: Tensor | None) -> None:
-        """Refuse positions (B, n) that do not rise by one, the first (B,) being before those cached, or pads behind."""
-        if real is not None and bool((real[:, :-1] & ~real[:, 1:]).any()):
-            raise ValueError("documents: got pads behind a token, expected padding on the left")
-        if self.rule is not None and bool((first < self.storage.next_position).any()):
-            raise ValueError("positions: got some that go back, expected each behind those that are cached")
+        """Refuse positions (B, n) that do not rise by one or go back behind those cached, and pads behind a token."""
+        wrong = torch.zeros(3, dtype=torch.bool, device=rows.device)
+        if self.rule is not None:
+            wrong[0] = (first < self.storage.next_position).any()
         if rows.size(1) > 1:
             uneven = rows.diff(dim=1) != 1
-            if bool((uneven if real is None else uneven & real[:, :-1]).any()):
-                raise ValueError("positions: expected those of a call to rise by one in every row")
+            wrong[1] = (uneven if real is None else uneven & real[:, :-1]).any()
+        if real is not None:
+            wrong[2] = (real[:, :-1] & ~real[:, 1:]).any()
+        # Asked together, for the device has to be waited for.
+        back, uneven_rows, pads = wrong.tolist()
+        if back:
+            raise ValueError("positions: got some that go back, expected each behind those that are cached")
+        if uneven_rows:
+            raise ValueError("positions: expected those of a call to rise by one in every row")
+        if pads:
+            raise ValueError("documents: got pads behind a token, expected padding on the left")
 
     def _rewind(self, length: int) -> None:
         """Take positions back to so many tokens: of some that are dropped, or of a call that broke off."""
@@ -265,40 +243,33 @@ class PagedCache:
         self._begun = length
 
     def judges_at_once(self, n: int) -> bool:
-        """Whether keys of a call with n tokens are judged when they are stored, and not at the next eviction."""
+        """Whether the keys of n tokens are judged when they are stored: many, or more than a budget has room for."""
         if self.rule is None:
             return False
-        # A budget holds behind every call.
-        return n >= _JUDGED_AT_ONCE if self.rule.eps is not None else n > self.interval
+        many = self.storage.shape[1] * n >= JUDGED_AT_ONCE
+        return many if self.rule.eps is not None else n > self.evictor.interval
 
-    def evict(self, first: Tensor | None = None) -> None:
-        """Evict now what queries from positions `first` (B,) on can do without; by default those that come next."""
-        if self._storage is None or self.rule is None:
+    def evict(self, first: Tensor | None = None, incoming: int = 0) -> None:
+        """Evict now what queries from positions `first` (B,) on can do without; by default those that come next.
+
+        Args:
+            first: int64 (B,).
+            incoming: keys that are about to come, for which a budget leaves room.
+        """
+        if self._evictor is None:
             return
-        length, first = self.length, self.storage.next_position if first is None else first
+        first, length = self.storage.next_position if first is None else first, self.length
         with self.writing():
-            for layer in self.layers:
-                layer.evict(first)
+            self._evictor.evict(first, max(incoming, self._evictor.interval))
             self._evicted_at, self._since = length, 0
-            self.storage.settle(self._room())
-
-    def _room(self) -> int:
-        """The interval to the next eviction, set anew: a share of what is cached."""
-        if self.rule is not None and self.rule.eps is not None:
-            fading = [self.storage.counts[layer.index][:, layer.heads.cpu().numpy()] for layer in self.layers]
-            counts = np.concatenate([part.flatten() for part in fading])
-            mean = int(counts.mean()) if counts.size else 0
-            self.interval = max(_LEAST_INTERVAL, mean // _INTERVAL_SHARE // PAGE * PAGE)
-        return self.interval
 
     def ready_for_step(self, positions: Tensor) -> None:
         """Make sure that a captured step can add one token: room everywhere, eviction where it is due."""
         self._rewind(self.length)
-        if self.rule is not None and self._since + 1 > self.interval:
+        if self._evictor is not None and self._since + 1 > self._evictor.interval:
             self.evict(positions[:, 0].to(torch.int64))
         if self.storage.room() < 1:
-            budgeted = self.rule is not None and self.rule.eps is None
-            self.storage.settle(self.interval if budgeted else max(self.interval, 4 * PAGE))
+            self.storage.settle(4 * PAGE if self._evictor is None else self._evictor.interval)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -347,38 +318,24 @@ class PagedCache:
         """Forget everything and give the pages back."""
         if self._give_back is not None:
             self._give_back()
-        self._storage = self._give_back = None
+        self._storage = self._evictor = self._give_back = None
         self._forget_tokens()
 
     def _open(self, k: Tensor, v: Tensor) -> None:
         """Make the pages for a batch like k and v, or take those that an earlier cache of the model has left."""
-        layout = page_layout(k.size(-1), v.size(-1), k.dtype)
+        low = torch.is_autocast_enabled(k.device.type)
+        dtype = torch.get_autocast_dtype(k.device.type) if low else k.dtype
+        layout = page_layout(k.size(-1), v.size(-1), dtype)
         shape, device = (len(self.layers), k.size(0), self.layers[0].spec.n_kv_heads), k.device
-        self._set_budget(layout.nbytes * math.prod(shape))
         idle = _IDLE.pop(self._model(), None)
         fits = idle is not None and (idle.shape, idle.layout, idle.device) == (shape, layout, device)
         query_heads = self.layers[0].spec.n_heads
         storage = idle if idle is not None and fits else PagedStorage(*shape, query_heads, layout, device)
+        if self.rule is not None:
+            self._evictor = Evictor(self.rule, [layer.spec for layer in self.layers], storage)
         self._storage = storage
         self._give_back = weakref.finalize(self, _park, self._model, storage)
         self._give_back.atexit = False
-        if self.rule is None:
-            return
-        for layer in self.layers:
-            if layer.spec.limits is None and layer.spec.least_rate is not None:
-                layer.query_range = QueryRange(layer.spec.least_rate, storage.query_range[layer.index])
-
-    def _set_budget(self, page_bytes: int) -> None:
-        """The keys that a budget allows, where a page of every sequence takes so many bytes, and the interval."""
-        if self.rule is None or self.rule.eps is not None:
-            return
-        self.max_keys = self.rule.max_keys or 0
-        if self.rule.max_bytes is not None:
-            # A sequence may leave a page half empty.
-            self.max_keys = self.rule.max_bytes * PAGE // page_bytes - PAGE
-            if self.max_keys < 2 * PAGE:
-                raise invalid_argument("max_bytes", self.rule.max_bytes, f"at least {3 * page_bytes:,} for this batch")
-        self.interval = max(1, min(4 * PAGE, self.max_keys // _INTERVAL_SHARE))
 
 
 class FullCache(PagedCache):

@@ -21,6 +21,8 @@ from gape.ops.paged import PAGE, PageLayout, Pages, read_keys, runs_in_kernels, 
 #: Pages of the first slab for each sequence, and the share of all pages that a further slab adds.
 _FIRST_PAGES = 2
 _GROWTH = 4
+#: Layers of which the device may still have to say how many keys they have.
+_LAG = 2
 #: Pages that a block table has room for at first.
 _FIRST_WIDTH = 32
 
@@ -67,6 +69,8 @@ class PagedStorage:
         self._forget_pages()
 
     def _forget_pages(self) -> None:
+        # Layers whose number of keys the device is to say, where it will be, and when it is there.
+        self._asked: list[tuple[int, Tensor, Any]] = []
         self._slabs: list[Tensor] = []
         self._addresses = np.zeros(0, dtype=np.int64)
         self._free = np.zeros(0, dtype=np.int64)
@@ -75,12 +79,14 @@ class PagedStorage:
         """A copy with pages of its own: addresses of the original would read its pages."""
         clone = copy(self)
         clone.graph = None
+        self._take_counts()
         with torch.inference_mode(False):
             for name in ("lengths", "key_norm", "next_position", "query_range", "tickets", "table", "addresses"):
                 setattr(clone, name, getattr(self, name).clone())
             clone._slabs = [slab.clone() for slab in self._slabs]
         for name in ("counts", "_owned", "_table", "_free"):
             setattr(clone, name, getattr(self, name).copy())
+        clone._asked = []
         clone._addresses = np.concatenate([clone._page_addresses(slab) for slab in clone._slabs] or [self._addresses])
         clone._upload()
         return clone
@@ -97,16 +103,26 @@ class PagedStorage:
 
     def room(self) -> int:
         """Keys that every sequence can take before it needs another page."""
+        self._take_counts()
         return int((self._owned * PAGE - self.counts).min())
 
-    def pages(self, layer: int, heads: Tensor | None = None) -> Pages:
-        """The pages of a layer as attention reads them: of all key heads, or of some, int64 (H,)."""
-        # Pages in several slabs can only be read by address.
-        slab = self._slabs[0] if len(self._slabs) == 1 else torch.empty(0, self.layout.nbytes, dtype=torch.uint8)
-        parts = (self.table[layer], self.addresses[layer], self.lengths[layer], self.key_norm[layer])
-        if heads is not None:
-            parts = tuple(part.index_select(1, heads) for part in parts)  # type: ignore[assignment]
-        return Pages(self.layout, slab, *parts)
+    def pages(self, layer: int) -> Pages:
+        """The pages of a layer as attention reads them."""
+        return Pages(
+            self.layout, self._slab, self.table[layer], self.addresses[layer], self.lengths[layer],
+            self.key_norm[layer],
+        )  # fmt: skip
+
+    def _pages_of(self, sequences: Tensor) -> Pages:
+        """The pages of some sequences, int64 (s,), as those of s rows with one key head."""
+        parts = (self.table, self.addresses, self.lengths, self.key_norm)
+        table, addresses, lengths, key_norm = (x.flatten(0, 2)[sequences].unsqueeze(1) for x in parts)
+        return Pages(self.layout, self._slab, table, addresses, lengths, key_norm)
+
+    @property
+    def _slab(self) -> Tensor:
+        """All pages by number; an empty tensor where they lie in several slabs and are read by address."""
+        return self._slabs[0] if len(self._slabs) == 1 else torch.empty(0, self.layout.nbytes, dtype=torch.uint8)
 
     def reserve(self, layer: int, needed: Any) -> None:
         """Give sequences of a layer the pages for so many more keys each, (B, Hk) or one number.
@@ -152,40 +168,63 @@ class PagedStorage:
             self.lengths[layer] += k.size(2)
             self.counts[layer] += k.size(2)
             return
-        added = keep.sum(-1, dtype=torch.int32)
-        counts = added.cpu().numpy().astype(np.int64)
-        self.reserve(layer, counts)
+        # Room for all, until the device has said how many it is; reading that at once would keep the device waiting.
+        self.reserve(layer, k.size(2))
         slots = self.lengths[layer].unsqueeze(-1) + keep.cumsum(-1, dtype=torch.int32) - 1
         write_keys(self.pages(layer), k, v, exposure, positions, slots.masked_fill(~keep, -1).int())
-        self.lengths[layer] += added
-        self.counts[layer] += counts
+        self.lengths[layer] += keep.sum(-1, dtype=torch.int32)
+        self.counts[layer] += k.size(2)
+        self._ask_count(layer)
 
-    def rewrite(self, layer: int, heads: Tensor, keys: tuple[Tensor, ...], keep: Tensor) -> None:
-        """Store only some keys of some heads, moved together; :meth:`settle` then frees the pages that fell empty.
+    def _ask_count(self, layer: int) -> None:
+        """Let the device say how many keys a layer has, and take in what it has said of earlier layers."""
+        if self.device.type != "cuda":
+            self._settle(0, layer, self.lengths[layer].cpu())
+            return
+        answer = torch.empty(self.shape[1:], dtype=torch.int32, pin_memory=True)
+        answer.copy_(self.lengths[layer], non_blocking=True)
+        said = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        said.record()
+        self._asked.append((layer, answer, said))
+        self._take_counts(_LAG)
+
+    def _take_counts(self, lag: int = 0) -> None:
+        """Take in what the device has said of how many keys layers have, but for the last `lag` of them."""
+        while len(self._asked) > lag:
+            layer, answer, said = self._asked.pop(0)
+            said.synchronize()
+            self._settle(0, layer, answer)
+
+    def rewrite(self, sequences: Tensor, keys: tuple[Tensor, ...], keep: Tensor) -> None:
+        """Store only some keys of some sequences, moved together; :meth:`settle` then frees pages that fell empty.
 
         Args:
-            layer: its number.
-            heads: int64 (H,), the key heads.
-            keys: what :func:`gape.ops.paged.read_keys` gave for the first N slots.
-            keep: bool (B, H, N), the keys that stay; slots behind a sequence's length do not.
+            sequences: int64 (s,).
+            keys: keys, values, exposures and positions that :meth:`read` gave.
+            keep: bool (s, N), the keys that stay.
         """
-        k, v, exposure, positions = keys
         slots = (keep.cumsum(-1, dtype=torch.int32) - 1).masked_fill(~keep, -1).int()
-        write_keys(self.pages(layer, heads), k, v, exposure, positions, slots)
-        self.lengths[layer].index_copy_(1, heads, keep.sum(-1, dtype=torch.int32))
+        k, v, exposure, positions = (x.unsqueeze(1) for x in keys)
+        write_keys(self._pages_of(sequences), k, v, exposure, positions, slots.unsqueeze(1))
+        self.lengths.view(-1)[sequences] = keep.sum(-1, dtype=torch.int32)
 
-    def read(self, layer: int, heads: Tensor) -> tuple[Tensor, ...]:
-        """Keys, values, exposures and positions of some heads, (B, H, N, …), N being the longest of them."""
-        longest = int(self.counts[layer][:, heads.cpu().numpy()].max(initial=0))
+    def read(self, sequences: Tensor) -> tuple[Tensor, ...]:
+        """Keys, values, exposures, positions and which of them are there, (s, N, …), N being the longest sequence."""
+        longest = int(self.counts.reshape(-1)[sequences.cpu().numpy()].max(initial=0))
         slots = torch.arange(longest, dtype=torch.int32, device=self.device)
-        pages = self.pages(layer, heads)
-        slots = slots.expand(*pages.lengths.shape, -1)
-        return read_keys(pages, slots.masked_fill(slots >= pages.lengths.unsqueeze(-1), -1))
+        pages = self._pages_of(sequences)
+        valid = slots < pages.lengths.unsqueeze(-1)
+        keys = read_keys(pages, torch.where(valid, slots, -1))
+        return (*(x.squeeze(1) for x in keys), valid.squeeze(1))
 
     def settle(self, room: int, layer: int | None = None) -> None:
-        """Read lengths back, free spare pages, and make room for so many more keys: in one layer, or all."""
-        part = slice(None) if layer is None else slice(layer, layer + 1)
-        self.counts[part] = self.lengths[part].cpu().numpy()
+        """Read lengths back, free pages that are not needed, and make room for more keys: in one layer, or in all."""
+        self._asked.clear()
+        self._settle(room, layer, self.lengths[_part(layer)].cpu())
+
+    def _settle(self, room: int, layer: int | None, lengths: Tensor) -> None:
+        part = _part(layer)
+        self.counts[part] = lengths.numpy()
         wanted = -(-(self.counts[part] + room) // PAGE)
         places, table = np.arange(self.width), self._table[part]
         surplus = (places >= wanted[..., None]) & (places < self._owned[part][..., None])
@@ -255,11 +294,20 @@ class PagedStorage:
 
     def _upload(self, layer: int | None = None) -> None:
         """Bring the block table of a layer, or those of all, to the device."""
-        part = slice(None) if layer is None else slice(layer, layer + 1)
+        part = _part(layer)
         numbers = self._table[part]
-        self.table[part].copy_(torch.from_numpy(numbers.astype(np.int32)))
+        self._copy(numbers.astype(np.int32), self.table[part])
         if self._addresses.size:
-            addresses = np.where(numbers >= 0, self._addresses[np.maximum(numbers, 0)], 0)
-            self.addresses[part].copy_(torch.from_numpy(addresses))
+            self._copy(np.where(numbers >= 0, self._addresses[np.maximum(numbers, 0)], 0), self.addresses[part])
         else:
             self.addresses[part].zero_()
+
+    def _copy(self, numbers: Any, target: Tensor) -> None:
+        """Bring numbers to the device without waiting for it."""
+        source = torch.from_numpy(numbers)
+        target.copy_(source.pin_memory() if self.device.type == "cuda" else source, non_blocking=True)
+
+
+def _part(layer: int | None) -> slice:
+    """The part of all layers that a number means: one, or all."""
+    return slice(None) if layer is None else slice(layer, layer + 1)

@@ -17,19 +17,16 @@ NeedleRuns = Annotated[list[Path], typer.Argument(help="Runs of gape niah train.
 Data = Annotated[Path | None, typer.Option(help="A corpus of the models' tokenizer.")]
 Measures = Annotated[
     str | None,
-    typer.Option("--measure", metavar=NAMES, help="Some of tiles, prefill, decode and perplexity; all by default."),
+    typer.Option("--measure", metavar=NAMES, help="Some of tiles, cache and perplexity; all by default."),
 ]
 NeedleMeasures = Annotated[
     str | None,
-    typer.Option(
-        "--measure", metavar=NAMES, help="Some of tiles, prefill, decode and needle; tiles,needle by default."
-    ),
+    typer.Option("--measure", metavar=NAMES, help="Some of tiles, cache and needle; tiles,needle by default."),
 ]
 Eps = Annotated[str, typer.Option(metavar=FLOATS, help="Share of its attention a query may lose.")]
-Bounds = Annotated[str, typer.Option(metavar=NAMES, help="What caches forget by: some of weights, queries and gates.")]
-Batches = Annotated[str, typer.Option(metavar=INTS, help="decode: samples at once.")]
-Tokens = Annotated[int, typer.Option(help="decode: tokens after the prompt.")]
-Seconds = Annotated[float, typer.Option(help="prefill: seconds for each time, about.")]
+Bounds = Annotated[
+    str, typer.Option(metavar=NAMES, help="Bounds on future queries that caches evict by: weights, queries or both.")
+]
 Seed = Annotated[int, typer.Option(help="Which text.")]
 Precision = Annotated[str, precision_option("float32, bfloat16 (autocast), bfloat16-weights (as models are served)")]
 
@@ -41,12 +38,9 @@ def language(
     lengths: Annotated[str, typer.Option(metavar=INTS, help="Tokens.")] = "65536,131072",
     eps: Eps = "1e-3,1e-4",
     bounds: Bounds = "weights,queries",
-    batches: Batches = "1,8",
-    tokens: Tokens = 64,
     max_windows: Annotated[int, typer.Option(help="perplexity: windows per length at most.")] = 60,
     last: Annotated[int, typer.Option(help="perplexity: tokens scored at the end of each window.")] = 512,
     chunk: Chunk = 16384,
-    seconds: Seconds = 0.5,
     seed: Seed = 0,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -57,8 +51,8 @@ def language(
 
     settings = Settings(
         lengths=numbers("lengths", lengths, int, "65536,131072"), eps=numbers("eps", eps, float, "1e-3,1e-4"),
-        bounds=tuple(bounds.split(",")), batches=numbers("batches", batches, int, "1,8"), tokens=tokens,
-        max_windows=max_windows, last=last, chunk=chunk, seconds=seconds, seed=seed,
+        bounds=tuple(bounds.split(",")), max_windows=max_windows, last=last, chunk=chunk,
+        seed=seed,
     )  # fmt: skip
     for directory in runs:
         if kind_of(directory) == "niah":
@@ -74,11 +68,8 @@ def needles(
     factors: Annotated[str, typer.Option(metavar=INTS, help="Multiples of the training length.")] = "1,2,4",
     eps: Eps = "1e-3,1e-4",
     bounds: Bounds = "weights,queries",
-    batches: Batches = "1,8",
-    tokens: Tokens = 64,
     samples: Annotated[int, typer.Option(help="needle: sequences per length.")] = 1000,
     chunk: Chunk = 16384,
-    seconds: Seconds = 0.5,
     seed: Seed = 0,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -89,8 +80,7 @@ def needles(
 
     settings = Settings(
         factors=numbers("factors", factors, int, "1,2,4"), eps=numbers("eps", eps, float, "1e-3,1e-4"),
-        bounds=tuple(bounds.split(",")), batches=numbers("batches", batches, int, "1,8"), tokens=tokens,
-        samples=samples, chunk=chunk, seconds=seconds, seed=seed,
+        bounds=tuple(bounds.split(",")), samples=samples, chunk=chunk, seed=seed,
     )  # fmt: skip
     for directory in runs:
         read_run(directory, "niah")

@@ -80,12 +80,14 @@ def evaluate(
         str, precision_option("float32, bfloat16 (autocast; models of transformers are read in it)")
     ] = "auto",
     skip_eps: Annotated[
-        float, typer.Option(help="Leave away tiles of keys that hold at most so much of a query's attention.")
+        float, typer.Option(help="Skip tiles of keys that hold at most so much of a query's attention.")
     ] = 0.0,
     forget_eps: Annotated[
-        float, typer.Option(help="Read through a forgetting cache: what a query may lose to keys it dropped.")
+        float, typer.Option(help="Read through a forgetting cache: attention that a query may lose.")
     ] = 0.0,
-    bounds: Annotated[str, typer.Option(help="What the cache forgets by: weights, queries or gates.")] = "weights",
+    bounds: Annotated[
+        str, typer.Option(help="Bounds on future queries that the cache evicts by: weights or queries.")
+    ] = "weights",
     name: Annotated[str | None, typer.Option(help="What to call a model of transformers in tables.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of its results; runs/ruler/NAME by default.")] = None,
 ) -> None:

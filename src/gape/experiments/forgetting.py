@@ -1,4 +1,4 @@
-"""What forgetting does to trained models: tiles, time of prefill, decoding, perplexity and needles.
+"""What forgetting does to trained models: tiles visited, bytes and keys cached, perplexity and needles.
 
 :func:`measure_runs` measures; :mod:`gape.experiments.forgetting_bench` stores the rows.
 """
@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from gape.analysis.passages import Reader
-from gape.experiments import forgetting_timing as timing
-from gape.experiments.experiment import Log, Record, pick_device
+from gape.experiments.experiment import Log, pick_device
 from gape.experiments.forgetting_bench import (
     Bench,
     Forgetful,
@@ -36,11 +35,12 @@ from gape.ops.inputs import Problem
 from gape.report.results import pack_hits
 from gape.tasks import niah, perplexity, perplexity_rows
 from gape.utils import locks
+from gape.utils.jsonl import Record
 from gape.utils.progress import Progress, ProgressTable
 from gape.utils.validation import invalid_argument
 
 #: What is measured of a run of each kind unless asked otherwise.
-DEFAULT = {"lm": ("tiles", "prefill", "decode", "perplexity"), "niah": ("tiles", "needle")}
+DEFAULT = {"lm": ("tiles", "cache", "perplexity"), "niah": ("tiles", "needle")}
 WHAT = {"lm": "a language model", "niah": "a run of the needle task"}
 #: Measures of one kind of run only.
 ONLY = {"perplexity": "lm", "needle": "niah"}
@@ -59,11 +59,9 @@ def check(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
             raise invalid_argument("measure", name, f"some of {', '.join(MEASURES)}")
         if ONLY.get(name, bench.kind) != bench.kind:
             raise invalid_argument("measure", name, f"others for {WHAT[bench.kind]}")
-    bench.subject.check(max(bench.lengths) + ("decode" in chosen) * bench.settings.tokens)
+    bench.subject.check(max(bench.lengths))
     for length in bench.lengths:
-        bench.text(length, 1)
-        if "decode" in chosen:
-            bench.text(length + bench.settings.tokens, 1)
+        bench.text(length)
     return chosen
 
 
@@ -73,85 +71,39 @@ def tiles(bench: Bench) -> None:
         layers = call_once(partial(bench.layers, length))
         for eps in bench.settings.eps:
             about = {"kind": "tiles", "length": length, "how": "skipping", "impl": IMPL, "eps": eps}
-
-            def make(eps: float = eps, layers: Callable[[], list[Problem]] = layers) -> Record:
-                fractions = timing.tiles(layers(), eps)
-                mean = float(np.mean([np.mean(layer) for layer in fractions]))
-                return {"tiles": [[round(x, 5) for x in layer] for layer in fractions], "mean": mean}
-
-            bench.once(about, make, lambda row: f"{row['mean']:.3f} of the tiles")
+            bench.once(about, partial(_visited, layers, eps), lambda row: f"{row['mean']:.3f} of the tiles")
 
 
-def prefill(bench: Bench) -> None:
-    """Time of attention alone and of the whole model, dense and skipping."""
+@torch.no_grad()
+def _visited(layers: Callable[[], list[Problem]], eps: float) -> Record:
+    from gape.ops.triton import attention  # noqa: PLC0415
+
+    fractions = [attention.visits(problem, eps).mean(0).tolist() for problem in layers()]
+    mean = float(np.mean([np.mean(layer) for layer in fractions]))
+    return {"tiles": [[round(x, 5) for x in layer] for layer in fractions], "mean": mean}
+
+
+def caches(bench: Bench) -> None:
+    """Bytes and keys of the full cache and of forgetting ones behind a text, and what eviction can have cost."""
     for length in bench.lengths:
-        _attention(bench, length)
-        _whole_model(bench, length)
+        for name, new_cache in bench.caches():
+            about = {"kind": "cache", "length": length, "chunk": bench.settings.chunk, **name}
+            bench.once(about, partial(_cached, bench, new_cache, about), _bytes)
 
 
-def _attention(bench: Bench, length: int) -> None:
-    clock = _clock(bench)
-    layers = call_once(partial(bench.layers, length))
-    ways = [("cudnn", 0.0), ("split", 0.0)]
-    if bench.skips:
-        ways += [(IMPL, eps) for eps in (0.0, *bench.settings.eps)]
-    for name, eps in ways:
-        about = {"kind": "prefill", "what": "attention", "length": length, "how": "skipping" if eps else "dense"}
-
-        def make(name: str = name, eps: float = eps) -> Record:
-            each = timing.attention_ms(layers(), name, eps, clock)
-            return {"ms": sum(each), "layers": [round(ms, 4) for ms in each]}
-
-        bench.once(about | {"impl": name, "eps": eps}, make, lambda row: f"{row['ms']:.3f} ms")
+@torch.no_grad()
+def _cached(bench: Bench, new_cache: Callable[[], Any], about: Record) -> Record:
+    cache = new_cache()
+    for part in torch.split(bench.text(about["length"]), about["chunk"], dim=1):
+        bench.model(part, cache=cache, logits_to_keep=1)
+    if about["how"] == "forgetting":
+        cache.evict()
+    return {"bytes": cache.nbytes, "num_keys": cache.num_keys, "realised_eps": cache.realised_eps}
 
 
-def _whole_model(bench: Bench, length: int) -> None:
-    clock = _clock(bench)
-    for eps in (0.0, *(bench.settings.eps if bench.skips else ())):
-        about = {"kind": "prefill", "what": "model", "length": length, "how": "skipping" if eps else "dense"}
-
-        def make(eps: float = eps) -> Record:
-            return {"ms": timing.prefill_ms(bench.model, bench.text(length, 1), eps, clock)}
-
-        about |= {"impl": IMPL if eps else bench.subject.impl, "eps": eps}
-        bench.once(about, make, lambda row: f"{row['ms']:.3f} ms")
-
-
-def _clock(bench: Bench) -> timing.Clock:
-    return timing.clock(bench.settings.seconds, least=5 if bench.device.type == "cuda" else 1)
-
-
-def decode(bench: Bench) -> None:
-    """Tokens per second and bytes with the full cache and with forgetting ones.
-
-    Each cache reads the prompt anew: what it has dropped by then, the later chunks did not see.
-    """
-    tokens, chunk = bench.settings.tokens, bench.settings.chunk
-    for length in bench.lengths:
-        for name, new_cache in bench.caches(length + tokens):
-            for batch in bench.settings.batches:
-                about = {"kind": "decode", "length": length, "batch": batch, "tokens": tokens, "chunk": chunk, **name}
-                make = partial(_decoded, bench, new_cache, about)
-                bench.once(about, make, _speed)
-
-
-def _decoded(bench: Bench, new_cache: Callable[[], Any], about: Record) -> Record:
-    tokens, batch = about["tokens"], about["batch"]
-    ids, cache = bench.text(about["length"] + tokens, batch), new_cache()
-    label = f"{bench.opened.identity['run']}: {setting(about)}"
-    with ProgressTable(unit="token") as table:
-        results = timing.decode(
-            bench.model, cache, ids, tokens, max(1, about["chunk"] // batch),
-            lambda done, total: table.show(label, done, total),
-        )  # fmt: skip
-        table.remove(label)
-    return results | ({"kept": cache.kept, "beyond": cache.beyond} if about["how"] == "forgetting" else {})
-
-
-def _speed(row: Record) -> str:
-    about = "" if row.get("looked") else "about "
-    looks = f", {about}{row['lasting_ms']:.2f} with looks" if "lasting_ms" in row else ""
-    return f"{row['tokens_per_second']:.1f} tokens/s ({row['ms']:.2f} ms{looks}), {row['bytes'] / 2**20:.2f} MiB"
+def _bytes(row: Record) -> str:
+    keys = [count for layer in row["num_keys"] for count in layer]
+    return f"{row['bytes'] / 2**20:.2f} MiB, {min(keys):,} to {max(keys):,} keys of a head"
 
 
 def perplexities(bench: Bench) -> None:
@@ -201,16 +153,15 @@ def _answered(bench: Bench, config: niah.NIAHConfig, way: Way) -> Record:
         right = niah.hits(
             way.reader, config, samples=bench.settings.samples, seed=bench.settings.seed, device=bench.device
         )
-    held = way.reader.held if isinstance(way.reader, Forgetful) else []
-    share = {"held": sum(held) / len(held)} if held else {}
+    shares = way.reader.key_shares if isinstance(way.reader, Forgetful) else []
+    share = {"key_share": sum(shares) / len(shares)} if shares else {}
     return {"accuracy": float(right.double().mean()), "hits": pack_hits(right.tolist())} | share
 
 
 #: Everything that can be measured, by name.
 MEASURES: dict[str, Callable[[Bench], None]] = {
     "tiles": tiles,
-    "prefill": prefill,
-    "decode": decode,
+    "cache": caches,
     "perplexity": perplexities,
     "needle": needles,
 }

@@ -6,7 +6,6 @@ is on the disk before the next measurement begins, and what was measured with th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from gape.analysis.passages import Reader
 from gape.analysis.tap import attended
-from gape.cache.kv import BOUNDS, ForgettingCache, piece
-from gape.experiments.experiment import Log, Record, wants_bfloat16
+from gape.cache.eviction import BOUNDS
+from gape.cache.paged import ForgettingCache, FullCache
+from gape.experiments.experiment import Log, wants_bfloat16
 from gape.experiments.open_model import OpenModel
 from gape.experiments.result_store import ResultStore
 from gape.experiments.run import NeedleRun
@@ -29,8 +29,10 @@ from gape.models.skipping import IMPL, skipping
 from gape.ops.implementations import IMPLEMENTATIONS
 from gape.ops.inputs import Problem
 from gape.tasks import niah
+from gape.tasks.perplexity import eviction_chunk
 from gape.utils import run_info
-from gape.utils.validation import invalid_argument, positive_number, weight, whole
+from gape.utils.jsonl import Record
+from gape.utils.validation import invalid_argument, weight, whole
 
 if TYPE_CHECKING:
     from gape.hf import LanguageModel
@@ -79,15 +81,15 @@ class Subject:
         model: in eval mode.
         impl: the implementation that its attention runs dense.
         attended: ids (B, N) → what each layer with gates attends with.
-        full_cache: tokens to make room for → an empty cache that keeps everything.
-        forgetting_cache: called as :class:`gape.cache.kv.ForgettingCache` is, without the model.
+        full_cache: makes an empty cache in pages that keeps everything.
+        forgetting_cache: called as :class:`gape.cache.paged.ForgettingCache` is, without the model.
         check: refuses, with a ValueError, a model that cannot be measured on texts of so many tokens.
     """
 
     model: GPT | LanguageModel
     impl: str
     attended: Callable[[Tensor], list[Problem]]
-    full_cache: Callable[[int], Any]
+    full_cache: Callable[[], Any]
     forgetting_cache: Callable[..., Any]
     check: Callable[[int], None]
 
@@ -97,7 +99,7 @@ def gpt_subject(model: GPT) -> Subject:
     width = next(model.blocks()).attention.head_dim
 
     def problems(ids: Tensor) -> list[Problem]:
-        layers = (layer.problem(0, layer.seen.n_q) for layer in attended(model, ids, logits_to_keep=1))
+        layers = (layer.problem(0, layer.visibility.n_q) for layer in attended(model, ids, logits_to_keep=1))
         return [replace(problem, v=problem.k.new_empty(*problem.k.shape[:3], width)) for problem in layers]
 
     def check(longest: int) -> None:
@@ -106,7 +108,7 @@ def gpt_subject(model: GPT) -> Subject:
 
     return Subject(
         model=model, impl=model.config.impl, attended=problems, check=check,
-        full_cache=model.new_cache, forgetting_cache=partial(ForgettingCache, model),
+        full_cache=partial(FullCache, model), forgetting_cache=partial(ForgettingCache, model),
     )  # fmt: skip
 
 
@@ -115,21 +117,16 @@ def injected_subject(model: LanguageModel) -> Subject:
     from gape import hf  # noqa: PLC0415
     from gape.experiments.open_model import refuse_length  # noqa: PLC0415
     from gape.hf.implementations import IMPLEMENTATIONS, supported_name  # noqa: PLC0415
-    from gape.hf.keeping import can_keep  # noqa: PLC0415
     from gape.hf.language import attention_inputs, gated_layers  # noqa: PLC0415
 
     def check(longest: int) -> None:
         gated_layers(model.model)
         refuse_length(model.model, longest)
 
-    def full_cache(capacity: int) -> Any:
-        # That of transformers takes layers without gates, and attention that has no use for keys with a bias.
-        return hf.KeepingCache(model.model, capacity) if can_keep(model.model) else model.new_cache(capacity)
-
     return Subject(
         model=model, impl=IMPLEMENTATIONS[supported_name(model.config._attn_implementation)], check=check,
-        attended=partial(attention_inputs, model), full_cache=full_cache,
-        forgetting_cache=partial(hf.ForgettingCache, model.model, carried=True),
+        attended=partial(attention_inputs, model), full_cache=partial(hf.FullCache, model.model),
+        forgetting_cache=partial(hf.ForgettingCache, model.model),
     )  # fmt: skip
 
 
@@ -142,13 +139,10 @@ class Settings:
         factors: multiples of the training length, for the needle task.
         eps: what a query may lose, for kernels and for caches.
         bounds: what forgetting caches go by.
-        batches: samples that are decoded together.
-        tokens: decoded one by one after the prompt.
         max_windows, last: of perplexity.
         samples: of the needle task.
         seed: which text.
         chunk: tokens that go through the model at once where there is a cache.
-        seconds: about how long each time is taken.
 
     Raises:
         ValueError: a value that cannot be; names it.
@@ -158,17 +152,14 @@ class Settings:
     factors: tuple[int, ...] = (1, 2, 4)
     eps: tuple[float, ...] = (1e-3, 1e-4)
     bounds: tuple[str, ...] = ("weights", "queries")
-    batches: tuple[int, ...] = (1, 8)
-    tokens: int = 64
     max_windows: int = 60
     last: int = 512
     samples: int = 1000
     seed: int = 0
     chunk: int = 16384
-    seconds: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "factors", "batches"):
+        for name in ("lengths", "factors"):
             for value in getattr(self, name):
                 whole(name, value)
         for eps in self.eps:
@@ -176,9 +167,7 @@ class Settings:
                 raise invalid_argument("eps", eps, "numbers above 0; dense attention is measured in any case")
         for name in ("max_windows", "last", "samples", "chunk"):
             whole(name, getattr(self, name))
-        whole("tokens", self.tokens, 2)
         whole("seed", self.seed, 0)
-        positive_number("seconds", self.seconds)
         for bounds in self.bounds:
             if bounds not in BOUNDS:
                 raise invalid_argument("bounds", bounds, f"some of {', '.join(BOUNDS)}")
@@ -251,35 +240,25 @@ class Bench:
             conditions["target"] = self.opened.run.task.target
         return self.opened.identity | conditions | {"text_seed": self.settings.seed}
 
-    def text(self, length: int, count: int) -> Tensor:
-        """Token ids (count, length) of held-out text.
-
-        Documents that are long enough come first, then other windows of theirs; texts come again where these are few.
-        """
+    def text(self, length: int) -> Tensor:
+        """Token ids (1, length) of held-out text."""
         if isinstance(self.opened.run, NeedleRun):
             config = self.opened.run.task.at(length)
-            return niah.sample(config, count, seed=self.settings.seed, split="test", device=self.device).ids
+            return niah.sample(config, 1, seed=self.settings.seed, split="test", device=self.device).ids
         assert self.reader is not None
-        passages: dict[str, Any] = {}
-        for seed in itertools.count(self.settings.seed):
-            known = len(passages)
-            passages |= {passage.id: passage.ids for passage in self.reader.passages(length, count, seed=seed).items}
-            if len(passages) == known or len(passages) >= count:
-                break
-        texts = list(passages.values())
-        rows = [texts[at % len(texts)] for at in range(count)]
-        return torch.from_numpy(np.stack(rows).astype(np.int64)).to(self.device)
+        (passage,) = self.reader.passages(length, 1, seed=self.settings.seed).items
+        return torch.from_numpy(passage.ids.astype(np.int64))[None].to(self.device)
 
     def layers(self, length: int) -> list[Problem]:
         """What each layer with gates attends with on a text of `length`.
 
-        Values are drawn: no time and no tile depends on them.
+        Values are drawn: no tile depends on them.
         """
         dtype = self.precision.products
         with self._autocast():
             return [
                 replace(one, q=one.q.to(dtype), k=one.k.to(dtype), v=torch.randn_like(one.v, dtype=dtype))
-                for one in self.subject.attended(self.text(length, 1))
+                for one in self.subject.attended(self.text(length))
             ]
 
     @cached_property
@@ -314,9 +293,9 @@ class Bench:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision.autocast)
 
-    def caches(self, capacity: int) -> Iterator[tuple[Record, Callable[[], Any]]]:
+    def caches(self) -> Iterator[tuple[Record, Callable[[], Any]]]:
         """The full cache, then forgetting ones, those that the model's floors allow."""
-        yield {"how": "dense", "eps": 0.0, "bounds": None}, partial(self.subject.full_cache, capacity)
+        yield {"how": "dense", "eps": 0.0, "bounds": None}, self.subject.full_cache
         for bounds in self.settings.bounds:
             try:
                 # Heads without a floor keep all their keys.
@@ -334,8 +313,8 @@ class Bench:
         for eps in settings.eps if self.skips else ():
             name = {"how": "skipping", "impl": IMPL, "eps": eps, "chunk": settings.chunk}
             yield Way(name=name, reader=model, context=partial(skipping, model, eps))
-        chunk = piece(length, settings.chunk)
-        for name, make in self.caches(length):
+        chunk = eviction_chunk(length, settings.chunk)
+        for name, make in self.caches():
             if name["how"] == "forgetting":
                 yield Way(name=name | {"chunk": chunk}, reader=Forgetful(model, make, chunk))
 
@@ -344,14 +323,14 @@ class Forgetful:
     """A model that reads through forgetting caches, in chunks: as much of a GPT as perplexity and needles need.
 
     Attributes:
-        held: of every sample, the share of the keys that were held when the last chunk had come, over layers that
-            forget and their heads.
+        key_shares: of every sample, the share of the keys that were cached when the last chunk had come, over layers
+            with gates and their heads.
     """
 
     def __init__(self, model: GPT | LanguageModel, make_cache: Callable[[], Any], chunk: int) -> None:
         self._model, self._make_cache, self._chunk = model, make_cache, chunk
         self.hidden, self.token_losses, self.parameters = model.hidden, model.token_losses, model.parameters
-        self.held: list[float] = []
+        self.key_shares: list[float] = []
 
     def new_cache(self, capacity: int = 0) -> Any:
         """A forgetting cache, whatever room is asked for."""
@@ -364,15 +343,13 @@ class Forgetful:
         for part in before:
             self._model(part, cache=cache, logits_to_keep=1)
         answer = self._model(last, cache=cache, logits_to_keep=logits_to_keep)
-        kept = [keys for layer in cache.kept for keys in layer]
-        self.held += [sum(kept) / len(kept) / ids.size(1)] * ids.size(0)
+        counts = [keys for layer in cache.num_keys for keys in layer]
+        self.key_shares += [sum(counts) / len(counts) / ids.size(1)] * ids.size(0)
         return answer
 
 
 def setting(about: Mapping[str, Any]) -> str:
     """A measurement in a few words."""
-    parts = [about["kind"], about.get("what"), f"at {about['length']:,}", about["how"], about.get("bounds")]
-    parts += [about.get("impl") if about["kind"] in ("prefill", "tiles") else None]
+    parts = [about["kind"], f"at {about['length']:,}", about["how"], about.get("bounds")]
     parts += [f"eps {about['eps']:g}" if about.get("eps") else None]
-    parts += [f"batch {about['batch']}" if "batch" in about else None]
     return " ".join(str(part) for part in parts if part)

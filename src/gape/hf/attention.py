@@ -16,8 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gape.cache.layer import Rotated
 from gape.hf.cache import refuse_uneven, update_cache
 from gape.hf.families import QKV, Family, family_named
+from gape.hf.gates import RetrofitGates
 from gape.hf.implementations import (
     IMPLEMENTATIONS,
     GateValues,
@@ -30,8 +32,14 @@ from gape.hf.paged import PagesForTransformers
 from gape.hf.save_load import rebuild
 from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
+from gape.ops.decode_prologue import Step
 from gape.positions.base import Scheme
+from gape.positions.gated import step_under
+from gape.positions.rotary import NoPE
 from gape.utils.validation import invalid_argument
+
+#: Families whose own rotation turns pairs (x_m, x_{m+D/2}) by cosines and sines whose halves are alike.
+HALVES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 
 
 class AttentionLayer(Protocol):
@@ -72,6 +80,9 @@ class AttentionLayer(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Rotated q and k, the queries' gate (B, Hq, N) and the keys' landmark (B, Hk, N); None without gates."""
 
+    def step(self, q: Tensor, positions: Tensor, embeddings: tuple[Tensor, Tensor] | None) -> Step | None:
+        """What :meth:`rotate` does, for kernels; None where they cannot."""
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -110,18 +121,21 @@ def attend_layer(
     """
     q, k, v = layer.project(x)
     check_causality(layer.config._attn_implementation, q)
-    pages = None
-    if layer.gates is not None and isinstance(cache, PagesForTransformers):
-        pages = cache.layer(layer.layer_idx, layer.cache_owner)
     if cache is not None and layer.is_first:
         refuse_uneven(cache, layer.layer_idx, x.size(1))
-    q, k, gate, landmark = layer.rotate(q, k, positions, x, embeddings)
-    if pages is not None:
-        q, k, v = (each.to(working_dtype(each)) for each in (q, k, v))
-        rate = layer.gates.amplitude[:, None] * gate / layer.context_length
-        real = cache.real_tokens(mask, x.size(1), x.size(0))
-        y = pages.attend(layer.cache_owner, q, k, v, rate, landmark, positions, real)
+    if layer.gates is not None and isinstance(cache, PagesForTransformers):
+
+        def rotate() -> Rotated:
+            rotated_q, rotated_k, gate, landmark = layer.rotate(q, k, positions, x, embeddings)
+            return rotated_q, rotated_k, layer.gates.amplitude[:, None] * gate / layer.context_length, landmark
+
+        owner = layer.cache_owner
+        y = cache.layer(layer.layer_idx, owner).attend(
+            owner, q, k, v, positions, rotate, step=layer.step(q, positions, embeddings),
+            real=cache.real_tokens(mask, x.size(1), x.size(0)),
+        )  # fmt: skip
         return layer.merge(y), None
+    q, k, gate, landmark = layer.rotate(q, k, positions, x, embeddings)
     k, v, cached, k_positions = update_cache(
         cache, layer.layer_idx, k, v, None if layer.gates is None else landmark, positions, cache_position,
         key_width=layer.key_width, stores_positions=layer.stores_positions,
@@ -260,6 +274,35 @@ class InjectedAttention(Skips):
             elif rotation is not None and embeddings is not None:
                 q, k = rotation(q, k, *embeddings)
         return q, k, gate, landmark
+
+    def step(self, q: Tensor, positions: Tensor, embeddings: tuple[Tensor, Tensor] | None) -> Step | None:
+        """What :meth:`rotate` does, for kernels; None where it is more than they do."""
+        wiring, gates = self.gape_wiring, self.gape
+        if type(gates) is not RetrofitGates:
+            return None
+        angles, scheme = None, wiring.scheme
+        if not self.without_rotation and not isinstance(scheme, NoPE):
+            angles = self._own_angles(q, embeddings) if scheme is None else scheme.angles(positions)
+            if angles is None:
+                return None
+        return step_under(gates, positions, angles, context_length=wiring.context_length, strength=gates.strength)
+
+    def _own_angles(self, q: Tensor, embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """The model's own cosines and sines as kernels read them; None where it rotates in another way."""
+        wiring = self.gape_wiring
+        if wiring.rotation is None or embeddings is None or wiring.family.model_type not in HALVES:
+            return None
+        cos, sin = embeddings
+        batch, _, n, width = q.shape
+        # Narrower ones rotate a part of each head.
+        if cos.shape not in ((1, n, width), (batch, n, width)) or cos.stride(-1) != 1:
+            return None
+        if (cos.shape, cos.stride(), cos.dtype) != (sin.shape, sin.stride(), sin.dtype):
+            return None
+        # Wider ones than q would make q as wide.
+        if working_dtype(cos) != working_dtype(q):
+            return None
+        return (cos[0], sin[0]) if cos.size(0) == 1 else (cos, sin)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +69,12 @@ def has_window(module: Any) -> bool:
     return bool(getattr(module.config, "sliding_window", None))
 
 
-@torch.no_grad()
+#: Bounds of layers whose weights have not changed since: working them out takes longer than a short prompt.
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[object, Limits]] = WeakKeyDictionary()
+
+
 def injected_limits(model: Any, parent: Any, layer: InjectedLayer) -> Limits:
-    """Bounds on the queries of an injected layer.
+    """Bounds on the queries of an injected layer, worked out once for weights as they are.
 
     Args:
         model: the whole model, for its rotations.
@@ -80,8 +84,18 @@ def injected_limits(model: Any, parent: Any, layer: InjectedLayer) -> Limits:
     Raises:
         ValueError: there is no norm that bounds q and k.
     """
+    stretch, evenly = _stretch(model, layer.module)
+    weights = tuple((x.data_ptr(), x._version, x.dtype) for x in parent.parameters())
+    key = (weights, stretch, evenly, layer.gates.gate_floor)
+    known = _KNOWN.get(layer.module)
+    if known is None or known[0] != key:
+        known = _KNOWN[layer.module] = key, _limits(parent, layer, stretch, evenly)
+    return known[1]
+
+
+@torch.no_grad()
+def _limits(parent: Any, layer: InjectedLayer, stretch: float, evenly: bool) -> Limits:
     module, width = layer.module, layer.head_dim
-    stretch, evenly = _stretch(model, module)
     if hasattr(module, "q_norm"):
         # Normed behind the projection, so nothing before it matters.
         query, key = (_gain(getattr(module, name), width).abs().max() for name in ("q_norm", "k_norm"))

@@ -21,6 +21,7 @@ from gape.hf.save_load import check_checksum, gate_checksum, refuse_missing, wri
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT, Block
+from gape.ops.decode_prologue import Step
 from gape.positions import Scheme, is_gated
 from gape.utils.validation import invalid_argument
 
@@ -357,6 +358,10 @@ class GPTLayer:
         q, q_side = self.attention.scheme.queries(q, positions, x)
         k, k_side = self.attention.scheme.keys(k, positions, x, None)
         return q, k, q_side, k_side
+
+    def step(self, q: Tensor, positions: Tensor, embeddings: Any) -> Step | None:
+        """What :meth:`rotate` does, for kernels; None where it is more than they do."""
+        return self.attention.step(positions)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any

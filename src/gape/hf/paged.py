@@ -20,8 +20,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from gape.cache.bounds import least_rates
+from gape.cache.eviction import EvictionRule
 from gape.cache.layer import LayerSpec, PagedLayer
-from gape.cache.paged import EvictionRule, PagedCache, gpt_specs, refuse_without_floors
+from gape.cache.paged import PagedCache, gpt_specs, refuse_without_floors
 from gape.hf.bounds import InjectedLayer, injected_limits
 from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import warn_of_idle

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from gape import positions as schemes
 from gape.cache.kv import KVCache
-from gape.cache.layer import PagedLayer
+from gape.cache.layer import PagedLayer, Rotated
 from gape.gates import GAPEGates
 from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
 from gape.ops import Plan, available_implementations, explain, inputs, prologue
 from gape.ops.api import explain_fused
+from gape.ops.decode_prologue import Step
 from gape.ops.implementations import FusedChoice, choose_fused
 from gape.ops.inputs import learning
 from gape.ops.prologue import OnePass, Projection
@@ -167,12 +168,22 @@ class GAPEAttention(Skips, nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, positions: Tensor, documents: Tensor | None, cache: PagedLayer
     ) -> Tensor:
         """Add tokens to pages and attend to all of them, (B, H, N, D)."""
-        q, gate = self.scheme.queries(q, positions, x)
-        k, landmark = self.scheme.keys(k, positions, x)
-        gates, dtype = self.gates, working_dtype(x)
-        rate = None if gates is None or gate is None else gates.amplitude[:, None] * gate / self.context_length
-        q, k, v = (each.to(dtype) for each in (q, k, v))
-        return cache.attend(self, q, k, v, rate, landmark, positions, None if documents is None else documents != 0)
+
+        def rotate() -> Rotated:
+            rotated_q, gate = self.scheme.queries(q, positions, x)
+            rotated_k, landmark = self.scheme.keys(k, positions, x)
+            gates = self.gates
+            rate = None if gates is None or gate is None else gates.amplitude[:, None] * gate / self.context_length
+            return rotated_q, rotated_k, rate, landmark
+
+        real = None if documents is None else documents != 0
+        return cache.attend(self, q, k, v, positions, rotate, step=self.step(positions), real=real)
+
+    def step(self, positions: Tensor) -> Step | None:
+        """What the scheme does to q and k of tokens at `positions`, for kernels; None where it is more than they do."""
+        if not isinstance(self.scheme, schemes.Gated) or self.stepwise or self.keep_landmark:
+            return None
+        return self.scheme.step(positions)
 
     def _projected(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, queries, C) of the last tokens, k (B, Hk, N, C) and v (B, Hk, N, D) of all."""

@@ -95,7 +95,7 @@ class CapturedStep:
         self._modules = [weakref.ref(module) for module in model.modules()]
         self._weights = [(weakref.ref(weight), weight.data_ptr()) for weight in model.parameters()]
         self._settings = [(weakref.ref(module), _settings(module)) for module in model.modules() if _settings(module)]
-        self._measures, self._mode = cache.measures_queries, _mode()
+        self._measures, self._mode = cache.measures, _mode()
 
     def fits(self, model: nn.Module, cache: PagedCache, ids: Tensor) -> bool:
         """Whether a replay would still do what the model does. Checked for every token."""
@@ -104,7 +104,7 @@ class CapturedStep:
             return False
         if self._model() is not model or self.tables is not cache.storage.addresses:
             return False
-        if cache.measures_queries and not self._measures:
+        if cache.measures and not self._measures:
             return False
         modules = [module for ref in self._modules if (module := ref()) is not None]
         if len(modules) != len(self._modules) or any(m.training for m in modules) or has_hooks(modules):

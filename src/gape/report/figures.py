@@ -146,11 +146,11 @@ def draw_ruler(data: Data) -> Figure:
 
 
 def draw_forgetting(data: Data) -> Figure:
-    """Speed of prefill by length, bytes against speed of decoding, and what it costs by eps: what there is of them."""
+    """Bytes by length, what forgetting costs by eps, and times that earlier versions measured."""
     panels: dict[str, Callable[[Axes, list[Data]], None]] = {
-        "prefill": _draw_prefill, "decode": _draw_decode, "cost": _draw_cost,
+        "prefill": _draw_prefill, "cache": _draw_cache, "decode": _draw_decode, "cost": _draw_cost,
     }  # fmt: skip
-    shown = [part for part in panels if data[part]]
+    shown = [part for part in panels if data.get(part)]
     figure, axes = new_figure(11 * len(shown) / 3, _HEIGHT, 1, len(shown))
     for part, ax in zip(shown, axes[0], strict=True):
         panels[part](ax, data[part])
@@ -167,6 +167,19 @@ def _draw_prefill(ax: Axes, rows: list[Data]) -> None:
             points.setdefault(f"{row['label']}, eps {row['eps']:g}{what}", []).append((row["length"], row["speedup"]))
     ax.set_title("Prefill")
     ax.set_ylabel("Times as fast as dense")
+    _draw_points(ax, points, level=1)
+    if points:
+        length_axis(ax, (int(length) for each in points.values() for length, _ in each))
+
+
+def _draw_cache(ax: Axes, rows: list[Data]) -> None:
+    points: Points = {}
+    for row in rows:
+        if row["bounds"] and row["share"]:
+            key = f"{row['label']}, {row['bounds']}, eps {row['eps']:g}"
+            points.setdefault(key, []).append((row["length"], row["share"]))
+    ax.set_title("Cache")
+    ax.set_ylabel("Bytes, of the full cache")
     _draw_points(ax, points, level=1)
     if points:
         length_axis(ax, (int(length) for each in points.values() for length, _ in each))

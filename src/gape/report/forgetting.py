@@ -1,14 +1,18 @@
-"""What forgetting gains and costs: tables and the figure's numbers out of the rows of `gape lm forgetting`."""
+"""What forgetting gains and costs: tables and the figure's numbers out of the rows of `gape lm forgetting`.
+
+Rows of kinds "prefill" and "decode" are times that earlier versions measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gape.report.results import KINDS, Record, Results
+from gape.report.results import KINDS, Results
 from gape.report.schemes import name
 from gape.report.series import Data, NoData
 from gape.report.tables import Table, number
+from gape.utils.jsonl import Record
 
 Cell = Callable[[Record], str]
 Columns = dict[str, Cell]
@@ -36,6 +40,12 @@ _PREFILL: Columns = {
     "Run": _cell("label"), "what": _cell("what"), "tokens": _cell("length", ","), "by": _cell("impl"), "eps": _eps,
     "tiles": _cell("tiles", ".3f"), "ms": _cell("ms", ".2f"), "speed": _cell("speedup", ".2f", "×"),
 }  # fmt: skip
+_CACHE: Columns = {
+    "Run": _cell("label"), "context": _cell("length", ","), "cache": _cell("cache"), "eps": _eps,
+    "MiB": lambda record: f"{record['bytes'] / 2**20:.1f}", "of full": _cell("share", ".3f"),
+    "keys of a head": lambda record: f"{record['fewest']:,} … {record['most']:,}",
+    "realised eps": _cell("realised_eps", ".1e"),
+}  # fmt: skip
 _DECODE: Columns = {
     "Run": _cell("label"), "context": _cell("length", ","), "batch": _cell("batch"), "cache": _cell("cache"),
     "eps": _eps, "MiB": lambda record: f"{record['bytes'] / 2**20:.1f}", "of full": _cell("share", ".3f"),
@@ -62,6 +72,7 @@ def tables(rows: Iterable[Record]) -> list[Table]:
             "Prefill: attention alone beside plain dense attention, the whole model beside itself without skipping",
             _PREFILL, _speedups(latest), ("label", "what", "length", "eps"),
         ),
+        _table("Cache beside the full one", _CACHE, _caches(latest), ("label", "length", "bounds", "eps")),
         _table("Decoding beside the full cache", _DECODE, _decoding(latest), ("label", "length", "batch", "bounds")),
         _table("Perplexity beside dense attention on the same windows", _PERPLEXITY, _of(costs, "perplexity"),
                cost_order),
@@ -82,7 +93,7 @@ def series(results: Results) -> Data:
         NoData: nothing was measured.
     """
     rows = _latest(results.of("forgetting"))
-    data = {"prefill": _speedups(rows), "decode": _decoding(rows), "cost": _costs(rows)}
+    data = {"prefill": _speedups(rows), "cache": _caches(rows), "decode": _decoding(rows), "cost": _costs(rows)}
     if not any(data.values()):
         raise NoData("no measurements of forgetting")
     return data
@@ -106,6 +117,22 @@ def _speedups(rows: Sequence[Record]) -> list[Record]:
             "label": _label(row), "run": row["run"], "what": row["what"], "length": row["length"], "impl": row["impl"],
             "eps": row["eps"], "ms": row["ms"], "tiles": visited and visited["mean"],
             "speedup": base and base["ms"] / row["ms"],
+        })  # fmt: skip
+    return records
+
+
+def _caches(rows: Sequence[Record]) -> list[Record]:
+    """Bytes and keys of caches beside the full one."""
+    records = []
+    caches = _of(rows, "cache")
+    for row in caches:
+        base = _find(caches, row, how="dense", eps=0.0, bounds=None)
+        keys = [count for layer in row["num_keys"] for count in layer]
+        records.append({
+            "label": _label(row), "run": row["run"], "length": row["length"], "cache": _cache(row),
+            "bounds": row["bounds"], "eps": row["eps"], "bytes": row["bytes"], "fewest": min(keys), "most": max(keys),
+            "realised_eps": row["realised_eps"] if row["bounds"] else None,
+            "share": base and row["bytes"] / base["bytes"],
         })  # fmt: skip
     return records
 
@@ -143,7 +170,7 @@ def _costs(rows: Sequence[Record]) -> list[Record]:
             records.append({
                 "label": _label(row), "run": row["run"], "kind": kind, "length": row["length"], "how": _cache(row),
                 "target": row.get("target"), "eps": row["eps"], "value": row[value], "change": change,
-                "tiles": visited and visited["mean"], "held": row.get("held"),
+                "tiles": visited and visited["mean"], "held": row.get("key_share", row.get("held")),
             })  # fmt: skip
     return records
 
@@ -174,7 +201,7 @@ def _label(row: Record) -> str:
 def _cache(row: Record) -> str:
     """How the model ran, in a few words."""
     if row["how"] == "dense":
-        return "full" if row["kind"] == "decode" else "dense"
+        return "full" if row["kind"] in ("cache", "decode") else "dense"
     return f"{row['how']}, {row['bounds']}" if row.get("bounds") else str(row["how"])
 
 

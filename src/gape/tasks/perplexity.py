@@ -252,6 +252,14 @@ def window_losses(
     return torch.cat(losses, dim=1)
 
 
+def eviction_chunk(length: int, chunk: int) -> int:
+    """Tokens of a text that go through an evicting cache at once, where `chunk` may go through the model.
+
+    Tokens of one chunk see each other, whatever is evicted. So a text of one chunk comes in eighths.
+    """
+    return chunk if length > chunk else max(1, length // 8)
+
+
 @dataclass(frozen=True)
 class Part:
     """The losses of a batch of windows: its number, the sum of each window, and sums by position (`edges`)."""

@@ -16,8 +16,8 @@ from gape.ops.inputs import Problem
 from gape.ops.prologue import PIECE, GateReading
 from gape.ops.triton import attention_bwd, attention_fwd
 from gape.ops.triton.configs import tiles_for
-from gape.ops.triton.custom_ops import in_parts, operator, traceable
-from gape.ops.triton.prologue import prepare_bounded
+from gape.ops.triton.custom_ops import in_parts, operator, traceable, untraced
+from gape.ops.triton.prologue import _prepare_bounded, prepare_bounded
 from gape.ops.triton.tiles import LOG2E, SLACK, bounds
 
 
@@ -111,14 +111,44 @@ def projected(
     Norms are those of the rows that attention reads, stretched as in :func:`bounds`.
     """
     values = _whole_pieces(v)
-    columns = tiles_for(q, values, "fwd", skip=True)["BLOCK_N"] if eps else 0
-    ready = prepare_bounded(
-        q, k, *((None, None) if angles is None else angles), reading.gate_weight, reading.gate_bias,
-        reading.amplitude, reading.floor, reading.landmark_weight, reading.landmark_bias,
-        LOG2E / reading.context_length, scale * LOG2E * SLACK, SLACK, columns,
-    )  # fmt: skip
+    tables, factors = _bounded_arguments(q, values, angles, reading, scale, eps)
+    ready = prepare_bounded(q, k, *tables, *factors)
     out, *others = attend_bounded(*ready[:2], values, *ready[2:], scale, eps)
     return out[..., : v.size(-1)], *others
+
+
+def attend_projected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    reading: GateReading,
+    *,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, natural log-sum-exp, rotated q and k, rate and exposure: :func:`gape.ops.causal.projected_attention`.
+
+    The same launches as :func:`projected`, without the operators around them, which take longer than the launches.
+    """
+    values = _whole_pieces(v)
+    tables, factors = _bounded_arguments(q, values, angles, reading, scale, eps)
+    with untraced():
+        q, k, c, u, *norms = in_parts(_prepare_bounded, (q, k), q.size(0), 1, tables, *factors)
+        out, lse, *_ = in_parts(_attend_bounded, (q, k, values, c, u, *norms), *q.shape[:2], scale, eps)
+    return out[..., : v.size(-1)], lse / LOG2E, q, k, c / LOG2E, u
+
+
+def _bounded_arguments(
+    q: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, reading: GateReading, scale: float, eps: float
+) -> tuple[tuple[Tensor | None, ...], tuple[float, float, float, int]]:
+    """Tables and numbers that :func:`prepare_bounded` takes after q and k."""
+    columns = tiles_for(q, v, "fwd", skip=True)["BLOCK_N"] if eps else 0
+    tables = (
+        *((None, None) if angles is None else angles), reading.gate_weight, reading.gate_bias, reading.amplitude,
+        reading.floor, reading.landmark_weight, reading.landmark_bias,
+    )  # fmt: skip
+    return tables, (LOG2E / reading.context_length, scale * LOG2E * SLACK, SLACK, columns)
 
 
 def _whole_pieces(x: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gape.cache.kv import piece
-from gape.tasks.perplexity import window_losses
+from gape.tasks.perplexity import eviction_chunk, window_losses
 
 if TYPE_CHECKING:
     from gape.data import Tokenizer
@@ -73,20 +72,20 @@ class Reader(Protocol):
 
 
 class _Chunked:
-    """Prompts read chunk by chunk, with the caches of the model or caches that forget.
+    """Prompts read chunk by chunk, with the caches of the model or caches that evict.
 
     Attributes:
         chunk: tokens that go through the model at once.
-        forgetting: makes an empty cache that forgets; None for the model's own caches. See
+        forgetting: makes an empty cache that evicts; None for the model's own caches. See
             :class:`gape.tasks.ruler.evaluation.Way`.
     """
 
     chunk: int
     forgetting: Callable[[], Any] | None = None
 
-    def step(self, length: int) -> int:
-        """Tokens of so many that go through the model at once."""
-        return self.chunk if self.forgetting is None else piece(length, self.chunk)
+    def scored_chunk(self, length: int) -> int:
+        """Tokens of so many that go through the model at once where answers are scored, behind what is evicted."""
+        return self.chunk if self.forgetting is None else eviction_chunk(length, self.chunk)
 
 
 class GPTReader(_Chunked):
@@ -127,7 +126,7 @@ class GPTReader(_Chunked):
         with self.precision():
             losses = window_losses(
                 self.model, torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first,
-                chunk=self.step(ids.shape[1] - 1), check=self.check, new_cache=self._new_cache,
+                chunk=self.scored_chunk(ids.shape[1] - 1), check=self.check, new_cache=self._new_cache,
             )  # fmt: skip
         return _cut(losses, prompts, answers, first)
 
@@ -137,11 +136,11 @@ class GPTReader(_Chunked):
         ids = torch.from_numpy(padded(prompts, left=True)).to(self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         positions, documents = _left_padded(ids, lengths)
-        cache, step = self._new_cache(ids.size(1) + max(budgets)), self.step(ids.size(1))
+        cache = self._new_cache(ids.size(1) + max(budgets))
         with self.precision():
-            for start in range(0, ids.size(1), step):
+            for start in range(0, ids.size(1), self.chunk):
                 self.check()
-                part = slice(start, start + step)
+                part = slice(start, start + self.chunk)
                 x = self.model.hidden(
                     ids[:, part], _part(positions, part), _part(documents, part), cache=cache
                 )  # fmt: skip
@@ -149,7 +148,8 @@ class GPTReader(_Chunked):
             while generated.add(self.model.logits(x[:, -1:])[:, -1].argmax(-1)):
                 self.check()
                 positions = None if positions is None else positions[:, -1:] + 1
-                documents = None if documents is None else documents[:, -1:]
+                # A single token is no pad, but the model's own caches go on as they began.
+                documents = None if documents is None or self.forgetting is not None else documents[:, -1:]
                 x = self.model.hidden(generated.last, positions, documents, cache=cache)
         return generated.rows
 
@@ -217,7 +217,7 @@ class TransformersReader(_Chunked):
         ids = torch.from_numpy(rows).to(self.device)
         inputs, targets = ids[:, :-1], ids[:, 1:]
         length, first = inputs.size(1), min(len(prompt) for prompt in prompts) - 1
-        step, losses = self.step(length), []
+        step, losses = self.scored_chunk(length), []
         cache = None if self.forgetting is None else self.forgetting()
         for start in range(0, length, step):
             self.check()
@@ -258,8 +258,7 @@ class TransformersReader(_Chunked):
             mask[row, ids.size(1) - len(prompt) :] = 1
         end = self.model.generation_config.eos_token_id
         ends = {end} if isinstance(end, int) else set(end or ())
-        step = self.step(ids.size(1))
-        options: dict[str, Any] = {"prefill_chunk_size": step} if ids.size(1) > step else {}
+        options: dict[str, Any] = {"prefill_chunk_size": self.chunk} if ids.size(1) > self.chunk else {}
         if self.forgetting is not None:
             options["past_key_values"] = self.forgetting()
         generated = self.model.generate(

@@ -1,0 +1,393 @@
+"""Wall clock of plain `model.generate`, with gates and without, in one process.
+
+    ungated       the model without gates, in transformers' DynamicCache
+    static        the same with cache_implementation="static", which transformers compiles on a GPU
+    gated-full    the model with gates, in a gape.hf.FullCache, which evicts nothing
+    forgetting    the same in a gape.hf.ForgettingCache
+
+Each case is warmed up, then timed: `generate` of one new token is the prefill, `generate` of many less that is the time
+of the tokens behind the first. Prompts longer than --chunk are also read in chunks (`prefill_chunk_size`), for prefill
+and memory alone. A case that fails is a row with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import torch
+import transformers
+import typer
+from torch import Tensor
+
+import common
+import gape.hf
+from common import number
+from gape.cli.options import FLOATS, INTS, NAMES, Device, DType, numbers
+from gape.data import open_corpus
+from gape.experiments.experiment import pick_device
+from gape.experiments.open_model import load_transformers, model_home
+from gape.experiments.retrieval_heads import with_floors
+from gape.utils.validation import invalid_argument, positive_number, whole
+
+FIELDS = (
+    *common.STAMP, "transformers", "model", "dtype", "text", "prompt", "batch", "cache", "eps", "bounds", "chunk",
+    "new_tokens", "repeats", "decode_repeats", "prefill_s", "ms_per_token", "setup_s", "cache_bytes", "peak_bytes",
+    "failed",
+)  # fmt: skip
+SHOWN = (
+    "prompt", "batch", "cache", "eps", "bounds", "chunk", "prefill_s", "ms_per_token", "cache_bytes", "peak_bytes",
+    "failed",
+)  # fmt: skip
+
+#: A Llama of the shape of SmolLM2-135M, by the name it has in rows; its weights are random.
+SHAPE, SHAPE_NAME = "shape", "smollm2-135m-random"
+CONFIG: dict[str, Any] = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    "rope_theta": 100_000.0,
+}  # fmt: skip
+
+#: Floors of 200 in 76 of the 90 key heads of SmolLM2-135M, as `gape hf heads` wrote them.
+FLOORS = Path("results/hf/smollm2-forgetting/floors/floors14.json")
+#: Landmarks closed, so that floors act.
+GATES = {"learn_landmark": False, "init_landmark_bias": -9}
+CONTEXT_LENGTH = 8192
+
+#: New tokens that warm up the model without gates, which compiles nothing.
+WARM_TOKENS = 16
+#: The most characters of a reason.
+REASON = 200
+
+
+class TimeLimitError(RuntimeError):
+    """The time that the script was given is over."""
+
+
+class Models(NamedTuple):
+    """A model without gates and the same with gates, both in eval mode on the device."""
+
+    name: str
+    plain: Any
+    gated: Any
+
+
+class Case(NamedTuple):
+    """What one row is about; chunk 0 reads the prompt at once, eps and bounds are those of a forgetting cache."""
+
+    prompt: int
+    batch: int
+    cache: str
+    chunk: int
+    eps: float = 0.0
+    bounds: str = ""
+
+    def __str__(self) -> str:
+        chunks = f", in chunks of {self.chunk:,}" if self.chunk else ""
+        return f"{self.cache}, {self.batch} × {self.prompt:,} tokens{chunks}"
+
+    def row(self) -> common.Row:
+        """The columns that name the case."""
+        sizes = {"prompt": self.prompt, "batch": self.batch, "chunk": self.chunk or "", "eps": number(self.eps or None)}
+        return {name: str(value) for name, value in sizes.items()} | {"cache": self.cache, "bounds": self.bounds}
+
+
+class Timing(NamedTuple):
+    """One call of `generate`.
+
+    Attributes:
+        seconds: of the call.
+        setup: seconds to make the cache before it.
+        nbytes: bytes of the cached keys and values behind it.
+    """
+
+    seconds: float
+    setup: float
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        device: where.
+        models: "shape", or directories of models with gates.
+        base: directory of the model without gates that belongs to those directories.
+        floors: JSON file of floors for "shape".
+        corpus: directory of a corpus that prompts are cut from; None draws random tokens.
+        prompts: tokens of a prompt.
+        batches: prompts at once.
+        caches: names of caches.
+        eps, bounds: of the forgetting cache, each combination.
+        new_tokens: tokens that the time of a token is the mean of.
+        repeats: calls of `generate` with one new token.
+        decode_repeats: calls with many.
+        chunk: tokens of a chunk of the prompt; 0 never reads in chunks.
+        most_tokens: cases with more tokens of all prompts together are left out; 0 for none.
+        time_limit: seconds after which no further call begins.
+        dtype: of the weights, by name.
+
+    Raises:
+        ValueError: a value out of range; names it.
+    """
+
+    CACHES: ClassVar[Sequence[str]] = ("ungated", "static", "gated-full", "forgetting")
+    BOUNDS: ClassVar[Sequence[str]] = ("weights", "queries")
+
+    device: torch.device
+    models: Sequence[str]
+    base: str | None
+    floors: Path
+    corpus: Path | None
+    prompts: Sequence[int]
+    batches: Sequence[int]
+    caches: Sequence[str]
+    eps: Sequence[float]
+    bounds: Sequence[str]
+    new_tokens: int
+    repeats: int
+    decode_repeats: int
+    chunk: int
+    most_tokens: int
+    time_limit: float
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "batches"):
+            for value in getattr(self, name):
+                whole(name, value)
+        for name in ("new_tokens", "repeats", "decode_repeats"):
+            whole(name, getattr(self, name))
+        for name in ("chunk", "most_tokens"):
+            whole(name, getattr(self, name), 0)
+        positive_number("time_limit", self.time_limit)
+        for name, values, known in (("cache", self.caches, self.CACHES), ("bounds", self.bounds, self.BOUNDS)):
+            for value in values:
+                if value not in known:
+                    raise invalid_argument(name, value, f"names out of {list(known)}")
+        for eps in self.eps:
+            if not 0 < eps < 1:
+                raise invalid_argument("eps", eps, "numbers between 0 and 1")
+        if self.dtype not in common.Settings.DTYPES:
+            raise invalid_argument("dtype", self.dtype, f"one of {list(common.Settings.DTYPES)}")
+        if self.base is None and any(model != SHAPE for model in self.models):
+            raise invalid_argument("base", None, f"the model without gates beside {self.models}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        dtype: torch.dtype = common.Settings.DTYPES[self.dtype]
+        return dtype
+
+    def cases(self) -> Iterator[Case]:
+        """The cases of a model; what others are compared with comes first of its size."""
+        for prompt, batch in product(self.prompts, self.batches):
+            if self.most_tokens and prompt * batch > self.most_tokens:
+                continue
+            for chunk in (0, self.chunk) if 0 < self.chunk < prompt else (0,):
+                for cache in self.caches:
+                    kinds = product(self.eps, self.bounds) if cache == "forgetting" else ((0.0, ""),)
+                    yield from (Case(prompt, batch, cache, chunk, eps, bounds) for eps, bounds in kinds)
+
+
+def open_models(name: str, settings: Settings) -> Models:
+    """A model with gates and the one without that it is compared with.
+
+    Raises:
+        ValueError: a directory without a model, or floors of another shape.
+    """
+    if name == SHAPE:
+        return random_models(settings)
+    plain = load_transformers(str(model_home(Path(settings.base or ""))), dtype=settings.torch_dtype)
+    gated = load_transformers(str(model_home(Path(name))), dtype=settings.torch_dtype)
+    label = Path(name).resolve().parent.name if Path(name).name == "model" else Path(name).resolve().name
+    return Models(label, plain.to(settings.device).eval(), gated.to(settings.device).eval())
+
+
+def random_models(settings: Settings) -> Models:
+    """A model of `CONFIG` with random weights, the same on every machine, and a copy of it with gates."""
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).to(settings.torch_dtype).eval()
+    gated = copy.deepcopy(plain)
+    gates = with_floors(GATES, settings.floors)
+    gape.hf.inject(gated, context_length=CONTEXT_LENGTH, start="paper", gates=gates)
+    return Models(SHAPE_NAME, plain.to(settings.device), gated.to(settings.device))
+
+
+def prompt_ids(settings: Settings, vocab_size: int, batch: int, prompt: int) -> Tensor:
+    """Token ids (batch, prompt) on the device: consecutive text of the corpus, or random.
+
+    Raises:
+        ValueError: the corpus is too short, or of more ids than the model has.
+    """
+    if settings.corpus is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(vocab_size, (batch, prompt), generator=generator).to(settings.device)
+    corpus = open_corpus(settings.corpus)
+    if corpus.vocab_size > vocab_size:
+        raise invalid_argument("corpus", f"{corpus.vocab_size} ids", f"at most the model's {vocab_size}")
+    parts, total = list[Tensor](), 0
+    for document in chain.from_iterable(corpus.documents(split) for split in corpus.splits):
+        parts.append(torch.tensor(corpus.tokens(document).astype("int64")))
+        total += len(parts[-1])
+        if total >= batch * prompt:
+            return torch.cat(parts)[: batch * prompt].view(batch, prompt).to(settings.device)
+    raise invalid_argument("corpus", f"{total:,} tokens", f"at least {batch * prompt:,}")
+
+
+def generate(model: Any, case: Case, ids: Tensor, new: int) -> Timing:
+    """Call `generate` for exactly so many new tokens of each prompt, in a cache of its own."""
+    # What the call before left behind is not part of this one.
+    gc.collect()
+    begin = time.perf_counter()
+    options: dict[str, Any] = {}
+    if case.cache == "static":
+        options["cache_implementation"] = "static"
+    elif case.cache == "gated-full":
+        options["past_key_values"] = gape.hf.FullCache(model)
+    elif case.cache == "forgetting":
+        options["past_key_values"] = gape.hf.ForgettingCache(model, eps=case.eps, bounds=case.bounds, partial=True)
+    if case.chunk:
+        options["prefill_chunk_size"] = case.chunk
+    _wait(ids)
+    start = time.perf_counter()
+    answer = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+        pad_token_id=0, return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    _wait(ids)
+    seconds = time.perf_counter() - start
+    if answer.sequences.size(1) != ids.size(1) + new:
+        raise RuntimeError(f"generate gave {answer.sequences.size(1) - ids.size(1)} new tokens, expected {new}")
+    return Timing(seconds, start - begin, cache_bytes(answer.past_key_values))
+
+
+def _wait(ids: Tensor) -> None:
+    if ids.is_cuda:
+        torch.cuda.synchronize(ids.device)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of the keys and values in a cache of transformers or of ours."""
+    if hasattr(cache, "nbytes"):
+        return int(cache.nbytes)
+    tensors = [x for layer in cache.layers for x in (layer.keys, layer.values) if x is not None]
+    return sum(x.nbytes for x in tensors)
+
+
+def figures(model: Any, case: Case, ids: Tensor, settings: Settings, deadline: float) -> common.Row:
+    """What is measured of one case.
+
+    Raises:
+        TimeLimitError: the time is over.
+    """
+
+    def run(new: int) -> Timing:
+        if time.monotonic() > deadline:
+            raise TimeLimitError
+        return generate(model, case, ids, new)
+
+    cuda, many = settings.device.type == "cuda", settings.new_tokens + 1
+    before = torch.cuda.memory_allocated(settings.device) if cuda else 0
+    # A static cache is compiled for its length; our kernels are compiled as the cache grows.
+    run(1 if case.chunk else min(many, WARM_TOKENS) if case.cache == "ungated" else many)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(settings.device)
+    short = [run(1) for _ in range(settings.repeats)]
+    prefill = median(timing.seconds for timing in short)
+    row = {
+        "prefill_s": number(prefill),
+        "setup_s": number(median(timing.setup for timing in short), 3),
+        "cache_bytes": str(short[-1].nbytes),
+    }
+    if not case.chunk:
+        long = [run(many).seconds for _ in range(settings.decode_repeats)]
+        row["ms_per_token"] = number((median(long) - prefill) / settings.new_tokens * 1000)
+    if cuda:
+        row["peak_bytes"] = str(torch.cuda.max_memory_allocated(settings.device) - before)
+    return row
+
+
+def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -> Iterator[common.Row]:
+    """Rows as they come; a case that fails is a row with the reason."""
+    transformers.logging.set_verbosity_error()
+    deadline = time.monotonic() + settings.time_limit
+    text = "random" if settings.corpus is None else settings.corpus.resolve().name
+    about = {"transformers": transformers.__version__, "dtype": settings.dtype, "text": text}
+    about |= {name: str(getattr(settings, name)) for name in ("new_tokens", "repeats", "decode_repeats")}
+    for name in settings.models:
+        models = open_models(name, settings)
+        for case in settings.cases():
+            model = models.plain if case.cache in ("ungated", "static") else models.gated
+            row = {**stamp, **about, "model": models.name, **case.row()}
+            ids = prompt_ids(settings, model.config.vocab_size, case.batch, case.prompt)
+            say(f"{models.name}: {case}")
+            try:
+                yield row | figures(model, case, ids, settings, deadline)
+            except TimeLimitError:
+                say(f"the time limit of {settings.time_limit:g} s is over")
+                return
+            except Exception as error:
+                # Out of memory, a compiler that fails, a class that is not there: the next case may run.
+                reason = (str(error).strip() or "no message").splitlines()[0]
+                yield row | {"failed": f"{type(error).__name__}: {reason}"[:REASON]}
+            _clear(model, case, settings.device)
+
+
+def _clear(model: Any, case: Case, device: torch.device) -> None:
+    """Free what a case leaves in the model, the compiler and the allocator."""
+    # Where transformers keeps a static cache, or its length, for the next call.
+    for name in ("_cache", "_previous_max_cache_length"):
+        vars(model).pop(name, None)
+    if device.type == "cuda" and case.cache == "static":
+        # Each shape is compiled anew, and there may be more of them than a function is compiled for.
+        torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main(
+    model: Annotated[str, typer.Option(metavar=NAMES, help="shape, or directories of models with gates.")] = SHAPE,
+    base: Annotated[str | None, typer.Option(help="Directory of the model without gates beside a directory.")] = None,
+    floors: Annotated[Path, typer.Option(help="File of gape hf heads, for shape.")] = FLOORS,
+    corpus: Annotated[Path | None, typer.Option(help="Corpus that prompts are cut from; else random tokens.")] = None,
+    prompts: Annotated[str, typer.Option(metavar=INTS, help="Tokens of a prompt.")] = "8192,65536,131072",
+    batches: Annotated[str, typer.Option(metavar=INTS, help="Prompts at once.")] = "1,8",
+    cache: Annotated[str | None, typer.Option(metavar=NAMES, help="Caches; all by default.")] = None,
+    eps: Annotated[str, typer.Option(metavar=FLOATS, help="Of the forgetting cache.")] = "1e-2",
+    bounds: Annotated[str, typer.Option(metavar=NAMES, help="Of the forgetting cache: weights, queries.")] = "weights",
+    new_tokens: Annotated[int, typer.Option(help="Tokens that the time of a token is the mean of.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Timed calls with one new token.")] = 3,
+    decode_repeats: Annotated[int | None, typer.Option(help="Timed calls with many; as --repeats by default.")] = None,
+    chunk: Annotated[int, typer.Option(help="Also read prompts in chunks of so many tokens; 0: never.")] = 8192,
+    most_tokens: Annotated[int, typer.Option(help="Leave out cases of more tokens, prompt × batch; 0: none.")] = 0,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which no further call begins.")] = 3600.0,
+    dtype: DType = "bfloat16",
+    device: Device = "auto",
+    trust: common.Trust = False,
+    out: common.Out = None,
+    save: common.Save = True,
+) -> None:
+    """Time `generate` with gates and without, by length of the prompt, batch and cache."""
+    settings = Settings(
+        device=pick_device(device), models=model.split(","), base=base, floors=floors, corpus=corpus,
+        prompts=numbers("prompts", prompts, int, "8192,65536"), batches=numbers("batches", batches, int, "1,8"),
+        caches=Settings.CACHES if cache is None else cache.split(","), eps=numbers("eps", eps, float, "1e-2,1e-3"),
+        bounds=bounds.split(","), new_tokens=new_tokens, repeats=repeats,
+        decode_repeats=repeats if decode_repeats is None else decode_repeats, chunk=chunk,
+        most_tokens=most_tokens, time_limit=time_limit, dtype=dtype,
+    )  # fmt: skip
+    common.benchmark("generate", FIELDS, measure, settings, SHOWN, trust=trust, out=out, save=save)
+
+
+if __name__ == "__main__":
+    common.script(main)
