@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gape.cache.bounds import Limits
-from gape.cache.eviction import Account, Candidates, QueryRange
+from gape.cache.eviction import Account, Bounds, Candidates, EvictionRule
 
-ROWS, HEADS, GROUPS, WIDTH = 2, 3, 2, 4
-DEVICE = torch.device("cpu")
-EVERY = torch.arange(HEADS)
+S, G, WIDTH = 6, 2, 4
+EVERY = torch.arange(S)
 
 
 class Keys:
@@ -21,7 +19,7 @@ class Keys:
 
     def __init__(self, n: int, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
-        sizes = (ROWS, HEADS, n)
+        sizes = (S, n)
         direction = torch.nn.functional.normalize(self.normal(*sizes, WIDTH), dim=-1)
         self.k = direction * 3 * self.uniform(*sizes)[..., None]
         # A tenth are landmarks, with an exposure of any size down to nothing.
@@ -36,9 +34,9 @@ class Keys:
     def uniform(self, *sizes: int) -> Tensor:
         return torch.rand(sizes, generator=self.random, dtype=torch.float64)
 
-    def limits(self) -> Limits:
-        rate, reach, own = (self.uniform(HEADS * GROUPS) for _ in range(3))
-        return Limits(rate=0.05 + 0.3 * rate, reach=0.2 + reach, own=own - 0.5, jitter=own)
+    def bounds(self) -> Bounds:
+        rate, reach, own = (self.uniform(S, G) for _ in range(3))
+        return Bounds(rate=0.05 + 0.3 * rate, reach=0.2 + reach, own=own - 0.5)
 
     def candidates(self, count: int) -> Candidates:
         norm = self.k.norm(dim=-1)
@@ -54,36 +52,38 @@ class Keys:
         along = torch.where(self.gone, 1.0, -1.0) * self.k.norm(dim=-1)
         self.k = torch.nn.functional.pad(along[..., None], (0, WIDTH - 1))
 
-    def lost(self, limits: Limits, position: int, count: int) -> Tensor:
-        """Attention to evicted keys of queries at a position, (B, Hk, G, 20): the largest allowed, and random ones."""
-        rate, reach, own = (x.view(HEADS, GROUPS)[None, :, :, None] for x in (limits.rate, limits.reach, limits.own))
-        directions = torch.nn.functional.normalize(self.normal(ROWS, HEADS, GROUPS, 20, WIDTH), dim=-1)
+    def lost(self, bounds: Bounds, position: int, count: int) -> Tensor:
+        """Attention to evicted keys of queries at a position, (S, G, 20): the largest allowed, and random ones."""
+        rate, reach, own = (x.unsqueeze(-1) for x in bounds)
+        directions = torch.nn.functional.normalize(self.normal(S, G, 20, WIDTH), dim=-1)
         # Half of the queries ask for an evicted key, where there is one.
-        wanted = (self.gone.double() + 1e-9).flatten(0, 1).multinomial(GROUPS * 10, True, generator=self.random)
-        at = wanted.view(ROWS, HEADS, -1, 1).expand(-1, -1, -1, WIDTH)
-        chosen = torch.nn.functional.normalize(self.k.gather(2, at), dim=-1)
-        directions[..., :10, :] = chosen.view(ROWS, HEADS, GROUPS, 10, WIDTH)
+        wanted = (self.gone.double() + 1e-9).multinomial(G * 10, True, generator=self.random)
+        chosen = self.k.gather(1, wanted.unsqueeze(-1).expand(-1, -1, WIDTH))
+        directions[..., :10, :] = torch.nn.functional.normalize(chosen, dim=-1).view(S, G, 10, WIDTH)
         q = directions * reach[..., None]
-        q[..., 5:, :] *= self.uniform(ROWS, HEADS, GROUPS, 15, 1)
-        distance = position - torch.arange(count)
-        faded = (self.exposure[..., :count] * distance)[:, :, None, None]
-        logits = torch.einsum("bhgqd,bhnd->bhgqn", q, self.k[:, :, :count]) - rate[..., None] * faded
-        own = -own.expand(ROWS, HEADS, GROUPS, 20) + 0.2 * self.uniform(ROWS, HEADS, GROUPS, 20).round()
+        q[..., 5:, :] *= self.uniform(S, G, 15, 1)
+        faded = (self.exposure[:, :count] * (position - torch.arange(count)))[:, None, None]
+        logits = torch.einsum("sgqd,snd->sgqn", q, self.k[:, :count]) - rate[..., None] * faded
+        own = -own.expand(S, G, 20) + 0.2 * self.uniform(S, G, 20).round()
         weights = torch.cat([logits, own[..., None]], dim=-1).softmax(-1)[..., :-1]
-        return (weights * self.gone[:, :, None, None, :count]).sum(-1)
+        return (weights * self.gone[:, None, None, :count]).sum(-1)
+
+
+def account_of(eps: float | None) -> Account:
+    return Account(eps, S, G, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("eps", [0.3, 1e-2, 1e-5])
 @pytest.mark.parametrize("seed", range(3))
 def test_evicted_keys_together_have_at_most_eps(eps: float, seed: int) -> None:
     keys = Keys(400, seed)
-    limits, account = keys.limits(), Account(eps, (ROWS, HEADS, GROUPS), DEVICE)
+    bounds, account = keys.bounds(), account_of(eps)
     worst = 0.0
     for count in range(40, 400, 40):
-        account.advance(limits, torch.tensor([count, count + 5]))
+        account.advance(bounds, count + EVERY, EVERY)
         keys.evict(account, count)
-        for position in range(count + 5, count + 40, 7):
-            lost = keys.lost(limits, position, count).amax(-1)
+        for position in range(count + S, count + 40, 7):
+            lost = keys.lost(bounds, position, count).amax(-1)
             assert (lost <= account.realised_eps).all()
             worst = max(worst, float(lost.max()))
     assert 0 < worst <= float(account.realised_eps.max()) <= eps
@@ -93,30 +93,30 @@ def test_evicted_keys_together_have_at_most_eps(eps: float, seed: int) -> None:
 
 @pytest.mark.parametrize(("error", "least", "most"), [(0.0, 0.1, 1.0), (3.0, 1.0, 30.0)])
 def test_eps_is_nearly_used_up_where_every_bound_is_attained(error: float, least: float, most: float) -> None:
-    """All queries point to evicted keys and away from the others; an account with wrong limits would exceed eps."""
+    """All queries point to evicted keys and away from the others; an account with wrong bounds would exceed eps."""
     keys, eps = Keys(300, 0), 1e-3
     keys.exposure[:] = 1.0
-    one = torch.ones(HEADS * GROUPS, dtype=torch.float64)
-    limits, account = Limits(rate=0.1 * one, reach=5 * one, own=one, jitter=one), Account(eps, (ROWS, 3, 2), DEVICE)
+    one = torch.ones(S, G, dtype=torch.float64)
+    bounds, account = Bounds(rate=0.1 * one, reach=5 * one, own=one), account_of(eps)
     keys.k = torch.nn.functional.normalize(keys.k, dim=-1)
-    account.advance(replace(limits, own=limits.own - error), torch.tensor([300, 300]))
+    account.advance(bounds._replace(own=bounds.own - error), torch.full((S,), 300), EVERY)
     keys.evict(account, 300)
     keys.turn()
-    assert least * eps < float(keys.lost(limits, 300, 300).max()) <= most * eps
+    assert least * eps < float(keys.lost(bounds, 300, 300).max()) <= most * eps
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_queries_beyond_the_limits_so_far_show_in_what_is_realised(seed: int) -> None:
+def test_queries_beyond_the_bounds_so_far_show_in_what_is_realised(seed: int) -> None:
     keys, eps = Keys(200, seed), 1e-2
-    limits, account = keys.limits(), Account(1e-2, (ROWS, HEADS, GROUPS), DEVICE)
-    account.advance(limits, torch.tensor([150, 150]))
+    bounds, account = keys.bounds(), account_of(1e-2)
+    account.advance(bounds, torch.full((S,), 150), EVERY)
     keys.evict(account, 150)
     keys.turn()
-    wider = replace(limits, reach=3 * limits.reach, own=limits.own + 3)
+    wider = bounds._replace(reach=3 * bounds.reach, own=bounds.own + 3)
     lost = keys.lost(wider, 152, 150).amax(-1)
     assert float(lost.max()) > eps
     assert (lost <= account.realised_under(wider)).all()
-    account.advance(wider, torch.tensor([153, 153]))
+    account.advance(wider, torch.full((S,), 153), EVERY)
     assert (lost <= account.realised_eps).all()
     before = keys.gone.clone()
     # Nothing more goes while more than eps is gone.
@@ -127,44 +127,59 @@ def test_queries_beyond_the_limits_so_far_show_in_what_is_realised(seed: int) ->
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_budget_takes_the_cheapest_and_says_what_it_cost(seed: int) -> None:
+    # Of two layers, with three heads each.
     keys, excess = Keys(300, seed), torch.tensor([37, 0])
-    limits, account = keys.limits(), Account(None, (ROWS, HEADS, GROUPS), DEVICE)
+    bounds, account = keys.bounds(), account_of(None)
     for count in range(60, 300, 60):
-        before = keys.gone.sum((1, 2))
-        account.advance(limits, torch.tensor([count, count]))
+        before = keys.gone.view(2, -1).sum(1)
+        account.advance(bounds, torch.full((S,), count), EVERY)
         keys.evict(account, count, excess)
-        assert torch.equal(keys.gone.sum((1, 2)) - before, excess)
+        assert torch.equal(keys.gone.view(2, -1).sum(1) - before, excess)
         for position in range(count, count + 60, 13):
-            assert (keys.lost(limits, position, count).amax(-1) <= account.realised_eps).all()
-    assert float(account.realised_eps[1].max()) == 0.0
-    assert not keys.gone[:, :, ::17].any()
+            assert (keys.lost(bounds, position, count).amax(-1) <= account.realised_eps).all()
+    assert float(account.realised_eps[3:].max()) == 0.0
+    assert not keys.gone[:, ::17].any()
 
 
 def test_a_shared_key_goes_when_every_query_head_can_do_without() -> None:
     keys = Keys(100, 0)
     keys.exposure[:] = 1.0
-    limits = keys.limits()
-    slow = limits.rate.view(HEADS, GROUPS).clone()
-    slow[1, 1] = 1e-3
-    account = Account(1e-2, (ROWS, HEADS, GROUPS), DEVICE)
-    account.advance(replace(limits, rate=slow.flatten()), torch.tensor([100, 100]))
+    bounds, account = keys.bounds(), account_of(1e-2)
+    bounds.rate[:] = 0.3
+    bounds.rate[1, 1] = 1e-3
+    account.advance(bounds, torch.full((S,), 100), EVERY)
     keys.evict(account, 100)
-    assert keys.gone.any(-1).tolist() == [[True, False, True]] * ROWS
+    assert keys.gone.any(-1).tolist() == [True, False, True, True, True, True]
 
 
-def test_queries_are_measured_alike_one_by_one_and_together() -> None:
-    keys = Keys(1, 0)
-    q, k = keys.normal(ROWS, HEADS * GROUPS, 9, WIDTH), keys.normal(ROWS, HEADS, 9, WIDTH)
-    rate = torch.ones(HEADS * GROUPS, dtype=torch.float64)
-    real = torch.arange(9) >= torch.tensor([[3], [0]])
-    together, single = (QueryRange(rate, torch.empty(2, HEADS * GROUPS, dtype=torch.float64)) for _ in range(2))
-    together.include(q, k, 0.5, real)
-    for at in range(9):
-        one = slice(at, at + 1)
-        single.include(q[:, :, one], k[:, :, one], 0.5, real[:, one])
-    reach, own = 0.5 * q.norm(dim=-1), -0.5 * (q * k.repeat_interleave(GROUPS, 1)).sum(-1)
-    for measured in (together, single):
-        limits = measured.limits()
-        for found, x in ((limits.reach, reach), (limits.own, own)):
-            largest = x.masked_fill(~real[:, None], -torch.inf).amax((0, 2))
-            torch.testing.assert_close(found, largest + largest.abs() / 8)
+def test_some_sequences_are_judged_as_they_are_among_all() -> None:
+    together, apart = Keys(100, 0), Keys(100, 0)
+    bounds, some = together.bounds(), torch.tensor([1, 4])
+    accounts = account_of(1e-2), account_of(1e-2)
+    for account, sequences in zip(accounts, (EVERY, some), strict=True):
+        account.advance(bounds, torch.full((len(sequences),), 100), sequences)
+    together.evict(accounts[0], 100)
+    keys = apart.candidates(100)
+    parts = (keys.norm[some], keys.exposure[some], keys.positions, keys.valid[some])
+    assert torch.equal(~accounts[1].evict(Candidates(some, *parts)), together.gone[some])
+    assert torch.equal(accounts[1].realised_eps[some], accounts[0].realised_eps[some])
+    assert float(accounts[1].realised_eps[[0, 2, 3, 5]].max()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({}, "eps, max_keys, max_bytes"),
+        ({"eps": 0.1, "max_keys": 200}, "eps, max_keys, max_bytes"),
+        ({"eps": 0.0}, "eps"),
+        ({"eps": 1}, "eps"),
+        ({"eps": float("nan")}, "eps"),
+        ({"max_keys": 127}, "max_keys"),
+        ({"max_keys": 200.0}, "max_keys"),
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"eps": 0.1, "bounds": "hopes"}, "bounds"),
+    ],
+)
+def test_a_wrong_rule_is_refused_by_name(arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        EvictionRule(**arguments)

@@ -178,6 +178,7 @@ class Evictor:
             chosen = torch.cat([self._of_layer[number] for number in some])
             if chosen.numel():
                 self._evict(chosen, first, incoming)
+        storage.read_counts(layer)
         self._set_interval()
         storage.settle(self.interval, layer)
 
