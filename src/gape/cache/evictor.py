@@ -62,7 +62,8 @@ class Evictor:
         clone = copy(self)
         clone._storage = storage
         if "_account" in vars(self):
-            vars(clone)["_account"] = deepcopy(self._account)
+            with torch.inference_mode(False):
+                vars(clone)["_account"] = deepcopy(self._account)
         return clone
 
     @cached_property

@@ -101,6 +101,8 @@ class PagedLayer:
             return self._decode(q, k, v, positions, rotate, step)[..., :width]
         cache.prepare(self, k, v, positions, real)
         storage = cache.storage
+        if not n:
+            return v.new_empty(*q.shape[:3], width)
         if n == 1 and real is None:
             storage.reserve(self.index, 1)
             out = self._decode(q, k, v, positions, rotate, step)
