@@ -41,10 +41,7 @@ def load(name: str | None) -> tuple[Any, Any]:
 def train(model: Any, ids: Tensor, length: int, steps: int, batch: int, device: str) -> None:
     """A short fine-tune on random windows; gates learn faster than the rest."""
     model.to(device).train()
-    gates = [p for name, p in model.named_parameters() if ".gape." in name]
-    known = {id(p) for p in gates}
-    others = [p for p in model.parameters() if id(p) not in known]
-    optimizer = torch.optim.AdamW([{"params": others, "lr": 5e-5}, {"params": gates, "lr": 1e-2}], weight_decay=0.0)
+    optimizer = torch.optim.AdamW(gape.hf.parameter_groups(model, lr=5e-5, gate_rate=200))
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
         starts = torch.randint(len(ids) - length, (batch,), generator=generator).tolist()

@@ -38,19 +38,13 @@ def main() -> None:
 
     ids = torch.tensor(tokenizer(arguments.text.read_text(encoding="utf-8"))["input_ids"])
     windows = ids[: len(ids) // arguments.length * arguments.length].view(-1, arguments.length)
-    gates = {id(parameter) for parameter in gape.hf.parameters(model, "gates")}
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in learning if id(p) in gates], "lr": 1e-3, "weight_decay": 0.0},
-        {"params": [p for p in learning if id(p) not in gates], "lr": 1e-4, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]])
+    optimizer = torch.optim.AdamW(gape.hf.parameter_groups(model, lr=1e-4))
     model.train()
     for step in range(arguments.steps):
         batch = windows[torch.randint(len(windows), (arguments.batch,))].to(device)
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(learning, 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0 or step == arguments.steps - 1:

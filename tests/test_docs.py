@@ -13,6 +13,7 @@ import pytest
 import typer
 
 import render
+from gape import positions
 from gape.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +96,16 @@ def test_a_wrong_option_is_noticed() -> None:
         check(["gape", "lm", "no-such-command"])
 
 
+@pytest.fixture
+def known_schemes() -> Iterator[None]:
+    """Schemes that an example registers are forgotten after it."""
+    before = set(positions.available())
+    yield
+    for name in {name.removesuffix("+gape") for name in set(positions.available()) - before}:
+        positions.unregister(name)
+
+
+@pytest.mark.usefixtures("known_schemes")
 @pytest.mark.parametrize("page", [page for page in ("README.md", *GUIDE) if page not in ELSEWHERE])
 def test_examples_run(page: str) -> None:
     names: dict[str, Any] = {}

@@ -9,6 +9,7 @@ import pytest
 
 from gape.experiments import recipe
 from gape.experiments.run import LanguageRun, NeedleRun, Run
+from gape.utils import recipe_files
 
 SMALL = """
 description = "small"
@@ -30,11 +31,11 @@ def write(tmp_path: Path, text: str = SMALL) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", recipe.available())
+@pytest.mark.parametrize("name", recipe_files.available())
 def test_what_ships_is_whole_and_explained(name: str) -> None:
     """Every key has a comment on the line above it."""
     assert recipe.load(name).runs
-    lines = recipe.available()[name].read_text(encoding="utf-8").splitlines()
+    lines = recipe_files.available()[name].read_text(encoding="utf-8").splitlines()
     inside = False
     for number, line in enumerate(lines):
         opens, closes = line.count("["), line.count("]")

@@ -15,7 +15,7 @@ from tables.markdown import select, stored, table
 SCHEMES = {
     "RoPE": ("rope", "RoPE"), "RoPE+GAPE": ("rope+gape", None), "p-RoPE": ("p-rope", "p-RoPE"),
     "p-RoPE+GAPE": ("p-rope+gape", "p-RoPE+GAPE"), "p-RoPE+GAPE, `gate_floor=4`": (None, "p-RoPE+GAPE (floor4)"),
-    "NoPE+GAPE": ("nope+gape", None), "ALiBi": ("alibi", "ALiBi"), "FoX": ("fox", "FoX"),
+    "NoPE": ("nope", None), "NoPE+GAPE": ("nope+gape", None), "ALiBi": ("alibi", "ALiBi"), "FoX": ("fox", "FoX"),
 }  # fmt: skip
 SIZES: dict[str, Any] = {"n_layer": 6, "n_head": 8, "n_embd": 512, "vocab_size": 50257, "context_length": 1024}
 

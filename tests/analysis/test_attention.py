@@ -36,9 +36,9 @@ def tokens(batch: int = 2, n: int = N) -> torch.Tensor:
 
 def plain(q: torch.Tensor, k: torch.Tensor) -> Attended:
     """Attention without any position over given queries and keys (B, H, N, D)."""
-    seen = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
+    visibility = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
     scheme = build("nope", n_heads=q.size(1), head_dim=q.size(3))
-    return Attended(scheme=scheme, q=q, k=k, q_side=None, k_side=None, scale=1.0, seen=seen)
+    return Attended(scheme=scheme, q=q, k=k, q_side=None, k_side=None, scale=1.0, visibility=visibility)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -54,41 +54,41 @@ def test_weights_times_values_are_what_the_layer_computes(position: str, packed:
     layer = gpt.layers[1].attention
     layer.qkv.register_forward_hook(lambda _, args, out: caught.__setitem__("qkv", out))
     layer.out.register_forward_pre_hook(lambda _, args: caught.__setitem__("y", args[0]))
-    seen = attended(gpt, ids, **options)[1]
+    record = attended(gpt, ids, **options)[1]
     v = caught["qkv"][..., -2 * 12 :].view(2, N, 2, 12).transpose(1, 2).repeat_interleave(2, dim=1)
-    y = seen.weights(0, N) @ v
+    y = record.weights(0, N) @ v
     torch.testing.assert_close(y.transpose(1, 2).reshape(2, N, -1), caught["y"], atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("position", ["rope", "p-rope+gape", "alibi", "fox", "t5"])
 @torch.no_grad()
 def test_streamed_statistics_are_the_dense_ones(position: str) -> None:
-    seen = attended(model(position), tokens())[0]
+    record = attended(model(position), tokens())[0]
     w = torch.zeros(2, 4, N, N, dtype=torch.float64)
     for row in range(N):
-        part = seen.weights(row, row + 1)
+        part = record.weights(row, row + 1)
         w[:, :, row : row + 1, : part.size(-1)] = part
     away = torch.arange(N)[:, None] - torch.arange(N)
     for block in (1, 7, None):
-        found = statistics(seen, block)
-        torch.testing.assert_close(found.entropy, -(w * w.clamp(min=1e-300).log()).sum(-1), atol=1e-5, rtol=0)
-        torch.testing.assert_close(found.distance, (w * away).sum(-1), atol=1e-5, rtol=0)
-        torch.testing.assert_close(found.sink, w[..., 0], atol=1e-5, rtol=0)
+        actual = statistics(record, block)
+        torch.testing.assert_close(actual.entropy, -(w * w.clamp(min=1e-300).log()).sum(-1), atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual.distance, (w * away).sum(-1), atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual.sink, w[..., 0], atol=1e-5, rtol=0)
 
 
 def test_uniform_attention_has_the_entropy_of_its_number_of_keys() -> None:
-    found = statistics(plain(torch.zeros(1, 2, N, 4), torch.randn(1, 2, N, 4)), block=5)
+    actual = statistics(plain(torch.zeros(1, 2, N, 4), torch.randn(1, 2, N, 4)), block=5)
     i = torch.arange(N)
-    torch.testing.assert_close(found.entropy, (i + 1.0).log().expand(1, 2, N))
-    torch.testing.assert_close(found.distance, (i / 2).expand(1, 2, N))
-    torch.testing.assert_close(found.sink, (1 / (i + 1)).expand(1, 2, N))
+    torch.testing.assert_close(actual.entropy, (i + 1.0).log().expand(1, 2, N))
+    torch.testing.assert_close(actual.distance, (i / 2).expand(1, 2, N))
+    torch.testing.assert_close(actual.sink, (1 / (i + 1)).expand(1, 2, N))
 
 
 def test_attention_to_one_key_has_no_entropy() -> None:
     each = 100 * torch.eye(N)[None, None]
-    found = statistics(plain(each, each))
-    assert float(found.entropy.abs().max()) < 1e-6
-    assert float(found.distance.abs().max()) < 1e-6
+    actual = statistics(plain(each, each))
+    assert float(actual.entropy.abs().max()) < 1e-6
+    assert float(actual.distance.abs().max()) < 1e-6
 
 
 def test_no_more_weights_exist_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,16 +108,16 @@ def test_no_more_weights_exist_than_asked_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_map_as_large_as_the_sequence_is_the_attention() -> None:
-    seen = attended(model("rope+gape"), tokens())[0]
-    torch.testing.assert_close(attention_map(seen, N, block=7), seen.weights(0, N))
+    record = attended(model("rope+gape"), tokens())[0]
+    torch.testing.assert_close(attention_map(record, N, block=7), record.weights(0, N))
 
 
 def test_a_small_map_holds_all_the_attention() -> None:
-    seen = attended(model("rope+gape"), tokens())[0]
-    cells = attention_map(seen, 5, block=7)
+    record = attended(model("rope+gape"), tokens())[0]
+    cells = attention_map(record, 5, block=7)
     assert cells.shape == (2, 4, 5, 5)
     torch.testing.assert_close(cells.sum(-1), torch.ones(2, 4, 5, dtype=torch.float64))
-    torch.testing.assert_close(cells, attention_map(seen, 5, block=1))
+    torch.testing.assert_close(cells, attention_map(record, 5, block=1))
     # The first cell of rows: queries 0 … 4 see nothing but keys 0 … 4.
     torch.testing.assert_close(cells[..., 0, 0], torch.ones(2, 4, dtype=torch.float64))
 
@@ -126,7 +126,7 @@ def test_listening_changes_nothing_and_ends() -> None:
     gpt, other = model("p-rope+gape"), model("p-rope+gape")
     heard: list[int] = []
     before = gpt(tokens()).logits
-    with tap(gpt, lambda layer, seen: heard.append(layer)):
+    with tap(gpt, lambda layer, record: heard.append(layer)):
         assert torch.equal(gpt(tokens()).logits, before)
         other(tokens())
     gpt(tokens())
@@ -136,15 +136,15 @@ def test_listening_changes_nothing_and_ends() -> None:
 
 def test_listening_ends_when_the_model_fails() -> None:
     gpt = model("nope")
-    with pytest.raises(ValueError, match="ids"), tap(gpt, lambda layer, seen: None):
+    with pytest.raises(ValueError, match="ids"), tap(gpt, lambda layer, record: None):
         gpt(torch.full((1, 3), 99))
     assert "attend" not in gpt.layers[0].attention.scheme.__dict__
 
 
 def test_listeners_may_stand_inside_one_another() -> None:
     gpt, heard = model("p-rope+gape"), list[str]()
-    with tap(gpt, lambda layer, seen: heard.append(f"outer {layer}")):
-        with tap(gpt, lambda layer, seen: None):
+    with tap(gpt, lambda layer, record: heard.append(f"outer {layer}")):
+        with tap(gpt, lambda layer, record: None):
             pass
         gpt(tokens())
     gpt(tokens())
@@ -159,29 +159,29 @@ def test_what_a_cache_keeps_from_being_heard_is_refused() -> None:
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="GAPEAttention"), tap(torch.nn.Linear(2, 2), lambda layer, seen: None):
+    with pytest.raises(ValueError, match="GAPEAttention"), tap(torch.nn.Linear(2, 2), lambda layer, record: None):
         pass
 
 
 @torch.no_grad()
 def test_keys_beyond_the_effective_context_hold_next_to_nothing() -> None:
     options = {"learn_landmark": False, "init_landmark_bias": -40.0, "gate_floor": 40.0}
-    seen = attended(model("nope+gape", options=options), tokens(n=200))[0]
-    found = horizon(seen, torch.tensor([3, 3]), p=0.01)
+    record = attended(model("nope+gape", options=options), tokens(n=200))[0]
+    actual = horizon(record, torch.tensor([3, 3]), p=0.01)
     away = 199 - torch.arange(200)
-    beyond = away[None, None] >= found.effective[..., None]
+    beyond = away[None, None] >= actual.effective[..., None]
     assert bool(beyond.any())
-    mass = (seen.weights(199, 200)[:, :, 0] * beyond).sum(-1)
+    mass = (record.weights(199, 200)[:, :, 0] * beyond).sum(-1)
     assert bool((mass <= 0.01).all())
-    rate = seen.scheme.gates.amplitude[None] * seen.gate[:, :, -1] / T
-    torch.testing.assert_close(found.rate, rate)
+    rate = record.scheme.gates.amplitude[None] * record.gate[:, :, -1] / T
+    torch.testing.assert_close(actual.rate, rate)
     # Proposition 3 at the key asked for, for the best score that the norms allow.
-    needed = 1 - 2 * found.s_max / (rate * (199 - 3))
-    torch.testing.assert_close(found.required, needed.clamp(min=0))
+    needed = 1 - 2 * actual.s_max / (rate * (199 - 3))
+    torch.testing.assert_close(actual.required, needed.clamp(min=0))
 
 
 @pytest.mark.parametrize(("position", "options"), [("rope", {}), ("rope+gape", {"positions": torch.arange(N) + 5})])
 def test_a_horizon_needs_gates_and_tokens_in_order(position: str, options: dict[str, torch.Tensor]) -> None:
-    seen = attended(model(position), tokens(), **options)[0]
+    record = attended(model(position), tokens(), **options)[0]
     with pytest.raises(ValueError, match="gates"):
-        horizon(seen, torch.tensor([3, 3]))
+        horizon(record, torch.tensor([3, 3]))

@@ -14,11 +14,11 @@ from tests.models.tiny import model, tokens
 N = 41
 
 
-def dense(seen: Attended, n: int) -> torch.Tensor:
+def dense(record: Attended, n: int) -> torch.Tensor:
     """The weights row by row in float64, (B, Hq, N, N)."""
-    w = torch.zeros(*seen.q.shape[:3], n, dtype=torch.float64)
+    w = torch.zeros(*record.q.shape[:3], n, dtype=torch.float64)
     for row in range(n):
-        part = seen.weights(row, row + 1)
+        part = record.weights(row, row + 1)
         w[:, :, row : row + 1, : part.size(-1)] = part
     return w
 
@@ -33,33 +33,33 @@ def test_streamed_equals_dense(position: str, packed: bool) -> None:
         options = {"documents": documents, "positions": torch.arange(N) - 17 * documents}
     gpt, ids = model(position, torch.float32), tokens(2, N)
     w = dense(attended(gpt.double(), ids, **options)[1], N)
-    seen = attended(gpt.float(), ids, **options)[1]
+    record = attended(gpt.float(), ids, **options)[1]
     i = options.get("positions", torch.arange(N))
     i = i if i.dim() == 1 else i[0]
     away = i[:, None] - i
     for blocks in ((5, 7), (N, 3), (16, None)):
-        found = stream(seen, query_block=blocks[0], key_block=blocks[1])
+        actual = stream(record, query_block=blocks[0], key_block=blocks[1])
         entropy = torch.special.entr(w).sum(-1)
-        torch.testing.assert_close(found.entropy.double(), entropy, atol=1e-5, rtol=0)
-        torch.testing.assert_close(found.distance.double(), (w * away).sum(-1), atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(found.sink.double(), w[..., 0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual.entropy.double(), entropy, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual.distance.double(), (w * away).sum(-1), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(actual.sink.double(), w[..., 0], atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
 def test_a_share_of_the_attention_lies_beyond_the_used_distance() -> None:
-    seen = attended(model("p-rope+gape", torch.float32), tokens(1, 200))[0]
-    w = dense(seen, 200)[0, 0, -1]
+    record = attended(model("p-rope+gape", torch.float32), tokens(1, 200))[0]
+    w = dense(record, 200)[0, 0, -1]
     away = torch.arange(199, -1, -1)
     for share, used in zip(
-        (0.5, 0.1), stream(seen, (0.5, 0.1), query_block=64, key_block=50).used[0, 0, -1], strict=True
+        (0.5, 0.1), stream(record, (0.5, 0.1), query_block=64, key_block=50).used[0, 0, -1], strict=True
     ):
         beyond = [float(w[away >= distance].sum()) for distance in (float(used) * 1.13 + 1, float(used) / 1.13 - 1)]
         assert beyond[0] <= share <= beyond[1]
 
 
 def test_uniform_attention_uses_half_of_its_keys() -> None:
-    seen = attended(model("nope", torch.float32), tokens(1, 300))[0]
-    flat = Attended(**{**vars(seen), "q": torch.zeros_like(seen.q)})
+    record = attended(model("nope", torch.float32), tokens(1, 300))[0]
+    flat = Attended(**{**vars(record), "q": torch.zeros_like(record.q)})
     used = stream(flat, (0.5,)).used[0, 0, :, 0]
     torch.testing.assert_close(used[100:], torch.arange(100, 300) / 2, atol=1.0, rtol=0.01)
 
@@ -70,9 +70,9 @@ def test_no_tile_is_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     logits = entropy.reference.logits
 
     def recorded(problem: object) -> torch.Tensor:
-        made = logits(problem)
-        sizes.append(made.numel())
-        return made
+        scores = logits(problem)
+        sizes.append(scores.numel())
+        return scores
 
     monkeypatch.setattr(entropy.reference, "logits", recorded)
     monkeypatch.setattr(entropy, "TILE_WEIGHTS", 4 * 8 * 10)
@@ -84,9 +84,9 @@ def test_no_tile_is_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("share", "options"), [(1.5, {}), (0.1, {"positions": torch.arange(N) + 3})])
 def test_shares_need_numbers_below_one_and_index_order(share: float, options: dict[str, torch.Tensor]) -> None:
-    seen = attended(model("rope"), tokens(1, N), **options)[0]
+    record = attended(model("rope"), tokens(1, N), **options)[0]
     with pytest.raises(ValueError, match="shares"):
-        stream(seen, (share,))
+        stream(record, (share,))
 
 
 @pytest.mark.gpu
@@ -97,6 +97,6 @@ def test_entropy_at_32k_on_a_gpu_takes_less_than_8_gib() -> None:
     gpt = gape.GPT(config).cuda().eval()
     ids = torch.randint(50304, (1, 32768), device="cuda")
     torch.cuda.reset_peak_memory_stats()
-    with tap(gpt, lambda layer, seen: stream(seen, (0.1,))):
+    with tap(gpt, lambda layer, record: stream(record, (0.1,))):
         gpt(ids, logits_to_keep=1)
     assert torch.cuda.max_memory_allocated() < 8 * 2**30

@@ -18,13 +18,13 @@ N = 23
 
 @torch.no_grad()
 def test_masks_by_cell_are_means_over_the_pairs() -> None:
-    seen = attended(model("p-rope+gape"), tokens(2, N))[1]
+    record = attended(model("p-rope+gape"), tokens(2, N))[1]
     i = torch.arange(N, dtype=torch.float64)
-    landmark = seen.landmark.repeat_interleave(2, dim=1)
-    m = theory.mask(i[:, None], i, seen.rate.unsqueeze(-1), landmark.unsqueeze(-2))
+    landmark = record.landmark.repeat_interleave(2, dim=1)
+    m = theory.mask(i[:, None], i, record.rate.unsqueeze(-1), landmark.unsqueeze(-2))
     earlier = i[:, None] >= i
-    torch.testing.assert_close(mean_mask(seen), (m * earlier).sum((-1, -2)) / earlier.sum())
-    cells = mask_map(seen, 4)
+    torch.testing.assert_close(mean_mask(record), (m * earlier).sum((-1, -2)) / earlier.sum())
+    cells = mask_map(record, 4)
     starts = [row * N // 4 for row in range(5)]
     for r in range(4):
         for c in range(4):
@@ -49,13 +49,13 @@ def test_norms_of_pairs_are_those_before_rotation(position: str) -> None:
     caught: dict[str, torch.Tensor] = {}
     layer = gpt.layers[1].attention
     layer.qkv.register_forward_hook(lambda _, args, out: caught.__setitem__("qkv", out))
-    seen = attended(gpt, tokens(2, N))[1]
+    record = attended(gpt, tokens(2, N))[1]
     width = layer.content_dim
     q = caught["qkv"][..., : 4 * width].view(2, N, 4, width).transpose(1, 2)
     expected = (q[..., : width // 2] ** 2 + q[..., width // 2 :] ** 2).sqrt().mean(2)
-    torch.testing.assert_close(pair_norms(seen).queries, expected)
-    assert pair_norms(seen).keys.shape == (2, 2, width // 2)
-    assert rotary(seen.scheme) is not None
+    torch.testing.assert_close(pair_norms(record).queries, expected)
+    assert pair_norms(record).keys.shape == (2, 2, width // 2)
+    assert rotary(record.scheme) is not None
 
 
 def test_a_scheme_that_does_not_rotate_has_no_spectrum() -> None:
@@ -68,24 +68,24 @@ def test_a_scheme_that_does_not_rotate_has_no_spectrum() -> None:
 def test_attention_uses_no_more_than_the_effective_context(position: str, options: dict[str, float]) -> None:
     if options:
         options |= {"learn_landmark": False, "init_landmark_bias": -40.0}
-    seen = attended(model(position, options=options), tokens(1, 300))[0]
-    effective = effective_context(seen, 0.01)
-    used = streamed(seen, (0.01,)).used[..., 0]
+    record = attended(model(position, options=options), tokens(1, 300))[0]
+    effective = effective_context(record, 0.01)
+    used = streamed(record, (0.01,)).used[..., 0]
     assert bool((effective < 300).any())
     # The used distance is known to the spacing of its edges.
     assert bool((used <= 1.1 * effective + 1).all())
     if position == "alibi":
         torch.testing.assert_close(
-            effective[0, :, 0], (2 * _bound(seen) + torch.tensor(100.0).log()) / _slopes(seen), rtol=1e-5, atol=1e-5
+            effective[0, :, 0], (2 * _bound(record) + torch.tensor(100.0).log()) / _slopes(record), rtol=1e-5, atol=1e-5
         )
 
 
-def _bound(seen) -> torch.Tensor:
-    k = seen.k.repeat_interleave(2, dim=1)[0, :, 0]
-    return seen.scale * seen.q[0, :, 0].norm(dim=-1) * k.norm(dim=-1)
+def _bound(record) -> torch.Tensor:
+    k = record.k.repeat_interleave(2, dim=1)[0, :, 0]
+    return record.scale * record.q[0, :, 0].norm(dim=-1) * k.norm(dim=-1)
 
 
-def _slopes(seen) -> torch.Tensor:
+def _slopes(record) -> torch.Tensor:
     return torch.tensor([2.0 ** (-2 * head) for head in range(1, 5)])
 
 
@@ -96,16 +96,16 @@ def test_a_scheme_without_a_rate_has_no_effective_context() -> None:
 @pytest.mark.parametrize("kv", [4, 2])
 def test_routing_variables_are_the_means_of_the_definitions(kv: int) -> None:
     gpt, ids = model("p-rope+gape", n_kv_head=kv), tokens(2, 12)
-    found = routing_variables(gpt, ids)
-    assert [(row["layer"], row["head"]) for row in found] == [(layer, head) for layer in (0, 1) for head in range(4)]
+    rows = routing_variables(gpt, ids)
+    assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in (0, 1) for head in range(4)]
     i, j = torch.arange(12.0).unsqueeze(1), torch.arange(12.0)
-    for row, (layer, head) in zip(found, ((layer, head) for layer in (0, 1) for head in range(4)), strict=True):
+    for row, (layer, head) in zip(rows, ((layer, head) for layer in (0, 1) for head in range(4)), strict=True):
         own = attended(gpt, ids)[layer]
         g, l = own.gate[:, head, :, None], own.landmark[:, head // (4 // kv), None]  # noqa: E741
         amplitude = own.scheme.gates.amplitude[head]
         mask = amplitude * g / gpt.config.context_length * (j * (1 - l) + i * l)
-        seen = (j <= i).expand_as(mask)
-        expected = {"mean_mask": mask[seen].mean(), "landmark": l.mean(), "gate": g.mean(), "amplitude": amplitude}
+        record = (j <= i).expand_as(mask)
+        expected = {"mean_mask": mask[record].mean(), "landmark": l.mean(), "gate": g.mean(), "amplitude": amplitude}
         for name, value in expected.items():
             assert row[name] == pytest.approx(float(value.detach()), rel=1e-5), name
 

@@ -22,10 +22,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_documents_are_cut_to_the_length_and_chosen_by_the_seed(corpus: Path) -> None:
     reader = Reader(corpus)
-    found = reader.passages(64, 10)
-    assert [len(passage.ids) for passage in found.items] == [64, 64]
+    actual = reader.passages(64, 10)
+    assert [len(passage.ids) for passage in actual.items] == [64, 64]
     (one,) = reader.passages(64, 1).items
-    assert (one.id, one.ids.tolist()) == (found.items[0].id, found.items[0].ids.tolist())
+    assert (one.id, one.ids.tolist()) == (actual.items[0].id, actual.items[0].ids.tolist())
     document = next(d for d in reader.corpus.documents("heldout") if d.id == one.id.partition("@")[0])
     start = int(one.id.partition("@")[2])
     assert reader.corpus.tokens(document, start, start + 64).tolist() == one.ids.tolist()
@@ -45,9 +45,9 @@ def test_prompts_are_read_whole_with_their_answer_prefix(tmp_path: Path) -> None
     path = tmp_path / "ruler.jsonl.xz"
     path.write_bytes(lzma.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     reader = Reader(path, tokenizer="bytes")
-    found = reader.passages(None, 10, longest=20)
-    assert sorted(bytes(p.ids.tolist()).decode() for p in found.items) == ["Where? It is", "abc"]
-    assert (found.left_out, found.length) == (1, None)
+    actual = reader.passages(None, 10, longest=20)
+    assert sorted(bytes(p.ids.tolist()).decode() for p in actual.items) == ["Where? It is", "abc"]
+    assert (actual.left_out, actual.length) == (1, None)
     with pytest.raises(ValueError, match="prompts"):
         reader.passages(8, 1)
 
@@ -55,8 +55,8 @@ def test_prompts_are_read_whole_with_their_answer_prefix(tmp_path: Path) -> None
 def test_a_text_is_cut_into_windows_side_by_side(tmp_path: Path) -> None:
     path = tmp_path / "novel.txt"
     path.write_text("abcdefghij", encoding="utf-8")
-    found = Reader(path, tokenizer="bytes").passages(4, 5)
-    assert [bytes(p.ids.tolist()).decode() for p in found.items] == ["abcd", "efgh"]
+    actual = Reader(path, tokenizer="bytes").passages(4, 5)
+    assert [bytes(p.ids.tolist()).decode() for p in actual.items] == ["abcd", "efgh"]
     with pytest.raises(ValueError, match="at most the 10 tokens"):
         Reader(path, tokenizer="bytes").passages(11, 1)
 
@@ -86,27 +86,27 @@ def passages(count: int = 2, n: int = 50) -> list[Passage]:
 
 def test_entropy_and_gates_are_means_by_sample_layer_and_head() -> None:
     gpt, chosen = text.gpt("p-rope+gape", torch.float32), passages()
-    found = lm.entropy(gpt, chosen)
-    assert json.loads(json.dumps(found)) == found
-    seen = attended(gpt, torch.from_numpy(chosen[1].ids)[None])[1]
-    expected = statistics(seen)
-    np.testing.assert_allclose(found["entropy"][1][1], expected.entropy[0].mean(-1), atol=1e-5)
-    np.testing.assert_allclose(found["gate"][1][1], seen.gate[0].mean(-1), rtol=1e-5)
-    g, h = seen.gate[0, 0, 1:], expected.entropy[0, 0, 1:] / torch.arange(2, 51).log()
-    assert found["correlation"][1][1][0] == pytest.approx(float(np.corrcoef(g, h)[0, 1]), abs=1e-3)
-    assert np.array(found["used"]).shape == (2, 2, 2, 3)
+    actual = lm.entropy(gpt, chosen)
+    assert json.loads(json.dumps(actual)) == actual
+    record = attended(gpt, torch.from_numpy(chosen[1].ids)[None])[1]
+    expected = statistics(record)
+    np.testing.assert_allclose(actual["entropy"][1][1], expected.entropy[0].mean(-1), atol=1e-5)
+    np.testing.assert_allclose(actual["gate"][1][1], record.gate[0].mean(-1), rtol=1e-5)
+    g, h = record.gate[0, 0, 1:], expected.entropy[0, 0, 1:] / torch.arange(2, 51).log()
+    assert actual["correlation"][1][1][0] == pytest.approx(float(np.corrcoef(g, h)[0, 1]), abs=1e-3)
+    assert np.array(actual["used"]).shape == (2, 2, 2, 3)
 
 
 def test_a_scheme_without_gates_has_none_to_show() -> None:
-    found = lm.entropy(text.gpt("fox", torch.float32), passages(1))
-    assert {name for name, value in found.items() if value is None} == {
+    actual = lm.entropy(text.gpt("fox", torch.float32), passages(1))
+    assert {name for name, value in actual.items() if value is None} == {
         "effective", "gate", "landmark", "mask", "correlation", "amplitude",
     }  # fmt: skip
 
 
 def test_pictures_are_of_the_layer_asked_for() -> None:
     gpt, (passage, _) = text.gpt("p-rope+gape", torch.float32), passages()
-    maps, masks = (look(gpt, passage, layer=1, size=5) for look in (lm.maps, lm.masks))
+    maps, masks = (analyse(gpt, passage, layer=1, size=5) for analyse in (lm.maps, lm.masks))
     assert np.array(maps["weights"]).shape == (2, 5, 5)
     np.testing.assert_allclose(np.array(maps["weights"]).sum(-1), 1, atol=0.01)
     assert np.array(masks["masks"][0])[0, 1:].tolist() == [None] * 4
@@ -115,6 +115,6 @@ def test_pictures_are_of_the_layer_asked_for() -> None:
 
 
 def test_a_spectrum_has_an_entry_per_pair() -> None:
-    found = lm.spectrum(text.gpt("p-rope+gape", torch.float32), passages())
-    pairs = len(found["inv_freq"])
-    assert np.array(found["queries"]["mean"]).shape == np.array(found["keys"]["std"]).shape == (2, 2, pairs)
+    actual = lm.spectrum(text.gpt("p-rope+gape", torch.float32), passages())
+    pairs = len(actual["inv_freq"])
+    assert np.array(actual["queries"]["mean"]).shape == np.array(actual["keys"]["std"]).shape == (2, 2, pairs)

@@ -23,16 +23,16 @@ def model(position: str) -> gape.GPT:
 
 
 def test_a_gated_model_is_described_by_sample_layer_and_head() -> None:
-    found = inspect_model(model("p-rope+gape"), TASK, factors=(1, 2), samples=3, map_size=8)
-    assert json.loads(json.dumps(found)) == found
-    assert [spread["length"] for spread in found["spread"]] == [32, 64]
-    for spread in found["spread"]:
+    actual = inspect_model(model("p-rope+gape"), TASK, factors=(1, 2), samples=3, map_size=8)
+    assert json.loads(json.dumps(actual)) == actual
+    assert [spread["length"] for spread in actual["spread"]] == [32, 64]
+    for spread in actual["spread"]:
         assert torch.tensor(spread["entropy"]).shape == (3, 2, 2)
-    gates = found["gates"]
+    gates = actual["gates"]
     assert all(torch.tensor(gates[name]).shape == (3, 2, 2) for name in ("query_gate", "required", "target_landmark"))
     assert set(gates["landmark"]) == set(KINDS)
-    assert torch.tensor(found["trace"]["landmark"]).shape == (2, 2, 32)
-    assert torch.tensor(found["maps"]["weights"]).shape == (2, 2, 8, 8)
+    assert torch.tensor(actual["trace"]["landmark"]).shape == (2, 2, 32)
+    assert torch.tensor(actual["maps"]["weights"]).shape == (2, 2, 8, 8)
 
 
 def test_landmarks_are_averaged_by_kind_of_token() -> None:
@@ -40,20 +40,20 @@ def test_landmarks_are_averaged_by_kind_of_token() -> None:
     with torch.no_grad():
         # Large enough that every token has a landmark of its own.
         gpt.layers[0].attention.scheme.gates.landmark_projection.weight.normal_(std=20.0)
-    found = inspect_model(gpt, TASK, factors=(1,), samples=1)
-    ids, trace = niah.sample(TASK, 1, split="test").ids[0], torch.tensor(found["trace"]["landmark"][0][0])
+    actual = inspect_model(gpt, TASK, factors=(1,), samples=1)
+    ids, trace = niah.sample(TASK, 1, split="test").ids[0], torch.tensor(actual["trace"]["landmark"][0][0])
     tokens = {"filler": (0, 13), "key": (14, 14), "equals": (15, 15), "query": (16, 16), "digit": (17, 26)}
-    means = {kind: found["gates"]["landmark"][kind][0][0][0] for kind in KINDS}
+    means = {kind: actual["gates"]["landmark"][kind][0][0][0] for kind in KINDS}
     expected = {kind: float(trace[(ids >= low) & (ids <= high)].mean()) for kind, (low, high) in tokens.items()}
     assert means == pytest.approx(expected, abs=1e-3)
     assert len({round(value, 2) for value in means.values()}) == len(KINDS)
 
 
 def test_a_model_without_gates_has_none_to_show() -> None:
-    found = inspect_model(model("rope"), TASK, factors=(1,), samples=1, map_size=0)
-    assert found["gates"] is None
-    assert found["trace"] is None
-    assert found["maps"] is None
+    actual = inspect_model(model("rope"), TASK, factors=(1,), samples=1, map_size=0)
+    assert actual["gates"] is None
+    assert actual["trace"] is None
+    assert actual["maps"] is None
 
 
 def test_looking_twice_gives_the_same() -> None:

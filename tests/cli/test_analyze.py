@@ -14,7 +14,7 @@ from gape.experiments import far_back
 from gape.report import catalogue
 from gape.utils import jsonl
 from tests.cli.test_commands import gape_exits
-from tests.cli.test_measurements import held
+from tests.cli.test_measurements import locked
 from tests.tasks import text
 
 SMALL = [
@@ -27,7 +27,7 @@ FAR = ["--context", "300", "--distances", "32,128", "--passage", "16", "--ngram"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus and two trained runs."""
     home = tmp_path_factory.mktemp("lm")
     corpus = text.corpus(home / "books", lengths=(310, 320, 330, 50)).directory
@@ -38,9 +38,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def home(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of them, and the corpus as data."""
-    shutil.copytree(made, tmp_path / "lm")
+    shutil.copytree(trained, tmp_path / "lm")
     monkeypatch.chdir(tmp_path / "lm")
     return Path("books/corpus")
 
@@ -67,10 +67,10 @@ def test_from_runs_to_figures(home: Path, capsys: pytest.CaptureFixture[str], mo
         assert analyze(kind, home) == 0
     assert analyze("far-back", home, *FAR) == 0
     assert gape_exits("analyze", "routing", *RUNS) == 0
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     for words in ("Mean attention entropy", "query gate", "Repeated n-grams", "p-RoPE+GAPE − p-RoPE"):
-        assert words in told.out
-    assert "p-rope has no gates" in told.err
+        assert words in output.out
+    assert "p-rope has no gates" in output.err
     assert [s["asked"]["length"] for s in sets(RUNS[0], "entropy")] == [16, 64, None]
     assert not (Path(RUNS[0]) / "masks.json").exists()
     assert gape_exits("report", "runs/lm/toy", "--out", "results/lm/books") == 0
@@ -117,7 +117,7 @@ def test_far_back_goes_on_where_it_stopped(home: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(os.name == "nt", reason="no locks there")
 def test_a_run_that_another_process_measures_is_left_to_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with held(Path(RUNS[0])):
+    with locked(Path(RUNS[0])):
         assert analyze("maps", home) == 1
         assert gape_exits("lm", "perplexity", RUNS[0], "--data", home, "--contexts", "32", "--last", "8") == 1
     assert capsys.readouterr().err.count(f"{RUNS[0]} is being measured by another process") == 2
@@ -128,9 +128,9 @@ def test_perplexity_on_another_device_is_measured_again(home: Path) -> None:
     path = Path(RUNS[0]) / "perplexity.jsonl"
     (row,) = map(json.loads, path.read_text().splitlines())
     path.write_text(json.dumps(row | {"device": "cuda"}) + "\n")
-    asked = ["--contexts", "16", "--last", "16", "--max-windows", "8", "--device", "cpu"]
+    arguments = ["--contexts", "16", "--last", "16", "--max-windows", "8", "--device", "cpu"]
     for _ in range(2):
-        assert gape_exits("lm", "perplexity", RUNS[0], "--data", home, *asked) == 0
+        assert gape_exits("lm", "perplexity", RUNS[0], "--data", home, *arguments) == 0
         assert [json.loads(line)["device"] for line in path.read_text().splitlines()] == ["cuda", "cpu"]
 
 
@@ -161,6 +161,6 @@ def test_mistakes_end_with_two_and_one_line(
 
 def test_figures_without_results_say_which_commands_make_them(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gape_exits("reproduce", "lm-spectrum") == 2
-    told = " ".join(capsys.readouterr().err.split())
+    output = " ".join(capsys.readouterr().err.split())
     for words in ("gape lm train lm/books data=DIR", "gape analyze spectrum", "gape report runs/lm/books"):
-        assert words in told
+        assert words in output

@@ -184,8 +184,8 @@ def test_runs_at_once_give_what_runs_in_turn_give(toy: Path) -> None:
 def test_a_trained_run_is_evaluated_further(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gape_exits("niah", "train", toy, "model.position=rope") == 0
     assert gape_exits("niah", "eval", "runs/toy/rope", "--factors", "1,4", "--samples", "6", "--position", "yarn") == 0
-    found = [(r["evaluated"], r["factor"]) for r in rows(Path("runs/toy/rope"))]
-    assert found == [("rope", 1), ("rope", 2), ("rope", 4), ("yarn", 1), ("yarn", 4)]
+    measured = [(r["evaluated"], r["factor"]) for r in rows(Path("runs/toy/rope"))]
+    assert measured == [("rope", 1), ("rope", 2), ("rope", 4), ("yarn", 1), ("yarn", 4)]
     assert "RoPE, YaRN at evaluation" in capsys.readouterr().out
 
 
@@ -223,9 +223,9 @@ def test_mistakes_end_with_two_and_one_line(
     toy: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert gape_exits(*arguments) == 2
-    told = capsys.readouterr().err
-    assert message in " ".join(told.split()).replace("│ ", "")
-    assert "Traceback" not in told
+    errors = capsys.readouterr().err
+    assert message in " ".join(errors.split()).replace("│ ", "")
+    assert "Traceback" not in errors
 
 
 def test_a_file_where_a_directory_should_be_is_told_in_one_line(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,9 +332,9 @@ def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, 
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signum)
-    told = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=60)[1]
     assert process.returncode == code
-    assert "Traceback" not in told
+    assert "Traceback" not in errors
     assert list(Path("runs/toy/rope/checkpoints").glob("step-*"))
 
 

@@ -20,14 +20,14 @@ from tests.cli.test_commands import gape_exits
 def test_says_what_runs(options: list[str], runs: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--device", "cpu", "--heads", "2", "--dim", "8", "--length", "64"]
     assert gape_exits("doctor", *sizes, *options) == 0
-    told = capsys.readouterr().out
-    assert f"torch        {torch.__version__}" in told
-    assert f"operator: {runs}" in told
-    assert "q and k made ready step by step" in told
+    output = capsys.readouterr().out
+    assert f"torch        {torch.__version__}" in output
+    assert f"operator: {runs}" in output
+    assert "q and k made ready step by step" in output
     chosen = runs.partition(" ")[0]
     for name in available_implementations():
-        assert (f"not {name}: " in told) == (name != chosen), name
-    assert ("one new token" in told) == ("--training" not in options)
+        assert (f"not {name}: " in output) == (name != chosen), name
+    assert ("one new token" in output) == ("--training" not in options)
 
 
 @pytest.mark.parametrize("options", [["--dtype", "int8"], ["--kv-heads", "3"], ["--length", "0"], ["--batch", "0"]])

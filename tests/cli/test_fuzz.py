@@ -133,8 +133,8 @@ def hostile(default: object, draw: random.Random) -> str:
 
 def state(home: Path) -> dict[str, bytes | None]:
     """Everything under a folder but locks, which say only who works there."""
-    found = (path for path in home.rglob("*") if path.name != ".lock")
-    return {str(path): path.read_bytes() if path.is_file() else None for path in found}
+    fault = (path for path in home.rglob("*") if path.name != ".lock")
+    return {str(path): path.read_bytes() if path.is_file() else None for path in fault}
 
 
 def restore(home: Path, before: dict[str, bytes | None]) -> list[str]:
@@ -168,8 +168,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     one = ["model.position=rope", "evaluation.factors=[1]", "analysis.samples=0", "--out", "."]
     assert gape_exits("niah", "train", "toy.toml", *one) == 0
     (home / "rope").rename(home / "needle")
-    made = ["--tokenizer", "bytes", "--lengths", "384", "--tasks", "vt", "--count", "1", "--out", "samples"]
-    assert gape_exits("ruler", "generate", *made) == 0
+    samples = ["--tokenizer", "bytes", "--lengths", "384", "--tasks", "vt", "--count", "1", "--out", "samples"]
+    assert gape_exits("ruler", "generate", *samples) == 0
     tiny("llama", vocab_size=257).save_pretrained(home / "model")
     (home / "folder").mkdir()
     (home / "empty").touch()
@@ -194,22 +194,22 @@ def outcome(arguments: list[str], home: Path, capsys: pytest.CaptureFixture[str]
         code = gape_exits(*arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    told, changes = capsys.readouterr().err, restore(home, before)
+    errors, changes = capsys.readouterr().err, restore(home, before)
     if code == 0 and not named:
         return None
     if code != 2:
-        return f"left with {code}: {told}"
+        return f"left with {code}: {errors}"
     if changes:
         return f"changed {changes}"
-    last = told.strip().splitlines()[-1]
-    return None if last.startswith(("gape: ", "Error")) and named in last else f"said {told}"
+    last = errors.strip().splitlines()[-1]
+    return None if last.startswith(("gape: ", "Error")) and named in last else f"said {errors}"
 
 
 def test_argument_lists_of_nobody_are_refused_in_one_line(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {}
     for number, arguments in enumerate(argument_lists(LISTS)):
-        if found := outcome(arguments, quick, capsys):
-            wrong[number] = arguments, found
+        if fault := outcome(arguments, quick, capsys):
+            wrong[number] = arguments, fault
     assert not wrong
 
 
@@ -260,8 +260,8 @@ def test_a_file_of_nobody_is_named(place: str, quick: Path, capsys: pytest.Captu
         for name, content in BROKEN.items():
             path.write_bytes(content)
             for command in READ[place]:
-                if found := outcome(command.split(), quick, capsys, named=place.split("/", maxsplit=1)[0]):
-                    wrong[name, command] = found
+                if fault := outcome(command.split(), quick, capsys, named=place.split("/", maxsplit=1)[0]):
+                    wrong[name, command] = fault
     finally:
         path.unlink() if before is None else path.write_bytes(before)
     assert not wrong

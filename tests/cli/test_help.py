@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,3 +72,11 @@ def test_a_precision_that_is_none_is_refused() -> None:
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert gape_exits("--version") == 0
     assert capsys.readouterr().out == f"{gape.__version__}\n"
+
+
+def test_a_mistyped_recipe_is_refused_before_torch_is_imported() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "gape", "niah", "train", "niah/dem"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "did you mean niah/demo?" in ended.stderr
+    assert "| torch\n" not in ended.stderr

@@ -42,8 +42,8 @@ def test_from_gpt2_to_perplexity(models: Path, capsys: pytest.CaptureFixture[str
     before, after = (load_file(f"{place}/model.safetensors") for place in ("converted", "run/model"))
     learned = [name for name in before if name.endswith(("strength", "c_attn.weight"))]
     assert all(bool((after[name] != before[name]).any()) for name in learned)
-    asked = ("hf", "perplexity", "run", "gpt2", "--data", str(corpus), "--contexts", "16,32", "--last", "16")
-    assert gape_exits(*asked, "--device", "cpu") == 0
+    command = ("hf", "perplexity", "run", "gpt2", "--data", str(corpus), "--contexts", "16,32", "--last", "16")
+    assert gape_exits(*command, "--device", "cpu") == 0
     shown = capsys.readouterr().out
     rows = [json.loads(line) for line in Path("run/perplexity.jsonl").read_text().splitlines()]
     assert [row["context"] for row in rows] == [16, 32]
@@ -51,7 +51,7 @@ def test_from_gpt2_to_perplexity(models: Path, capsys: pytest.CaptureFixture[str
     assert (rows[0]["run"], rows[0]["base"], rows[0]["position"], rows[0]["step"]) == ("run", "gpt2", "p-rope+gape", 4)
     # What a death between the rows and its end would leave.
     Path("run/.scores-16.jsonl").touch()
-    assert gape_exits(*asked, "--device", "cpu") == 0
+    assert gape_exits(*command, "--device", "cpu") == 0
     assert len(Path("run/perplexity.jsonl").read_text().splitlines()) == 2
     assert not Path("run/.scores-16.jsonl").exists()
     _report_shows_them(capsys)
@@ -91,7 +91,7 @@ def test_inject_and_remove_give_the_same_tensors_back(models: Path, capsys: pyte
 
 
 def test_a_save_that_broke_off_is_no_model_and_is_done_again(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ("hf", "inject", "llama", "--context-length", "16", "--out", "gated")
+    command = ("hf", "inject", "llama", "--context-length", "16", "--out", "gated")
     Path("gated").mkdir()
     Path("gated/README.md").write_text("somebody else's")
 
@@ -101,9 +101,9 @@ def test_a_save_that_broke_off_is_no_model_and_is_done_again(models: Path, monke
     Path("llama/tokenizer.json").write_text("{}")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copyfile", killed)
-        assert gape_exits(*asked) == 130
+        assert gape_exits(*command) == 130
     assert not Path("gated/config.json").exists()
-    assert gape_exits(*asked) == 0
+    assert gape_exits(*command) == 0
     assert {path.name for path in Path("gated").iterdir()} == {
         "GAPE.md", "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     }  # fmt: skip
@@ -117,8 +117,8 @@ def test_a_dry_run_of_longer_positions_writes_nothing(models: Path) -> None:
 
 def test_contexts_beyond_learned_positions_are_refused(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = str(text.corpus(models / "books").directory)
-    asked = ("hf", "perplexity", "gpt2", "--data", corpus, "--contexts", "16,129", "--last", "16", "--device", "cpu")
-    assert gape_exits(*asked) == 2
+    command = ("hf", "perplexity", "gpt2", "--data", corpus, "--contexts", "16,129", "--last", "16", "--device", "cpu")
+    assert gape_exits(*command) == 2
     assert "learned positions" in capsys.readouterr().err
     assert not Path("gpt2/perplexity.jsonl").exists()
 
@@ -133,13 +133,15 @@ def test_a_gpt_of_ours_is_tuned_and_measured_like_any_other(models: Path) -> Non
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         name for name in before if ".gates." in name
     }
-    asked = ("hf", "perplexity", "run", "ours", "--data", corpus, "--contexts", "48", "--last", "16", "--device", "cpu")
-    assert gape_exits(*asked) == 0
+    command = (
+        "hf", "perplexity", "run", "ours", "--data", corpus, "--contexts", "48", "--last", "16", "--device", "cpu"
+    )  # fmt: skip
+    assert gape_exits(*command) == 0
     (whole,) = [json.loads(line) for line in Path("ours/perplexity.jsonl").read_text().splitlines()]
     assert (whole["run"], whole["position"], whole["native"]) == ("ours", "p-rope+gape", 16)
     # Behind a cache it says the same.
     Path("ours/perplexity.jsonl").unlink()
-    assert gape_exits(*asked, "--chunk", "20") == 0
+    assert gape_exits(*command, "--chunk", "20") == 0
     (parts,) = [json.loads(line) for line in Path("ours/perplexity.jsonl").read_text().splitlines()]
     assert parts["nll"] == pytest.approx(whole["nll"], abs=1e-5)
 
@@ -149,21 +151,21 @@ def test_a_corpus_of_more_ids_is_refused_before_any_model_is_measured(
 ) -> None:
     corpus = str(text.corpus(models / "books").directory)
     tiny("llama").save_pretrained("small")
-    asked = ("--data", corpus, "--contexts", "16", "--last", "16", "--device", "cpu")
-    assert gape_exits("hf", "perplexity", "llama", "small", *asked) == 2
+    command = ("--data", corpus, "--contexts", "16", "--last", "16", "--device", "cpu")
+    assert gape_exits("hf", "perplexity", "llama", "small", *command) == 2
     assert "data: got str '257 ids', expected at most the model's 64" in capsys.readouterr().err
     assert not list(models.glob("*/*perplexity*")) + list(models.glob("*/.scores*"))
 
 
 def test_another_config_with_the_same_weights_is_measured_anew(models: Path) -> None:
-    asked = ("hf", "perplexity", "llama", "--data", str(text.corpus(models / "books").directory))
-    asked += ("--contexts", "64", "--last", "16", "--device", "cpu")
+    command = ("hf", "perplexity", "llama", "--data", str(text.corpus(models / "books").directory))
+    command += ("--contexts", "64", "--last", "16", "--device", "cpu")
     told = Path("llama/config.json")
     for base in (10000.0, 10000.0, 10.0):
         config = json.loads(told.read_text())
         config.get("rope_parameters", config)["rope_theta"] = base
         told.write_text(json.dumps(config))
-        assert gape_exits(*asked) == 0
+        assert gape_exits(*command) == 0
     first, other = [json.loads(line) for line in Path("llama/perplexity.jsonl").read_text().splitlines()]
     assert first["weights"] != other["weights"]
     assert first["nll"] != other["nll"]

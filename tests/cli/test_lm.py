@@ -44,18 +44,18 @@ def test_from_a_corpus_to_perplexity(corpus: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.split() == [f"runs/lm/toy/{run}" for run in RUNS]
     for run in RUNS:
         home = Path("runs/lm/toy") / run
-        found = rows(home)
-        assert [(r["protocol"], r["context"], r["last"], r["stratum"]) for r in found] == [
+        measured = rows(home)
+        assert [(r["protocol"], r["context"], r["last"], r["stratum"]) for r in measured] == [
             ("last-k", 16, 16, None),
             ("last-k", 32, 16, None),
         ]
         named = {"run": run, "variant": "", "position": run, "seed": 0, "train_length": 16, "step": 6}
-        for row in found:
+        for row in measured:
             assert {key: row[key] for key in named} == named
             assert (row["documents"], row["windows"]) == (4, len(row["window_nll"]))
             assert row["low"] < row["nll"] < row["high"]
         (position, _) = rows(home, "positions.jsonl")
-        assert position["tokens"] == [found[0]["tokens"]]
+        assert position["tokens"] == [measured[0]["tokens"]]
         assert [r["metrics"].keys() for r in rows(home, "log.jsonl") if r["event"] == "validation"] == [
             {"loss", "epochs"}
         ] * 2
@@ -74,14 +74,14 @@ def test_from_a_corpus_to_perplexity(corpus: Path, capsys: pytest.CaptureFixture
 def test_measured_further_and_compared(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(corpus, "evaluation.contexts=[]") == 0
     homes = [f"runs/lm/toy/{run}" for run in RUNS]
-    asked = ["--data", corpus, "--contexts", "16,64", "--protocol", "strided", "--stride", "8", "--device", "cpu"]
-    assert gape_exits("lm", "perplexity", *homes, *asked) == 0
-    told = capsys.readouterr()
-    assert "Perplexity by context, strided, all documents" in told.out
-    assert "Nats per token beside p-rope on the same windows" in told.out
-    assert "1 of 4 documents have fewer than 65 tokens and are left out: held-0" in told.err
+    arguments = ["--data", corpus, "--contexts", "16,64", "--protocol", "strided", "--stride", "8", "--device", "cpu"]
+    assert gape_exits("lm", "perplexity", *homes, *arguments) == 0
+    output = capsys.readouterr()
+    assert "Perplexity by context, strided, all documents" in output.out
+    assert "Nats per token beside p-rope on the same windows" in output.out
+    assert "1 of 4 documents have fewer than 65 tokens and are left out: held-0" in output.err
     assert [(r["context"], r["stride"]) for r in rows(homes[0])] == [(16, 8), (64, 8)]
-    assert gape_exits("lm", "perplexity", *homes, *asked) == 0
+    assert gape_exits("lm", "perplexity", *homes, *arguments) == 0
     assert len(rows(homes[0])) == 2
     assert not list(Path(homes[0]).glob(".scores*"))
 

@@ -26,7 +26,7 @@ EVAL = ["niah", "eval", HOME, "--samples", "6", "--factors"]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe and its trained run."""
     home = tmp_path_factory.mktemp("needle")
     (home / "toy.toml").write_text(TOY, encoding="utf-8")
@@ -37,13 +37,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def copied(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(made, tmp_path / "copy")
+def copied(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(trained, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Another process measures in a run's directory."""
     code = "import sys; from pathlib import Path; from gape.utils import locks\n"
     code += "with locks.locked(Path(sys.argv[1]), 'measured'): print('held', flush=True); input()"
@@ -67,8 +67,8 @@ def test_a_scheme_of_other_options_is_measured_and_shown(
 
     monkeypatch.setattr(niah, "hits", hits)
     for factor, accuracy, count in ((4, "1.00", 2), (16, "0.00", 4), (4, "1.00", 4)):
-        asked = ["evaluation.switch.rope=yarn", f"evaluation.switch_options.factor={factor}"]
-        assert gape_exits(*ONE, *asked) == 0
+        overrides = ["evaluation.switch.rope=yarn", f"evaluation.switch_options.factor={factor}"]
+        assert gape_exits(*ONE, *overrides) == 0
         (shown,) = [line for line in capsys.readouterr().out.splitlines() if "YaRN at evaluation" in line]
         assert shown.replace("*", "").split()[-2:] == [accuracy] * 2
         assert sum(row["evaluated"] == "yarn" for row in rows(HOME)) == count
@@ -175,7 +175,7 @@ def test_one_directory_in_conflict_leaves_the_others_untouched() -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="no locks there")
 def test_two_processes_do_not_measure_one_run(capsys: pytest.CaptureFixture[str]) -> None:
-    with held(HOME):
+    with locked(HOME):
         assert gape_exits(*EVAL, "4") == 1
         assert gape_exits(*ONE, "evaluation.samples=9") == 1
     assert capsys.readouterr().err.count("is being measured by another process") == 2

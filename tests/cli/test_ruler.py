@@ -34,8 +34,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ruler")
     corpus = text.corpus(folder / "books").directory
     assert gape_exits("lm", "train", "lm/toy", f"data={corpus}", *TRAIN, "--out", folder / "runs") == 0
-    made = ["--tokenizer", "bytes", "--lengths", "384,512", "--count", "3", "--out", folder / "samples"]
-    assert gape_exits("ruler", "generate", *made, "--tasks", TASKS) == 0
+    options = ["--tokenizer", "bytes", "--lengths", "384,512", "--count", "3", "--out", folder / "samples"]
+    assert gape_exits("ruler", "generate", *options, "--tasks", TASKS) == 0
     return folder
 
 
@@ -64,16 +64,16 @@ def test_from_samples_to_tables(here: Path, capsys: pytest.CaptureFixture[str]) 
     )
     runs = ["runs/p-rope", "runs/p-rope+gape"]
     assert gape_exits("ruler", "eval", *runs, "--data", "samples", *EVAL) == 0
-    told = capsys.readouterr()
-    assert "p-RoPE+GAPE − p-RoPE" in told.out
-    assert "p-rope: vt at 512: NLL" in told.err
+    output = capsys.readouterr()
+    assert "p-RoPE+GAPE − p-RoPE" in output.out
+    assert "p-rope: vt at 512: NLL" in output.err
     assert len(scored()) == 18
     assert {"output", "parsed", "score", "nll", "prompt_sha256"} <= scored()[0].keys()
     stored = lines("runs/p-rope/ruler.jsonl")
     assert [(r["task"], r["length"], r["samples"]) for r in stored][:2] == [("fwe", 384, 3), ("fwe", 512, 3)]
     assert stored[0]["run"] == "p-rope"
     assert gape_exits("ruler", "eval", *runs, "--data", "samples", *EVAL) == 0
-    assert capsys.readouterr().out == told.out
+    assert capsys.readouterr().out == output.out
     assert len(lines("runs/p-rope/ruler.jsonl")) == 6
     assert gape_exits("ruler", "table", "runs", "--out", "results/ruler/44m", "--format", "markdown") == 0
     table = capsys.readouterr().out
@@ -136,8 +136,8 @@ def test_a_gpt2_of_the_users(here: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_two_models_of_one_name_are_not_mixed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--data", "samples", "--limit", "1", "--no-generate", *EVAL]
-    assert gape_exits("ruler", "eval", "runs/p-rope", "runs/p-rope", *asked) == 2
+    arguments = ["--data", "samples", "--limit", "1", "--no-generate", *EVAL]
+    assert gape_exits("ruler", "eval", "runs/p-rope", "runs/p-rope", *arguments) == 2
     assert "models: 'runs/p-rope' goes by the name of another" in capsys.readouterr().err
 
 
@@ -145,8 +145,8 @@ def test_a_gpt2_with_other_positions(here: Path, capsys: pytest.CaptureFixture[s
     """It is called by its scheme, and reads further than GPT-2 did."""
     pytest.importorskip("transformers")
     small.random_gpt2(here / "gpt2", positions=64)
-    made = ["--position", "p-rope+gape", "--context-length", "64", "--out", "other/model"]
-    assert gape_exits("hf", "convert", "gpt2", *made) == 0
+    options = ["--position", "p-rope+gape", "--context-length", "64", "--out", "other/model"]
+    assert gape_exits("hf", "convert", "gpt2", *options) == 0
     short = ["--limit", "1", "--tasks", "vt", "--no-generate"]
     assert gape_exits("ruler", "eval", "other/model", "--data", "samples", *short, *EVAL) == 0
     (row, _) = lines("runs/ruler/other/ruler.jsonl")
@@ -207,31 +207,31 @@ def test_killed_at_ten_moments_the_table_is_the_same(here: Path, capsys: pytest.
 
 
 def test_samples_are_made_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = ["ruler", "generate", "--tokenizer", "bytes", "--lengths", "384,512", "--count", "3", "--out", "samples"]
+    options = ["ruler", "generate", "--tokenizer", "bytes", "--lengths", "384,512", "--count", "3", "--out", "samples"]
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in Path("samples").glob("*.jsonl")}
-    assert gape_exits(*made, "--tasks", TASKS) == 0
+    assert gape_exits(*options, "--tasks", TASKS) == 0
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before} == before
     Path("samples/vt_512.jsonl").unlink()
     Path("samples/fwe_512.jsonl").write_text("cut short")
-    assert gape_exits(*made, "--tasks", TASKS) == 0
+    assert gape_exits(*options, "--tasks", TASKS) == 0
     assert Path("samples/fwe_512.jsonl").read_bytes() == before[Path("samples/fwe_512.jsonl")][1]
     assert Path("samples/vt_512.jsonl").read_bytes() == before[Path("samples/vt_512.jsonl")][1]
-    assert gape_exits(*made, "--tasks", TASKS, "--seed", "1") == 2
+    assert gape_exits(*options, "--tasks", TASKS, "--seed", "1") == 2
     assert "out: got str 'samples', expected an empty folder" in capsys.readouterr().err
 
 
 def test_tasks_that_do_not_fit_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = ["ruler", "generate", "--tokenizer", "bytes", "--lengths", "256", "--count", "1", "--out", "short"]
-    assert gape_exits(*made, "--tasks", "niah_single_1,cwe") == 2
+    options = ["ruler", "generate", "--tokenizer", "bytes", "--lengths", "256", "--count", "1", "--out", "short"]
+    assert gape_exits(*options, "--tasks", "niah_single_1,cwe") == 2
     assert "expected at least 4" in capsys.readouterr().err
     assert not Path("short").exists()
-    assert gape_exits(*made) == 0
-    told = capsys.readouterr()
-    assert told.out.split() == ["short/niah_single_1_256.jsonl", "short/niah_single_2_256.jsonl",
+    assert gape_exits(*options) == 0
+    output = capsys.readouterr()
+    assert output.out.split() == ["short/niah_single_1_256.jsonl", "short/niah_single_2_256.jsonl",
                                 "short/niah_multikey_2_256.jsonl"]  # fmt: skip
-    assert "cwe at 256 is left out: length: got int 256, expected at least" in told.err
-    assert "qa_1 at 256 is left out: squad: got no file" in told.err
-    assert "niah_single_2: no --haystack was given, repeated sentences stand in for prose" in told.err
+    assert "cwe at 256 is left out: length: got int 256, expected at least" in output.err
+    assert "qa_1 at 256 is left out: squad: got no file" in output.err
+    assert "niah_single_2: no --haystack was given, repeated sentences stand in for prose" in output.err
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,12 @@ def test_a_long_call_does_not_keep_a_command_from_its_end(signum: signal.Signals
         assert child.stdout is not None
         assert child.stdout.readline() == "began\n"
         child.send_signal(signum)
-        _, told = child.communicate(timeout=9)
+        _, errors = child.communicate(timeout=9)
     finally:
         child.kill()
         child.wait()
     assert child.returncode == code
-    assert told == f"gape: stopped by {signum.name}\n"
+    assert errors == f"gape: stopped by {signum.name}\n"
 
 
 FORK = """

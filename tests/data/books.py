@@ -11,11 +11,11 @@ from gape.data import Corpus, PrepareConfig, prepare
 
 def texts(n: int, *, longest: int = 120) -> list[dict[str, Any]]:
     """n documents of 1 to `longest` letters or so, with ids and titles."""
-    made = []
+    documents = []
     for i in range(n):
         words = " ".join(f"w{i}-{j}é" for j in range(1 + (i * 7) % (longest // 6)))
-        made.append({"id": f"doc-{i}", "title": f"Book {i}", "text": words})
-    return made
+        documents.append({"id": f"doc-{i}", "title": f"Book {i}", "text": words})
+    return documents
 
 
 def write_lines(path: Path, rows: list[Any]) -> Path:

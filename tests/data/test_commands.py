@@ -12,6 +12,7 @@ import pytest
 import gape.cli
 from gape.cli.data import settings
 from gape.data import PrepareConfig, config, inputs
+from gape.utils import recipe_files
 from tests.data.books import texts, write_lines
 
 
@@ -60,12 +61,12 @@ def test_what_is_wrong_leaves_with_2(
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("name", config.available())
+@pytest.mark.parametrize("name", recipe_files.available(config.FOLDER))
 def test_recipes_are_whole_and_explained(name: str) -> None:
     prepared = PrepareConfig(**config.load(name))
     for spec in (*prepared.inputs, *prepared.heldout):
         inputs.parse(spec)
-    lines = config.available()[name].read_text(encoding="utf-8").splitlines()
+    lines = recipe_files.available(config.FOLDER)[name].read_text(encoding="utf-8").splitlines()
     for above, line in itertools.pairwise(lines):
         if " = " in line and not line.startswith(("#", " ")):
             assert above.startswith("#"), line

@@ -71,5 +71,5 @@ def test_a_card_that_no_corpus_has_is_refused(tmp_path: Path, lines: Path, chang
 def test_the_sums_are_those_of_the_files(tmp_path: Path, lines: Path) -> None:
     make(tmp_path / "c", lines, heldout_fraction=0.2)
     sums = dict(line.split("  ")[::-1] for line in (tmp_path / "c" / "SHA256SUMS").read_text().splitlines())
-    found = {name: hashlib.sha256(data).hexdigest() for name, data in contents(tmp_path / "c").items()}
-    assert sums == {name: digest for name, digest in found.items() if name not in ("SHA256SUMS", "prepare.json")}
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents(tmp_path / "c").items()}
+    assert sums == {name: digest for name, digest in digests.items() if name not in ("SHA256SUMS", "prepare.json")}

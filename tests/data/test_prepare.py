@@ -193,13 +193,13 @@ def test_a_split_by_fraction_follows_the_id_and_not_the_order(tmp_path: Path) ->
     rows = texts(200)
     one = make(tmp_path / "a", write_lines(tmp_path / "a.jsonl", rows), heldout_fraction=0.3)
     two = make(tmp_path / "b", write_lines(tmp_path / "b.jsonl", rows[::-1]), heldout_fraction=0.3)
-    held = [set(read(corpus, "heldout")) for corpus in (one, two)]
-    assert held[0] == held[1]
-    assert 40 < len(held[0]) < 80
-    assert held[0].isdisjoint(read(one))
-    assert len(read(one)) + len(held[0]) == 200
+    heldout = [set(read(corpus, "heldout")) for corpus in (one, two)]
+    assert heldout[0] == heldout[1]
+    assert 40 < len(heldout[0]) < 80
+    assert heldout[0].isdisjoint(read(one))
+    assert len(read(one)) + len(heldout[0]) == 200
     other_seed = make(tmp_path / "c", tmp_path / "a.jsonl", heldout_fraction=0.3, seed=1)
-    assert set(read(other_seed, "heldout")) != held[0]
+    assert set(read(other_seed, "heldout")) != heldout[0]
 
 
 def test_without_ids_the_split_follows_the_text(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ SMALL = {"shard_tokens": 900, "heldout_fraction": 0.2, "max_bad": 0.5}
 
 def rows(n: int) -> list:
     """Documents, and among them lines that are bad and empty, the last ones too."""
-    made: list = []
+    lines: list = []
     for row in texts(n):
-        made += [row, "{bad"] if len(made) % 5 == 0 else [row]
-    return [*made, {"text": ""}, "{"]
+        lines += [row, "{bad"] if len(lines) % 5 == 0 else [row]
+    return [*lines, {"text": ""}, "{"]
 
 
 class Died(BaseException):
@@ -171,5 +171,5 @@ def test_kill_9_at_many_moments(tmp_path: Path) -> None:
 
 def workers_of(pid: int) -> list[int]:
     """The processes that a process has started."""
-    found = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in found.read_text().split()] if found.exists() else []
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in children.read_text().split()] if children.exists() else []

@@ -75,10 +75,10 @@ def test_every_window_of_an_epoch_comes_once(corpus: Corpus) -> None:
 def test_batches_go_through_the_epochs_without_a_gap(corpus: Corpus) -> None:
     source = WindowSource(corpus, length=LENGTH, batch_size=5, accumulation=3, seed=4)
     steps = -(-source.windows // 15) + 1
-    seen = torch.cat([source.batch(step, micro).ids for step in range(1, steps + 1) for micro in range(3)])
+    windows = torch.cat([source.batch(step, micro).ids for step in range(1, steps + 1) for micro in range(3)])
     shards, offsets = source.places(np.arange(steps * 15))
     expected = [corpus.shard(s)[o : o + LENGTH].tolist() for s, o in zip(shards, offsets, strict=True)]
-    assert seen.tolist() == expected
+    assert windows.tolist() == expected
     assert source.epochs(steps) == pytest.approx(steps * 15 / source.windows)
 
 

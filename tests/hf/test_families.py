@@ -123,6 +123,19 @@ def test_packed_documents_do_not_see_each_other(family):
     assert not embedded.grad[:, :9].any()
 
 
+def test_a_static_cache_generates_the_same_text_in_a_compiled_model():
+    from transformers import CompileConfig
+
+    model, ids = opened(tiny("llama")), tokens(1, 12)
+    settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    config = CompileConfig(backend="eager", fullgraph=True)
+    # Else transformers compiles on GPUs alone.
+    config._compile_all_devices = True
+    torch.compiler.reset()
+    actual = model.generate(ids, cache_implementation="static", compile_config=config, **settings)
+    assert torch.equal(actual, model.generate(ids, **settings))
+
+
 def static(model, length):
     """A fresh static cache."""
     from transformers import StaticCache

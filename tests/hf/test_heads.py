@@ -245,10 +245,11 @@ def test_heads_are_pruned_where_that_is_asked_for(here: Path, capsys: pytest.Cap
 
 def test_the_tokens_of_the_answer_are_found(here: Path) -> None:
     from gape.experiments import retrieval_heads
-    from gape.tasks.ruler import opening, sources
+    from gape.experiments.open_reader import transformers_reader
+    from gape.tasks.ruler import sources
     from gape.utils.progress import Progress
 
-    reader, (samples, _) = opening.open_transformers("llama"), sources.read(["data"])
+    reader, (samples, _) = transformers_reader("llama"), sources.read(["data"])
     one, other = retrieval_heads.locate(reader, samples, 2, Progress())
     for actual, number in ((one, "938"), (other, "4071")):
         assert reader.decode(actual.ids[actual.source].tolist()) == number

@@ -383,3 +383,12 @@ def test_a_scheme_that_extends_says_so_in_max_position_embeddings(family, positi
         assert gape.hf.remove(again).config.max_position_embeddings == 128
     # What transformers writes down when it saves.
     assert {**model.config.to_dict(), "architectures": None, "dtype": before["dtype"]} == before
+
+
+@pytest.mark.parametrize(
+    ("family", "length", "warns"), [("llama", 16, True), ("llama", 128, False), ("gpt2", 16, False)]
+)
+def test_yarn_warns_where_t_is_not_the_models_own_context(family, length, warns, caplog):
+    with caplog.at_level("WARNING", logger="gape.hf"):
+        gape.hf.inject(tiny(family), context_length=length, position="yarn")
+    assert any("max_position_embeddings = 128" in record.getMessage() for record in caplog.records) == warns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from inspect import signature
 
 import pytest
 import torch
@@ -61,6 +62,36 @@ def test_a_compiled_model_gives_the_same_logits_and_saves_bare_names(tmp_path):
     compiled.save_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, model(ids).logits)
+
+
+def test_parameter_groups_hold_what_learns_with_gates_at_ten_times_the_rate():
+    model = gape.hf.inject(tiny("llama"), context_length=16, learn="gates+qk")
+    groups = gape.hf.parameter_groups(model, lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(groups)
+    rates = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    gates = {id(p) for p in gape.hf.parameters(model, "gates")}
+    learning = {id(p) for p in gape.hf.parameters(model, "gates+qk")}
+    assert rates == {p: (1e-2, 0.0) if p in gates else (1e-3, 0.1) for p in learning}
+
+
+def test_the_command_that_fine_tunes_has_the_same_rate_of_gates():
+    from gape.cli.hf import train as command
+
+    rates = [signature(function).parameters["gate_rate"].default for function in (command, gape.hf.parameter_groups)]
+    assert rates == [10.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"), [({"lr": 0.0}, "lr: got"), ({"lr": 1e-3, "gate_rate": -1.0}, "gate_rate: got")]
+)
+def test_parameter_groups_refuse_rates_that_are_not_positive(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        gape.hf.parameter_groups(tiny("llama"), **arguments)
+
+
+def test_parameter_groups_refuse_a_model_in_which_nothing_learns():
+    with pytest.raises(ValueError, match="require a gradient"):
+        gape.hf.parameter_groups(tiny("llama").requires_grad_(False), lr=1e-3)
 
 
 def test_the_trainer_trains_and_saves(tmp_path):

@@ -116,7 +116,8 @@ def close(got: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], bound: float
     width = exact[0].size(-1)
     assert not got[0][..., width:].any()
     assert (got[0][..., :width].double() - exact[0]).norm() <= bound * exact[0].norm().clamp(min=1.0)
-    torch.testing.assert_close(got[1].double(), exact[1], rtol=0, atol=max(1e-5 if bound > 1e-12 else bound, 0))
+    tolerance = {"rtol": 2.0**-22, "atol": 1e-5} if bound > 1e-12 else {"rtol": 0.0, "atol": bound}
+    torch.testing.assert_close(got[1].double(), exact[1], **tolerance)
 
 
 RAGGED = [[0, 70], [64, 700]]

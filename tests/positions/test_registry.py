@@ -1,8 +1,12 @@
 """Names, options and refusals."""
 
-import pytest
+from collections.abc import Iterator
 
-from gape.positions import Gated, Scheme, available, build
+import pytest
+import torch
+
+import gape
+from gape.positions import Gated, Rotary, Scheme, available, build, register, unregister
 
 BASES = ["nope", "rope", "p-rope", "pi", "ntk", "yarn", "longrope", "alibi", "kerple", "fire", "t5", "fox"]
 TAKE_GATES = BASES[:7]
@@ -98,3 +102,49 @@ def test_options_reach_base_and_gates() -> None:
 def test_values_out_of_range_are_named(name: str, arguments: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(arguments))}: "):
         make(name, **arguments)
+
+
+class Steep(Rotary):
+    """Frequencies that fall twice as fast as those of rope."""
+
+    @staticmethod
+    def frequencies(head_dim: int, context_length: float | None, *, theta: float = 1e4) -> tuple[list[float], float]:
+        return [theta ** (-4 * n / head_dim) for n in range(head_dim // 2)], 1.0
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    register("steep", Steep)
+    yield
+    unregister("steep")
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_scheme_of_your_own_trains_under_its_name_with_gates_and_without() -> None:
+    assert {"steep", "steep+gape"} < set(available())
+    assert make("steep", theta=100.0).options() == {"theta": 1e4}
+    for name in ("steep", "steep+gape"):
+        model = gape.GPT(gape.GPTConfig(vocab_size=9, n_layer=1, n_head=2, n_embd=16, context_length=8, position=name))
+        ids = torch.randint(9, (2, 12))
+        model(ids, targets=ids).loss.backward()
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("name", "scheme", "match"),
+    [
+        ("rope", Steep, "a new one"),
+        ("steep", Steep, "a new one"),
+        ("a+gape", Steep, "letters"),
+        ("a", dict, "subclass"),
+    ],
+)
+def test_names_that_are_taken_and_classes_of_another_kind_are_refused(name: str, scheme: type, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        register(name, scheme)
+
+
+@pytest.mark.parametrize("name", ["rope", "never-registered"])
+def test_only_schemes_of_your_own_can_be_forgotten(name: str) -> None:
+    with pytest.raises(ValueError, match="register was called with"):
+        unregister(name)

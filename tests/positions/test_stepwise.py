@@ -26,10 +26,11 @@ def inputs(batch: int = 2) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
 
 
-def full(scheme: Scheme, q, k, v, x, positions, **seen) -> torch.Tensor:
+def full(scheme: Scheme, q, k, v, x, positions, **visibility) -> torch.Tensor:
     q, q_side = scheme.queries(q, positions, x)
     k, k_side = scheme.keys(k, positions, x)
-    return scheme.attend(q, k, v, q_side, k_side, scale=SCALE, q_positions=positions, k_positions=positions, **seen)
+    visibility |= {"q_positions": positions, "k_positions": positions}
+    return scheme.attend(q, k, v, q_side, k_side, scale=SCALE, **visibility)
 
 
 def stepwise(scheme: Scheme, q, k, v, x, positions, sizes) -> torch.Tensor:
@@ -42,8 +43,8 @@ def stepwise(scheme: Scheme, q, k, v, x, positions, sizes) -> torch.Tensor:
         past_k = torch.cat((past_k, step_k), 2)
         if k_side is not None:
             past_side = k_side if past_side is None else torch.cat((past_side, k_side), -1)
-        seen = {"q_positions": positions[..., now], "k_positions": positions[..., : start + size]}
-        out = scheme.attend(step_q, past_k, v[:, :, : start + size], q_side, past_side, scale=SCALE, **seen)
+        visibility = {"q_positions": positions[..., now], "k_positions": positions[..., : start + size]}
+        out = scheme.attend(step_q, past_k, v[:, :, : start + size], q_side, past_side, scale=SCALE, **visibility)
         outs.append(out)
         start += size
     return torch.cat(outs, 2)

@@ -45,15 +45,15 @@ def reads_on(position: str) -> bool:
 
 def _perplexities(add: Any, who: dict[str, Any], draw: random.Random) -> None:
     for context in CONTEXTS:
-        asked = {"protocol": "last-k", "context": context, "last": 512, "align": 0, "corpus": "c", "split": "heldout"}
+        query = {"protocol": "last-k", "context": context, "last": 512, "align": 0, "corpus": "c", "split": "heldout"}
         grown = 0.0 if reads_on(who["position"]) else 0.3 * max(0, CONTEXTS.index(context) - 1)
         windows = [4.2 + grown + draw.gauss(0, 0.05) for _ in range(12)]
         nll = sum(windows) / 12
         for stratum in ("8192", "32768"):
-            add("perplexity", who, **asked, stratum=stratum, plan=f"{context}{stratum}", documents=4, windows=12,
+            add("perplexity", who, **query, stratum=stratum, plan=f"{context}{stratum}", documents=4, windows=12,
                 tokens=6144, nll=nll, perplexity=2.718**nll, std=0.05, low=nll - 0.03, high=nll + 0.03,
                 window_nll=windows, window_document=[0, 1, 2, 3] * 3, window_tokens=512)  # fmt: skip
-        add("positions", who, **asked, edges=[0, 16, 64, 256], nll=[5.0, 4.5, nll], tokens=[160, 480, 1920])
+        add("positions", who, **query, edges=[0, 16, 64, 256], nll=[5.0, 4.5, nll], tokens=[160, 480, 1920])
 
 
 def _far_back(add: Any, who: dict[str, Any], draw: random.Random) -> None:
@@ -95,10 +95,10 @@ def _looks(add: Any, who: dict[str, Any], draw: random.Random, layers: int, head
         norms["std"] = [[[0.1] * pairs] * heads] * layers
         spectra = {"inv_freq": [2.0**-k for k in range(pairs)], "queries": norms, "keys": norms}
         add("spectrum", who, sets=[{"asked": {"data": "books", "length": 1024}} | spectra])
-    where = {"asked": {"data": "books", "length": 1024}, "passage": "a@0", "layer": layers - 1, "length": 1024}
-    add("maps", who, sets=[where | {"weights": [[[1.0, 0.0], [0.4, 0.6]]] * heads}])
+    place = {"asked": {"data": "books", "length": 1024}, "passage": "a@0", "layer": layers - 1, "length": 1024}
+    add("maps", who, sets=[place | {"weights": [[[1.0, 0.0], [0.4, 0.6]]] * heads}])
     if gated:
-        add("masks", who, sets=[where | {"masks": [[[0.1, None], [0.4, 0.2]]] * heads, "mean": [0.2] * heads}])
+        add("masks", who, sets=[place | {"masks": [[[0.1, None], [0.4, 0.2]]] * heads, "mean": [0.2] * heads}])
         for step in (0, 250, 500):
             for layer in range(layers):
                 for head in range(heads):

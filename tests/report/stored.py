@@ -36,7 +36,7 @@ def looks(position: str, target: str, seed: int) -> dict[str, Any]:
     def heads(low: float, high: float) -> list[list[float]]:
         return [[round(draw.uniform(low, high), 4) for _ in range(2)] for _ in range(2)]
 
-    found: dict[str, Any] = {
+    analysis: dict[str, Any] = {
         "run": f"seed{seed}_{target}_{position}", "variant": "", "position": position, "target": target, "seed": seed,
         "train_length": 64, "samples": 2, "factors": [1, 2], "step": 10, "gates": None, "trace": None, "maps": None,
         "spread": [
@@ -44,17 +44,17 @@ def looks(position: str, target: str, seed: int) -> dict[str, Any]:
             for f in (1, 2)
         ],
     }  # fmt: skip
-    where = {"length": 64, "needles": [3, 40], "target_at": 5}
+    place = {"length": 64, "needles": [3, 40], "target_at": 5}
     if seed == 0:
-        found["maps"] = where | {"weights": [[[[0.25] * 4] * 4] * 2] * 2}
+        analysis["maps"] = place | {"weights": [[[[0.25] * 4] * 4] * 2] * 2}
     if "gape" in position:
         names = ("amplitude", "query_gate", "rate", "effective", "required", "target_landmark")
-        found["gates"] = {name: [heads(0, 1), heads(0, 1)] for name in names}
+        analysis["gates"] = {name: [heads(0, 1), heads(0, 1)] for name in names}
         kinds = ("filler", "key", "equals", "digit", "query")
-        found["gates"]["landmark"] = {kind: [heads(0, 1), heads(0, 1)] for kind in kinds}
+        analysis["gates"]["landmark"] = {kind: [heads(0, 1), heads(0, 1)] for kind in kinds}
         if seed == 0:
-            found["trace"] = where | {"landmark": [[[0.5] * 64] * 2] * 2}
-    return found
+            analysis["trace"] = place | {"landmark": [[[0.5] * 64] * 2] * 2}
+    return analysis
 
 
 def needles(rows: Iterable[dict[str, Any]]) -> Results:

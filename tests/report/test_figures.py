@@ -188,7 +188,7 @@ def test_positions_at_the_ends_of_windows_are_put_together() -> None:
 
 def test_variants_with_gates_and_without_are_told_apart() -> None:
     drawn = lines([{"position": position} for position in ("yarn", "yarn", "yarn+gape", "yarn+gape", "yarn+gape")])
-    assert len({(look["color"], look["markerfacecolor"]) for look in drawn}) == 5
+    assert len({(style["color"], style["markerfacecolor"]) for style in drawn}) == 5
 
 
 def test_figures_that_are_no_longer_drawn_go_and_those_of_others_stay(

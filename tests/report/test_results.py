@@ -53,16 +53,16 @@ def test_needles_and_language_models_go_into_one_report(tmp_path: Path) -> None:
     both = stored(schemes=("rope",), targets=("last",))
     both = replace(both, measured={**both.measured, **lm_stored.stored().measured})
     store(both, tmp_path)
-    found = gather([tmp_path])
-    assert {kind: len(found.of(kind)) for kind in found.measured} == {k: len(both.of(k)) for k in both.measured}
+    gathered = gather([tmp_path])
+    assert {kind: len(gathered.of(kind)) for kind in gathered.measured} == {k: len(both.of(k)) for k in both.measured}
 
 
 def test_runs_are_found_wherever_they_lie(tmp_path: Path) -> None:
     run_directory(tmp_path / "a", row("rope", "last", 0, 1))
     run_directory(tmp_path / "deep" / "b", row("rope", "last", 1, 1))
-    found = gather([tmp_path])
-    assert [r["seed"] for r in found.of("needle")] == [0, 1]
-    assert found.runs[0]["settings"] == {"seed": 0}
+    gathered = gather([tmp_path])
+    assert [r["seed"] for r in gathered.of("needle")] == [0, 1]
+    assert gathered.runs[0]["settings"] == {"seed": 0}
 
 
 @pytest.mark.parametrize("cut", [b'{"run": "hal', '{"run": "λ'.encode()[:-1]])
@@ -150,10 +150,10 @@ def test_equal_rows_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
 def test_a_needle_run_and_a_language_model_may_have_one_name(tmp_path: Path) -> None:
     run_directory(tmp_path / "lm", scored(), settings={"kind": "lm"})
     run_directory(tmp_path / "niah", row("rope", "last", 0, 1, run="rope_seed0"))
-    found = gather([tmp_path])
-    assert [run["settings"] for run in found.runs] == [{"kind": "lm"}, {"seed": 0}]
-    store(found, tmp_path / "report")
-    assert gather([tmp_path / "report"]) == found
+    gathered = gather([tmp_path])
+    assert [run["settings"] for run in gathered.runs] == [{"kind": "lm"}, {"seed": 0}]
+    store(gathered, tmp_path / "report")
+    assert gather([tmp_path / "report"]) == gathered
 
 
 def test_rows_of_weights_that_were_trained_further_do_not_count(tmp_path: Path) -> None:
@@ -161,10 +161,10 @@ def test_rows_of_weights_that_were_trained_further_do_not_count(tmp_path: Path) 
     (home / "analysis.json").write_text(json.dumps(looks("rope", "last", 0) | {"step": 10}))
     other = run_directory(tmp_path / "b", scored(step=10), scored(step=20, context=1024))
     (other / "routing.jsonl").write_text(json.dumps(lm_stored.identity("rope") | ROUTING | {"step": 0}) + "\n")
-    found = gather([tmp_path])
-    assert [r["factor"] for r in found.of("needle")] == [1]
-    assert [r["context"] for r in found.of("perplexity")] == [1024]
-    assert (len(found.of("inside")), len(found.of("routing"))) == (0, 1)
+    gathered = gather([tmp_path])
+    assert [r["factor"] for r in gathered.of("needle")] == [1]
+    assert [r["context"] for r in gathered.of("perplexity")] == [1024]
+    assert (len(gathered.of("inside")), len(gathered.of("routing"))) == (0, 1)
 
 
 @pytest.mark.parametrize("rows", [[row("rope", "last", s, 1) for s in (0, 1)], [scored(s) for s in (0, 1)]])

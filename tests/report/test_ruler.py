@@ -33,8 +33,8 @@ def rows(means: dict[str, float] = MEANS, **more: Any) -> list[dict[str, Any]]:
     return [row(position, *subset, mean, **more) for position, mean in means.items() for subset in SUBSETS]
 
 
-def results(made: list[dict[str, Any]]) -> Results:
-    return Results(runs=({"run": "rope_0"},), measured={"ruler": tuple(made)})
+def results(records: list[dict[str, Any]]) -> Results:
+    return Results(runs=({"run": "rope_0"},), measured={"ruler": tuple(records)})
 
 
 def test_the_papers_layout() -> None:
@@ -59,30 +59,30 @@ def test_the_papers_layout() -> None:
 
 
 def test_best_and_second_are_found_within_each_model() -> None:
-    made = rows() + rows({"gpt2-rope": 5.0, "gpt2-gape": 4.0}, model="gpt2-12x768")
-    table = ruler.ranking(ruler.methods(made))
+    records = rows() + rows({"gpt2-rope": 5.0, "gpt2-gape": 4.0}, model="gpt2-12x768")
+    table = ruler.ranking(ruler.methods(records))
     assert {r for r, c in table.strong if c == 2} == {2, 3}
 
 
 def test_nothing_is_best_on_other_samples() -> None:
-    made = [one | {"plan": "other"} if one["position"] == "rope" and one["task"] == "vt" else one for one in rows()]
-    table = ruler.ranking(ruler.methods(made))
+    records = [one | {"plan": "other"} if one["position"] == "rope" and one["task"] == "vt" else one for one in rows()]
+    table = ruler.ranking(ruler.methods(records))
     assert {c for _, c in table.strong | table.second} == {2, 3}
 
 
 def test_one_sample_separates_nothing() -> None:
-    made = [one | {"samples": 1, "sample_nll": one["sample_nll"][:1]} for one in rows()]
-    (table,) = ruler.difference_tables(ruler.methods(made))
+    records = [one | {"samples": 1, "sample_nll": one["sample_nll"][:1]} for one in rows()]
+    (table,) = ruler.difference_tables(ruler.methods(records))
     assert {cells[-1] for cells in table.rows} == {"one sample"}
-    assert not ruler.ablation(ruler.methods(made)).strong
+    assert not ruler.ablation(ruler.methods(records)).strong
 
 
 def test_matches_are_ranked_the_other_way_up() -> None:
-    made = [
+    records = [
         one | {"match": 0.5, "sample_match": [float(n < hits) for n in range(20)]}
         for one, hits in zip(rows({"rope": 1.0, "alibi": 1.0}), [4] * 4 + [9] * 4, strict=True)
     ]
-    _, table, *_ = ruler.tables(results(made))
+    _, table, *_ = ruler.tables(results(records))
     assert table.rows[1][2].startswith("45.0 ±")
     assert {r for r, _ in table.strong} == {1}
 
@@ -92,11 +92,11 @@ def test_equal_ones_do_not_stand_out() -> None:
 
 
 def test_differences_are_of_the_same_samples() -> None:
-    made = rows()
-    (table,) = ruler.difference_tables(ruler.methods(made))
+    records = rows()
+    (table,) = ruler.difference_tables(ruler.methods(records))
     assert {cells[1] for cells in table.rows} == {"p-RoPE+GAPE − RoPE", "p-RoPE+GAPE − p-RoPE"}
     assert {cells[-1] for cells in table.rows} == {"better"}
-    others = [one | {"plan": "other"} if one["position"] == "rope" else one for one in made]
+    others = [one | {"plan": "other"} if one["position"] == "rope" else one for one in records]
     (table,) = ruler.difference_tables(ruler.methods(others))
     assert {cells[1] for cells in table.rows} == {"p-RoPE+GAPE − p-RoPE"}
 
@@ -107,15 +107,15 @@ def test_chance_is_called_so() -> None:
 
 
 def test_runs_of_one_seed_are_not_averaged() -> None:
-    made = rows({"rope": 10.0})
+    records = rows({"rope": 10.0})
     with pytest.raises(ValueError, match="both seed 0"):
-        ruler.methods(made + [one | {"run": "other"} for one in made])
+        ruler.methods(records + [one | {"run": "other"} for one in records])
 
 
 def test_seeds_are_averaged_sample_by_sample() -> None:
-    made = rows({"rope": 10.0}) + rows({"rope": 12.0}, seed=1)
-    (method,) = ruler.methods(made)
-    one, two = (r["sample_nll"] for r in made if (r["task"], r["length"]) == ("vt", 4096))
+    records = rows({"rope": 10.0}) + rows({"rope": 12.0}, seed=1)
+    (method,) = ruler.methods(records)
+    one, two = (r["sample_nll"] for r in records if (r["task"], r["length"]) == ("vt", 4096))
     means = [(a + b) / 2 for a, b in zip(one, two, strict=True)]
     assert method.values(("vt", 4096), "nll") == pytest.approx(means)
     with pytest.raises(ValueError, match="different samples"):
@@ -123,17 +123,17 @@ def test_seeds_are_averaged_sample_by_sample() -> None:
 
 
 def test_precisions_are_not_mixed() -> None:
-    made = rows({"rope": 10.0}, precision="float32")
-    assert len(ruler.methods(made + rows({"rope": 10.0}, precision="bfloat16", model="other"))) == 2
+    records = rows({"rope": 10.0}, precision="float32")
+    assert len(ruler.methods(records + rows({"rope": 10.0}, precision="bfloat16", model="other"))) == 2
     with pytest.raises(ValueError, match="bfloat16, float32"):
-        ruler.methods(made + rows({"rope": 10.1}, precision="bfloat16"))
+        ruler.methods(records + rows({"rope": 10.1}, precision="bfloat16"))
 
 
 def test_the_ablation_is_in_percent_of_the_full_model() -> None:
-    made = rows({"p-rope+gape": 10.0}) + rows({"p-rope+gape": 10.5}, variant="gate-fixed")
-    table = ruler.ablation(ruler.methods(made))
+    records = rows({"p-rope+gape": 10.0}) + rows({"p-rope+gape": 10.5}, variant="gate-fixed")
+    table = ruler.ablation(ruler.methods(records))
     assert [cells[:2] for cells in table.rows] == [("GPT-6x512", "p-RoPE+GAPE (gate-fixed)")]
-    full, other = ruler.methods(made)
+    full, other = ruler.methods(records)
     values = [m.values(("vt", 8192), "nll").mean() for m in (full, other)]
     assert table.rows[0][-1] == f"{100 * (values[1] - values[0]) / values[0]:+.2f}%"
     assert (0, 5) in table.strong
@@ -142,26 +142,26 @@ def test_the_ablation_is_in_percent_of_the_full_model() -> None:
 
 
 def test_an_ablation_comes_with_its_intervals() -> None:
-    made = rows({"p-rope+gape": 10.0, "rope": 10.2}) + rows({"p-rope+gape": 10.5}, variant="gate-fixed")
-    _, table = ruler.ablation_tables(results(made))
+    records = rows({"p-rope+gape": 10.0, "rope": 10.2}) + rows({"p-rope+gape": 10.5}, variant="gate-fixed")
+    _, table = ruler.ablation_tables(results(records))
     assert {cells[1] for cells in table.rows} == {"p-RoPE+GAPE (gate-fixed) − p-RoPE+GAPE", "RoPE − p-RoPE+GAPE"}
     assert {cells[-1] for cells in table.rows} == {"worse"}
-    _, other = ruler.ablation_tables(results(made), ("p-rope+gape", "gate-fixed"))
+    _, other = ruler.ablation_tables(results(records), ("p-rope+gape", "gate-fixed"))
     assert {cells[1].split(" − ")[1] for cells in other.rows} == {"p-RoPE+GAPE (gate-fixed)"}
 
 
 @pytest.mark.parametrize(
-    ("name", "made"),
+    ("name", "records"),
     [
         ("ruler-44m", rows()),
         ("ruler-ablation", rows({"p-rope+gape": 9.0}) + rows({"p-rope+gape": 9.4}, variant="landmark-fixed")),
         ("ruler-124m", rows({"rope": 5.0, "p-rope+gape": 4.0}, model="gape_gpt-12x768")),
     ],
 )
-def test_every_entry_is_drawn_with_its_table(name: str, made: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_every_entry_is_drawn_with_its_table(name: str, records: list[dict[str, Any]], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     entry = catalogue.figure(name)
-    numbers, _, _, table = catalogue.write(entry, results(made), tmp_path)
+    numbers, _, _, table = catalogue.write(entry, results(records), tmp_path)
     data = json.loads(numbers.read_text(), parse_constant=lambda word: pytest.fail(word))
     assert data["columns"] == ["cwe_4k", "cwe_8k", "vt_4k", "vt_8k"]
     assert "| Model | Method | cwe_4k |" in table.read_text(encoding="utf-8")
@@ -172,6 +172,6 @@ def test_every_entry_is_drawn_with_its_table(name: str, made: list[dict[str, Any
 def test_reports_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "FIGURES", {})
     store(results(rows()), tmp_path / "stored")
-    found = gather([tmp_path / "stored"])
-    page = write.report(found, tmp_path).read_text(encoding="utf-8")
+    gathered = gather([tmp_path / "stored"])
+    page = write.report(gathered, tmp_path).read_text(encoding="utf-8")
     assert all(table.html() in page for table in ruler.tables(results(rows())))

@@ -29,9 +29,9 @@ def test_students_points(freedom: int, point: float) -> None:
 
 
 def test_an_advantage_is_found_and_its_absence_too() -> None:
-    found = statistics.accuracy_differences(stored(schemes=("rope", "rope+gape"), targets=("last",), seeds=3))
-    assert [(d.at, d.verdict) for d in found] == [(1, "not separable"), (2, "better"), (4, "better")]
-    assert 0.5 < found[2].low < found[2].difference < found[2].high
+    differences = statistics.accuracy_differences(stored(schemes=("rope", "rope+gape"), targets=("last",), seeds=3))
+    assert [(d.at, d.verdict) for d in differences] == [(1, "not separable"), (2, "better"), (4, "better")]
+    assert 0.5 < differences[2].low < differences[2].difference < differences[2].high
 
 
 def test_only_the_same_samples_are_compared() -> None:
@@ -58,17 +58,17 @@ def test_an_interval_holds_the_truth_nineteen_times_in_twenty(seeds: int, spread
             other = random.random(200) < 0.4
             rows.append(row("rope+gape", "last", seed, 1, samples=200, hits=pack_hits(right)))
             rows.append(row("rope", "last", seed, 1, samples=200, hits=pack_hits(other)))
-        (found,) = statistics.accuracy_differences(needles(rows))
-        inside += found.low <= 0.1 <= found.high
+        (first,) = statistics.accuracy_differences(needles(rows))
+        inside += first.low <= 0.1 <= first.high
     assert 0.9 <= inside / 200 <= 0.99
 
 
 def test_schemes_are_compared_on_the_same_documents() -> None:
     results = lm_stored.stored(schemes=("rope", "p-rope", "p-rope+gape", "alibi", "fox"))
-    found = statistics.far_back_differences(results.of("far_back"))
-    assert {d.scheme for d in found} == {"p-RoPE+GAPE"}
-    assert {d.other for d in found} == {"p-RoPE", "RoPE", "ALiBi", "FoX"}
-    beside = next(d for d in found if d.other == "ALiBi" and d.what == "planted")
+    differences = statistics.far_back_differences(results.of("far_back"))
+    assert {d.scheme for d in differences} == {"p-RoPE+GAPE"}
+    assert {d.other for d in differences} == {"p-RoPE", "RoPE", "ALiBi", "FoX"}
+    beside = next(d for d in differences if d.other == "ALiBi" and d.what == "planted")
     assert (beside.verdict, beside.documents) == ("better, one seed", 3)
     gain = next(d for d in statistics.far_back_differences(results.of("far_back"), gain=True) if d.other == "ALiBi")
     assert (gain.difference, gain.verdict) == (pytest.approx(1.0), "better, one seed")
@@ -76,17 +76,17 @@ def test_schemes_are_compared_on_the_same_documents() -> None:
 
 def test_differences_are_those_of_gape_lm_perplexity() -> None:
     rows = lm_stored.stored(schemes=("p-rope", "p-rope+gape")).of("perplexity")
-    found = statistics.perplexity_differences(rows)[0]
+    first = statistics.perplexity_differences(rows)[0]
     base, gated = (next(row for row in rows if row["position"] == p) for p in ("p-rope", "p-rope+gape"))
     other = perplexity_rows.difference(gated, base)
-    assert (found.difference, found.low, found.high) == pytest.approx((other.nll, other.low, other.high))
-    assert found.documents == 4
+    assert (first.difference, first.low, first.high) == pytest.approx((other.nll, other.low, other.high))
+    assert first.documents == 4
 
 
 def test_alignments_are_compared_apart() -> None:
     rows = lm_stored.stored(schemes=("p-rope", "p-rope+gape")).of("perplexity")
-    found = statistics.perplexity_differences([*rows, *(row | {"align": 32768} for row in rows)])
-    assert len({d.what for d in found}) == 4
+    differences = statistics.perplexity_differences([*rows, *(row | {"align": 32768} for row in rows)])
+    assert len({d.what for d in differences}) == 4
 
 
 def test_a_single_document_decides_nothing() -> None:
@@ -94,8 +94,8 @@ def test_a_single_document_decides_nothing() -> None:
     for row_ in lm_stored.stored(schemes=("p-rope", "p-rope+gape")).of("far_back"):
         keys = ("document", "document_tokens", "document_nll", "document_control")
         rows.append(row_ | {key: row_[key][:1] for key in keys})
-    found = statistics.far_back_differences(rows)
-    assert {(d.verdict, d.low, d.high) for d in found} == {("one document", None, None)}
+    differences = statistics.far_back_differences(rows)
+    assert {(d.verdict, d.low, d.high) for d in differences} == {("one document", None, None)}
     assert statistics.pooled([rows[0] | {"documents": 1}])["low"] is None
 
 

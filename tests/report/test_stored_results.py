@@ -41,11 +41,11 @@ def test_a_fixed_gate_is_worse_than_p_rope_on_ruler() -> None:
 
 
 def test_a_fixed_gate_leaves_no_tile_out() -> None:
-    found = select(stored(f"{ABLATIONS}/forgetting.jsonl"), run="gate-fixed_seed0")
-    assert {(row["length"], row["eps"]) for row in found} == {
+    stored_rows = select(stored(f"{ABLATIONS}/forgetting.jsonl"), run="gate-fixed_seed0")
+    assert {(row["length"], row["eps"]) for row in stored_rows} == {
         (n, e) for n in (65536, 131072) for e in (1e-3, 1e-2, 1e-1)
     }
-    assert {row["mean"] for row in found} == {1.0}
+    assert {row["mean"] for row in stored_rows} == {1.0}
 
 
 def test_the_recipe_is_the_run_that_was_measured() -> None:

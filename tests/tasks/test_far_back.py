@@ -17,26 +17,26 @@ def test_ngrams_lead_to_the_last_time_they_stood_there() -> None:
     #             0  1  2  3  4  5  6  7  8  9  10 11 12
     ids = np.array([1, 2, 3, 9, 8, 1, 2, 4, 7, 1, 2, 4, 1])
     # 1 2 at 0, 5 and 9: at 5 it went on otherwise than at 0, at 9 as it did at 5.
-    found = far_back.repeated_ngrams(ids, 2)
-    assert found[11] == 4
+    actual = far_back.repeated_ngrams(ids, 2)
+    assert actual[11] == 4
     # 2 4 at 6 and 10: 7 and then 1.
-    assert found.nonzero()[0].tolist() == [11]
+    assert actual.nonzero()[0].tolist() == [11]
 
 
 def test_ngrams_agree_with_a_search_by_hand() -> None:
     ids = np.random.default_rng(0).integers(3, size=200)
-    found = far_back.repeated_ngrams(ids, 4)
+    actual = far_back.repeated_ngrams(ids, 4)
     for t in range(4, 200):
         context = ids[t - 4 : t].tolist()
         before = [s for s in range(4, t) if ids[s - 4 : s].tolist() == context]
         expected = t - before[-1] if before and ids[before[-1]] == ids[t] else 0
-        assert found[t] == expected
+        assert actual[t] == expected
 
 
 def test_names_are_capitalised_words_never_written_small() -> None:
     text = "The cat saw Alice. Then the dog saw ALICE and Bob, and Alice ran; it was Alice's. Cat and Then."
     ids = np.array(load_tokenizer("bytes").encode(text))
-    found = far_back.repeated_names(ids, load_tokenizer("bytes").decode)
+    actual = far_back.repeated_names(ids, load_tokenizer("bytes").decode)
     first, second, third = (m for m in range(len(text)) if text.startswith("Alice", m))
     # "Cat" is also written small, and "Bob" comes once.
     names = {
@@ -44,19 +44,19 @@ def test_names_are_capitalised_words_never_written_small() -> None:
         third: third - second,
         text.rindex("Then"): text.rindex("Then") - text.index("Then"),
     }
-    assert {int(t): int(found[t]) for t in found.nonzero()[0]} == names
+    assert {int(t): int(actual[t]) for t in actual.nonzero()[0]} == names
 
 
 @pytest.mark.parametrize("n", [10, 17, 18, 60, 64, 65])
 @torch.no_grad()
 def test_short_losses_see_half_a_span_to_a_span(n: int) -> None:
     gpt, ids = model("rope"), tokens(1, n)
-    found = far_back.short_losses(gpt, ids[0], 16, chunk=24)
-    assert len(found) == n - 1
+    actual = far_back.short_losses(gpt, ids[0], 16, chunk=24)
+    assert len(actual) == n - 1
     for t in range(1, n):
         start = 0 if t <= 16 else (t - 1 - 8) // 8 * 8
         logits = gpt(ids[:, start:t], logits_to_keep=1).logits[0]
-        assert float(found[t - 1]) == pytest.approx(float(F.cross_entropy(logits, ids[0, t : t + 1])), abs=1e-6)
+        assert float(actual[t - 1]) == pytest.approx(float(F.cross_entropy(logits, ids[0, t : t + 1])), abs=1e-6)
 
 
 class Copier(torch.nn.Module):
@@ -98,22 +98,22 @@ def test_a_model_that_remembers_gains_from_far_text(monkeypatch: pytest.MonkeyPa
     ids[320:328] = ids[20:28]
     passage = random.permutation(vocab)[:10]
     config = FarBackConfig(context=400, distances=(40, 200), kinds=("ngram", "planted"), ngram=2, passage=10, chunk=64)
-    found = {(f.kind, f.distance): f for f in far_back.measure(Copier(vocab), ids, passage, config, short=64)}
-    assert found["ngram", 200].tokens == 6
-    assert found["ngram", 200].nll < 1e-3 < found["ngram", 200].control
+    actual = {(f.kind, f.distance): f for f in far_back.measure(Copier(vocab), ids, passage, config, short=64)}
+    assert actual["ngram", 200].tokens == 6
+    assert actual["ngram", 200].nll < 1e-3 < actual["ngram", 200].control
     for distance in (40, 200):
-        planted = found["planted", distance]
+        planted = actual["planted", distance]
         assert planted.context == 8 + distance + 10
         # All but the first token of the copy follow a token that they followed before.
         assert planted.nll / 10 < 0.2 * planted.control / 10
 
 
 def test_rows_are_weighted_by_tokens_and_resampled_by_document() -> None:
-    found = {
+    actual = {
         "a": [Sums("ngram", 2048, 8192, 30, 30.0, 60.0)],
         "b": [Sums("ngram", 2048, 8192, 10, 30.0, 30.0), Sums("names", 2048, 8192, 1, 2.0, 2.0)],
     }
-    names, ngram = far_back.summary(found)
+    names, ngram = far_back.summary(actual)
     assert (ngram["nll"], ngram["control"], ngram["gain"]) == (1.5, 2.25, 0.75)
     assert (ngram["low"], ngram["high"]) == (1.0, 3.0)
     assert ngram["document"] == ["a", "b"]

@@ -62,9 +62,9 @@ def likelihood(model: Any, context: list[int], more: list[int]) -> float:
 
 def test_likelihoods_of_continuations(model: Any) -> None:
     pairs = [("abc def", " abc"), ("a", "bcd"), ("", "abc"), ("abc ", "d")]
-    found = model.loglikelihood(requests(*pairs))
+    actual = model.loglikelihood(requests(*pairs))
     encoded = [("abc def", " abc"), ("a", "bcd"), (None, "abc"), ("abc", " d")]
-    for (value, _), (context, more) in zip(found, encoded, strict=True):
+    for (value, _), (context, more) in zip(actual, encoded, strict=True):
         before = [256] if context is None else list(context.encode())
         assert value == pytest.approx(likelihood(model, before, list(more.encode())), abs=1e-4)
     (greedy,) = model.generate_until(requests(("abc", {"until": [], "max_gen_toks": 1})))
@@ -75,10 +75,10 @@ def test_likelihoods_of_continuations(model: Any) -> None:
 def test_whole_texts_are_read_window_by_window(model: Any) -> None:
     """Each token once, behind the end of a text, in windows of the training length."""
     assert model.max_length == 16
-    (found,) = model.loglikelihood_rolling(requests(("abc def" * 3,)))
+    (actual,) = model.loglikelihood_rolling(requests(("abc def" * 3,)))
     ids = [256, *("abc def" * 3).encode()]
     first, second = likelihood(model, ids[:1], ids[1:17]), likelihood(model, ids[5:17], ids[17:])
-    assert found == pytest.approx(first + second, abs=1e-4)
+    assert actual == pytest.approx(first + second, abs=1e-4)
 
 
 def test_text_stops_where_a_task_says(model: Any) -> None:
@@ -104,16 +104,16 @@ def test_tasks_run_unchanged(home: Path, tmp_path: Path, monkeypatch: pytest.Mon
         "toy_rolling": ("loglikelihood_rolling", "'{{input}}'", "byte_perplexity", "weighted_perplexity"),
     }
     for name, (kind, target, metric, how) in kinds.items():
-        made = TASK.format(name=name, data=data, kind=kind, target=target, metric=metric, how=how)
-        (tmp_path / f"{name}.yaml").write_text(made)
+        samples = TASK.format(name=name, data=data, kind=kind, target=target, metric=metric, how=how)
+        (tmp_path / f"{name}.yaml").write_text(samples)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    found = lm_eval.simple_evaluate(
+    actual = lm_eval.simple_evaluate(
         model="gape", model_args=f"run={home},max_gen_toks=3", tasks=list(kinds), task_manager=manager, device="cpu",
         bootstrap_iters=0,
     )  # fmt: skip
-    perplexity = found["results"]["toy_rolling"]["byte_perplexity,none"]
+    perplexity = actual["results"]["toy_rolling"]["byte_perplexity,none"]
     assert 200 < perplexity < 300
-    assert found["results"]["toy_generate"]["exact_match,none"] == 0
+    assert actual["results"]["toy_generate"]["exact_match,none"] == 0
 
 
 def test_arguments_are_checked(home: Path) -> None:
@@ -133,12 +133,12 @@ def test_rulers_own_wording_from_lm_eval(tmp_path: Path) -> None:
     from tests.tasks.ruler import small
 
     folder = small.random_gpt2(tmp_path)
-    made = generator.samples("fwe", 4096, str(folder), 2, seed=0)
-    assert len(made) == 2
-    found = sample(made[0], where="here", source="s", number=1)
-    assert (found.task, found.length, found.budget) == ("fwe", 4096, 50)
-    assert found.prefix.startswith(" Answer:")
-    assert all(output in found.input for output in found.outputs)
+    samples = generator.samples("fwe", 4096, str(folder), 2, seed=0)
+    assert len(samples) == 2
+    actual = sample(samples[0], place="here", source="s", number=1)
+    assert (actual.task, actual.length, actual.budget) == ("fwe", 4096, 50)
+    assert actual.prefix.startswith(" Answer:")
+    assert all(output in actual.input for output in actual.outputs)
     with pytest.raises(ValueError, match="length: got int 1024, expected at least 4096 for the wording of lm-eval"):
         generator.samples("fwe", 1024, str(folder), 2)
     with pytest.raises(ValueError, match="cwe: lm-eval cannot make it"):

@@ -179,8 +179,8 @@ def test_longer_sequences_come_in_smaller_batches() -> None:
 
 
 def test_an_evaluation_stops_when_asked() -> None:
-    asked = iter([False, False, True])
-    right = niah.hits(Oracle("last"), NIAHConfig(length=64), samples=50, batch=10, stop=lambda: next(asked))
+    answers = iter([False, False, True])
+    right = niah.hits(Oracle("last"), NIAHConfig(length=64), samples=50, batch=10, stop=lambda: next(answers))
     assert len(right) == 20
 
 

@@ -105,11 +105,11 @@ def test_chunks_are_the_whole(position: str, scored: int) -> None:
     """Chunks that divide nothing, beyond the training length."""
     model, ids = text.gpt(position, torch.float32), torch.randint(text.VOCAB, (2, 91))
     whole = perplexity.window_losses(model, ids, scored)
-    asked = []
-    parts = perplexity.window_losses(model, ids, scored, chunk=32, check=lambda: asked.append(None))
+    calls = []
+    parts = perplexity.window_losses(model, ids, scored, chunk=32, check=lambda: calls.append(None))
     assert whole.shape == (2, scored)
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
-    assert len(asked) == 3
+    assert len(calls) == 3
 
 
 @pytest.mark.gpu
@@ -206,16 +206,16 @@ def test_runs_are_compared_window_by_window(books: Corpus, tmp_path: Path) -> No
     scored = perplexity_rows.score_all(text.gpt(), books, plan, store=tmp_path / "s", of="")
     worse = perplexity_rows.Scored(scored.sums + 0.1 * plan.windows[:, 3], scored.by_position)
     (one,), (other,) = (perplexity_rows.rows(plan, s) for s in (worse, scored))
-    found = perplexity_rows.difference(one | {"run": "a"}, other | {"run": "b"})
-    assert found.separable
+    actual = perplexity_rows.difference(one | {"run": "a"}, other | {"run": "b"})
+    assert actual.separable
     # Between documents they differ far more than that.
-    assert (found.nll, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1), abs=1e-4)
+    assert (actual.nll, actual.low, actual.high) == pytest.approx((0.1, 0.1, 0.1), abs=1e-4)
     assert not perplexity_rows.difference(one | {"run": "a"}, one | {"run": "a"}).separable
     with pytest.raises(ValueError, match="same windows"):
         perplexity_rows.difference(one | {"run": "a"}, other | {"run": "b", "plan": "other"})
     single = {"window_document": [0] * len(one["window_document"])}
-    found = perplexity_rows.difference(one | single | {"run": "a"}, other | {"run": "b"})
-    assert (found.low, found.high, found.separable) == (None, None, False)
+    actual = perplexity_rows.difference(one | single | {"run": "a"}, other | {"run": "b"})
+    assert (actual.low, actual.high, actual.separable) == (None, None, False)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ def corpus(directory: Path, *, lengths: tuple[int, ...] = LENGTHS, train: int = 
     """Training documents of 300 tokens and held-out ones of `lengths`."""
     directory.mkdir(parents=True, exist_ok=True)
     read = [{"id": f"train-{i}", "text": passage(299, i)} for i in range(train)]
-    kept = [{"id": f"held-{i}", "text": passage(n - 1, 100 + i)} for i, n in enumerate(lengths)]
-    held = write_lines(directory / "held.jsonl", kept)
-    made = write_lines(directory / "train.jsonl", read)
-    return make(directory / "corpus", made, heldout=(str(held),), **settings)
+    heldout_rows = [{"id": f"held-{i}", "text": passage(n - 1, 100 + i)} for i, n in enumerate(lengths)]
+    heldout = write_lines(directory / "held.jsonl", heldout_rows)
+    training = write_lines(directory / "train.jsonl", read)
+    return make(directory / "corpus", training, heldout=(str(heldout),), **settings)
 
 
 def gpt(position: str = "p-rope+gape", dtype: torch.dtype = torch.float64, **options: object) -> GPT:

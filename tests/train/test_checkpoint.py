@@ -167,7 +167,7 @@ def test_another_disk_error_is_told_as_it_is(run, monkeypatch):
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "free", lambda where: 1000)
+    monkeypatch.setattr(files, "free", lambda path: 1000)
     one = trainer(tmp_path)
     with pytest.raises(DiskFullError, match=r"2 checkpoints and one in the making .* 1000 B free") as caught:
         one.run()
@@ -283,9 +283,9 @@ def test_another_model_is_refused_by_name(run):
 
 def test_every_checkpoint_is_noted_in_a_log_that_was_there_first(run):
     state = json.loads((run / "checkpoints/step-00000009/state.json").read_bytes())
-    kept = (run / "log.jsonl").read_bytes()[: state["log_bytes"]]
-    assert kept.endswith(b"\n")
-    assert [r["step"] for r in lines(run / "log.jsonl")][: kept.count(b"\n")] == [4, 5, 8]
+    prefix = (run / "log.jsonl").read_bytes()[: state["log_bytes"]]
+    assert prefix.endswith(b"\n")
+    assert [r["step"] for r in lines(run / "log.jsonl")][: prefix.count(b"\n")] == [4, 5, 8]
 
 
 def test_a_name_that_is_taken_is_not_taken_again(tmp_path):
@@ -301,7 +301,7 @@ def test_many_old_ones_do_not_stand_for_the_room_of_a_new_one(tmp_path, monkeypa
     for step in range(4):
         (tmp_path / checkpoint.name(step)).mkdir()
         (tmp_path / checkpoint.name(step) / "model.safetensors").write_bytes(bytes(1000))
-    monkeypatch.setattr(files, "free", lambda where: 999)
+    monkeypatch.setattr(files, "free", lambda path: 999)
     with pytest.raises(DiskFullError, match="1000 B needed"):
         checkpoint.check_space(tmp_path, 1000, keep_last=1)
 

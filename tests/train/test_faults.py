@@ -37,11 +37,11 @@ def test_a_signal_in_training_finishes_the_step_and_saves(tmp_path, sent, code):
     wait_for(process, "training")
     time.sleep(0.2)
     process.send_signal(sent)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == code, told
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
     content = checkpoint.newest(tmp_path / "checkpoints")
     assert content.step > 0
-    assert f"after step {content.step}; saved" in told
+    assert f"after step {content.step}; saved" in errors
     more = KINDS["training"] | {"max_steps": content.step + 2, "decay_steps": 100_000}
     assert trainer(tmp_path, **more).run()["step"] == content.step + 2
 
@@ -50,8 +50,8 @@ def test_a_signal_in_validation_saves_and_the_validation_is_done_again(tmp_path)
     process = child(tmp_path / "run", "validating")
     wait_for(process, "validating")
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 143, told
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
     trainer(tmp_path / "run", **KINDS["validating"]).run()
     trainer(tmp_path / "whole", **KINDS["validating"]).run()
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
@@ -74,18 +74,18 @@ def test_handlers_come_back_and_other_threads_install_none():
     with flag, flag:
         assert signal.getsignal(signal.SIGTERM) == flag._handle
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
-    seen = []
+    steps = []
 
     def elsewhere():
         with StopFlag() as other:
-            seen.append(signal.getsignal(signal.SIGTERM))
+            steps.append(signal.getsignal(signal.SIGTERM))
             other.request(signal.SIGTERM)
-            seen.append(other.code)
+            steps.append(other.code)
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert seen == [before[1], 143]
+    assert steps == [before[1], 143]
 
 
 def test_one_process_at_a_time(tmp_path):
@@ -118,9 +118,9 @@ def test_killed_at_twenty_moments_nothing_is_lost(tmp_path):
         process.kill()
         process.communicate()
         inside += len(list(run.glob("checkpoints/.tmp-*")))
-        kept = checkpoint.available(run / "checkpoints")
-        assert all(verify(path) == [] for path in kept)
-        reached.append(checkpoint.newest(run / "checkpoints").step if kept else 0)
+        remaining = checkpoint.available(run / "checkpoints")
+        assert all(verify(path) == [] for path in remaining)
+        reached.append(checkpoint.newest(run / "checkpoints").step if remaining else 0)
     assert reached == sorted(reached), "a kill took steps back"
     assert inside, "no kill fell into a save, the test has lost its point"
     assert reached[-1] < 600, "the run was over too soon"

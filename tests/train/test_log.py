@@ -56,9 +56,9 @@ def test_tensorboard_gets_one_curve_also_after_resuming(tmp_path, tensorboard):
 
 
 def test_a_failing_logger_is_told_once_and_changes_nothing(tmp_path, tensorboard):
-    Writer.fails, told = True, io.StringIO()
-    trainer(tmp_path / "failing", tensorboard=True, console=Console(file=told)).run()
-    assert told.getvalue().count("TensorBoard failed and is off from here on: RuntimeError: no route to host") == 1
+    Writer.fails, console = True, io.StringIO()
+    trainer(tmp_path / "failing", tensorboard=True, console=Console(file=console)).run()
+    assert console.getvalue().count("TensorBoard failed and is off from here on: RuntimeError: no route to host") == 1
     trainer(tmp_path / "without").run()
     assert outcome(tmp_path / "failing") == outcome(tmp_path / "without")
 
@@ -80,11 +80,11 @@ def test_a_broken_display_does_not_stop_training(tmp_path, style):
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path):
-    told = io.StringIO()
-    trainer(tmp_path / "seen", progress="auto", console=Console(file=told)).run()
-    assert "seen: step 1/12  loss " in told.getvalue()
-    assert "seen: step 4: validation accuracy 0.5000" in told.getvalue()
-    assert "\x1b" not in told.getvalue()
+    console = io.StringIO()
+    trainer(tmp_path / "seen", progress="auto", console=Console(file=console)).run()
+    assert "seen: step 1/12  loss " in console.getvalue()
+    assert "seen: step 4: validation accuracy 0.5000" in console.getvalue()
+    assert "\x1b" not in console.getvalue()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -166,13 +166,13 @@ def test_the_manifest_stays_that_of_the_first_start(tmp_path):
 
 
 def test_a_run_can_ask_for_deterministic_algorithms(tmp_path):
-    seen = []
+    steps = []
     trainer(
         tmp_path,
         deterministic=True,
-        check=lambda model, step: {"on": float(seen.append(torch.are_deterministic_algorithms_enabled()) or 0)},
+        check=lambda model, step: {"on": float(steps.append(torch.are_deterministic_algorithms_enabled()) or 0)},
     ).run()
-    assert seen == [True] * 3
+    assert steps == [True] * 3
     assert not torch.are_deterministic_algorithms_enabled()
     assert json.loads((tmp_path / "manifest.json").read_text())["deterministic"] == {"not covered": []}
 
@@ -186,9 +186,9 @@ def test_versions_and_machine_are_there_without_a_checkout(monkeypatch):
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    told = io.StringIO()
-    trainer(tmp_path / "seen", progress="auto", console=Console(file=told, force_terminal=True)).run()
-    assert "seen: step 1/12  loss " in told.getvalue()
+    console = io.StringIO()
+    trainer(tmp_path / "seen", progress="auto", console=Console(file=console, force_terminal=True)).run()
+    assert "seen: step 1/12  loss " in console.getvalue()
 
 
 def test_times_are_those_of_the_steps_this_process_took(tmp_path, monkeypatch):

@@ -27,19 +27,19 @@ class Held:
 
 
 def test_it_ends_when_the_loss_turns_and_the_best_is_the_model(tmp_path):
-    held = Held()
-    summary = trainer(tmp_path, check=held, max_steps=20, patience=2, keep_last=1, checkpoint_every=0).run()
+    source = Held()
+    summary = trainer(tmp_path, check=source, max_steps=20, patience=2, keep_last=1, checkpoint_every=0).run()
     assert (summary["status"], summary["step"], summary["best"]) == ("stopped early", 16, {"step": 8, "loss": 1.0})
     assert [path.name for path in available(tmp_path / "checkpoints")] == ["step-00000016", "step-00000008"]
-    assert same(weights(load_model(tmp_path)), held.seen[8])
+    assert same(weights(load_model(tmp_path)), source.seen[8])
 
 
 def test_without_patience_nothing_ends_and_the_newest_is_the_model(tmp_path):
-    held = Held()
-    summary = trainer(tmp_path, check=held, max_steps=20, keep_last=1).run()
+    source = Held()
+    summary = trainer(tmp_path, check=source, max_steps=20, keep_last=1).run()
     assert (summary["status"], summary["step"], summary["best"]["step"]) == ("finished", 20, 20)
     assert len(available(tmp_path / "checkpoints")) == 1
-    assert same(weights(load_model(tmp_path)), held.seen[20])
+    assert same(weights(load_model(tmp_path)), source.seen[20])
 
 
 def test_a_stop_forgets_neither_the_best_nor_the_count(tmp_path):
@@ -61,23 +61,23 @@ def test_a_stop_forgets_neither_the_best_nor_the_count(tmp_path):
 def test_a_best_checkpoint_that_is_broken_is_passed_over(tmp_path):
     trainer(tmp_path, check=Held(), max_steps=20, patience=2, checkpoint_every=0).run()
     (tmp_path / "checkpoints/step-00000008/model.safetensors").write_bytes(b"")
-    told = []
-    load_model(tmp_path, warn=told.append)
-    assert "passed over the best, step-00000008" in told[0]
+    lines = []
+    load_model(tmp_path, warn=lines.append)
+    assert "passed over the best, step-00000008" in lines[0]
 
 
 def test_observation_leaves_training_alone(tmp_path):
-    seen = []
+    steps = []
 
     def observe(model, step):
         assert not model.training
         assert not torch.is_grad_enabled()
         torch.rand(3)
-        seen.append(step)
+        steps.append(step)
 
     trainer(tmp_path / "unseen").run()
     Trainer(gpt(), settings(), Numbers(), tmp_path / "seen", Held(), observe=observe, observe_every=5).run()
-    assert seen == [0, 5, 10]
+    assert steps == [0, 5, 10]
     one, other = (outcome(tmp_path / place)["model.safetensors"] for place in ("unseen", "seen"))
     assert one == other
 

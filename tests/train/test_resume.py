@@ -111,13 +111,13 @@ def test_lines_after_the_checkpoint_and_a_torn_one_are_written_again(tmp_path, u
 
 
 def test_auto_passes_over_a_broken_checkpoint_and_says_why(tmp_path, uninterrupted):
-    run, told = tmp_path / "run", io.StringIO()
+    run, console = tmp_path / "run", io.StringIO()
     trainer(run).run()
     newest = run / "checkpoints/step-00000012"
     (newest / "model.safetensors").write_bytes(b"short")
-    trainer(run, console=Console(file=told), progress="plain").run()
-    assert "passed over step-00000012: model.safetensors has 5 bytes" in told.getvalue()
-    assert "resumed from step-00000009" in told.getvalue()
+    trainer(run, console=Console(file=console), progress="plain").run()
+    assert "passed over step-00000012: model.safetensors has 5 bytes" in console.getvalue()
+    assert "resumed from step-00000009" in console.getvalue()
     assert (run / "checkpoints/step-00000012.aside/model.safetensors").read_bytes() == b"short"
     assert verify(newest) == []
     assert outcome(run) == uninterrupted

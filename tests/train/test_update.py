@@ -167,9 +167,9 @@ def test_a_step_that_is_not_finite_never_touches_the_weights(tmp_path, kind, che
         bad.run()
     assert caught.value.step == 7
     assert same(weights(bad.model), weights(good.model))
-    kept = max((tmp_path / "bad/checkpoints").iterdir())
-    assert (kept.name, verify(kept)) == ("step-00000004", [])
-    assert all(t.isfinite().all() for t in load_file(kept / "model.safetensors").values())
+    newest = max((tmp_path / "bad/checkpoints").iterdir())
+    assert (newest.name, verify(newest)) == ("step-00000004", [])
+    assert all(t.isfinite().all() for t in load_file(newest / "model.safetensors").values())
 
 
 def test_the_dump_has_what_is_needed_to_see_it_again(tmp_path):

@@ -50,7 +50,7 @@ def statistics(attended: Attended, block: int | None = None) -> Statistics:
     Raises:
         ValueError: block below 1.
     """
-    i, j = attended.seen.positions()
+    i, j = attended.visibility.positions()
     parts = []
     for start, stop in blocks(attended, block):
         weights = attended.weights(start, stop)
@@ -64,7 +64,7 @@ def blocks(attended: Attended, block: int | None = None) -> Iterator[tuple[int, 
     """Consecutive (start, stop) over the queries, `block` of them at a time or what :data:`BLOCK_WEIGHTS` allows."""
     batch, heads, n_q = attended.q.shape[:3]
     if block is None:
-        block = max(1, BLOCK_WEIGHTS // (batch * heads * attended.seen.n_k))
+        block = max(1, BLOCK_WEIGHTS // (batch * heads * attended.visibility.n_k))
     for start in range(0, n_q, whole("block", block)):
         yield start, min(start + block, n_q)
 
@@ -111,13 +111,13 @@ def streamed(
     """
     if any(not 0 < share < 1 for share in shares):
         raise invalid_argument("shares", tuple(shares), "numbers between 0 and 1")
-    if shares and not attended.seen.index_order:
+    if shares and not attended.visibility.index_order:
         raise invalid_argument("shares", tuple(shares), "none, since the tokens did not come in index order")
     batch, heads, n_q = attended.q.shape[:3]
     query_block = min(whole("query_block", query_block), max(n_q, 1))
     if key_block is None:
         key_block = max(1, TILE_WEIGHTS // (max(batch, 1) * heads * query_block))
-    edges = _edges(attended.seen.n_k, attended.q.device) if shares else None
+    edges = _edges(attended.visibility.n_k, attended.q.device) if shares else None
     parts = [
         _block(attended, start, min(start + query_block, n_q), whole("key_block", key_block), edges, shares)
         for start in range(0, n_q, query_block)
@@ -136,13 +136,13 @@ class _Tile:
         logits: (B, Hq, q, k), −∞ where a pair is not seen.
         away: i − j, (q, k) or (B, 1, q, k), in the dtype of the logits.
         first: index of the first of these keys.
-        last_seen: (q,) index of each query among all keys.
+        last_visible: (q,) index of each query among all keys.
     """
 
     logits: Tensor
     away: Tensor
     first: int
-    last_seen: Tensor
+    last_visible: Tensor
 
 
 #: A sum over the keys of a tile of weights that are not normalised yet: (B, Hq, q) or (B, Hq, q, C).
@@ -203,40 +203,40 @@ class _Rows:
     def entropy(self) -> Tensor:
         """The Shannon entropy of every row."""
         total = self._sums["total"]
-        seen = total > 0
-        safe = total.where(seen, 1.0)
-        return torch.where(seen, safe.log() + self._sums["entropy"] / safe, 0.0)
+        visible = total > 0
+        safe = total.where(visible, 1.0)
+        return torch.where(visible, safe.log() + self._sums["entropy"] / safe, 0.0)
 
 
 def _tiles(attended: Attended, start: int, stop: int, key_block: int) -> Iterator[_Tile]:
     """The tiles of queries start … stop − 1, first keys first, without those that causality hides from all."""
     problem = attended.problem(start, stop)
     i, j = problem.seen.positions()
-    last_seen = torch.arange(start, stop, device=i.device) + attended.seen.n_k - attended.seen.n_q
+    last_visible = torch.arange(start, stop, device=i.device) + attended.visibility.n_k - attended.visibility.n_q
     for first in range(0, problem.seen.n_k, key_block):
         last = min(first + key_block, problem.seen.n_k)
-        seen = _seen(problem.seen, first, last)
+        visibility = _tile_visibility(problem.seen, first, last)
         part = replace(
             problem,
             k=problem.k[:, :, first:last],
             v=problem.v[:, :, first:last],
             landmark=problem.landmark[:, :, first:last],
-            seen=seen,
+            seen=visibility,
         )
         logits = reference.logits(part)
-        bias = _bias(attended, seen, start, stop, first, last)
+        bias = _bias(attended, visibility, start, stop, first, last)
         if bias is not None:
             logits = logits + bias
-        mask = seen.mask()
+        mask = visibility.mask()
         if mask is not None:
             logits = logits.masked_fill(~mask, -torch.inf)
         away = (i.unsqueeze(-1) - j[..., first:last].unsqueeze(-2)).to(logits.dtype)
         yield _Tile(
-            logits=logits, away=away if away.dim() == 2 else away.unsqueeze(1), first=first, last_seen=last_seen
+            logits=logits, away=away if away.dim() == 2 else away.unsqueeze(1), first=first, last_visible=last_visible
         )
 
 
-def _seen(rows: Visibility, first: int, last: int) -> Visibility:
+def _tile_visibility(rows: Visibility, first: int, last: int) -> Visibility:
     """The same queries and keys first … last − 1 only, with positions written out."""
     i, j = rows.positions()
     # In index order the keys before the first query are seen by all of them, and need no mask.
@@ -253,14 +253,14 @@ def _seen(rows: Visibility, first: int, last: int) -> Visibility:
     )
 
 
-def _bias(attended: Attended, seen: Visibility, start: int, stop: int, first: int, last: int) -> Tensor | None:
+def _bias(attended: Attended, visibility: Visibility, start: int, stop: int, first: int, last: int) -> Tensor | None:
     """What the scheme adds to the logits of a tile besides the gates."""
     if isinstance(attended.scheme, FoX) and attended.k_side is not None:
-        offset = attended.seen.n_k - attended.seen.n_q
+        offset = attended.visibility.n_k - attended.visibility.n_q
         own = attended.k_side[..., offset + start : offset + stop].unsqueeze(-1)
         # The difference before it is rounded: both sums are large, and what lies between nearby tokens is small.
         return (own - attended.k_side[..., first:last].unsqueeze(-2)).to(bias_dtype(attended.q.dtype))
-    return attended.scheme.bias(*seen.positions())
+    return None if attended.scheme is None else attended.scheme.bias(*visibility.positions())
 
 
 def _distance(weights: Tensor, tile: _Tile) -> Tensor:
@@ -277,7 +277,7 @@ def _beyond(edges: Tensor) -> _Measure:
     def measure(weights: Tensor, tile: _Tile) -> Tensor:
         running = weights.cumsum(-1)
         # For every query and edge, the last key that is that far away.
-        last = (tile.last_seen.unsqueeze(-1) - edges - tile.first).clamp(max=weights.size(-1) - 1)
+        last = (tile.last_visible.unsqueeze(-1) - edges - tile.first).clamp(max=weights.size(-1) - 1)
         taken = running.gather(-1, last.clamp(min=0).expand(*weights.shape[:2], -1, -1))
         return taken.masked_fill(last < 0, 0.0)
 

@@ -20,10 +20,9 @@ from gape.analysis.routing import effective_context
 from gape.analysis.spectrum import pair_norms, rotary
 from gape.analysis.tap import Attended, tap
 from gape.models.attention import GAPEAttention
-from gape.positions.gated import Gated
+from gape.utils.jsonl import Record
 from gape.utils.validation import invalid_argument
 
-Record = dict[str, Any]
 Check = Callable[[], None]
 
 #: Shares of the attention whose distance is stored, and the share that the theory's horizon may lose.
@@ -156,14 +155,14 @@ def _spread(attended: Attended) -> Record:
         "effective": None if effective is None else rounded(effective[0].median(-1).values, 4),
     }
     gated: Record = dict.fromkeys(("gate", "landmark", "mask", "correlation", "amplitude"))
-    if isinstance(attended.scheme, Gated) and attended.gate is not None and attended.landmark is not None:
+    if attended.gates is not None and attended.gate is not None and attended.landmark is not None:
         groups = attended.q.size(1) // attended.k.size(1)
         gated = {
             "gate": rounded(attended.gate[0].mean(-1)),
             "landmark": rounded(attended.landmark[0].mean(-1).repeat_interleave(groups)),
             "mask": rounded(mean_mask(attended)[0]),
             "correlation": rounded(_correlation(attended.gate[0], sums.entropy[0]), 4),
-            "amplitude": rounded(attended.scheme.gates.amplitude),
+            "amplitude": rounded(attended.gates.amplitude),
         }
     return row | gated
 

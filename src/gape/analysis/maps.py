@@ -25,7 +25,7 @@ def attention_map(attended: Attended, size: int = 64, block: int | None = None) 
     Raises:
         ValueError: size or block below 1.
     """
-    n_q, n_k = attended.seen.n_q, attended.seen.n_k
+    n_q, n_k = attended.visibility.n_q, attended.visibility.n_k
     rows, columns = min(whole("size", size), n_q), min(size, n_k)
     device = attended.q.device
     row = torch.arange(n_q, device=device) * rows // n_q
@@ -64,18 +64,18 @@ def mask_map(attended: Attended, size: int = 64) -> Tensor:
         ValueError: size below 1, a layer without gates, or tokens out of index order.
     """
     size = whole("size", size)
-    total, pairs = _cells(attended, min(size, attended.seen.n_q), min(size, attended.seen.n_k))
+    total, pairs = _cells(attended, min(size, attended.visibility.n_q), min(size, attended.visibility.n_k))
     return torch.where(pairs > 0, total / pairs.clamp(min=1), torch.nan)
 
 
 def _cells(attended: Attended, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Sums of M and numbers of pairs by cell: (B, Hq, rows, columns) and (rows, columns), float64."""
     landmark, rate = attended.landmark, attended.rate
-    if landmark is None or rate is None or not attended.seen.index_order:
+    if landmark is None or rate is None or not attended.visibility.index_order:
         raise invalid_argument(
             "attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order"
         )
-    n_q, n_k, device = attended.seen.n_q, attended.seen.n_k, attended.q.device
+    n_q, n_k, device = attended.visibility.n_q, attended.visibility.n_k, attended.q.device
     i = torch.arange(n_k - n_q, n_k, device=device)
     j = torch.arange(n_k, dtype=torch.float64, device=device)
     landmark = landmark.double().repeat_interleave(attended.q.size(1) // attended.k.size(1), dim=1)

@@ -13,7 +13,6 @@ from gape.analysis.lm import rounded
 from gape.analysis.maps import attention_map
 from gape.analysis.routing import horizon
 from gape.analysis.tap import Attended, attended
-from gape.positions.gated import Gated
 from gape.tasks import niah
 from gape.utils.validation import invalid_argument
 
@@ -68,7 +67,7 @@ def inspect_model(
             drawn = niah.sample(at, 1, seed=seed, first=index, split="test", device=device)
             layers = attended(model, drawn.ids, logits_to_keep=1)
             spread.append(_spread(layers))
-            if factor == 1 and isinstance(layers[0].scheme, Gated):
+            if factor == 1 and layers[0].gates is not None:
                 gates.append(_gates(layers, drawn, at))
             if factor == 1 and index == 0:
                 results |= _first_sequence(layers, drawn, at, trace, map_size)
@@ -96,10 +95,10 @@ def _gates(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig
     columns = ("amplitude", "query_gate", "rate", "effective", "required", "target_landmark")
     rows: dict[str, Any] = {name: [] for name in columns} | {"landmark": {kind: [] for kind in KINDS}}
     for layer in layers:
-        if not isinstance(layer.scheme, Gated) or layer.gate is None or layer.landmark is None:
+        if layer.gates is None or layer.gate is None or layer.landmark is None:
             continue
         theory = horizon(layer, digit)
-        rows["amplitude"].append(rounded(layer.scheme.gates.amplitude))
+        rows["amplitude"].append(rounded(layer.gates.amplitude))
         rows["query_gate"].append(rounded(layer.gate[0, :, -1]))
         rows["rate"].append(rounded(theory.rate[0]))
         rows["effective"].append(rounded(theory.effective[0]))

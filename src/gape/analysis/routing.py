@@ -12,7 +12,6 @@ from gape.analysis.maps import mean_mask
 from gape.analysis.tap import Attended, tap
 from gape.ops.inputs import bias_dtype
 from gape.positions.biases import ALiBi
-from gape.positions.gated import Gated
 from gape.utils.validation import invalid_argument
 
 
@@ -45,11 +44,11 @@ def horizon(attended: Attended, at: Tensor, query: int = -1, p: float = 0.01) ->
     Raises:
         ValueError: a layer without gates, positions given out of order, or p out of range.
     """
-    if attended.rate is None or not attended.seen.index_order:
+    if attended.rate is None or not attended.visibility.index_order:
         raise invalid_argument(
             "attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order"
         )
-    n_q, n_k = attended.seen.n_q, attended.seen.n_k
+    n_q, n_k = attended.visibility.n_q, attended.visibility.n_k
     i = n_k - n_q + query % n_q
     groups = attended.q.size(1) // attended.k.size(1)
     k = attended.k[:, :, : i + 1].repeat_interleave(groups, dim=1)
@@ -77,11 +76,11 @@ def routing_variables(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
     means: dict[int, Tensor] = {}
 
     def receive(layer: int, attended: Attended) -> None:
-        scheme = attended.scheme
-        if isinstance(scheme, Gated) and attended.gate is not None and attended.landmark is not None:
+        gates = attended.gates
+        if gates is not None and attended.gate is not None and attended.landmark is not None:
             groups = attended.q.size(1) // attended.k.size(1)
             landmark = attended.landmark.double().mean((0, 2)).repeat_interleave(groups)
-            gate, amplitude = attended.gate.double().mean((0, 2)), scheme.gates.amplitude.double()
+            gate, amplitude = attended.gate.double().mean((0, 2)), gates.amplitude.double()
             means[layer] = torch.stack([mean_mask(attended).mean(0), landmark, gate, amplitude], dim=1)
 
     with tap(model, receive):
@@ -113,14 +112,14 @@ def effective_context(attended: Attended, p: float = 0.01) -> Tensor | None:
         ValueError: p out of range.
     """
     rate = _rate(attended)
-    if rate is None or not attended.seen.index_order:
+    if rate is None or not attended.visibility.index_order:
         return None
-    offset = attended.seen.n_k - attended.seen.n_q
+    offset = attended.visibility.n_k - attended.visibility.n_q
     groups = attended.q.size(1) // attended.k.size(1)
     longest = torch.linalg.vector_norm(attended.k.to(rate.dtype), dim=-1).cummax(-1).values[..., offset:]
     lengths = torch.linalg.vector_norm(attended.q.to(rate.dtype), dim=-1)
     s_max = attended.scale * lengths * longest.repeat_interleave(groups, dim=1)
-    earlier = torch.arange(offset, attended.seen.n_k, device=rate.device)
+    earlier = torch.arange(offset, attended.visibility.n_k, device=rate.device)
     return torch.as_tensor(theory.effective_context_length(rate, s_max, earlier, p))
 
 

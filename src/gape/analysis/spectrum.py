@@ -48,7 +48,7 @@ def pair_norms(attended: Attended) -> PairNorms:
     return PairNorms(norms(attended.q), norms(attended.k))
 
 
-def rotary(scheme: Scheme) -> Rotary | None:
+def rotary(scheme: Scheme | None) -> Rotary | None:
     """The rotary scheme: a scheme itself or the base under its gates; None where nothing rotates."""
     base = scheme.base if isinstance(scheme, Gated) else scheme
     return base if isinstance(base, Rotary) else None

@@ -1,18 +1,20 @@
 """Queries, keys and gates of a model's attention layers while it runs, and the attention weights of some queries.
 
-The model runs its fused kernels as usual; weights are computed apart from it, for a block of queries at a time.
+The model is ours, or one of `transformers` with gates of `gape.hf.inject`. It runs its fused kernels as usual; weights
+are computed apart from it, for a block of queries at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gape.gates import GAPEGates
 from gape.models.attention import GAPEAttention
 from gape.ops import inputs, reference
 from gape.ops.inputs import Problem, Visibility, bias_dtype
@@ -27,50 +29,54 @@ class Attended:
     """What one attention layer attended with in one forward pass.
 
     Attributes:
-        scheme: the layer's positional scheme.
+        scheme: the layer's positional scheme; None where a model of transformers rotates by itself.
         q, k: (B, Hq, Nq, D) and (B, Hk, Nk, D) as they enter the dot product, detached.
         q_side, k_side: (B, Hq, Nq) and (B, H, Nk), the scheme's numbers per query and key, or None. For gated
             schemes these are the query gate g and the landmark l.
         scale: the softmax scale.
-        seen: which queries see which keys.
+        visibility: which queries see which keys.
+        gates: the layer's gates, None without, and
+        context_length: their T.
     """
 
-    scheme: Scheme
+    scheme: Scheme | None
     q: Tensor
     k: Tensor
     q_side: Tensor | None
     k_side: Tensor | None
     scale: float
-    seen: Visibility
+    visibility: Visibility
+    gates: GAPEGates | None = None
+    context_length: float = 1.0
 
     @property
     def gate(self) -> Tensor | None:
         """The query gate g, (B, Hq, Nq), None without gates."""
-        return self.q_side if isinstance(self.scheme, Gated) else None
+        return None if self.gates is None else self.q_side
 
     @property
     def landmark(self) -> Tensor | None:
         """The landmark l, (B, Hk, Nk), None without gates."""
-        return self.k_side if isinstance(self.scheme, Gated) else None
+        return None if self.gates is None else self.k_side
 
     @property
     def rate(self) -> Tensor | None:
         """Γ·g/T, the logits a query takes off an unprotected key per token of distance, (B, Hq, Nq), or None."""
-        return None if self.gate is None else self.problem(0, self.seen.n_q).rate
+        return None if self.gate is None else self.problem(0, self.visibility.n_q).rate
 
     def problem(self, start: int, stop: int) -> Problem:
         """Queries start … stop − 1 as a problem of the operator; without gates they are zero."""
-        part = self.seen.rows(start, stop)
+        part = self.visibility.rows(start, stop)
         q, k = self.q[:, :, start:stop], self.k[:, :, : part.n_k]
         dtype = bias_dtype(q.dtype)
         gate, landmark = q.new_zeros(q.shape[:3], dtype=dtype), k.new_zeros(k.shape[:3], dtype=dtype)
-        amplitude, context_length = gate.new_zeros(q.size(1)), 1.0
-        if isinstance(self.scheme, Gated) and self.q_side is not None and self.k_side is not None:
-            gate, landmark = self.q_side[:, :, start:stop].to(dtype), self.k_side[:, :, : part.n_k].to(dtype)
-            amplitude, context_length = self.scheme.gates.amplitude.detach().to(dtype), self.scheme.context_length
+        amplitude = gate.new_zeros(q.size(1))
+        if self.gates is not None and self.gate is not None and self.landmark is not None:
+            gate, landmark = self.gate[:, :, start:stop].to(dtype), self.landmark[:, :, : part.n_k].to(dtype)
+            amplitude = self.gates.amplitude.detach().to(dtype)
         return Problem(
             q=q, k=k, v=k, gate=gate, landmark=landmark, amplitude=amplitude,
-            context_length=context_length, scale=self.scale, seen=part,
+            context_length=self.context_length, scale=self.scale, seen=part,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -92,7 +98,9 @@ class Attended:
             decay = self.k_side[..., : part.n_k]
             # Counted from the newest key, so that the keys that matter carry small numbers.
             return (decay[..., -1:] - decay).to(bias_dtype(self.q.dtype)).unsqueeze(-2)
-        i, j = self.seen.positions()
+        if self.scheme is None:
+            return None
+        i, j = self.visibility.positions()
         return self.scheme.bias(i[..., start:stop], j[..., : part.n_k])
 
 
@@ -103,27 +111,19 @@ Receiver = Callable[[int, Attended], None]
 def tap(model: nn.Module, receive: Receiver) -> Iterator[None]:
     """While open, call `receive(layer, attended)` whenever an attention layer of the model has run.
 
-    Layers are counted from 0 in the order of `model.modules()`. Each layer's own scheme is wrapped, and unwrapped on
-    leaving, so taps may be nested; classes and other models are not touched. Meant for models that are not compiled.
-    Decoding with a cache whose keys carry the bias does not call the scheme, and is not received.
+    Layers are counted from 0 in the order of `model.modules()`; layers that transformers runs by itself are left out.
+    A method of each layer, or of its scheme, is wrapped, and unwrapped on leaving, so taps may be nested; classes and
+    other models are not touched. Meant for models that are not compiled. A cache that attends by itself, or whose keys
+    carry the bias of our GPT, is not received.
 
     Raises:
-        ValueError: the model has no :class:`gape.GAPEAttention`.
+        ValueError: the model has neither :class:`gape.GAPEAttention` layers nor gates of :func:`gape.hf.inject`, or one
+            of its layers caps its logits.
     """
-    layers = _layers(model)
-    before = [(layer.stepwise, layer.scheme.__dict__.get("attend")) for layer in layers]
-    for index, layer in enumerate(layers):
-        # An attribute of the instance hides the method of the class until it is deleted.
-        layer.stepwise = True
-        layer.scheme.__dict__["attend"] = _wrapped(layer.scheme, index, receive)
-    try:
+    with ExitStack() as stack:
+        for index, layer in enumerate(_layers(model)):
+            stack.enter_context(_tapped(layer, index, receive))
         yield
-    finally:
-        for layer, (stepwise, attend) in zip(layers, before, strict=True):
-            layer.stepwise = stepwise
-            del layer.scheme.__dict__["attend"]
-            if attend is not None:
-                layer.scheme.__dict__["attend"] = attend
 
 
 def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
@@ -131,9 +131,13 @@ def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
 
     The options go to the model. Nothing carries gradients.
 
+    Args:
+        model: a :class:`gape.GPT`, a module with :class:`gape.GAPEAttention` layers, or a model of transformers that
+            :func:`gape.hf.inject` has put gates into; of a :class:`gape.hf.GapeForCausalLM` its `gpt`.
+        ids: integer (B, N).
+
     Raises:
-        ValueError: the model has no :class:`gape.GAPEAttention`, or a cache in the options kept a layer from calling
-            its scheme.
+        ValueError: as :func:`tap`, or a cache in the options kept a layer from being received.
     """
     layers: dict[int, Attended] = {}
     with torch.no_grad(), tap(model, layers.__setitem__):
@@ -145,11 +149,44 @@ def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
     return [layers[index] for index in sorted(layers)]
 
 
-def _layers(model: nn.Module) -> list[GAPEAttention]:
-    layers = [module for module in model.modules() if isinstance(module, GAPEAttention)]
+def _layers(model: nn.Module) -> list[Any]:
+    layers = [module for module in model.modules() if isinstance(module, GAPEAttention) or _is_injected(module)]
     if not layers:
-        raise invalid_argument("model", type(model).__name__, "a module with GAPEAttention layers")
+        raise invalid_argument(
+            "model", type(model).__name__, "one with GAPEAttention layers or gates of gape.hf.inject"
+        )
     return layers
+
+
+def _is_injected(module: nn.Module) -> bool:
+    """Whether `gape.hf.inject` changed an attention module, asked without importing transformers."""
+    return hasattr(module, "gape_wiring")
+
+
+@contextmanager
+def _tapped(layer: Any, index: int, receive: Receiver) -> Iterator[None]:
+    """While open, `receive` gets what a layer attended with."""
+    if _is_injected(layer):
+        if layer.softcap is not None:
+            raise invalid_argument("model", type(layer).__name__, "layers that do not cap their logits")
+        with _replaced(layer, "attend", _wrapped_layer(layer, index, receive)):
+            yield
+        return
+    with _replaced(layer, "stepwise", True), _replaced(layer.scheme, "attend", _wrapped(layer.scheme, index, receive)):
+        yield
+
+
+@contextmanager
+def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """While open, an attribute of the instance hides what the name meant before."""
+    own = vars(module)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
+    try:
+        yield
+    finally:
+        del own[name]
+        own.update(before)
 
 
 def _wrapped(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., Tensor]:
@@ -159,12 +196,43 @@ def _wrapped(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., Ten
         q: Tensor, k: Tensor, v: Tensor, q_side: Tensor | None, k_side: Tensor | None, **options: Any
     ) -> Tensor:
         y = attend(q, k, v, q_side, k_side, **options)
-        visibility = {name: value for name, value in options.items() if name not in ("scale", "impl", "eps")}
-        seen = inputs.visibility(q, k, **visibility)
-        q_side, k_side = (None if side is None else side.detach() for side in (q_side, k_side))
-        q, k = q.detach(), k.detach()
-        scale = options["scale"]
-        receive(index, Attended(scheme=scheme, q=q, k=k, q_side=q_side, k_side=k_side, scale=scale, seen=seen))
+        visible = {name: value for name, value in options.items() if name not in ("scale", "impl", "eps")}
+        record = Attended(
+            scheme=scheme, q=q.detach(), k=k.detach(), q_side=_detached(q_side), k_side=_detached(k_side),
+            scale=options["scale"], visibility=inputs.visibility(q, k, **visible),
+        )  # fmt: skip
+        if isinstance(scheme, Gated):
+            record = replace(record, gates=scheme.gates, context_length=scheme.context_length)
+        receive(index, record)
         return y
 
     return wrapped
+
+
+def _wrapped_layer(layer: Any, index: int, receive: Receiver) -> Callable[..., Any]:
+    """The method `attend` of an injected layer, which also gives `receive` its arguments."""
+    from gape.hf import masks  # noqa: PLC0415
+
+    attend, wiring = layer.attend, layer.gape_wiring
+
+    def wrapped(
+        q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, *,
+        q_positions: Tensor, k_positions: Tensor | None, mask: Tensor | None,
+    ) -> Any:  # fmt: skip
+        y = attend(q, k, v, gate, landmark, q_positions=q_positions, k_positions=k_positions, mask=mask)
+        mask = None if mask is None else masks.as_bool(masks.first_keys(mask, k.size(2)))
+        in_order = mask is not None and masks.is_next_chunk(q_positions, k_positions, mask)
+        visible = {} if in_order else masks.visibility(q_positions, k_positions, mask, q.size(2))
+        record = Attended(
+            scheme=wiring.scheme, q=q.detach(), k=k.detach(), q_side=_detached(gate), k_side=_detached(landmark),
+            scale=wiring.family.layout.scale(layer), visibility=inputs.visibility(q, k, **visible), gates=layer.gates,
+            context_length=float(wiring.context_length),
+        )  # fmt: skip
+        receive(index, record)
+        return y
+
+    return wrapped
+
+
+def _detached(side: Tensor | None) -> Tensor | None:
+    return None if side is None else side.detach()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,25 +49,45 @@ class Evictor:
     """
 
     def __init__(self, rule: EvictionRule, specs: Sequence[LayerSpec], storage: PagedStorage) -> None:
-        self.rule, self._storage = rule, storage
-        layers, batch, heads = storage.shape
-        device, groups = storage.device, specs[0].n_heads // heads
-        rates = torch.stack([spec.least_rate for spec in specs if spec.least_rate is not None])
-        fades = (rates.view(layers, heads, groups) > 0).all(-1)
-        if rule.eps is None:
-            fades = torch.ones_like(fades)
-        every = torch.arange(layers * batch * heads).view(layers, batch, heads)
-        self._of_layer = [every[layer][:, fades[layer]].flatten().to(device) for layer in range(layers)]
-        self._account = Account(None if rule.eps is None else rule.eps / 2, every.numel(), groups, device)
-        self._rates, self._fixed = rates.to(device), None
-        if rule.bounds == "weights":
-            parts = [spec.limits for spec in specs if spec.limits is not None]
-            self._fixed = [torch.stack([getattr(part, name) for part in parts]).to(device) for name in _PARTS]
-        else:
+        self.rule, self._storage, self._specs = rule, storage, specs
+        if rule.bounds == "queries":
             storage.query_range[:, 0], storage.query_range[:, 1] = 0.0, -torch.inf
         self.interval, self.max_keys = _LEAST_INTERVAL, self._budget()
         if rule.eps is None:
             self.interval = max(1, min(4 * PAGE, self.max_keys // _INTERVAL_SHARE))
+
+    @cached_property
+    def _of_layer(self) -> list[Tensor]:
+        """The sequences of each layer that keys may be evicted from, int64: those that fade, or all under a budget."""
+        layers, batch, heads = self._storage.shape
+        fades = (self._rates.cpu().view(layers, heads, -1) > 0).all(-1) | (self.rule.eps is None)
+        every = torch.arange(layers * batch * heads).view(layers, batch, heads)
+        chosen = [every[layer][:, fades[layer]].flatten() for layer in range(layers)]
+        # One copy for all layers.
+        return list(torch.cat(chosen).to(self._storage.device).split([part.numel() for part in chosen]))
+
+    @cached_property
+    def _rates(self) -> Tensor:
+        """What no query's rate falls below, float64 (L, Hq)."""
+        rates = [spec.least_rate for spec in self._specs if spec.least_rate is not None]
+        return torch.stack(rates).to(self._storage.device)
+
+    @cached_property
+    def _fixed(self) -> Limits | None:
+        """Bounds from weights, each (L, Hq); None where they are measured."""
+        if self.rule.bounds != "weights":
+            return None
+        parts = [spec.limits for spec in self._specs if spec.limits is not None]
+        names = ("rate", "reach", "own", "jitter")
+        return Limits(
+            *torch.stack([torch.stack([getattr(x, name) for x in parts]) for name in names]).to(self._storage.device)
+        )
+
+    @cached_property
+    def _account(self) -> Account:
+        eps = None if self.rule.eps is None else self.rule.eps / 2
+        groups = self._specs[0].n_heads // self._specs[0].n_kv_heads
+        return Account(eps, math.prod(self._storage.shape), groups, self._storage.device)
 
     def _budget(self) -> int:
         """Keys of a key head at most, on average; 0 without a budget."""
@@ -98,12 +119,12 @@ class Evictor:
 
     def _bounds(self) -> Bounds:
         """Bounds on the queries of all sequences, with room for rounding."""
-        parts = self._fixed
-        if parts is None:
+        limits = self._fixed
+        if limits is None:
             reach, own = self._storage.query_range.double().unbind(1)
             own = own + _MARGIN * own.abs()
-            parts = [self._rates, reach * (1 + _MARGIN), own, own.abs()]
-        rounded = Limits(*parts).rounded(self._storage.layout.dtype)
+            limits = Limits(self._rates, reach * (1 + _MARGIN), own, own.abs())
+        rounded = limits.rounded(self._storage.layout.dtype)
         layers, batch, heads = self._storage.shape
         rate, reach, own = (
             x.view(layers, 1, heads, -1).expand(-1, batch, -1, -1).flatten(0, 2)
@@ -186,7 +207,3 @@ class Evictor:
             counts = self._storage.counts.reshape(-1)[torch.cat(self._of_layer).cpu().numpy()]
             mean = int(np.mean(counts)) if counts.size else 0
             self.interval = max(_LEAST_INTERVAL, mean // _INTERVAL_SHARE // PAGE * PAGE)
-
-
-#: The fields of :class:`gape.cache.bounds.Limits`, in its order.
-_PARTS = ("rate", "reach", "own", "jitter")

@@ -56,6 +56,7 @@ def surroundings(device: torch.device) -> dict[str, str]:
 
     import gape  # noqa: PLC0415
     from gape.ops.columns import tf32_allowed  # noqa: PLC0415
+    from gape.ops.implementations import RULES  # noqa: PLC0415
     from gape.utils import run_info  # noqa: PLC0415
 
     stamp = run_info.stamp(device)
@@ -63,11 +64,13 @@ def surroundings(device: torch.device) -> dict[str, str]:
     versions |= {name: stamp[name] for name in ("torch", "triton", "device")}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
+        measured = any(rule.device == properties.name for rule in RULES)
         versions |= {
             "capability": f"{properties.major}.{properties.minor}",
             "memory": f"{properties.total_memory / 2**30:.0f} GiB",
             "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
             "TF32": "allowed in float32 products" if tf32_allowed() else "off",
+            "kernels": "measured here" if measured else "triton and decode run, but were not tuned on this GPU",
         }
     return versions
 

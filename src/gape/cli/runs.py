@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gape.cli.options import Resume
+from gape.utils.recipe_files import find
 
 if TYPE_CHECKING:
     from gape.experiments.recipe import Recipe
 
+
+def _known(recipe: str) -> str:
+    """The name of a recipe, refused before torch is imported where there is none."""
+    find(recipe)
+    return recipe
+
+
 RecipeName = Annotated[
-    str, typer.Argument(help="A TOML file, or the name of one that ships, such as niah/demo or lm/toy.")
+    str,
+    typer.Argument(help="A TOML file, or the name of one that ships, such as niah/demo or lm/toy.", callback=_known),
 ]
 Overrides = Annotated[
     list[str] | None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
 import types
 import typing
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gape.data.shards import Piece
+from gape.utils import recipe_files
 from gape.utils.validation import suggestion
 
 DTYPES = ("uint16", "uint32")
@@ -126,22 +126,13 @@ def _expect(valid: object, name: str, got: object, expected: str) -> None:
         raise ValueError(f"{name}: got {got!r}, expected {expected}")
 
 
-ENDING = ".toml"
-
-
-def available() -> dict[str, Path]:
-    """The recipes that come with the library, by name such as "data/fineweb"."""
-    here = Path(__file__).resolve().parents[1]
-    # In a source tree they lie beside src/, in an installed package inside it.
-    for root in (here / "_recipes", here.parents[1] / "recipes"):
-        if root.is_dir():
-            return {f"data/{file.stem}": file for file in sorted((root / "data").glob(f"*{ENDING}"))}
-    return {}
+#: Where recipes of a preparation lie.
+FOLDER = ("data",)
 
 
 def is_recipe(name: str) -> bool:
     """Whether an input names a recipe: one of those there are, or a TOML file."""
-    return name.endswith(ENDING) or (name in available() and not Path(name).exists())
+    return name.endswith(recipe_files.ENDING) or (name in recipe_files.available(FOLDER) and not Path(name).exists())
 
 
 def load(name: str) -> dict[str, Any]:
@@ -150,13 +141,7 @@ def load(name: str) -> dict[str, Any]:
     Raises:
         ValueError: no such file, no TOML, an unknown key or a value of the wrong type.
     """
-    file = available().get(name.removesuffix(ENDING).removeprefix("recipes/"), Path(name))
-    if not file.is_file():
-        raise ValueError(f"recipe: got {name!r}, expected a TOML file or one of {', '.join(available())}")
-    try:
-        settings = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not a TOML file: {error}") from error
+    settings = recipe_files.read(recipe_files.find(name, folders=FOLDER))
     settings.pop("description", None)
     return {key: _typed(key, value) for key, value in settings.items()}
 

@@ -15,7 +15,7 @@ from gape.analysis import lm
 from gape.analysis.passages import Passages, Reader, lengths_of
 from gape.analysis.spectrum import rotary
 from gape.data import load_tokenizer
-from gape.experiments.experiment import Log, Record, pick_device, wants_bfloat16
+from gape.experiments.experiment import Log, pick_device, wants_bfloat16
 from gape.experiments.far_back import measure_run
 from gape.experiments.open_model import OpenModel, open_run
 from gape.experiments.result_store import ResultSets
@@ -26,7 +26,7 @@ from gape.report.tables import Table
 from gape.tasks.far_back import FarBackConfig
 from gape.train import checkpoint
 from gape.utils import locks
-from gape.utils.jsonl import read_object
+from gape.utils.jsonl import Record, read_object
 from gape.utils.progress import Progress, ProgressTable
 from gape.utils.stored_rows import usable
 

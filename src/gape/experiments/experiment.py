@@ -15,11 +15,10 @@ from gape.experiments.run import Run
 from gape.train import StopFlag, checkpoint
 from gape.train.config import changes
 from gape.utils import files
-from gape.utils.jsonl import read_object
+from gape.utils.jsonl import Record, read_object
 from gape.utils.validation import invalid_argument
 
 Log = Callable[[str], None]
-Record = dict[str, Any]
 
 
 class Experiment(Protocol):

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from gape.analysis.passages import Ids, long_documents, number, text_of
-from gape.experiments.experiment import Log, Record
+from gape.experiments.experiment import Log
 from gape.experiments.open_model import OpenModel
 from gape.experiments.result_store import ResultStore
 from gape.models.gpt import GPT
 from gape.tasks.far_back import FarBackConfig, Sums, measure, summary
 from gape.utils import files
+from gape.utils.jsonl import Record
 from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:

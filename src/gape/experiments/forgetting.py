@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gape.analysis.passages import Reader
-from gape.experiments.experiment import Log, Record, pick_device
+from gape.experiments.experiment import Log, pick_device
 from gape.experiments.forgetting_bench import (
     Bench,
     Forgetful,
@@ -35,6 +35,7 @@ from gape.ops.inputs import Problem
 from gape.report.results import pack_hits
 from gape.tasks import niah, perplexity, perplexity_rows
 from gape.utils import locks
+from gape.utils.jsonl import Record
 from gape.utils.progress import Progress, ProgressTable
 from gape.utils.validation import invalid_argument
 

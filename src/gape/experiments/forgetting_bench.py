@@ -20,7 +20,7 @@ from gape.analysis.passages import Reader
 from gape.analysis.tap import attended
 from gape.cache.eviction import BOUNDS
 from gape.cache.paged import ForgettingCache, FullCache
-from gape.experiments.experiment import Log, Record, wants_bfloat16
+from gape.experiments.experiment import Log, wants_bfloat16
 from gape.experiments.open_model import OpenModel
 from gape.experiments.result_store import ResultStore
 from gape.experiments.run import NeedleRun
@@ -31,6 +31,7 @@ from gape.ops.inputs import Problem
 from gape.tasks import niah
 from gape.tasks.perplexity import eviction_chunk
 from gape.utils import run_info
+from gape.utils.jsonl import Record
 from gape.utils.validation import invalid_argument, weight, whole
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def gpt_subject(model: GPT) -> Subject:
     width = next(model.blocks()).attention.head_dim
 
     def problems(ids: Tensor) -> list[Problem]:
-        layers = (layer.problem(0, layer.seen.n_q) for layer in attended(model, ids, logits_to_keep=1))
+        layers = (layer.problem(0, layer.visibility.n_q) for layer in attended(model, ids, logits_to_keep=1))
         return [replace(problem, v=problem.k.new_empty(*problem.k.shape[:3], width)) for problem in layers]
 
     def check(longest: int) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import gape.hf
 from gape.data import Corpus, open_corpus
-from gape.experiments.experiment import Record, pick_device, wants_bfloat16
+from gape.experiments.experiment import pick_device, wants_bfloat16
 from gape.experiments.finetune import refuse_corpus
 from gape.experiments.open_model import (
     digest,
@@ -32,6 +32,7 @@ from gape.hf.reading import read_config
 from gape.report.tables import Table
 from gape.tasks import perplexity, perplexity_rows
 from gape.utils import files, locks
+from gape.utils.jsonl import Record
 from gape.utils.progress import Progress, ProgressTable
 from gape.utils.run_info import manifest
 from gape.utils.validation import invalid_argument

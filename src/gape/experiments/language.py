@@ -16,15 +16,7 @@ from rich.console import Console
 from gape.analysis.routing import routing_variables
 from gape.data import Corpus, WindowSource, open_corpus
 from gape.experiments import experiment
-from gape.experiments.experiment import (
-    Log,
-    Record,
-    low_precision,
-    model_step,
-    named_device,
-    pick_device,
-    wants_bfloat16,
-)
+from gape.experiments.experiment import Log, low_precision, model_step, named_device, pick_device, wants_bfloat16
 from gape.experiments.open_model import read_run
 from gape.experiments.result_store import ResultStore
 from gape.experiments.run import LanguageEvaluation, LanguageRun
@@ -33,6 +25,7 @@ from gape.tasks import perplexity, perplexity_rows
 from gape.train import StopFlag, Trainer, checkpoint
 from gape.train.load import model_of
 from gape.utils import jsonl, locks
+from gape.utils.jsonl import Record
 from gape.utils.progress import ProgressTable
 from gape.utils.validation import invalid_argument
 

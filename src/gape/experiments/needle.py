@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from gape.analysis.niah import inspect_model
-from gape.experiments.experiment import Log, Record, conditions, model_step, named_device, pick_device
+from gape.experiments.experiment import Log, conditions, model_step, named_device, pick_device
 from gape.experiments.open_model import read_run
 from gape.experiments.recipe import Recipe
 from gape.experiments.result_store import ResultStore, matches
@@ -23,6 +23,7 @@ from gape.tasks import niah
 from gape.train import StopFlag, Trainer, checkpoint
 from gape.train.load import model_of
 from gape.utils import files, jsonl, locks
+from gape.utils.jsonl import Record
 from gape.utils.progress import ProgressTable
 from gape.utils.validation import invalid_argument
 

@@ -18,14 +18,13 @@ from gape.models.gpt import GPT
 from gape.report.series import UNTRAINED
 from gape.train import checkpoint
 from gape.train.load import model_of
-from gape.utils.jsonl import read_object
+from gape.utils.jsonl import Record, read_object
 from gape.utils.stored_rows import fault
 from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
     from gape.hf import LanguageModel
 
-Record = dict[str, Any]
 
 SETTINGS, SUMMARY, CONFIG, MODEL = "run.json", "summary.json", "config.json", "model"
 #: The kind that `gape hf finetune` writes, and what the config of a saved model of transformers always has.

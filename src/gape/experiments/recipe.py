@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import tomllib
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -19,14 +18,13 @@ from typing import Any
 
 from gape.experiments.run import DEFAULT_KIND, Run, directory_name, kind_of
 from gape.experiments.settings import Settings, flatten, override, place, typed
-from gape.utils.validation import invalid_argument, suggestion
+from gape.utils.recipe_files import available, find, read
+from gape.utils.validation import invalid_argument
 
 #: Runs of a recipe at most: each is built and checked before the first is started.
 MOST_RUNS = 10_000
 #: Where runs go by default.
 RUNS = Path("runs")
-#: Folders of recipes that train; others hold recipes of other commands.
-_FOLDERS = ("niah", "lm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), kind: str | None = Non
     """Read a recipe.
 
     Args:
-        path: a TOML file, or a name of :func:`available`.
+        path: a TOML file, or a name of :func:`gape.utils.recipe_files.available`.
         overrides: "key=value" with dotted keys and TOML values, such as "train.max_steps=100"; what is no TOML value
             is taken as a string. They win over the file, its variants and its sweep: a value for a swept key
             replaces the list.
@@ -72,51 +70,17 @@ def load(path: str | Path, overrides: Iterable[str] = (), kind: str | None = Non
             type or out of range; names the key.
     """
     file, given = find(path), dict(override(text) for text in overrides)
-    settings = _read(file)
+    settings = read(file)
     try:
         return _expand(file, _extended(file, settings), given, kind)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{error} (recipe {file})") from error
 
 
-def find(path: str | Path, key: str = "recipe") -> Path:
-    """The file of a recipe given by its path or by a name of :func:`available`.
-
-    Raises:
-        ValueError: there is none; names `key`, and says which there are.
-    """
-    if Path(path).is_file():
-        return Path(path)
-    known = available()
-    name = str(path).removesuffix(".toml").removeprefix("recipes/")
-    if name in known:
-        return known[name]
-    meant = suggestion(name, known, before=", ")
-    raise ValueError(f"{key}: got {str(path)!r}, expected a TOML file or one of {', '.join(known)}{meant}")
-
-
-def available() -> dict[str, Path]:
-    """The recipes that come with the library, by name such as "niah/demo"."""
-    package = Path(__file__).resolve().parents[1]
-    # In a source tree they lie beside src/, in an installed package inside it.
-    for root in (package / "_recipes", package.parents[1] / "recipes"):
-        if root.is_dir():
-            files = [file for folder in _FOLDERS for file in sorted((root / folder).rglob("*.toml"))]
-            return {str(file.relative_to(root).with_suffix("").as_posix()): file for file in files}
-    return {}
-
-
 def default_directory(name: str | Path, recipe: Recipe) -> Path:
     """runs/niah/demo for the recipe niah/demo, runs/NAME for a file elsewhere."""
     known = {file: short for short, file in available().items()}
     return RUNS / known.get(find(name).resolve(), recipe.name)
-
-
-def _read(file: Path) -> Settings:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not a TOML file: {error}") from error
 
 
 def _extended(file: Path, settings: Settings, before: tuple[Path, ...] = ()) -> Settings:
@@ -133,7 +97,7 @@ def _extended(file: Path, settings: Settings, before: tuple[Path, ...] = ()) -> 
     if path.resolve() in (chain := (*before, file.resolve())):
         names = " → ".join(each.stem for each in (*chain, path))
         raise ValueError(f"extends: got {names}, expected a recipe that does not lead back to itself")
-    base = _extended(path, _read(path), chain)
+    base = _extended(path, read(path), chain)
     sections = base.keys() & own.keys() - {"sweep"}
     return {**base, **own} | {key: _over(base[key], own[key]) for key in sections}
 

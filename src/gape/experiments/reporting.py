@@ -84,7 +84,7 @@ def draw_figure(entry: Entry, out: Path, results: Path, runs: Path | None = None
             return list(catalogue.write(entry, gathered, out))
     except NoData as error:
         train = f"gape {entry.command}" if entry.command else f"gape niah train {entry.recipe}"
-        how = entry.made_by or f"{train} and then gape report runs/{entry.recipe} --out {home}"
+        how = entry.commands or f"{train} and then gape report runs/{entry.recipe} --out {home}"
         raise ValueError(f"{entry.name}: {error}; {how} make them") from error
 
 
@@ -92,8 +92,8 @@ def _stored(entry: Entry, home: Path) -> Results:
     if _has_results(home):
         return gather([home])
     report = f"gape report runs/{entry.recipe} --out {home}"
-    if entry.made_by:
-        how = f"{entry.made_by} make them"
+    if entry.commands:
+        how = f"{entry.commands} make them"
     elif entry.command:
         measure = "" if entry.command == "lm train" else f", gape {entry.command} runs/{entry.recipe}/* --data DIR"
         how = f"gape lm train {entry.recipe} data=DIR{measure} and then {report} make them"

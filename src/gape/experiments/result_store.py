@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from gape.report.results import read_rows
 from gape.utils import files, jsonl
+from gape.utils.jsonl import Record
 
-Record = dict[str, Any]
 Measurement = TypeVar("Measurement", bound=Mapping[str, Any])
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 import gape.hf
 from gape.experiments.experiment import pick_device
 from gape.experiments.open_model import base_of, refuse_missing
+from gape.experiments.open_reader import transformers_reader
 from gape.hf import heads
 from gape.hf.reading import read_config
-from gape.tasks.ruler import opening, prompts, sources
+from gape.tasks.ruler import prompts, sources
 from gape.tasks.ruler.readers import TransformersReader
 from gape.tasks.ruler.sources import Sample
 from gape.utils import files
@@ -100,7 +101,7 @@ def write(settings: Settings, out: Path, device: str) -> None:
     if str(read_config(settings.model).model_type).startswith("gape_"):
         raise invalid_argument("model", settings.model, "one without gates; gape hf remove takes them out")
     samples, _ = sources.read([settings.data])
-    reader = opening.open_transformers(settings.model, device=target)
+    reader = transformers_reader(settings.model, device=target)
     groups = _checked(reader.model, settings)
     located = locate(reader, samples, settings.samples, progress)
     score = _scores(reader, located, progress)

@@ -14,12 +14,13 @@ import torch
 
 from gape.data import load_tokenizer
 from gape.experiments import experiment
-from gape.experiments.experiment import Log, Record
+from gape.experiments.experiment import Log
 from gape.experiments.open_model import read_run
+from gape.experiments.open_reader import is_ours, run_reader, transformers_reader
 from gape.experiments.recipe import RUNS
 from gape.experiments.result_store import ResultStore
 from gape.tasks.ruler import evaluation as scoring
-from gape.tasks.ruler import generator, opening, prompts
+from gape.tasks.ruler import generator, prompts
 from gape.tasks.ruler.evaluation import Settings
 from gape.tasks.ruler.generator import WORDING, Generator
 from gape.tasks.ruler.ingredients import Ingredients
@@ -28,7 +29,7 @@ from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
 from gape.tasks.ruler.tasks import TASKS, task
 from gape.utils import files, locks
-from gape.utils.jsonl import read_object
+from gape.utils.jsonl import Record, read_object
 from gape.utils.progress import ProgressTable
 from gape.utils.validation import invalid_argument, whole
 
@@ -229,14 +230,14 @@ def measure(models: Sequence[str], evaluation: Evaluation, *, log: Log) -> list[
 
 def _open(spec: str, evaluation: Evaluation) -> _Opened:
     low, chunk = evaluation.settings.precision == "bfloat16", evaluation.settings.chunk
-    if opening.is_ours(spec):
-        reader, step = opening.open_run(spec, evaluation.tokenizer, device=evaluation.device, low=low, chunk=chunk)
+    if is_ours(spec):
+        reader, step = run_reader(Path(spec), evaluation.tokenizer, device=evaluation.device, low=low, chunk=chunk)
         run = read_run(Path(spec), "lm")
         identity = experiment.identity(run) | {"step": step}
         return _Opened(reader, reader.identity(), _read_so(reader, identity, evaluation), evaluation.out or Path(spec))
     if Path(spec).is_dir() and not (Path(spec) / "config.json").is_file():
         raise ValueError(f"model: got {spec!r}, expected a run of gape lm train or a folder of transformers")
-    other = opening.open_transformers(spec, device=evaluation.device, low=low, chunk=chunk)
+    other = transformers_reader(spec, device=evaluation.device, low=low, chunk=chunk)
     name = evaluation.name or other.name
     about: Record = {
         "run": name, "variant": "", "position": evaluation.name or _position(other) or name, "seed": 0,
@@ -269,7 +270,7 @@ def _measured(opened: _Opened, items: Sequence[Prepared], evaluation: Evaluation
     opened.home.mkdir(parents=True, exist_ok=True)
     with locks.locked(opened.home, "measured"), ProgressTable(unit="sample") as table:
         rows = scoring.evaluate(
-            opened.reader, items, settings, opened.home / HOME / key, asked=question,
+            opened.reader, items, settings, opened.home / HOME / key, question=question,
             progress=lambda done, total: table.show(name, done, total),
         )  # fmt: skip
         table.remove(name)

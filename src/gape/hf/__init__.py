@@ -19,12 +19,13 @@ from gape.hf.save_load import register
 if TYPE_CHECKING:
     from gape.hf.adapters import lora_config
     from gape.hf.formats import read_gguf, read_llama2c
-    from gape.hf.gates import parameters
+    from gape.hf.gates import parameter_groups, parameters
     from gape.hf.gpt2 import extend_positions
-    from gape.hf.injection import Plan, inject, plan, remove
+    from gape.hf.injection import inject, plan, remove
     from gape.hf.language import LanguageModel
     from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM
     from gape.hf.paged import ForgettingCache, FullCache
+    from gape.hf.plans import InjectionPlan, ModelPlan, explain
     from gape.hf.save_load import gate_checksum
 
 _MODULES = {
@@ -32,12 +33,15 @@ _MODULES = {
     "FullCache": "paged",
     "GapeConfig": "modeling_gape",
     "GapeForCausalLM": "modeling_gape",
+    "InjectionPlan": "plans",
     "LanguageModel": "language",
-    "Plan": "injection",
+    "ModelPlan": "plans",
+    "explain": "plans",
     "extend_positions": "gpt2",
     "gate_checksum": "save_load",
     "inject": "injection",
     "lora_config": "adapters",
+    "parameter_groups": "gates",
     "parameters": "gates",
     "plan": "injection",
     "read_gguf": "formats",
@@ -50,12 +54,15 @@ __all__ = [
     "FullCache",
     "GapeConfig",
     "GapeForCausalLM",
+    "InjectionPlan",
     "LanguageModel",
-    "Plan",
+    "ModelPlan",
+    "explain",
     "extend_positions",
     "gate_checksum",
     "inject",
     "lora_config",
+    "parameter_groups",
     "parameters",
     "plan",
     "read_gguf",

@@ -189,5 +189,18 @@ def rotated_part(config: Any) -> float:
     return float(parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
 
 
+def window_of(module: Any) -> int | None:
+    """How many of the latest tokens an attention module sees, wherever its family says so; None: all."""
+    config = module.config
+    kinds = getattr(config, "layer_types", None)
+    if hasattr(module, "sliding_window"):
+        window = module.sliding_window
+    elif kinds is not None and kinds[module.layer_idx] == "full_attention":
+        window = None
+    else:
+        window = getattr(config, "sliding_window", None)
+    return int(window) if window else None
+
+
 def _ancestry(module: nn.Module) -> Iterator[str]:
     return (parent.__name__ for parent in type(module).__mro__)

@@ -24,10 +24,9 @@ from transformers.masking_utils import sdpa_mask
 
 from gape.hf import masks
 from gape.models.skipping import IMPL
-from gape.ops import attention, gated_attention, sdpa
-from gape.ops.inputs import beside_heads, bias_dtype
+from gape.ops import attention, gated_attention, reference, sdpa
+from gape.ops.inputs import bias_dtype
 from gape.ops.limits import DECODE_QUERIES
-from gape.ops.reference import visible_softmax
 from gape.utils.validation import invalid_argument
 
 #: Names that we register → implementation of the operator.
@@ -227,20 +226,14 @@ def dense_attention(
         if values is not None:
             assert q_positions is not None
             assert k_positions is not None
-            distance = _distance(q_positions[..., start:stop], k_positions, dtype)
+            distance = reference.distance(q_positions[..., start:stop], k_positions, dtype)
             rate = (values.amplitude[:, None] * values.gate / values.context_length).to(dtype)
             exposure = (1 - values.landmark).to(dtype).repeat_interleave(groups, dim=1)
-            a = a - rate[:, :, start:stop, None] * exposure.unsqueeze(-2) * distance
+            a = a - reference.penalty(rate[:, :, start:stop], exposure, distance)
             visible = visible & (distance >= 0)
-        weights = visible_softmax(a, visible)
+        weights = reference.visible_softmax(a, visible)
         outs.append((weights @ v).to(q.dtype))
     return torch.cat(outs, dim=2), weights.to(q.dtype) if weights is not None and len(outs) == 1 else None
-
-
-def _distance(q_positions: Tensor, k_positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """i − j, broadcastable to (B, H, Nq, Nk)."""
-    i, j = beside_heads(q_positions, torch.int64), beside_heads(k_positions, torch.int64)
-    return (i.unsqueeze(-1) - j.unsqueeze(-2)).to(dtype)
 
 
 def check_causality(name: str, like: Tensor) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gape import positions as schemes
-from gape.hf import cache, gpt2
+from gape.hf import gpt2
 from gape.hf.attention import InjectedAttention, Wiring, injected_class, wire
 from gape.hf.families import TRANSFORMERS_4, Family, family_of, rope_theta, rotated_part
 from gape.hf.gates import MODULE, REMEDY, RetrofitGates, Settings, freeze, qk_modules
-from gape.hf.implementations import IMPLEMENTATIONS, supported_name
+from gape.hf.implementations import supported_name
+from gape.hf.plans import InjectionPlan, injection_plan
 from gape.hf.save_load import InjectedModel, config_class, family_config, model_class
 from gape.models.config import of_layer
-from gape.ops import explain
 from gape.utils.validation import invalid_argument, whole
 
 log = logging.getLogger("gape.hf")
@@ -41,7 +41,8 @@ def inject(
 
     Args:
         model: of a family in `gape.hf.families`.
-        context_length: T, the length the model is (or will be) trained at; must be given.
+        context_length: T, the length the model is (or will be) trained at; must be given. For "yarn" it is the context
+            that the model had before, `max_position_embeddings`: its frequencies are stretched by that.
         position: "p-rope+gape", "nope+gape", … puts another scheme in the place of the model's own positions; without
             `+gape` no gates come with it. None keeps the model's positions and adds gates.
         layers: numbers of the layers to put gates into, negative ones from the end; None means all. Another `position`
@@ -62,8 +63,9 @@ def inject(
             beyond the positions that the model has learned, or a value out of range. The model is then as it was.
     """
     settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
+    _warn_of_native(model, family, settings)
     if dry_run:
-        print(_plan(model, family, settings))
+        print(injection_plan(model, family, settings))
         return model
     learned = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     _own_config(model)
@@ -90,14 +92,14 @@ def plan(
     start: str = "identity",
     gates: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Plan:
+) -> InjectionPlan:
     """What :func:`inject` would do with these arguments, as an object to print or to read.
 
     Raises:
         ValueError: as :func:`inject`.
     """
     settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
-    return _plan(model, family, settings)
+    return injection_plan(model, family, settings)
 
 
 def install(model: Any, settings: Settings) -> None:
@@ -169,7 +171,10 @@ def _checked(
 ) -> tuple[Settings, Family]:
     """The settings and the family, after every check that needs no change of the model."""
     if isinstance(model, nn.Module) and any(isinstance(m, InjectedAttention) for m in model.modules()):
-        raise ValueError("model: got one with gates, expected one without; gape.hf.remove takes them out")
+        raise ValueError(
+            "model: got one with gates, expected one without; gape.hf.explain says what runs in it, "
+            "gape.hf.remove takes them out"
+        )
     family = family_of(model)
     count = len(family.modules(model))
     if layers is not None and position is not None:
@@ -290,6 +295,17 @@ def _wrap(module: Any, wiring: Wiring, settings: Settings, options: Mapping[str,
     setattr(module, MODULE, gates)
 
 
+def _warn_of_native(model: Any, family: Family, settings: Settings) -> None:
+    """Warn where YaRN would choose the frequencies to stretch by another length than the model was trained at."""
+    native = getattr(model.config, "max_position_embeddings", None)
+    if settings.base == "yarn" and family.layout.rotary and native not in (None, settings.context_length):
+        log.warning(
+            "context_length: yarn takes the model's own context to choose which frequencies to stretch; got T = %d, "
+            "expected max_position_embeddings = %d",
+            settings.context_length, native,
+        )  # fmt: skip
+
+
 def _warn_of_dropout(module: Any) -> None:
     dropout = getattr(module, "attention_dropout", 0.0) or getattr(getattr(module, "attn_dropout", None), "p", 0.0)
     if dropout:
@@ -302,93 +318,3 @@ def _unwrap(module: Any) -> None:
     del module.gape_wiring
     vars(module).pop("skips", None)
     module.__class__ = base
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What :func:`gape.hf.inject` would do.
-
-    Attributes:
-        model: class of the model.
-        settings: of the injection.
-        layers: layers that change, and all there are.
-        parameters: numbers added, and the model's own.
-        gate_flops: operations per token that reading the gates adds, all layers.
-        own_flops: operations per token of the model's matrix products, attention left out.
-        cache_bytes: bytes per token that the cache grows by, and its own.
-        implementation: the name in `attn_implementation`.
-        backend: what runs, as :func:`gape.explain` says it.
-    """
-
-    model: str
-    settings: Settings
-    layers: tuple[int, int]
-    parameters: tuple[int, int]
-    gate_flops: int
-    own_flops: int
-    cache_bytes: tuple[int, int]
-    implementation: str
-    backend: str
-
-    def __str__(self) -> str:
-        added, own = self.parameters
-        growth, before = self.cache_bytes
-        settings = self.settings
-        return "\n".join(
-            (
-                f"{self.model}: {self.layers[0]} of {self.layers[1]} layers, T = {settings.context_length}, "
-                f"positions {settings.position or 'its own + gates'}, start {settings.start}",
-                f"parameters   {added:+,} beside {own:,} ({added / own:+.4%})",
-                f"operations   {self.gate_flops:+,} per token beside {self.own_flops:,} ({self.share:+.4%}) "
-                "without attention",
-                f"cache        {growth:+,} bytes per token beside {before:,}",
-                f"attention    {self.implementation}: {self.backend}",
-            )
-        )
-
-    @property
-    def share(self) -> float:
-        """Operations added, beside the model's own."""
-        return self.gate_flops / self.own_flops
-
-
-def _plan(model: Any, family: Family, settings: Settings) -> Plan:
-    """The plan of a checked injection."""
-    modules = family.modules(model)
-    n_heads, n_kv_heads, width = family.layout.sizes(modules[0])
-    changed = len(modules) if settings.layers is None else len(settings.layers)
-    gated = changed if settings.gated else 0
-    own = sum(p.numel() for p in model.parameters())
-    # Each learned gate has a weight vector and a bias, each query head an amplitude and a strength.
-    learns = (settings.gates.get("learn_gate", True), settings.gates.get("learn_landmark", True))
-    readers = n_heads * bool(learns[0]) + n_kv_heads * bool(learns[1])
-    added = gated * (readers * (width + 1) + 2 * n_heads)
-    if family.model_type == "gpt2" and settings.position is not None:
-        added -= model.transformer.wpe.weight.numel()
-    parameter = next(model.parameters())
-    like = parameter if parameter.is_floating_point() else torch.empty(0, dtype=torch.bfloat16)
-    cache_growth = gated * n_kv_heads * cache.extra_width(like.dtype) * like.element_size()
-    name = supported_name(model.config._attn_implementation)
-    return Plan(
-        model=type(model).__name__,
-        settings=settings,
-        layers=(changed, len(modules)),
-        parameters=(added, own),
-        gate_flops=2 * gated * readers * width,
-        own_flops=2 * own,
-        cache_bytes=(cache_growth, 2 * len(modules) * n_kv_heads * width * like.element_size()),
-        implementation=name,
-        backend=_backend(name, n_heads, n_kv_heads, width, like),
-    )
-
-
-def _backend(name: str, n_heads: int, n_kv_heads: int, width: int, like: torch.Tensor) -> str:
-    """What would run for a few hundred tokens of the model's dtype on its device."""
-    device = torch.device("cpu") if like.device.type == "meta" else like.device
-    q, k = (torch.zeros(1, heads, 256, width, dtype=like.dtype, device=device) for heads in (n_heads, n_kv_heads))
-    gate, landmark = (torch.zeros(1, heads, 256, device=device) for heads in (n_heads, n_kv_heads))
-    amplitude = torch.ones(n_heads, device=device)
-    try:
-        return str(explain(q, k, k, gate, landmark, amplitude, context_length=1, impl=IMPLEMENTATIONS[name]))
-    except ValueError as error:
-        return str(error)

@@ -1,4 +1,4 @@
-"""The definition: dense, in float32 or float64, and the only place where the formula stands written out.
+"""The definition: dense, in float32 or float64. Other dense code takes its bias and its softmax from here.
 
 a_ij = scale · q_iᵀ k_j − c_i · u_j · (i − j),    c_i = Γ_h · g_i / T,    u_j = 1 − l_j
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gape.ops.inputs import Problem, bias_dtype
+from gape.ops.inputs import Problem, beside_heads, bias_dtype
 
 
 def logits(problem: Problem) -> Tensor:
@@ -17,12 +17,25 @@ def logits(problem: Problem) -> Tensor:
     groups = problem.q.size(1) // problem.k.size(1)
     k = problem.k.to(dtype).repeat_interleave(groups, dim=1)
     u = problem.exposure.repeat_interleave(groups, dim=1)
-    i, j = problem.seen.positions()
-    distance = (i.unsqueeze(-1) - j.unsqueeze(-2)).to(dtype)
-    if distance.dim() == 3:
-        distance = distance.unsqueeze(1)
     content = problem.scale * (problem.q.to(dtype) @ k.transpose(-1, -2))
-    return content - problem.rate.unsqueeze(-1) * u.unsqueeze(-2) * distance
+    return content - penalty(problem.rate, u, distance(*problem.seen.positions(), dtype))
+
+
+def penalty(rate: Tensor, exposure: Tensor, distance: Tensor) -> Tensor:
+    """c_i · u_j · (i − j), what a logit loses under the gates.
+
+    Args:
+        rate: c, (B, Hq, Nq).
+        exposure: u, (B, Hq, Nk), of the keys that each query head reads.
+        distance: i − j, broadcastable to (B, Hq, Nq, Nk).
+    """
+    return rate.unsqueeze(-1) * exposure.unsqueeze(-2) * distance
+
+
+def distance(q_positions: Tensor, k_positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """i − j of integer positions (N,) or (B, N), broadcastable to (B, H, Nq, Nk) in `dtype`."""
+    i, j = beside_heads(q_positions, torch.int64), beside_heads(k_positions, torch.int64)
+    return (i.unsqueeze(-1) - j.unsqueeze(-2)).to(dtype)
 
 
 def weights(problem: Problem) -> Tensor:

@@ -2,7 +2,17 @@
 
 from gape.positions.base import Scheme
 from gape.positions.gated import Gated
-from gape.positions.registry import available, build, is_gated, rotary_frequencies
+from gape.positions.registry import available, build, is_gated, register, rotary_frequencies, unregister
 from gape.positions.rotary import Rotary
 
-__all__ = ["Gated", "Rotary", "Scheme", "available", "build", "is_gated", "rotary_frequencies"]
+__all__ = [
+    "Gated",
+    "Rotary",
+    "Scheme",
+    "available",
+    "build",
+    "is_gated",
+    "register",
+    "rotary_frequencies",
+    "unregister",
+]

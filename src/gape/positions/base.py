@@ -56,8 +56,6 @@ class Scheme(nn.Module):
 
     #: Why `+gape` may not follow this scheme; None where it may.
     refuses_gates: ClassVar[str | None] = None
-    #: Whether the scheme runs the gated operator (and so profits from reserved coordinates).
-    gated: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -94,14 +92,14 @@ class Scheme(nn.Module):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **seen: Any,
+        **visibility: Any,
     ) -> Tensor:  # fmt: skip
         """Attend with what `queries` and `keys` returned.
 
-        `seen` says who may see whom: q_positions, k_positions, q_documents, k_documents, attn_mask and
+        `visibility` says who may see whom: q_positions, k_positions, q_documents, k_documents, attn_mask and
         is_causal of :func:`gape.gated_attention`. Returns (B, Hq, Nq, Dv).
         """
-        return attention(q, k, v, scale=scale, **seen)
+        return attention(q, k, v, scale=scale, **visibility)
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:
         """What a fused pass over q and k of n tokens in index order has to do.
@@ -167,11 +165,6 @@ def distance(q_positions: Tensor, k_positions: Tensor) -> Tensor:
             raise invalid_argument(name, x, "an integer tensor")
     delta = q_positions.to(torch.int64).unsqueeze(-1) - k_positions.to(torch.int64).unsqueeze(-2)
     return delta.unsqueeze(0).unsqueeze(0) if delta.dim() == 2 else delta.unsqueeze(1)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which positional numbers are computed: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

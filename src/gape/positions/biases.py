@@ -11,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape.ops import attention, gated_attention
-from gape.positions.base import Scheme, Side, Sizes, distance, wide, without_autocast
+from gape.ops.inputs import bias_dtype
+from gape.positions.base import Scheme, Side, Sizes, distance, without_autocast
 from gape.utils.constant import Constant
 from gape.utils.validation import above, even, invalid_argument, positive_number, whole
 
@@ -33,10 +34,10 @@ class Biased(Scheme):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **seen: Any,
+        **visibility: Any,
     ) -> Tensor:  # fmt: skip
         """Attend under the bias; sides and `impl` are not used. Returns (B, Hq, Nq, Dv)."""
-        return attention(q, k, v, bias=self.bias, scale=scale, **seen)
+        return attention(q, k, v, bias=self.bias, scale=scale, **visibility)
 
 
 def inverse_softplus(value: Tensor) -> Tensor:
@@ -51,7 +52,6 @@ class ALiBi(Scheme):
     """
 
     refuses_gates: ClassVar[str | None] = "ALiBi already is the gated operator, with constant gates"
-    gated: ClassVar[bool] = True
 
     def __init__(self, **sizes: Unpack[Sizes]) -> None:
         super().__init__(**sizes)
@@ -59,13 +59,15 @@ class ALiBi(Scheme):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **seen: Any,
+        **visibility: Any,
     ) -> Tensor:  # fmt: skip
         """Attend under the penalty; the sides are not used. Returns (B, Hq, Nq, Dv)."""
-        dtype = wide(q.dtype)
+        dtype = bias_dtype(q.dtype)
         gate, landmark = q.new_ones(q.shape[:3], dtype=dtype), k.new_zeros(k.shape[:3], dtype=dtype)
         slopes = self._slopes.on(q.device, dtype)
-        return gated_attention(q, k, v, gate, landmark, slopes, context_length=1.0, scale=scale, impl=impl, **seen)
+        return gated_attention(
+            q, k, v, gate, landmark, slopes, context_length=1.0, scale=scale, impl=impl, **visibility
+        )
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """−m_h · (i − j), (1 or B, Hq, Nq, Nk) in float32: what `attend` adds, written out."""
@@ -127,12 +129,12 @@ class Kerple(Biased):
     @property
     def r1(self) -> Tensor:
         """(Hq,), above 0."""
-        return F.softplus(self.raw_r1.to(wide(self.raw_r1.dtype)))
+        return F.softplus(self.raw_r1.to(bias_dtype(self.raw_r1.dtype)))
 
     @property
     def r2(self) -> Tensor:
         """(Hq,), above 0; for "power" below 2 as well."""
-        raw = self.raw_r2.to(wide(self.raw_r2.dtype))
+        raw = self.raw_r2.to(bias_dtype(self.raw_r2.dtype))
         return 2 * raw.sigmoid() if self.variant == "power" else F.softplus(raw)
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
@@ -186,12 +188,12 @@ class FIRE(Biased):
     @property
     def c(self) -> Tensor:
         """(1,), above 0: how much of the range nearby distances get."""
-        return F.softplus(self.raw_c.to(wide(self.raw_c.dtype)))
+        return F.softplus(self.raw_c.to(bias_dtype(self.raw_c.dtype)))
 
     @property
     def threshold(self) -> Tensor:
         """(1,), above 0: L, the position up to which queries share one normaliser."""
-        return self.init_threshold * F.softplus(self.raw_stretch.to(wide(self.raw_stretch.dtype)))
+        return self.init_threshold * F.softplus(self.raw_stretch.to(bias_dtype(self.raw_stretch.dtype)))
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """The MLP of the interpolated distance, (1 or B, Hq, Nq, Nk)."""
@@ -245,4 +247,4 @@ class T5(Biased):
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """The table's entry for each pair, (1 or B, Hq, Nq, Nk)."""
         buckets = self.buckets(distance(q_positions, k_positions)).squeeze(1)
-        return F.embedding(buckets, self.table.to(wide(self.table.dtype))).movedim(-1, 1)
+        return F.embedding(buckets, self.table.to(bias_dtype(self.table.dtype))).movedim(-1, 1)

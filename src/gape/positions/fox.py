@@ -9,7 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gape.ops import attention
-from gape.positions.base import Scheme, Side, Sizes, wide, without_autocast
+from gape.ops.inputs import bias_dtype
+from gape.positions.base import Scheme, Side, Sizes, without_autocast
 from gape.utils.validation import finite, invalid_argument
 
 
@@ -36,7 +37,7 @@ class ForgetGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, N, E) → log f (B, Hq, N), at most 0."""
-        dtype = wide(x.dtype)
+        dtype = bias_dtype(x.dtype)
         with without_autocast(x.device):
             logits = F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
         return F.logsigmoid(logits).transpose(1, 2)
@@ -84,7 +85,7 @@ class FoX(Scheme):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **seen: Any,
+        **visibility: Any,
     ) -> Tensor:  # fmt: skip
         """Attend under the decay; k_side (B, Hq, Nk) is F of all keys. Returns (B, Hq, Nq, Dv).
 
@@ -93,4 +94,4 @@ class FoX(Scheme):
         """
         if k_side is None:
             raise invalid_argument("k_side", None, "the cumulative decay that keys() returned")
-        return attention(q, k, v, key_bias=-k_side, scale=scale, **seen)
+        return attention(q, k, v, key_bias=-k_side, scale=scale, **visibility)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ class Gated(Scheme):
         ValueError: the base refuses gates, or its context_length is None.
     """
 
-    gated: ClassVar[bool] = True
     context_length: float
 
     def __init__(self, base: Scheme, **gate_options: Any) -> None:
@@ -58,11 +57,11 @@ class Gated(Scheme):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **seen: Any,
+        **visibility: Any,
     ) -> Tensor:  # fmt: skip
         """Attend under the gates; the sides are those of `queries` and `keys`. Returns (B, Hq, Nq, Dv).
 
-        `seen` may also have `eps`, the attention that a query may lose to skipped tiles.
+        `visibility` may also have `eps`, the attention that a query may lose to skipped tiles.
 
         Raises:
             ValueError: a side is None.
@@ -71,7 +70,7 @@ class Gated(Scheme):
             raise invalid_argument("q_side and k_side", None, "the gate and the landmark")
         amplitude, length = self.gates.amplitude, self.context_length
         return gated_attention(
-            q, k, v, q_side, k_side, amplitude, context_length=length, scale=scale, impl=impl, **seen
+            q, k, v, q_side, k_side, amplitude, context_length=length, scale=scale, impl=impl, **visibility
         )
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:

@@ -29,7 +29,41 @@ _SCHEMES: dict[str, type[Scheme]] = {
     "t5": T5,
     "fox": FoX,
 }
+_BUILT_IN = frozenset(_SCHEMES)
 _GATES = "+gape"
+
+
+def register(name: str, scheme: type[Scheme]) -> None:
+    """Make a scheme of your own known by a name, to :func:`build`, layers, models and recipes.
+
+    `+gape` may follow the name unless `scheme.refuses_gates` says why not. The name holds in this process; models are
+    saved with the name alone, so register it before they are loaded.
+
+    Args:
+        name: letters, digits and hyphens, not that of another scheme.
+        scheme: a subclass of :class:`Scheme`, such as one of :class:`Rotary` with `frequencies` of its own.
+
+    Raises:
+        ValueError: a name of other characters or one that is taken, or no subclass of :class:`Scheme`.
+    """
+    if not isinstance(name, str) or not name.replace("-", "").isalnum():
+        raise invalid_argument("name", name, "letters, digits and hyphens")
+    if name in _SCHEMES:
+        raise invalid_argument("name", name, f"a new one, not one of {', '.join(_SCHEMES)}")
+    if not isinstance(scheme, type) or not issubclass(scheme, Scheme):
+        raise invalid_argument("scheme", scheme, "a subclass of gape.positions.Scheme")
+    _SCHEMES[name] = scheme
+
+
+def unregister(name: str) -> None:
+    """Forget a scheme that :func:`register` made known.
+
+    Raises:
+        ValueError: there is none of that name, or it comes with the library.
+    """
+    if name in _BUILT_IN or name not in _SCHEMES:
+        raise invalid_argument("name", name, "one that gape.positions.register was called with")
+    del _SCHEMES[name]
 
 
 def available() -> list[str]:

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gape.ops import inputs
 from gape.ops.prologue import OnePass
-from gape.positions.base import Scheme, Side, cacheable, keyword_defaults, stream_of, wide
+from gape.positions.base import Scheme, Side, cacheable, keyword_defaults, stream_of
 from gape.utils.constant import Constant
 from gape.utils.validation import above, even, finite, invalid_argument, positive_number
 
@@ -112,7 +112,7 @@ class Rotary(Scheme):
         if not isinstance(x, Tensor) or x.dim() != 4 or x.size(-1) != self.head_dim:
             raise invalid_argument("x", x, f"a tensor (batch, heads, tokens, {self.head_dim})")
         inputs.positions("positions", positions, x.size(0), x.size(2), x.device)
-        cos, sin = self.cos_sin(positions, wide(x.dtype))
+        cos, sin = self.cos_sin(positions, inputs.bias_dtype(x.dtype))
         if positions.dim() == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         first, second = x.to(cos.dtype).chunk(2, dim=-1)

@@ -37,7 +37,7 @@ class Entry:
         recipe: the recipe whose results it shows.
         every_variant: whether it shows all variants of a recipe; others show one, and say which.
         command: of a figure of language models: what of `gape` leaves its rows in a run's directory.
-        made_by: commands that make its results, where they are not those of a recipe alone.
+        commands: commands that make its results, where they are not those of a recipe alone.
         tables: makes the tables that stand beside it, in NAME.md.
     """
 
@@ -50,7 +50,7 @@ class Entry:
     recipe: str = "niah/paper"
     every_variant: bool = False
     command: str = ""
-    made_by: str = ""
+    commands: str = ""
     tables: Callable[[Results], list[tables.Table]] | None = None
 
     def data(self, results: Results | None) -> Data:
@@ -217,7 +217,7 @@ _LANGUAGE = (
         caption="Perplexity of held-out documents by context length, of a model of transformers fine-tuned alike with "
         "and without gates. Bands are 95% intervals over documents.",
         measure=series.hf_perplexity, draw=figures.draw_perplexity, recipe="hf/smollm2", tables=tables.hf_tables,
-        made_by="gape hf import FILE --out models/smollm2, gape data prepare BOOKS --heldout HELDOUT --strata 66000 "
+        commands="gape hf import FILE --out models/smollm2, gape data prepare BOOKS --heldout HELDOUT --strata 66000 "
         "--excerpts --tokenizer models/smollm2 --out DATA and bash examples/extend.sh models/smollm2 DATA "
         "runs/hf/smollm2, then gape report runs/hf/smollm2 models/smollm2 --out results/hf/smollm2",
     ),
@@ -225,20 +225,20 @@ _LANGUAGE = (
         name="ruler-44m", paper="tab:results_wide", command="ruler eval",
         caption="Answer NLL per token on RULER's subsets. Bars are 95% intervals over samples.",
         measure=ruler.losses, draw=figures.draw_ruler, recipe="ruler/44m", tables=ruler.tables,
-        made_by=_ruler_of("lm/books", "44m"),
+        commands=_ruler_of("lm/books", "44m"),
     ),
     _language(
         name="ruler-ablation", paper="tab:ablation_comparison", command="ruler eval",
         caption="Change of answer NLL on RULER's subsets against p-RoPE+GAPE. Bars are 95% intervals over samples.",
         measure=ruler.ablations, draw=figures.draw_ruler, recipe="ruler/ablation", tables=ruler.ablation_tables,
-        made_by=_ruler_of("lm/ablations", "ablation"),
+        commands=_ruler_of("lm/ablations", "ablation"),
     ),
     _language(
         name="ruler-124m", paper="tab:results_wide", command="ruler eval",
         caption="Answer NLL per token on RULER's subsets, GPT-2 fine-tuned with other positions. Bars are 95% "
         "intervals over samples.",
         measure=ruler.others_losses, draw=figures.draw_ruler, recipe="ruler/124m", tables=ruler.tables,
-        made_by=f"{_SAMPLES}, for each scheme gape hf convert GPT2 --position SCHEME --context-length 1024 --out "
+        commands=f"{_SAMPLES}, for each scheme gape hf convert GPT2 --position SCHEME --context-length 1024 --out "
         "gpt2-SCHEME and gape hf finetune gpt2-SCHEME DATA --out runs/gpt2/SCHEME, then gape ruler eval "
         "runs/gpt2/*/model --data samples and gape ruler table runs/ruler --out results/ruler/124m",
     ),
@@ -247,7 +247,7 @@ _LANGUAGE = (
         caption="Cache: bytes beside the full cache. Cost: beside dense attention on the same text. Prefill and "
         "decoding: times that earlier versions measured, beside dense attention and the full cache.",
         measure=forgetting.series, draw=figures.draw_forgetting, recipe="forgetting", tables=forgetting.result_tables,
-        made_by="gape lm train lm/forgetting data=DIR, gape lm forgetting runs/lm/forgetting/* --data DIR, gape niah "
+        commands="gape lm train lm/forgetting data=DIR, gape lm forgetting runs/lm/forgetting/* --data DIR, gape niah "
         "train niah/forgetting, gape niah forgetting runs/niah/forgetting/*, "
         "and then gape report runs/lm/forgetting runs/niah/forgetting --out results/forgetting",
     ),

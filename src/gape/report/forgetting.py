@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gape.report.results import KINDS, Record, Results
+from gape.report.results import KINDS, Results
 from gape.report.schemes import name
 from gape.report.series import Data, NoData
 from gape.report.tables import Table, number
+from gape.utils.jsonl import Record
 
 Cell = Callable[[Record], str]
 Columns = dict[str, Cell]

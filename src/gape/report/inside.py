@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from gape.report.results import Record, Results
+from gape.report.results import Results
 from gape.report.schemes import TARGETS, by_scheme, grouped, label, name, scheme_order, variant_of
 from gape.report.series import Data, NoData, language_rows, of_main_variant, train_length
 from gape.report.statistics import columns, mean_of
+from gape.utils.jsonl import Record
 
 #: The order in which the paper's figures of one layer show schemes, and the run that stands for gates.
 SIDE_BY_SIDE = ("p-rope+gape", "p-rope", "rope", "nope+gape", "rope+gape")

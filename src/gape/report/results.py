@@ -16,11 +16,9 @@ from typing import Any
 from gape.report.schemes import grouped, scheme_order, variant_of
 from gape.train.config import MAY_CHANGE
 from gape.utils import files
-from gape.utils.jsonl import read_lines, read_object
+from gape.utils.jsonl import Record, read_lines, read_object
 from gape.utils.stored_rows import fault
 from gape.utils.validation import suggestion
-
-Record = dict[str, Any]
 
 RUNS = "runs.jsonl"
 

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gape.report.results import Record, Results, refuse_same_seed
+from gape.report.results import Results, refuse_same_seed
 from gape.report.schemes import by_scheme, grouped, name
 from gape.report.series import Data, NoData
 from gape.report.statistics import verdict
 from gape.report.tables import Table, interval
 from gape.tasks.perplexity_rows import Floats, weighted_interval
+from gape.utils.jsonl import Record
 
 #: The model that ablations are measured against.
 FULL = ("p-rope+gape", "")

@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gape.report.results import PROTOCOL, Record, Results, far_back_question
+from gape.report.results import PROTOCOL, Results, far_back_question
 from gape.report.schemes import TARGETS, by_scheme, grouped, label, name, scheme_order
 from gape.report.statistics import Curve, columns, curves, mean_of, pooled
+from gape.utils.jsonl import Record
 
 Data = dict[str, Any]
 #: Kinds of far-back measurements in the order of tables and columns.

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gape.report.results import Record, Results, far_back_question, unpack_hits
+from gape.report.results import Results, far_back_question, unpack_hits
 from gape.report.schemes import base_of, by_scheme, grouped, label, name, scheme_order
-from gape.tasks.perplexity_rows import Floats, paired_interval
+from gape.tasks.perplexity_rows import RESAMPLES, Floats, paired_interval
+from gape.utils.jsonl import Record
 
-RESAMPLES = 2000
 #: Student's t at 97.5% for 1, 2, … degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gape.report import series
 from gape.report.inside import ROUTING
-from gape.report.results import Record, Results, unpack_hits
+from gape.report.results import Results, unpack_hits
 from gape.report.schemes import TARGETS, base_of, by_scheme, grouped, joined, label, name, scheme_order
 from gape.report.statistics import (
     Curve,
@@ -24,6 +24,7 @@ from gape.report.statistics import (
     perplexity_differences,
     window_difference,
 )
+from gape.utils.jsonl import Record
 
 Cells = frozenset[tuple[int, int]]
 #: What LaTeX reads as something else, or not at all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from gape.tasks.ruler.opening import open_run
-from gape.tasks.ruler.readers import Ids, padded
+from gape.tasks.ruler.readers import GPTReader, Ids, padded
+from gape.tasks.run_tokenizer import run_tokenizer
+from gape.train import load_model
 from gape.utils.validation import invalid_argument, whole
 
 
@@ -56,10 +58,9 @@ class GapeLM(TemplateLM):  # type: ignore[misc,untyped-decorator,unused-ignore]
         if dtype not in ("float32", "bfloat16"):
             raise invalid_argument("dtype", dtype, "float32 or bfloat16")
         device = ("cuda" if torch.cuda.is_available() else "cpu") if device in (None, "auto") else str(device)
-        self.reader, self.step = open_run(
-            directory, tokenizer, device=device, low=dtype == "bfloat16", chunk=int(chunk)
-        )
-        self.model = self.reader.model
+        own = run_tokenizer(Path(directory), tokenizer)
+        self.model = load_model(directory, device=device)
+        self.reader = GPTReader(self.model, own, low=dtype == "bfloat16", chunk=int(chunk))
         self._device = self.reader.device
         self._name = str(directory)
         self.max_length = whole("max_length", int(max_length or self.model.config.context_length))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gape.tasks.perplexity import Plan, edges, scores, tokens_by_position
-from gape.utils.jsonl import JSONLines
+from gape.utils.jsonl import JSONLines, Record
 from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
@@ -76,9 +76,6 @@ def weighted_interval(sums: Floats, counts: Floats, documents: Ints, seed: int =
         means.append(totals[drawn].sum(1) / tokens[drawn].sum(1))
     low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
     return Interval(float(low), float(high), over)
-
-
-Record = dict[str, Any]
 
 
 class Scored(NamedTuple):

@@ -24,8 +24,8 @@ class NonFiniteError(ArithmeticError):
     """
 
     def __init__(self, step: int, what: str, dump: Path | None) -> None:
-        where = f"; see {dump}" if dump else ""
-        super().__init__(f"step {step}: {what}; the weights are those after step {step - 1}{where}")
+        hint = f"; see {dump}" if dump else ""
+        super().__init__(f"step {step}: {what}; the weights are those after step {step - 1}{hint}")
         self.step, self.dump = step, dump
 
 

@@ -29,8 +29,8 @@ class DiskFullError(OSError):
         free: bytes there were.
     """
 
-    def __init__(self, what: str, where: Path, needed: int, free: int) -> None:
-        message = f"no room for {what} in {where}: {size(needed)} needed, {size(free)} free; make room and start again"
+    def __init__(self, what: str, path: Path, needed: int, free: int) -> None:
+        message = f"no room for {what} in {path}: {size(needed)} needed, {size(free)} free; make room and start again"
         super().__init__(errno.ENOSPC, message)
         self.needed, self.free = needed, free
 
@@ -41,8 +41,8 @@ class DiskFullError(OSError):
 class LostDirectoryError(OSError):
     """The directory of the work was moved or deleted while it went on."""
 
-    def __init__(self, what: str, where: Path) -> None:
-        super().__init__(errno.ENOENT, f"no place for {what}: {where} was there and is gone; put it back or start anew")
+    def __init__(self, what: str, path: Path) -> None:
+        super().__init__(errno.ENOENT, f"no place for {what}: {path} was there and is gone; put it back or start anew")
 
     def __str__(self) -> str:
         return str(self.strerror)

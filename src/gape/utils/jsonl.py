@@ -9,6 +9,9 @@ from typing import Any
 
 from gape.utils import files
 
+#: A line of a file, by key.
+Record = dict[str, Any]
+
 
 class JSONLines:
     """A file of JSON objects, one a line, that is only appended to."""

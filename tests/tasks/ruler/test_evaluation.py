@@ -33,8 +33,8 @@ def items(tmp_path: Path, reader: GPTReader) -> list[Prepared]:
 
 
 def score(reader: GPTReader, items: list[Prepared], home: Path, **more: object) -> list[dict[str, object]]:
-    asked = evaluation.question({"weights": "w"}, SOURCES, SETTINGS)
-    return evaluation.evaluate(reader, items, SETTINGS, home, asked=asked, **more)  # type: ignore[arg-type]
+    question = evaluation.question({"weights": "w"}, SOURCES, SETTINGS)
+    return evaluation.evaluate(reader, items, SETTINGS, home, question=question, **more)  # type: ignore[arg-type]
 
 
 def test_rows_say_everything(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
@@ -52,23 +52,23 @@ def test_rows_say_everything(reader: GPTReader, items: list[Prepared], tmp_path:
 
 
 def test_batches_hold_one_task_and_no_more_tokens_than_asked(items: list[Prepared]) -> None:
-    made = evaluation.batches(items, 300)
-    assert sorted(n for batch in made for n in batch) == list(range(7))
-    assert max(len(batch) for batch in made) > 1
-    for batch in made:
+    batches = evaluation.batches(items, 300)
+    assert sorted(n for batch in batches for n in batch) == list(range(7))
+    assert max(len(batch) for batch in batches) > 1
+    for batch in batches:
         assert len({items[n].sample.task for n in batch}) == 1
         longest = max(len(items[n].prompt) for n in batch)
         assert len(batch) == 1 or longest * len(batch) <= 300
 
 
-@pytest.mark.parametrize("kept", [0, 0.2, 0.5, 0.81, 1])
+@pytest.mark.parametrize("share", [0, 0.2, 0.5, 0.81, 1])
 def test_a_file_cut_anywhere_is_completed_to_the_same_rows(
-    kept: float, reader: GPTReader, items: list[Prepared], tmp_path: Path
+    share: float, reader: GPTReader, items: list[Prepared], tmp_path: Path
 ) -> None:
     home = tmp_path / "out"
     whole = score(reader, items, home)
     data = (home / SAMPLES).read_bytes()
-    (home / SAMPLES).write_bytes(data[: int(len(data) * kept)])
+    (home / SAMPLES).write_bytes(data[: int(len(data) * share)])
     assert score(reader, items, home) == whole
     assert sorted((home / SAMPLES).read_bytes().splitlines()) == sorted(data.splitlines())
 
@@ -80,11 +80,11 @@ def test_what_is_done_is_not_done_again(reader: GPTReader, items: list[Prepared]
 
 
 def test_a_stop_keeps_what_was_scored(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
-    asked = []
+    calls = []
 
     def check() -> None:
-        asked.append(None)
-        if len(asked) > 2:
+        calls.append(None)
+        if len(calls) > 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -95,9 +95,9 @@ def test_a_stop_keeps_what_was_scored(reader: GPTReader, items: list[Prepared], 
 
 def test_another_question_is_refused(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
     score(reader, items, tmp_path / "out")
-    asked = evaluation.question({"weights": "other"}, SOURCES, SETTINGS)
+    question = evaluation.question({"weights": "other"}, SOURCES, SETTINGS)
     with pytest.raises(ValueError, match=r"out: got .* expected a directory of the same evaluation"):
-        evaluation.evaluate(reader, items, SETTINGS, tmp_path / "out", asked=asked)
+        evaluation.evaluate(reader, items, SETTINGS, tmp_path / "out", question=question)
 
 
 def test_a_broken_line_of_scored_samples_is_named(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_plan_is_of_what_was_read(reader: GPTReader, items: list[Prepared], tm
     """Another tokenizer's losses per token, or those of a prompt that was cut, are of something else."""
     rows = score(reader, items[:2], tmp_path / "out")
     changed = ([rows[0] | more, rows[1]] for more in ({}, {"answer_tokens": 2}, {"cut": 5}))
-    assert len({evaluation.summarise(made)[0]["plan"] for made in changed}) == 3
+    assert len({evaluation.summarise(rows)[0]["plan"] for rows in changed}) == 3
 
 
 def test_a_loss_that_is_no_number_is_named(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
@@ -127,13 +127,13 @@ def test_summaries_count_and_average(reader: GPTReader, tmp_path: Path) -> None:
     skipped = sum(item.skipped for item in items)
     assert 0 < skipped < 4
     rows = score(reader, items, tmp_path / "out")
-    (found,) = evaluation.summarise(rows)
+    (row,) = evaluation.summarise(rows)
     counted = [row["nll"] for row in rows if not row["skipped"]]
-    assert (found["samples"], found["skipped"], found["truncated"]) == (5 - skipped, skipped, 0)
-    assert found["nll"] == pytest.approx(sum(counted) / len(counted))
-    assert found["nll_low"] <= found["nll"] <= found["nll_high"]
-    assert found["sample_nll"] == [round(value, 5) for value in counted]
-    assert 0 <= found["match"] <= 1
+    assert (row["samples"], row["skipped"], row["truncated"]) == (5 - skipped, skipped, 0)
+    assert row["nll"] == pytest.approx(sum(counted) / len(counted))
+    assert row["nll_low"] <= row["nll"] <= row["nll_high"]
+    assert row["sample_nll"] == [round(value, 5) for value in counted]
+    assert 0 <= row["match"] <= 1
     cut = prompts.prepare(reader, samples, max_length=200, overlength="truncate")
-    (found,) = evaluation.summarise(score(reader, cut, tmp_path / "cut"))
-    assert (found["samples"], found["skipped"], found["truncated"]) == (5, 0, skipped)
+    (row,) = evaluation.summarise(score(reader, cut, tmp_path / "cut"))
+    assert (row["samples"], row["skipped"], row["truncated"]) == (5, 0, skipped)

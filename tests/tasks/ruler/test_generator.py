@@ -34,28 +34,28 @@ def made_of(tmp_path_factory: pytest.TempPathFactory) -> Ingredients:
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     pytest.importorskip("tokenizers")
-    found = {"bytes": load_tokenizer("bytes"), "bpe": small.small_bpe(tmp_path_factory.mktemp("bpe"))}
-    return found | ({"gpt2": load_tokenizer(GPT2)} if GPT2 else {})
+    sample = {"bytes": load_tokenizer("bytes"), "bpe": small.small_bpe(tmp_path_factory.mktemp("bpe"))}
+    return sample | ({"gpt2": load_tokenizer(GPT2)} if GPT2 else {})
 
 
 def checked(generator: Generator, number: int = 0) -> None:
     """A sample holds what it promises, or the error names a length at which it does."""
     try:
-        found = generator.sample(number)
+        sample = generator.sample(number)
     except ValueError as error:
         if generator.length >= 1024:
             raise
         (least,) = re.findall(r"at least ([\d,]+) for", str(error))
         generator = replace(generator, length=int(least.replace(",", "")))
-        found = generator.sample(number)
-    tokens = len(generator.tokenizer.encode(found["input"] + found["answer_prefix"])) + found["budget"]
-    assert tokens == found["length"]
+        sample = generator.sample(number)
+    tokens = len(generator.tokenizer.encode(sample["input"] + sample["answer_prefix"])) + sample["budget"]
+    assert tokens == sample["length"]
     share = 0.98 if generator.length >= 1024 else 0.90
     assert share * generator.length <= tokens <= generator.length
     own = TASKS[generator.name]
-    assert len(generator.tokenizer.encode(" " + own.joined(found["outputs"]))) <= found["budget"]
+    assert len(generator.tokenizer.encode(" " + own.joined(sample["outputs"]))) <= sample["budget"]
     if own.findable:
-        assert all(output in found["input"] for output in found["outputs"])
+        assert all(output in sample["input"] for output in sample["outputs"])
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -97,8 +97,8 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_same_seed_gives_the_same_bytes(name: str, made_of: Ingredients) -> None:
-    found = Generator(name, 1024, load_tokenizer("bytes"), made_of, seed=7).sample(0)
-    assert hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] == KNOWN[name]
+    sample = Generator(name, 1024, load_tokenizer("bytes"), made_of, seed=7).sample(0)
+    assert hashlib.sha256(json.dumps(sample).encode()).hexdigest()[:16] == KNOWN[name]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -114,8 +114,8 @@ def test_needles_are_asked_for_as_often_as_ruler_does(made_of: Ingredients) -> N
     counts = {}
     for name in TASKS:
         if name.startswith("niah"):
-            found = Generator(name, 2048, load_tokenizer("bytes"), made_of).sample(0)
-            counts[name] = (found["input"].count("The secret"), len(found["outputs"]))
+            sample = Generator(name, 2048, load_tokenizer("bytes"), made_of).sample(0)
+            counts[name] = (sample["input"].count("The secret"), len(sample["outputs"]))
     singles = ("niah_single_1", "niah_single_2", "niah_single_3")
     assert {counts[name] for name in singles} == {(1, 1)}
     assert counts["niah_multikey_1"] == (4, 1)
@@ -128,9 +128,9 @@ def test_a_name_that_is_asked_for_has_one_value(made_of: Ingredients) -> None:
     few = Ingredients()
     few.names = made_of.names._replace(nouns=made_of.names.nouns[:40], adjectives=made_of.names.adjectives[:10])
     for number in range(8):
-        found = Generator("niah_multikey_2", 2048, load_tokenizer("bytes"), few).sample(number)
-        name = found["answer_prefix"].split()[-2]
-        assert found["input"].count(f"The secret number of {name} is") == 1
+        sample = Generator("niah_multikey_2", 2048, load_tokenizer("bytes"), few).sample(number)
+        name = sample["answer_prefix"].split()[-2]
+        assert sample["input"].count(f"The secret number of {name} is") == 1
 
 
 def test_lines_are_hidden_at_their_depth_in_a_text_without_sentences() -> None:
@@ -139,33 +139,33 @@ def test_lines_are_hidden_at_their_depth_in_a_text_without_sentences() -> None:
 
 
 def test_common_words_are_the_most_common(tokenizers: dict[str, Tokenizer], made_of: Ingredients) -> None:
-    found = Generator("cwe", 8192, tokenizers["bpe"], made_of).sample(1)
-    listed = found["input"].rpartition("than others.")[2]
+    sample = Generator("cwe", 8192, tokenizers["bpe"], made_of).sample(1)
+    listed = sample["input"].rpartition("than others.")[2]
     counts = Counter(re.findall(r"\d+\. (\w+)", listed))
-    assert {word for word, _ in counts.most_common(10)} == set(found["outputs"])
-    assert found["settings"] == {"common": 30, "other": 3, "example": True}
+    assert {word for word, _ in counts.most_common(10)} == set(sample["outputs"])
+    assert sample["settings"] == {"common": 30, "other": 3, "example": True}
 
 
 def test_frequent_words_are_in_order(made_of: Ingredients) -> None:
-    found = Generator("fwe", 1024, load_tokenizer("bytes"), made_of).sample(2)
-    counts = Counter(re.findall(r"\b[a-z]{6}\b", found["input"].split("\n\n")[1]))
+    sample = Generator("fwe", 1024, load_tokenizer("bytes"), made_of).sample(2)
+    counts = Counter(re.findall(r"\b[a-z]{6}\b", sample["input"].split("\n\n")[1]))
     ranked = counts.most_common(4)
-    assert [word for word, _ in ranked[:3]] == found["outputs"]
+    assert [word for word, _ in ranked[:3]] == sample["outputs"]
     assert ranked[2][1] > ranked[3][1]
 
 
 def test_variables_follow_one_another(made_of: Ingredients) -> None:
-    found = Generator("vt", 1024, load_tokenizer("bytes"), made_of).sample(0)
-    context = found["input"].rpartition("Keep track")[2]
-    places = [context.index(f"Variable {name} gets") for name in found["outputs"]]
+    sample = Generator("vt", 1024, load_tokenizer("bytes"), made_of).sample(0)
+    context = sample["input"].rpartition("Keep track")[2]
+    places = [context.index(f"Variable {name} gets") for name in sample["outputs"]]
     assert places == sorted(places)
 
 
 def test_documents_with_the_answer_are_whole(tokenizers: dict[str, Tokenizer], made_of: Ingredients) -> None:
-    found = Generator("qa_1", 1024, tokenizers["bpe"], made_of).sample(0)
-    asked = made_of.questions("squad")
-    (question,) = [q for q in asked.items if q.answers == tuple(found["outputs"])]
-    assert asked.documents[question.gold[0]] in found["input"]
+    sample = Generator("qa_1", 1024, tokenizers["bpe"], made_of).sample(0)
+    pool = made_of.questions("squad")
+    (question,) = [q for q in pool.items if q.answers == tuple(sample["outputs"])]
+    assert pool.documents[question.gold[0]] in sample["input"]
 
 
 def test_too_few_documents_say_how_far_they_go(tmp_path: Path) -> None:
@@ -177,9 +177,9 @@ def test_too_few_documents_say_how_far_they_go(tmp_path: Path) -> None:
 def test_what_a_tokenizer_puts_before_a_text_is_counted(made_of: Ingredients) -> None:
     tokenizer = load_tokenizer("bytes")
     tokenizer.before = 200
-    found = Generator("vt", 4096, tokenizer, made_of).sample(0)
-    tokens = 200 + len(tokenizer.encode(found["input"] + found["answer_prefix"])) + found["budget"]
-    assert tokens == found["length"]
+    sample = Generator("vt", 4096, tokenizer, made_of).sample(0)
+    tokens = 200 + len(tokenizer.encode(sample["input"] + sample["answer_prefix"])) + sample["budget"]
+    assert tokens == sample["length"]
     assert 0.98 * 4096 <= tokens <= 4096
 
 
@@ -222,8 +222,8 @@ def test_a_search_ends_below_the_room(cost: int) -> None:
         return "x" * (20 + cost * count + count * count // 50)
 
     room = Room(load_tokenizer("bytes"), 5000, 4, slack=0)
-    found = room.fill(render, most=10**6)
-    assert len(render(found)) <= 5000 < len(render(found + 1))
+    sample = room.fill(render, most=10**6)
+    assert len(render(sample)) <= 5000 < len(render(sample + 1))
     assert counted < 48
     with pytest.raises(TooShortError):
         Room(load_tokenizer("bytes"), 19, 4, slack=0).fill(render, most=10)

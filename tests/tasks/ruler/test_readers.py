@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gape.data import load_tokenizer
+from gape.experiments.open_reader import transformers_reader
 from gape.tasks.ruler import prompts
-from gape.tasks.ruler.opening import open_transformers
 from gape.tasks.ruler.readers import GPTReader, Ids, TransformersReader
 from gape.tasks.ruler.sources import Sample
 from tests.tasks import text
@@ -42,8 +42,8 @@ PROMPTS, ANSWERS = rows(40, 61, 23), rows(5, 2, 9, seed=1)
 @pytest.mark.parametrize("chunk", [16384, 16])
 def test_losses_are_those_of_a_plain_forward_pass(position: str, chunk: int) -> None:
     reader = ours(position, chunk)
-    found = reader.losses(PROMPTS, ANSWERS)
-    for prompt, answer, losses in zip(PROMPTS, ANSWERS, found, strict=True):
+    actual = reader.losses(PROMPTS, ANSWERS)
+    for prompt, answer, losses in zip(PROMPTS, ANSWERS, actual, strict=True):
         ids = torch.from_numpy(np.concatenate([prompt, answer]))[None]
         logs = reader.model(ids).logits[0].log_softmax(-1).detach()
         plain = [-float(logs[len(prompt) + n - 1, token]) for n, token in enumerate(answer)]
@@ -56,9 +56,9 @@ def test_answers_do_not_depend_on_companions(position: str, chunk: int) -> None:
     """Nor on chunks: each is what the model generates by itself."""
     reader = ours(position, chunk)
     together = reader.complete(PROMPTS, [7, 3, 5])
-    for prompt, budget, found in zip(PROMPTS, [7, 3, 5], together, strict=True):
+    for prompt, budget, actual in zip(PROMPTS, [7, 3, 5], together, strict=True):
         alone = reader.model.generate(torch.from_numpy(prompt)[None], budget, temperature=0)
-        assert found == alone[0, len(prompt) :].tolist()
+        assert actual == alone[0, len(prompt) :].tolist()
 
 
 def test_an_end_of_text_ends_an_answer() -> None:
@@ -80,54 +80,54 @@ def plain(model: torch.nn.Module, prompt: Ids, answer: Ids) -> float:
 
 @pytest.mark.parametrize("chunk", [16384, 16])
 def test_a_model_of_transformers_has_its_own_loss(gpt2: Path, chunk: int) -> None:
-    reader = open_transformers(str(gpt2), chunk=chunk)
+    reader = transformers_reader(str(gpt2), chunk=chunk)
     for prompt, answer, losses in zip(PROMPTS, ANSWERS, reader.losses(PROMPTS, ANSWERS), strict=True):
         assert losses.mean() == pytest.approx(plain(reader.model, prompt, answer), abs=1e-4)
 
 
 def test_a_model_of_transformers_generates_by_itself_what_it_does_in_company(gpt2: Path) -> None:
-    reader = open_transformers(str(gpt2))
+    reader = transformers_reader(str(gpt2))
     together = reader.complete(PROMPTS, [6, 2, 4])
-    for prompt, budget, found in zip(PROMPTS, [6, 2, 4], together, strict=True):
+    for prompt, budget, actual in zip(PROMPTS, [6, 2, 4], together, strict=True):
         ids = torch.from_numpy(prompt)[None]
         alone = reader.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=budget, do_sample=False)
         expected = alone[0, len(prompt) :].tolist()
-        assert found == expected[: [*expected, 0].index(0)]
+        assert actual == expected[: [*expected, 0].index(0)]
 
 
 def test_answers_are_greedy_whatever_a_model_comes_with(gpt2: Path, tmp_path: Path) -> None:
-    reader = open_transformers(str(gpt2))
+    reader = transformers_reader(str(gpt2))
     reader.model.generation_config.repetition_penalty = 5.0
     reader.model.save_pretrained(tmp_path)
     reader.tokenizer.save_pretrained(tmp_path)
-    alone, other = (open_transformers(str(path)).complete(PROMPTS[:1], [12]) for path in (gpt2, tmp_path))
+    alone, other = (transformers_reader(str(path)).complete(PROMPTS[:1], [12]) for path in (gpt2, tmp_path))
     assert other == alone
 
 
 def test_a_budget_of_another_takes_no_answer_past_the_limit(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    reader = open_transformers(str(small.random_gpt2(tmp_path, positions=64)))
+    reader = transformers_reader(str(small.random_gpt2(tmp_path, positions=64)))
     together = reader.complete(PROMPTS[1:], [3, 30])
     assert together == [reader.complete([prompt], [n])[0] for prompt, n in zip(PROMPTS[1:], [3, 30], strict=True)]
 
 
 def test_another_chat_is_another_tokenizer(gpt2: Path) -> None:
     """Prompts that models share are shared by its hash."""
-    reader = open_transformers(str(gpt2))
+    reader = transformers_reader(str(gpt2))
     before = reader.identity()["tokenizer"]["sha256"]
-    assert open_transformers(str(gpt2)).identity()["tokenizer"]["sha256"] == before
+    assert transformers_reader(str(gpt2)).identity()["tokenizer"]["sha256"] == before
     reader.tokenizer.chat_template = "{{ messages[0].content }}"
     assert reader.identity()["tokenizer"]["sha256"] != before
 
 
 def test_what_transformers_cannot_load_is_named(tmp_path: Path, gpt2: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer: that of .* cannot be loaded, are all its files there"):
-        open_transformers(str(tmp_path))
+        transformers_reader(str(tmp_path))
     (tmp_path / "tokenizer.json").write_bytes((gpt2 / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_bytes((gpt2 / "tokenizer_config.json").read_bytes())
     (tmp_path / "config.json").write_bytes((gpt2 / "config.json").read_bytes())
     with pytest.raises(ValueError, match=r"model: got .*, expected a run or a model of transformers"):
-        open_transformers(str(tmp_path))
+        transformers_reader(str(tmp_path))
 
 
 def sample(**fields: object) -> Sample:
@@ -144,7 +144,7 @@ def test_white_space_before_an_answer_is_the_answers() -> None:
 
 
 def test_an_answer_has_the_tokens_it_has_behind_its_prompt(gpt2: Path) -> None:
-    reader = open_transformers(str(gpt2))
+    reader = transformers_reader(str(gpt2))
     (item,) = prompts.prepare(reader, [sample()])
     whole = reader.encode("The text. Q? It is: AB CD")
     assert [*item.prompt, *item.answer] == whole
@@ -163,7 +163,7 @@ def test_templates(template: str, prompt: str) -> None:
 
 
 def test_a_chat_template_is_the_models_own(gpt2: Path) -> None:
-    reader = open_transformers(str(gpt2))
+    reader = transformers_reader(str(gpt2))
     with pytest.raises(ValueError, match="template: got 'chat'"):
         prompts.prepare(reader, [sample()], template="chat")
     reader.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<bot>"
@@ -187,8 +187,8 @@ def test_samples_that_are_too_long() -> None:
         False,
         True,
     ]
-    kept, cut = prompts.prepare(reader, samples, max_length=60, overlength="truncate")
-    assert (kept.cut, cut.cut, len(cut.prompt), cut.tokens) == (0, 27, 40, 67)
+    intact, cut = prompts.prepare(reader, samples, max_length=60, overlength="truncate")
+    assert (intact.cut, cut.cut, len(cut.prompt), cut.tokens) == (0, 27, 40, 67)
     assert reader.decode(cut.prompt.tolist()) == "x" * 33 + " It is:"
     with pytest.raises(ValueError, match="overlength: got str 'left', expected one of error, skip, truncate"):
         prompts.prepare(reader, samples, overlength="left")
@@ -197,7 +197,7 @@ def test_samples_that_are_too_long() -> None:
 
 
 def test_a_limit_comes_from_the_model(gpt2: Path) -> None:
-    reader = open_transformers(str(gpt2))
+    reader = transformers_reader(str(gpt2))
     assert isinstance(reader, TransformersReader)
     assert reader.limit == 512
     assert ours().limit is None

@@ -15,7 +15,7 @@ from tests.tasks.ruler import small
 
 
 def of(**fields: object) -> object:
-    return sample({"task": "vt", "max_seq_length": 512} | fields, where="here", source="s", number=1)
+    return sample({"task": "vt", "max_seq_length": 512} | fields, place="here", source="s", number=1)
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,10 @@ def of(**fields: object) -> object:
     ],
 )
 def test_fields_as_public_files_have_them(fields: dict[str, object]) -> None:
-    found = of(**fields)
-    assert found.input + found.prefix == "Text. Q? They are"
-    assert (found.outputs, found.answer) == (("a", "b"), "a b")
-    assert (found.task, found.length, found.budget) == ("vt", 512, 30)
+    actual = of(**fields)
+    assert actual.input + actual.prefix == "Text. Q? They are"
+    assert (actual.outputs, actual.answer) == (("a", "b"), "a b")
+    assert (actual.task, actual.length, actual.budget) == ("vt", 512, 30)
 
 
 def test_what_a_source_says_of_budgets_counts() -> None:
@@ -53,8 +53,8 @@ def test_names_say_task_and_length(name: str, task_name: str, length: int, tmp_p
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     lines = [{"index": 0, "input": "T", "outputs": ["a"], "length": 201, "others": {}, "truncation": -1, "pred": "x"}]
-    (found,), (source,) = read([str(small.write_samples(path, *lines))])
-    assert (found.task, found.length, found.prefix) == (task_name, length, "")
+    (actual,), (source,) = read([str(small.write_samples(path, *lines))])
+    assert (actual.task, actual.length, actual.prefix) == (task_name, length, "")
     assert (source.name, source.samples) == (path.name, 1)
 
 
@@ -117,8 +117,8 @@ def test_what_nobody_names_may_be_said(tmp_path: Path) -> None:
     path = small.write_samples(tmp_path / "samples.jsonl", {"input": "T", "outputs": ["a"]})
     with pytest.raises(ValueError, match="names no task, and neither does its file; say it with --task"):
         read([str(path)])
-    ((found,), _) = read([str(path)], task_name="cwe", length=2048)
-    assert (found.task, found.length) == ("cwe", 2048)
+    ((actual,), _) = read([str(path)], task_name="cwe", length=2048)
+    assert (actual.task, actual.length) == ("cwe", 2048)
 
 
 def test_nothing_and_twice_are_refused(tmp_path: Path) -> None:

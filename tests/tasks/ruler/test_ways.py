@@ -34,7 +34,7 @@ def of_transformers() -> TransformersReader:
     return TransformersReader(model, lambda text, add_special_tokens: {"input_ids": [5]}, "tiny")
 
 
-READERS = pytest.mark.parametrize("made", [ours, of_transformers])
+READERS = pytest.mark.parametrize("build", [ours, of_transformers])
 
 
 def forgetful(reader: Any, caches: list[Any]) -> Any:
@@ -51,36 +51,36 @@ def forgetful(reader: Any, caches: list[Any]) -> Any:
 
 
 @READERS
-def test_losses_of_a_model_that_forgets(made: Any) -> None:
-    dense, caches = made().losses(PROMPTS, ANSWERS), list[Any]()
-    found = forgetful(made(), caches).losses(PROMPTS, ANSWERS)
-    for one, other in zip(dense, found, strict=True):
+def test_losses_of_a_model_that_forgets(build: Any) -> None:
+    dense, caches = build().losses(PROMPTS, ANSWERS), list[Any]()
+    actual = forgetful(build(), caches).losses(PROMPTS, ANSWERS)
+    for one, other in zip(dense, actual, strict=True):
         assert other == pytest.approx(one, abs=2e-3)
     assert max(max(layer) for layer in caches[0].num_keys) < 133
 
 
 @READERS
-def test_answers_of_a_model_that_forgets(made: Any) -> None:
-    dense, caches = made().complete(PROMPTS, BUDGETS), list[Any]()
-    assert forgetful(made(), caches).complete(PROMPTS, BUDGETS) == dense
+def test_answers_of_a_model_that_forgets(build: Any) -> None:
+    dense, caches = build().complete(PROMPTS, BUDGETS), list[Any]()
+    assert forgetful(build(), caches).complete(PROMPTS, BUDGETS) == dense
     assert max(max(layer) for layer in caches[0].num_keys) < 131
 
 
 @READERS
-def test_a_reader_that_skips_does_so_in_every_layer(made: Any) -> None:
-    reader = made()
+def test_a_reader_that_skips_does_so_in_every_layer(build: Any) -> None:
+    reader = build()
     Way(skip_eps=1e-3).apply(reader)
-    told = [layer.skips for layer in reader.model.modules() if hasattr(layer, "skips")]
-    assert told == [1e-3] * 2
+    settings = [layer.skips for layer in reader.model.modules() if hasattr(layer, "skips")]
+    assert settings == [1e-3] * 2
 
 
 @pytest.mark.parametrize(
-    ("told", "named"),
+    ("settings", "named"),
     [({"skip_eps": 1.0}, "skip_eps"), ({"forget_eps": -1.0}, "forget_eps"), ({"bounds": "all"}, "bounds")],
 )  # fmt: skip
-def test_ways_that_cannot_be(told: dict[str, Any], named: str) -> None:
+def test_ways_that_cannot_be(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        Way(**told)
+        Way(**settings)
 
 
 def test_heads_without_a_floor_keep_everything() -> None:

@@ -16,7 +16,7 @@ from gape.ops.inputs import Problem
 from gape.ops.prologue import PIECE, GateReading
 from gape.ops.triton import attention_bwd, attention_fwd
 from gape.ops.triton.configs import tiles_for
-from gape.ops.triton.custom_ops import in_parts, operator, traceable
+from gape.ops.triton.custom_ops import in_parts, operator, traceable, untraced
 from gape.ops.triton.prologue import _prepare_bounded, prepare_bounded
 from gape.ops.triton.tiles import LOG2E, SLACK, bounds
 
@@ -133,8 +133,9 @@ def attend_projected(
     """
     values = _whole_pieces(v)
     tables, factors = _bounded_arguments(q, values, angles, reading, scale, eps)
-    q, k, c, u, *norms = in_parts(_prepare_bounded, (q, k), q.size(0), 1, tables, *factors)
-    out, lse, *_ = in_parts(_attend_bounded, (q, k, values, c, u, *norms), *q.shape[:2], scale, eps)
+    with untraced():
+        q, k, c, u, *norms = in_parts(_prepare_bounded, (q, k), q.size(0), 1, tables, *factors)
+        out, lse, *_ = in_parts(_attend_bounded, (q, k, values, c, u, *norms), *q.shape[:2], scale, eps)
     return out[..., : v.size(-1)], lse / LOG2E, q, k, c / LOG2E, u
 
 

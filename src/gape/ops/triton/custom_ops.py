@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -55,10 +57,28 @@ def in_parts(
     return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
 
+#: Whether launches are not to be traced: :func:`untraced`.
+_UNTRACED: ContextVar[bool] = ContextVar("untraced", default=False)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """A context in which :func:`traceable` kernels are launched as they are: outside of an operator, torch would trace
+    each launch, which takes longer than the launch.
+    """
+    token = _UNTRACED.set(True)
+    try:
+        yield
+    finally:
+        _UNTRACED.reset(token)
+
+
 def traceable(kernel: Any) -> Any:
     """The kernel in a form that operators launch."""
     if not isinstance(kernel, JITFunction):
         return _Interpreted(kernel)
+    if _UNTRACED.get():
+        return _OnItsDevice(kernel) if torch.version.cuda else _Uncapped(kernel)
     form = torch.library.wrap_triton(kernel)
     # Where nothing is traced, torch gives the kernel itself back.
     return _OnItsDevice(form if form is kernel and torch.version.cuda else _Uncapped(form))

@@ -20,7 +20,7 @@ from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Source
 from gape.tasks.ruler.tasks import cleaned, score, task
 from gape.utils import files
-from gape.utils.jsonl import JSONLines, read_object
+from gape.utils.jsonl import JSONLines, Record, read_object
 from gape.utils.run_info import manifest
 from gape.utils.validation import invalid_argument, weight, whole
 
@@ -85,7 +85,6 @@ class Way:
 DENSE = Way()
 
 
-Record = dict[str, Any]
 SAMPLES, MANIFEST = "samples.jsonl", "manifest.json"
 
 
@@ -124,9 +123,9 @@ def question(identity: Mapping[str, Any], sources: Iterable[Source], settings: S
     return {"model": dict(identity), "data": [source._asdict() for source in sources], "settings": options}
 
 
-def key(asked: Mapping[str, Any]) -> str:
+def key(question: Mapping[str, Any]) -> str:
     """A short name of a question."""
-    return files.sha256(json.dumps(asked, sort_keys=True, default=str).encode())[:12]
+    return files.sha256(json.dumps(question, sort_keys=True, default=str).encode())[:12]
 
 
 def batches(items: Sequence[Prepared], batch_tokens: int) -> list[list[int]]:
@@ -152,7 +151,7 @@ def evaluate(
     settings: Settings,
     directory: Path,
     *,
-    asked: Record,
+    question: Record,
     check: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
@@ -163,7 +162,7 @@ def evaluate(
         items: samples as :func:`gape.tasks.ruler.prompts.prepare` made them.
         settings: how.
         directory: of this question alone; gets manifest.json and samples.jsonl.
-        asked: from :func:`question`.
+        question: from :func:`question`.
         check: called between batches; may raise to stop.
         progress: called with samples done and in all.
 
@@ -175,7 +174,7 @@ def evaluate(
         Interrupted: or whatever `check` raises; finished samples are in the file.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _claim(directory, reader, items, asked)
+    _claim(directory, reader, items, question)
     lines = JSONLines(directory / SAMPLES)
     try:
         done = _read_samples(directory / SAMPLES, lines, items)
@@ -240,16 +239,16 @@ def _statistics(values: Sequence[float], name: str, seed: int) -> Record:
     }  # fmt: skip
 
 
-def _claim(directory: Path, reader: Reader, items: Sequence[Prepared], asked: Record) -> None:
+def _claim(directory: Path, reader: Reader, items: Sequence[Prepared], question: Record) -> None:
     """Write the manifest, or make sure that the one there is of the same question."""
     path = directory / MANIFEST
     prompts = files.sha256("".join(item.digest for item in items).encode())
     if path.is_file():
         before = read_object(path)
-        if before.get("question") != files.plain(asked) or before.get("prompts_sha256") != prompts:
+        if before.get("question") != files.plain(question) or before.get("prompts_sha256") != prompts:
             raise invalid_argument("out", str(directory), "a directory of the same evaluation, or an empty one")
         return
-    more = {"question": asked, "prompts_sha256": prompts, "samples": len(items)}
+    more = {"question": question, "prompts_sha256": prompts, "samples": len(items)}
     files.replace(path, files.to_json(manifest(reader.device, seed=0, more=more)))
 
 

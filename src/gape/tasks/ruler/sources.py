@@ -118,12 +118,12 @@ def _file(path: Path, name: str, defaults: Defaults) -> tuple[list[Sample], Sour
             digest.update(line)
             if not line.strip():
                 continue
-            where = f"{path}: line {number}"
+            place = f"{path}: line {number}"
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where} is not JSON: {error}") from error
-            samples.append(sample(record, where=where, source=name, number=number, named=named, defaults=defaults))
+                raise ValueError(f"{place} is not JSON: {error}") from error
+            samples.append(sample(record, place=place, source=name, number=number, named=named, defaults=defaults))
     if not samples:
         raise ValueError(f"data: {path} has no samples")
     return samples, Source(name, digest.hexdigest(), len(samples))
@@ -147,15 +147,21 @@ def _hub(spec: str, defaults: Defaults) -> Iterator[tuple[list[Sample], Source]]
             name, digest, parsed = f"hf:{dataset}:{part}/{split}", hashlib.sha256(), []
             for number, row in enumerate(rows, 1):
                 digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-                where = f"{name}: row {number}"
+                place = f"{name}: row {number}"
                 parsed.append(
-                    sample(row, where=where, source=name, number=number, named=[str(split), part], defaults=defaults)
+                    sample(row, place=place, source=name, number=number, named=[str(split), part], defaults=defaults)
                 )
             yield parsed, Source(name if commit is None else f"{name}@{commit}", digest.hexdigest(), len(parsed))
 
 
 def sample(
-    record: Any, *, where: str, source: str, number: int, named: Sequence[str] = (), defaults: Defaults = _NO_DEFAULTS
+    record: Any,
+    *,
+    place: str,
+    source: str,
+    number: int,
+    named: Sequence[str] = (),
+    defaults: Defaults = _NO_DEFAULTS,
 ) -> Sample:
     """A sample from a record of RULER's fields or those of its relatives.
 
@@ -163,7 +169,7 @@ def sample(
         record: an object with input (or prompt, or context and question), outputs (or output, answers, answer), and
             where they have them answer_prefix (or gen_prefix, answer_start), task, max_seq_length (or max_length),
             budget (or max_new_tokens).
-        where: for errors.
+        place: file and line, for errors.
         source, number: see :class:`Sample`.
         named: names of files, folders or configurations that may say the task and the length, nearest first.
         defaults: task and length where nothing names them.
@@ -172,63 +178,63 @@ def sample(
         ValueError: a field is missing or of another type, or there is no answer; says where and which.
     """
     if not isinstance(record, dict):
-        raise ValueError(f"{where} is not a JSON object")
-    name, nominal = _named(record, named, defaults, where)
-    outputs = _outputs(record, where)
+        raise ValueError(f"{place} is not a JSON object")
+    name, nominal = _named(record, named, defaults, place)
+    outputs = _outputs(record, place)
     budget = next((record[key] for key in _BUDGETS if isinstance(record.get(key), int)), None)
     prefix = next((record[key] for key in _PREFIXES if isinstance(record.get(key), str)), "")
-    text = _prompt(record, where)
+    text = _prompt(record, place)
     if prefix and not prefix[0].isspace() and not text[-1].isspace():
         # Files of other harnesses have it stripped.
         prefix = f" {prefix}"
     try:
         "".join((text, prefix, *outputs)).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has half a character, which no tokenizer takes: {error}") from error
+        raise ValueError(f"{place} has half a character, which no tokenizer takes: {error}") from error
     return Sample(
         task=name, length=nominal, input=text, prefix=prefix, outputs=outputs, source=source, number=number,
         budget=budget or task(name).budget,
     )  # fmt: skip
 
 
-def _prompt(record: Mapping[str, Any], where: str) -> str:
+def _prompt(record: Mapping[str, Any], place: str) -> str:
     field = next((key for key in _PROMPTS if isinstance(record.get(key), str)), None)
     if field is None or not record[field].strip():
-        raise ValueError(f"{where} has no text in {', '.join(_PROMPTS[:-1])} or {_PROMPTS[-1]}")
+        raise ValueError(f"{place} has no text in {', '.join(_PROMPTS[:-1])} or {_PROMPTS[-1]}")
     text, question = str(record[field]), record.get("question")
     if isinstance(question, str) and question.strip() and question.strip() not in text:
         text += ("" if text[-1].isspace() else "\n") + question
     return text
 
 
-def _outputs(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
+def _outputs(record: Mapping[str, Any], place: str) -> tuple[str, ...]:
     field = next((key for key in _OUTPUTS if record.get(key) is not None), None)
     if field is None:
-        raise ValueError(f"{where} has none of the fields {', '.join(_OUTPUTS)}")
+        raise ValueError(f"{place} has none of the fields {', '.join(_OUTPUTS)}")
     value = record[field]
     outputs = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else ()
     if not outputs or not all(isinstance(output, str) and output.strip() for output in outputs):
-        raise ValueError(f"{where} has {field} {value!r}, expected one or more texts that are not empty")
+        raise ValueError(f"{place} has {field} {value!r}, expected one or more texts that are not empty")
     return outputs
 
 
-def _named(record: Mapping[str, Any], named: Sequence[str], defaults: Defaults, where: str) -> tuple[str, int]:
+def _named(record: Mapping[str, Any], named: Sequence[str], defaults: Defaults, place: str) -> tuple[str, int]:
     """The task and the nominal length of a record."""
     own = record.get("task")
     stated = [own] if isinstance(own, str) else []
-    parsed = [found for name in (*stated, *named) if (found := _parse(name)) is not None]
+    parsed = [pair for name in (*stated, *named) if (pair := _parse(name)) is not None]
     if own is not None and (not stated or _parse(stated[0]) is None):
-        raise ValueError(f"{where} is of task {own!r}, which is none of RULER's")
+        raise ValueError(f"{place} is of task {own!r}, which is none of RULER's")
     name = parsed[0][0] if parsed else defaults.task
     if name is None:
-        raise ValueError(f"{where} names no task, and neither does its file; say it with --task")
+        raise ValueError(f"{place} names no task, and neither does its file; say it with --task")
     length = next((record[key] for key in _LENGTHS if isinstance(record.get(key), int)), None)
     nominal = length or next((size for _, size in parsed if size), None) or defaults.length
     if nominal is None and isinstance(record.get("length"), int):
         # Samples stop short of the length they were made for, which is a power of two.
         nominal = 2 ** (max(record["length"], 1) - 1).bit_length()
     if nominal is None:
-        raise ValueError(f"{where} says no length, and neither does its file; say it with --length")
+        raise ValueError(f"{place} says no length, and neither does its file; say it with --length")
     return name, nominal
 
 

@@ -1,0 +1,80 @@
+"""Models that read prompts, opened by name: a run of `gape lm train`, or a model of `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from gape.experiments.open_model import MODEL, SETTINGS, load_transformers, open_run
+from gape.models.gpt import GPT
+from gape.tasks.ruler.readers import Check, GPTReader, TransformersReader, no_check
+from gape.tasks.run_tokenizer import run_tokenizer
+from gape.train import checkpoint
+
+
+def is_ours(spec: str) -> bool:
+    """Whether a path holds a run or a checkpoint of ours."""
+    path = Path(spec)
+    return (path / "checkpoints").is_dir() or any((path / name).is_file() for name in (SETTINGS, checkpoint.STATE))
+
+
+def run_reader(
+    directory: Path, tokenizer: str | None = None, *, device: torch.device | str = "cpu", low: bool = False,
+    chunk: int = 16384, check: Check = no_check,
+) -> tuple[GPTReader, int]:  # fmt: skip
+    """The reader of a trained run, and the step of its weights.
+
+    Args:
+        directory: the run's, or a checkpoint.
+        tokenizer: as :func:`gape.tasks.run_tokenizer.run_tokenizer` takes it.
+        device, low, chunk, check: as in :class:`GPTReader`.
+
+    Raises:
+        ValueError: no run, no tokenizer, or another than the run's.
+        CheckpointError: no valid checkpoint is there.
+    """
+    own = run_tokenizer(directory, tokenizer)
+    opened = open_run(directory, device)
+    opened.accept(own.identity())
+    assert isinstance(opened.model, GPT)
+    return GPTReader(opened.model, own, low=low, chunk=chunk, check=check), opened.identity["step"]
+
+
+def transformers_reader(
+    name: str, *, device: torch.device | str = "cpu", low: bool = False, chunk: int = 16384, check: Check = no_check
+) -> TransformersReader:  # fmt: skip
+    """The reader of a causal model of `transformers` with its own tokenizer; code of the model's own is never run.
+
+    Args:
+        name: a folder, or a name on the hub.
+        device: where to put it.
+        low: whether its weights are read as bfloat16; float32 otherwise.
+        chunk, check: as in :class:`TransformersReader`.
+
+    Raises:
+        ValueError: there is no such model, or its tokenizer lacks its files.
+        ImportError: `transformers` is missing; says how to install it.
+    """
+    try:
+        import transformers  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("models of transformers need it: pip install 'gape[hf]'") from error
+    from gape.hf.reading import read  # noqa: PLC0415
+
+    try:
+        tokenizer = read(transformers.AutoTokenizer, name)
+    except ValueError as error:
+        raise ValueError(f"tokenizer: that of {name!r} cannot be loaded, are all its files there? {error}") from error
+    if not tokenizer("The quick brown fox")["input_ids"]:
+        raise ValueError(f"tokenizer: that of {name!r} makes no tokens of a text, expected its files to be whole")
+    try:
+        model = load_transformers(name, dtype=torch.bfloat16 if low else torch.float32)
+    except ValueError as error:
+        raise ValueError(f"model: got {name!r}, expected a run or a model of transformers: {error}") from error
+    # Only the end of text: penalties for repetition and the like, which some models have, would not be greedy.
+    model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    path = Path(name)
+    # gape hf finetune names the folder of every model "model".
+    called = path.parent.name if path.name == MODEL and path.parent.name else path.name
+    return TransformersReader(model.to(device).eval(), tokenizer, called, chunk=chunk, check=check)
