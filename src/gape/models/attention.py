@@ -144,7 +144,10 @@ class GAPEAttention(Skips, nn.Module):
             given, eps = self._fused_arguments(x, *fused), self.how(n).get("eps", 0.0)
             return self._joined(fused[0].fused.run(*given, scale=self.scale, eps=eps))
         q, k, v = self._projected(x, keep or n)
-        indices = counted(past, n, x.device) if positions is None else positions
+        indices = positions
+        if positions is None:
+            # Layers of a call with a cache share the tensor, and angles made of it.
+            indices = torch.arange(n, device=x.device) if cache is None else counted(past, n, x.device)
         if isinstance(cache, PagedLayer):
             return self._joined(self._attend_pages(q, k, v, x, indices, documents, cache))
         last = slice(n - (keep or n), None)
