@@ -60,11 +60,13 @@ class PagedLayer:
         index: its number among the layers of the cache.
         spec: the layer.
         length: tokens that have come, cached or not.
+        stored: those of them that the pages count. The tokens of a call are counted for all layers at its end, but for
+            calls with pads or many tokens.
     """
 
     def __init__(self, cache: PagedCache, index: int, spec: LayerSpec) -> None:
         self._cache: PagedCache = weakref.proxy(cache)
-        self.index, self.spec, self.length = index, spec, 0
+        self.index, self.spec, self.length, self.stored = index, spec, 0, 0
 
     def attend(
         self,
@@ -100,18 +102,13 @@ class PagedLayer:
         if cache.capturing:
             return self._decode(q, k, v, positions, rotate, step)[..., :width]
         cache.prepare(self, k, v, positions, real)
-        storage = cache.storage
         if not n:
             return v.new_empty(*q.shape[:3], width)
         if n == 1 and real is None:
-            storage.reserve(self.index, 1)
             out = self._decode(q, k, v, positions, rotate, step)
-            with cache.writing():
-                storage.lengths[self.index] += 1
-                storage.counts[self.index] += 1
-                self.length += 1
         else:
             out = self._prefill(q, k, v, positions, rotate, step, real)
+        cache.end(self, n)
         return out[..., :width]
 
     def _decode(
@@ -198,18 +195,22 @@ class PagedLayer:
     def _store(self, q: Tensor, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, real: Tensor | None) -> None:
         """Write new keys, without pads and without those that can be evicted at once."""
         cache, storage = self._cache, self._cache.storage
-        keep = None if real is None else real[:, None].expand(-1, k.size(1), -1)
         if cache.measures:
             cache.evictor.include(self.index, q, k, self.spec.scale, real)
+        if cache.counts_together:
+            storage.write(self.index, k, v, exposure, positions)
+            return
+        keep = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
+        if real is not None:
+            keep = keep & real[:, None]
         at_once, by_eps = cache.judges_at_once(k.size(2)), cache.rule is not None and cache.rule.eps is not None
         if at_once and by_eps:
-            keep = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device) if keep is None else keep
             keep = cache.evictor.judge(self.index, k, exposure, positions, keep, storage.next_position)
         with cache.writing():
             storage.append(self.index, k, v, exposure, positions, keep)
+            self.stored += k.size(2)
             if at_once and not by_eps:
                 cache.evictor.evict(storage.next_position, cache.evictor.interval, self.index)
-            self.length += k.size(2)
 
 
 def _rolls(real: Tensor) -> tuple[Tensor, Tensor]:

@@ -64,8 +64,10 @@ class PagedCache:
         #: layers have where a call broke off.
         self._since = self._evicted_at = self._begun = 0
         self._broken = False
+        #: Whether the tokens of the current call are counted for all layers at its end.
+        self.counts_together = True
         for layer in self.layers:
-            layer.length = 0
+            layer.length = layer.stored = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         clone = copy(self)
@@ -75,7 +77,7 @@ class PagedCache:
         clone.layers = []
         for layer in self.layers:
             twin = PagedLayer(clone, layer.index, layer.spec)
-            twin.length = layer.length
+            twin.length, twin.stored = layer.length, layer.stored
             clone.layers.append(twin)
         return clone
 
@@ -216,6 +218,24 @@ class PagedCache:
         self._begun, self._since = length + n, self._since + n
         if at_once:
             self._evicted_at, self._since = self._begun, 0
+        self.counts_together = real is None and not at_once
+        if self.counts_together and self.storage.room() < n:
+            # Room for tokens to come, too, where they come one by one.
+            self.storage.reserve(max(n, self._room) if n == 1 else n)
+
+    @property
+    def _room(self) -> int:
+        """Keys that pages are reserved for where tokens come one by one."""
+        return 4 * PAGE if self._evictor is None else self._evictor.interval
+
+    def end(self, layer: PagedLayer, n: int) -> None:
+        """Count the tokens of a call for a layer that has written them; the last layer counts for all."""
+        layer.length += n
+        if self.counts_together and layer is self.layers[-1]:
+            with self.writing():
+                self.storage.advance(n)
+                for each in self.layers:
+                    each.stored += n
 
     def _check_positions(self, rows: Tensor, first: Tensor, real: Tensor | None) -> None:
         """Refuse positions (B, n) that do not rise by one or go back behind those cached, and pads behind a token."""
@@ -271,7 +291,7 @@ class PagedCache:
         if self._evictor is not None and self._since + 1 > self._evictor.interval:
             self.evict(positions[:, 0].to(torch.int64))
         if self.storage.room() < 1:
-            self.storage.settle(4 * PAGE if self._evictor is None else self._evictor.interval)
+            self.storage.settle(self._room)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -285,9 +305,9 @@ class PagedCache:
         """A context in which a captured step adds one token; if it breaks off, the cache has to be emptied."""
         with self.writing():
             yield
-            self.storage.advance()
+            self.storage.advance_host()
             for layer in self.layers:
-                layer.length += 1
+                layer.length, layer.stored = layer.length + 1, layer.stored + 1
             self._since, self._begun = self._since + 1, self._begun + 1
 
     def truncate(self, length: int) -> None:
@@ -311,9 +331,9 @@ class PagedCache:
             raise self._broken_off()
         with self.writing():
             for layer in self.layers:
-                # A call that broke off left some layers with more.
-                self.storage.drop_last(layer.index, layer.length - length)
-                layer.length = length
+                # A call that broke off left some layers with tokens that the pages do not count.
+                self.storage.drop_last(layer.index, max(0, layer.stored - length))
+                layer.length = layer.stored = length
             self._rewind(length)
 
     def reset(self) -> None:

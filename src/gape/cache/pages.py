@@ -125,58 +125,63 @@ class PagedStorage:
         """All pages by number; an empty tensor where they lie in several slabs and are read by address."""
         return self._slabs[0] if len(self._slabs) == 1 else torch.empty(0, self.layout.nbytes, dtype=torch.uint8)
 
-    def reserve(self, layer: int, needed: Any) -> None:
-        """Give sequences of a layer the pages for so many more keys each, (B, Hk) or one number.
+    def reserve(self, needed: int, layer: int | None = None) -> None:
+        """Give sequences of one layer, or of all, the pages for so many more keys each.
 
         Raises:
             torch.OutOfMemoryError: there is no memory; the sequences are then as they were.
         """
-        if any(asked == layer for asked, *_ in self._asked):
+        if any(layer in (None, asked) for asked, *_ in self._asked):
             # An answer from before would undo what is counted from here on.
             self._take_counts()
-        if self._assign(layer, needed):
+        if self._assign(needed, layer):
             self._upload(layer)
 
-    def _assign(self, layer: int, needed: Any) -> bool:
+    def _assign(self, needed: int, layer: int | None) -> bool:
         """Enter pages for so many more keys into the table on the host; whether any were needed."""
-        wanted = -(-(self.counts[layer] + needed) // PAGE)
-        missing = np.maximum(wanted - self._owned[layer], 0)
+        part = _part(layer)
+        owned, wanted = self._owned[part], -(-(self.counts[part] + needed) // PAGE)
+        missing = np.maximum(wanted - owned, 0)
         if not missing.any():
             return False
         if int(wanted.max()) > self.width:
             self._widen(int(wanted.max()))
         numbers = self._take(int(missing.sum()))
-        owned = self._owned[layer]
         # Of sequence s the places from owned[s] to owned[s] + missing[s].
         places = np.arange(self.width)
         new = (places >= owned[..., None]) & (places < (owned + missing)[..., None])
-        self._table[layer][new] = numbers
-        self._owned[layer] = owned + missing
+        self._table[part][new] = numbers
+        self._owned[part] = owned + missing
         return True
 
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, keep: Tensor | None
-    ) -> None:
-        """Write new keys behind those of a layer and count them.
+    def write(self, layer: int, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor) -> None:
+        """Write keys behind those of a layer, which has the pages for them; :meth:`advance` counts them.
 
         Args:
             layer: its number.
             k, v: (B, Hk, n, D) and (B, Hk, n, Dv).
             exposure: (B, Hk, n).
             positions: integer (n,) or (B, n).
-            keep: bool (B, Hk, n), the keys to store; None stores all.
         """
-        if keep is None:
-            self.reserve(layer, k.size(2))
-            write_keys(self.pages(layer), k, v, exposure, positions)
-            self.lengths[layer] += k.size(2)
-            self.counts[layer] += k.size(2)
-            return
+        write_keys(self.pages(layer), k, v, exposure, positions)
+
+    def advance(self, tokens: int) -> None:
+        """Count so many keys more in every sequence."""
+        self.lengths.add_(tokens)
+        self.counts += tokens
+
+    def append(self, layer: int, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, keep: Tensor) -> None:
+        """Write some keys behind those of a layer and count them.
+
+        Args:
+            layer, k, v, exposure, positions: as in :meth:`write`.
+            keep: bool (B, Hk, n), the keys to store.
+        """
         # Room for all, until the device has said how many it is; reading that at once would keep the device waiting.
-        self.reserve(layer, k.size(2))
+        self.reserve(k.size(2), layer)
         slots = self.lengths[layer].unsqueeze(-1) + keep.cumsum(-1, dtype=torch.int32) - 1
         write_keys(self.pages(layer), k, v, exposure, positions, slots.masked_fill(~keep, -1).int())
-        self.lengths[layer] += keep.sum(-1, dtype=torch.int32)
+        self.lengths[layer].add_(keep.sum(-1, dtype=torch.int32))
         self.counts[layer] += k.size(2)
         self._ask_count(layer)
 
@@ -240,11 +245,10 @@ class PagedStorage:
         self._free = np.concatenate([self._free, table[surplus]])
         table[surplus] = -1
         self._owned[part] = np.minimum(self._owned[part], wanted)
-        for number in range(self.shape[0])[part]:
-            self._assign(number, room)
+        self._assign(room, layer)
         self._upload(layer)
 
-    def advance(self) -> None:
+    def advance_host(self) -> None:
         """Count one key more in every sequence on the host; a captured step has counted it on the device."""
         self.counts += 1
 
@@ -284,7 +288,8 @@ class PagedStorage:
                 slab = torch.empty(total + pages, self.layout.nbytes, dtype=torch.uint8, device=self.device)
                 slab[:total] = self._slabs[0]
                 self._slabs = [slab]
-        self._addresses = np.concatenate([self._page_addresses(slab) for slab in self._slabs])
+        kept = self._addresses if self.in_kernels else self._addresses[:0]
+        self._addresses = np.concatenate([kept, self._page_addresses(slab)])
         self._free = np.concatenate([self._free, np.arange(total, total + pages)])
 
     def _page_addresses(self, slab: Tensor) -> Any:

@@ -144,7 +144,7 @@ class GAPEAttention(Skips, nn.Module):
             given, eps = self._fused_arguments(x, *fused), self.how(n).get("eps", 0.0)
             return self._joined(fused[0].fused.run(*given, scale=self.scale, eps=eps))
         q, k, v = self._projected(x, keep or n)
-        indices = counted(past, n, x.device) if positions is None else positions
+        indices = self._indices(past, n, x.device, shared=cache is not None) if positions is None else positions
         if isinstance(cache, PagedLayer):
             return self._joined(self._attend_pages(q, k, v, x, indices, documents, cache))
         last = slice(n - (keep or n), None)
@@ -163,6 +163,11 @@ class GAPEAttention(Skips, nn.Module):
             attn_mask=_rows(attn_mask, last), **self.how(q.size(2)),
         )  # fmt: skip
         return self._joined(y)
+
+    @staticmethod
+    def _indices(past: int, n: int, device: torch.device, *, shared: bool) -> Tensor:
+        """Positions past … past + n − 1; layers of a call with a cache share the tensor, and angles made of it."""
+        return counted(past, n, device) if shared else torch.arange(past, past + n, device=device)
 
     def _attend_pages(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, positions: Tensor, documents: Tensor | None, cache: PagedLayer

@@ -146,7 +146,7 @@ def draw_ruler(data: Data) -> Figure:
 
 
 def draw_forgetting(data: Data) -> Figure:
-    """Bytes by length, what forgetting costs by eps, and times that earlier versions measured."""
+    """Bytes by length, cost by eps, and times that earlier versions measured: what there is of them."""
     panels: dict[str, Callable[[Axes, list[Data]], None]] = {
         "prefill": _draw_prefill, "cache": _draw_cache, "decode": _draw_decode, "cost": _draw_cost,
     }  # fmt: skip

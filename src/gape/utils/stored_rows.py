@@ -41,7 +41,8 @@ _TYPES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (
         "accuracy perplexity std low high ms first_ms mean_ms record_ms launched_ms forget_ms lasting_ms mean eps "
         "tokens_per_second control gain gain_low gain_high mean_mask landmark gate amplitude answer_tokens nll_std "
-        "nll_low nll_high match match_std match_low match_high forget_eps skip_eps held",
+        "nll_low nll_high match match_std match_low match_high forget_eps skip_eps held key_share "
+        "realised_eps",
         "a finite number", _number,
     ),
     ("nll tokens", "a finite number or a list of them", lambda value: _number(value) or _numbers(value)),
