@@ -63,8 +63,8 @@ def check_promise(seed: int, length: int) -> int:
 
 
 def test_no_query_loses_more_than_eps() -> None:
-    evicted = [check_promise(seed, 14) for seed in range(16)]
-    assert sum(each < 0 for each in evicted) > 12
+    evicted = [check_promise(seed, 13) for seed in range(12)]
+    assert sum(each < 0 for each in evicted) > 8
 
 
 @pytest.mark.slow
@@ -118,18 +118,18 @@ def test_a_key_goes_at_its_horizon_and_not_before() -> None:
     gpt = model(n_kv_head=4, options={"gate_floor": 48.0, "init_landmark_bias": -40.0})
     cache, eps = ForgettingCache(gpt, eps=2e-3), 1e-3
     with witnessed(cache) as witnesses:
-        read(gpt, cache, tokens(1, 300), [1] * 300)
+        read(gpt, cache, tokens(1, 200), [1] * 200)
     for witness, block in zip(witnesses, gpt.blocks(), strict=True):
         limits = limits_of_weights(block.attention, block.attention_norm)
         norms = torch.cat([given[1] for given in witness.calls], dim=2)[0].norm(dim=-1)
         for head in range(4):
             longest, shortest = (limits.horizon(eps, norm)[head] for norm in (norms[head].max(), norms[head].min()))
             for step, cached in enumerate(witness.cached):
-                there = cached[head][0]
-                gone = torch.tensor(sorted(set(range(step + 1)) - set(there.tolist())))
-                assert not len(gone) or step - gone.max() >= shortest - 1e-3
+                there = {*cached[head][0].tolist(), step}
+                gone = set(range(step)) - there
+                assert step - max(gone, default=-300) >= shortest - 1e-3
                 # Keys are judged every 64 tokens.
-                assert step - there.min() <= longest + 65
+                assert step - min(there) <= longest + 65
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,14 +143,14 @@ def test_rounding_is_allowed_for(dtype: torch.dtype, bounds: str) -> None:
     assert max(max(keys) for keys in cache.num_keys) < 300
 
 
-@pytest.mark.parametrize("budget", [{"max_keys": 128}, {"max_keys": 150}, {"max_bytes": 200_000}])
+@pytest.mark.parametrize("budget", [{"max_keys": 128}, {"max_bytes": 200_000}])
 @pytest.mark.parametrize("floor", [0.0, 24.0])
 def test_what_a_budget_costs_is_realised(budget: dict[str, int], floor: float) -> None:
     gpt = model(options={"gate_floor": floor, "init_landmark_bias": -2.0}, n_layer=1)
     cache = ForgettingCache(gpt, **budget)
     # Tokens of a long call still attend to what is evicted at its end.
     with witnessed(cache) as witnesses:
-        read(gpt, cache, tokens(2, 420), [1] * 10 + [7] * 50 + [1] * 60)
+        read(gpt, cache, tokens(2, 320), [1] * 10 + [7] * 40 + [1] * 30)
     lost, error = witnesses[0].judged()
     assert error <= 1e-9
     assert 0 < lost <= cache.realised_eps <= 1

@@ -22,8 +22,7 @@ LOCAL = {"gate_floor": 400.0, "init_landmark_bias": -9.0}
 #: Schemes with a bias of their own, which pages do not know.
 BIASED = [name for name in SCHEMES if next(model(name, n_layer=1).blocks()).attention.has_own_bias]
 ROTATING = [name for name in SCHEMES if name not in BIASED]
-#: Token by token, in chunks of one size, and in chunks of any size.
-CHUNKS = [[1] * N, [7] * 10 + [1], [64, 7], [3, 1, 1, 50, 0, 1, 15]]
+CHUNKS = [[7] * 10 + [1], [64, 7], [1, 3, 1, 1, 40, 0, 1, 15, *[1] * 9]]
 
 CACHES: dict[str, Callable[[gape.GPT], PagedCache]] = {
     "full": FullCache,
@@ -93,7 +92,7 @@ def test_gradients_may_be_off_in_two_ways(kind: str) -> None:
 
 @torch.no_grad()
 def test_local_heads_take_no_more_bytes_as_tokens_come() -> None:
-    gpt, ids = model(options=LOCAL), tokens(1, 1100)
+    gpt, ids = model(options=LOCAL, n_layer=1), tokens(1, 1100)
     cache = ForgettingCache(gpt, eps=1e-3)
     gpt(ids[:, :100], cache=cache)
     sizes = []
@@ -105,7 +104,7 @@ def test_local_heads_take_no_more_bytes_as_tokens_come() -> None:
     assert cache.storage.reserved_bytes <= 2 * max(sizes)
 
 
-@pytest.mark.parametrize("budget", [{"max_keys": 128}, {"max_keys": 200}, {"max_bytes": 500_000}])
+@pytest.mark.parametrize("budget", [{"max_keys": 128}, {"max_bytes": 500_000}])
 @pytest.mark.parametrize("sizes", [[1] * 170, [200, 1, 40, 100, 1, 1], [600, 7, 7, 7, 1, 300], [127, *[9] * 40]])
 @torch.no_grad()
 def test_a_budget_holds_behind_every_call(budget: dict[str, int], sizes: list[int]) -> None:

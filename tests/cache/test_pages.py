@@ -32,18 +32,34 @@ class Both:
         self.expected: Sequences = {place: [] for place in PLACES}
         self.positions: dict[int, int] = {}
 
-    def append(self, layer: int, n: int, keep: list[bool] | None) -> None:
+    def new(self, n: int) -> tuple[torch.Tensor, ...]:
+        """Numbers (B, Hk, n) of new keys, and the keys."""
         number = len(self.positions) + torch.arange(ROWS * HEADS * n, device=DEVICE).view(ROWS, HEADS, n)
         positions = 2 * number[:, 0].contiguous()
         self.positions |= zip(
             number.flatten().tolist(), positions[:, None].expand_as(number).flatten().tolist(), strict=True
         )
         k, v = (number[..., None].float() + torch.arange(width, device=DEVICE) / 8 for width in (3, 5))
-        mask = None if keep is None else torch.tensor(keep, device=DEVICE).view(ROWS, HEADS, n)
-        self.storage.append(layer, k, v, number / 4, positions, mask)
+        return number, k, v, number / 4, positions
+
+    def write(self, n: int) -> None:
+        """As many keys to every sequence."""
+        self.storage.reserve(n)
+        for layer in range(LAYERS):
+            number, *keys = self.new(n)
+            self.storage.write(layer, *keys)
+            for row, head in product(range(ROWS), range(HEADS)):
+                self.expected[layer, row, head] += number[row, head].tolist()
+        self.storage.advance(n)
+
+    def append(self, layer: int, n: int, draw: random.Random) -> None:
+        """Some keys to the sequences of a layer."""
+        number, *keys = self.new(n)
+        keep = [draw.random() < 0.5 for _ in range(number.numel())]
+        mask = torch.tensor(keep, device=DEVICE).view(ROWS, HEADS, n)
+        self.storage.append(layer, *keys, mask)
         for row, head in product(range(ROWS), range(HEADS)):
-            stays = torch.ones(n, dtype=torch.bool, device=DEVICE) if mask is None else mask[row, head]
-            self.expected[layer, row, head] += number[row, head][stays].tolist()
+            self.expected[layer, row, head] += number[row, head][mask[row, head]].tolist()
 
     def evict(self, sequences: list[int], keep: random.Random, room: int, layer: int | None) -> None:
         chosen = torch.tensor(sequences, device=DEVICE)
@@ -91,7 +107,7 @@ class Both:
 
 layers = st.integers(0, LAYERS - 1)
 calls = st.one_of(
-    st.tuples(st.just("append"), layers, st.integers(1, 200), st.none()),
+    st.tuples(st.just("write"), st.integers(1, 200)),
     st.tuples(st.just("append"), layers, st.integers(1, 200), st.integers(0, 2**32)),
     st.tuples(
         st.just("evict"), st.sets(st.integers(0, len(PLACES) - 1), min_size=1), st.integers(0, 2**32),
@@ -110,9 +126,7 @@ def test_sequences_hold_what_was_written(sequence: list[tuple]) -> None:
     for name, *arguments in sequence:
         if name == "append":
             layer, n, seed = arguments
-            draw = None if seed is None else random.Random(seed)
-            keep = None if draw is None else [draw.random() < 0.5 for _ in range(ROWS * HEADS * n)]
-            both.append(layer, n, keep)
+            both.append(layer, n, random.Random(seed))
         elif name == "evict":
             chosen, seed, room, alone = arguments
             # One layer is settled alone where all sequences are of it.
@@ -123,8 +137,10 @@ def test_sequences_hold_what_was_written(sequence: list[tuple]) -> None:
             # What is written later to the original does not show in the copy that the test goes on with.
             original, both.storage = both.storage, deepcopy(both.storage)
             rubbish = torch.full((ROWS, HEADS, 40, 3), 7.0, device=DEVICE)
+            original.reserve(40)
             for layer in range(LAYERS):
-                original.append(layer, rubbish, rubbish, rubbish[..., 0], torch.arange(40, device=DEVICE), None)
+                original.write(layer, rubbish, rubbish, rubbish[..., 0], torch.arange(40, device=DEVICE))
+            original.advance(40)
         else:
             getattr(both, name)(*arguments)
         both.check()
@@ -133,25 +149,23 @@ def test_sequences_hold_what_was_written(sequence: list[tuple]) -> None:
 def test_a_table_that_grows_wider_keeps_its_keys() -> None:
     both = Both()
     for _ in range(5):
-        both.append(0, 700, None)
-    both.append(1, 3, None)
+        both.write(700)
     both.check()
     assert both.storage.width * PAGE >= 3500
 
 
 def test_pages_that_fall_empty_are_used_again() -> None:
     both = Both()
-    both.append(0, 500, None)
+    both.write(500)
     reserved = both.storage.reserved_bytes
-    for _ in range(20):
+    for n in (*range(20, 500, 40), 500):
         both.drop_last(0, 500)
+        both.drop_last(1, 500)
         both.storage.settle(0)
-        both.append(1, 450, None)
-        both.drop_last(1, 450)
-        both.storage.settle(0)
-        both.append(0, 500, None)
+        assert both.storage.nbytes == 0
+        both.write(n)
     assert both.storage.reserved_bytes == reserved
-    assert both.storage.nbytes == ROWS * HEADS * ceil(500 / PAGE) * both.storage.layout.nbytes
+    assert both.storage.nbytes == len(PLACES) * ceil(500 / PAGE) * both.storage.layout.nbytes
     both.clear()
     assert both.storage.reserved_bytes == 0
 
@@ -159,6 +173,6 @@ def test_pages_that_fall_empty_are_used_again() -> None:
 @pytest.mark.parametrize("room", [1, PAGE, 3 * PAGE + 1])
 def test_settling_makes_room_for_as_many_keys(room: int) -> None:
     both = Both()
-    both.append(0, 100, None)
+    both.write(100)
     both.storage.settle(room)
     assert room <= both.storage.room() < room + PAGE
