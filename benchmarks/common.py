@@ -39,7 +39,7 @@ TESTS = {
     "decode": ("tests/ops/test_decode.py",),
     "prologue": ("tests/ops/test_prologue.py",),
     "precision": ("tests/ops/test_agreement.py", "tests/ops/test_precision.py"),
-    "generate": ("tests/hf/test_cache.py", "tests/hf/test_forgetting.py"),
+    "generate": ("tests/hf/test_cache.py", "tests/hf/test_paged.py"),
 }
 
 Lengths = Annotated[str, typer.Option(metavar=INTS, help="Tokens.")]

@@ -1,4 +1,4 @@
-"""Landmarks and positions in cached keys come back exactly, and no check waits for a device."""
+"""Landmarks and positions in cached keys come back exactly, and no call goes on from one that broke off."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
+import gape.hf
 from gape.hf.cache import extra_width, furthest, pack, refuse_uneven, unpack, update_cache
+from gape.hf.families import TRANSFORMERS_4
+from tests.hf.tiny import FLOOR, broken_off, made, opened, ours, tiny, tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -57,3 +60,56 @@ def test_a_cache_does_not_round_the_gradients_of_gates_that_learn_alone():
 def test_lengths_on_a_device_are_not_read():
     cache = SimpleNamespace(layers=[None] * 2, get_seq_length=lambda layer: torch.tensor(layer, device="meta"))
     refuse_uneven(cache, 0, 1)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, lambda config: StaticCache(config=config, max_cache_len=32)])
+@pytest.mark.parametrize("name", ["gape", "llama"])
+@torch.no_grad()
+def test_a_cache_that_a_call_left_uneven_is_refused(kind, name):
+    model = made(name)
+    cache = kind(config=model.config)
+    broken_off(model, cache)
+    with pytest.raises(ValueError, match="past_key_values"):
+        model(tokens(1, 1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_layer_with_gates_notices_unevenness_of_others():
+    model = gape.hf.inject(tiny("llama", num_hidden_layers=3), context_length=16, layers=[2], gates=FLOOR)
+    cache = DynamicCache()
+    broken_off(model, cache)
+    with pytest.raises(ValueError, match="past_key_values"):
+        model(tokens(1, 1), past_key_values=cache)
+
+
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 refuses it by the name of the attention implementation")
+@pytest.mark.parametrize("model", [lambda: opened(tiny("llama")), ours])
+def test_pages_of_continuous_batching_are_refused(model):
+    from transformers import ContinuousBatchingConfig
+
+    arguments = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    sizes = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    prompts = tokens(2, 6).tolist()
+    actual = model().generate_batch(prompts, arguments, continuous_batching_config=sizes, warmup=False)
+    assert len(actual) == 2
+    for result in actual.values():
+        assert result.error.startswith("cache: ")
+        assert result.generated_tokens == []
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: gape.hf.inject(tiny("llama"), context_length=16, position="yarn", factor=2.0),
+        lambda: gape.hf.inject(tiny("gemma2"), context_length=16, position="yarn", factor=2.0),
+        lambda: ours(position="rope", options={}),
+    ],
+)
+def test_keys_without_gates_are_cached_as_they_are(model):
+    gpt, ids, cache = model(), tokens(2, 20), DynamicCache()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    actual = gpt.generate(ids, past_key_values=cache, **settings)
+    assert torch.equal(actual, gpt.generate(ids, use_cache=False, **settings))
+    assert {layer.keys.size(-1) for layer in cache.layers} == {8}

@@ -15,14 +15,12 @@ pytest.importorskip("triton")
 from transformers import DynamicCache
 
 import gape.hf
-from gape.experiments import forgetting_timing
 from gape.hf.language import attention_inputs
 from gape.models.skipping import skip, skipping
 from gape.ops import detailed_attention, reference
 from gape.ops.inputs import Problem
 from gape.ops.triton import attention
-from tests.hf.test_forgetting import FLOOR, injected, ours
-from tests.hf.tiny import tiny, tokens
+from tests.hf.tiny import FLOOR, injected, ours, tiny, tokens
 from tests.ops.skipped import fractions, kept_tiles
 
 #: Small enough for Triton's interpreter.
@@ -67,14 +65,11 @@ def test_a_model_skips_and_says_the_same(made: Callable[[], Any], tiles: list[fl
 
 
 @MODELS
-@pytest.mark.parametrize("kind", ["ordinary", "forgetting"])
-def test_chunks_of_a_prompt_skip_too(made: Callable[[], Any], kind: str, tiles: list[float]) -> None:
+def test_chunks_of_a_prompt_skip_too(made: Callable[[], Any], tiles: list[float]) -> None:
     model, ids = made(), tokens(1, LENGTH)
-    new = DynamicCache if kind == "ordinary" else lambda: gape.hf.ForgettingCache(model, eps=1e-6, bounds="queries")
     with skipping(model, 1e-4):
-        actual = read(model, ids, new(), chunk=CHUNK)
-    # A forgetting cache has dropped something by its second chunk, and is attended to in full from then on.
-    assert len(tiles) == (2 if kind == "ordinary" else 1)
+        actual = read(model, ids, DynamicCache(), chunk=CHUNK)
+    assert len(tiles) == 2
     assert max(tiles) < 0.9
     torch.testing.assert_close(actual, read(model, ids), atol=2e-3, rtol=0)
 
@@ -184,7 +179,7 @@ def tiles_by_the_rule(problem: Problem, eps: float) -> list[float]:
 
 def test_tiles_are_those_of_the_rule_and_drop_at_most_eps() -> None:
     eps, problems = 1e-3, heard(llama({**FLOOR, "gate_floor": [96.0, 4.0]}), tokens(1, 200))
-    actual = forgetting_timing.tiles(problems, eps)
+    actual = [attention.visits(problem, eps).mean(0).tolist() for problem in problems]
     assert actual == [pytest.approx(tiles_by_the_rule(problem, eps)) for problem in problems]
     assert min(actual[0]) < 0.5 < max(actual[0])
     for p in problems:

@@ -32,6 +32,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {**SIZES, "sliding_window": None, "attention_dropout": 0.0}),
 }  # fmt: skip
 
+#: Families as they are without windows and caps, which caches in pages refuse.
+WITHOUT_WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False, "layer_types": None},
+    "gemma2": {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None},
+    "gemma3": {"layer_types": ["full_attention"] * 2},
+}
+#: Gates with a floor at which keys fade within a few tokens.
+FLOOR = {"gate_floor": 96.0, "init_landmark_bias": -9.0}
+
 #: Experts are summed in an order that depends on the other tokens, so these agree to rounding and not to the bit.
 MIXTURES = ("mixtral", "qwen3_moe")
 CLASSES = {"gpt2": "GPT2LMHeadModel"}
@@ -85,6 +95,54 @@ def opened(model: Any, context_length: int = 16, seed: int = 3, **arguments: Any
             if ".gape." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) + 0.5)
     return model
+
+
+def injected(family: str, floor: dict[str, Any] = FLOOR, **changes: Any) -> Any:
+    """A model of a family with gates as the paper starts them."""
+    import gape.hf
+
+    return gape.hf.inject(tiny(family, **changes), context_length=16, start="paper", gates=floor)
+
+
+def ours(**changes: Any) -> Any:
+    """Our GPT as a model of transformers."""
+    import gape.hf
+    from gape.models.config import GPTConfig
+    from gape.models.gpt import GPT
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "context_length": 16}
+    gpt = GPT(GPTConfig(**{**sizes, "options": FLOOR, **changes}))
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return gape.hf.GapeForCausalLM.from_gpt(gpt.eval())
+
+
+def made(name: str, **changes: Any) -> Any:
+    """Our GPT ("gape"), or a model of a family with gates, without windows and caps."""
+    if name == "gape":
+        return ours(**changes)
+    return injected(name, **{**WITHOUT_WINDOWS.get(name, {}), **changes})
+
+
+def broken_off(model: Any, cache: Any, new: int = 3) -> None:
+    """Read twelve tokens, and some more that the second layer never gets."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    layers = model.gpt.layers if hasattr(model, "gpt") else model.model.layers
+    model(tokens(1, 12), past_key_values=cache)
+    # Our GPT is called part by part.
+    hook = next(layers[1].children()).register_forward_pre_hook(stop)
+    try:
+        model(tokens(1, new), past_key_values=cache)
+    except KeyboardInterrupt:
+        return
+    finally:
+        hook.remove()
+    raise AssertionError("the call came to its end")
 
 
 def same(family: str, a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gape.cache.kv import ForgettingCache, ModelCache
+from gape.cache.kv import ModelCache
+from gape.cache.paged import ForgettingCache, FullCache, PagedCache
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.models.skipping import skip, skipping
@@ -26,7 +27,7 @@ def tokens(n: int = 150) -> Tensor:
 
 
 @torch.no_grad()
-def read(gpt: GPT, ids: Tensor, cache: ModelCache | None = None, chunk: int = 150) -> Tensor:
+def read(gpt: GPT, ids: Tensor, cache: ModelCache | PagedCache | None = None, chunk: int = 150) -> Tensor:
     return torch.cat([gpt(part, cache=cache).logits for part in ids.split(chunk, dim=1)], dim=1)
 
 
@@ -48,12 +49,11 @@ def test_a_model_skips_and_says_the_same(tiles: list[float]) -> None:
     assert (read(gpt, ids) == dense).all()
 
 
-@pytest.mark.parametrize("kind", ["ordinary", pytest.param("beside", marks=pytest.mark.slow), "forgetting"])
-def test_chunks_with_a_cache_skip_too(tiles: list[float], kind: str) -> None:
-    gpt, ids = model(reserve=0) if kind == "beside" else model(), tokens()
-    cache = ForgettingCache(gpt, eps=1e-6, bounds="queries") if kind == "forgetting" else gpt.new_cache()
+@pytest.mark.parametrize("reserve", [None, pytest.param(0, marks=pytest.mark.slow)])
+def test_chunks_with_a_cache_skip_too(tiles: list[float], reserve: int | None) -> None:
+    gpt, ids = model(reserve=reserve), tokens()
     with skipping(gpt, 1e-4):
-        found = read(gpt, ids, cache, chunk=120)
+        found = read(gpt, ids, gpt.new_cache(), chunk=120)
     assert min(tiles) < 0.9
     torch.testing.assert_close(found, read(gpt, ids), atol=1e-3, rtol=0)
 
@@ -94,13 +94,14 @@ def test_what_cannot_be_is_refused(changed: dict[str, object], given: dict[str, 
 
 @pytest.mark.gpu
 def test_a_long_text_is_read_alike_on_a_gpu(tiles: list[float]) -> None:
-    """As it is measured: bfloat16, whole and in chunks, with both kinds of cache."""
+    """As it is measured: bfloat16, whole and in chunks, with every kind of cache."""
     device = torch.device("cuda")
     gpt = model(n_embd=256, n_head=4, n_kv_head=4, context_length=1024, options={"gate_floor": 64.0}).to(device)
     ids = torch.randint(17, (1, 16384), generator=torch.Generator().manual_seed(1)).to(device)
     with torch.autocast("cuda", torch.bfloat16):
         dense = read(gpt, ids, chunk=16384)
-        for cache in (None, gpt.new_cache(), ForgettingCache(gpt, eps=1e-4)):
+        # Caches in pages skip by an eps of their own.
+        for cache in (None, gpt.new_cache(), FullCache(gpt), ForgettingCache(gpt, eps=1e-4)):
             with skipping(gpt, 1e-4):
                 found = read(gpt, ids, cache, chunk=16384 if cache is None else 4096)
             torch.testing.assert_close(found.float(), dense.float(), atol=5e-2, rtol=0)

@@ -15,7 +15,7 @@ SCRIPT = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gape.ops.triton import attention_bwd, attention_fwd, decode_lone, split_bias, tiles
+from gape.ops.triton import attention_bwd, attention_fwd, decode_kernels, split_bias, tiles
 
 FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "context_length", "factor", "stretch")
 FLOATS += ("fixed_gate", "fixed_landmark")
@@ -44,9 +44,8 @@ for kernel in (attention_fwd._fwd_kernel, attention_bwd._bwd_dq_kernel, attentio
         compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS)
 for kernel in (tiles._query_norms_kernel, tiles._key_bounds_kernel):
     compiled(kernel, {"BLOCK": 64} | BLOCKS)
-rows = {"K_ROW": 8, "V_ROW": 8, "HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
-for gated in (False, True):
-    compiled(decode_lone.partial_lone, rows | {"GATED": gated} | BLOCKS)
+merged = {"HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
+compiled(decode_kernels.partial, dict.fromkeys(FLAGS, False) | merged | BLOCKS)
 ways = dict.fromkeys(("ROTATED", "GATE_LEARNED", "LANDMARK_LEARNED", "STRONG", "GATE_WANTED"), True)
 compiled(split_bias._step_kernel, ways | {"BITS": 11, "LIMIT": 32752.0, "T": 16, "W": 32})
 for queries in (False, True):
