@@ -48,7 +48,8 @@ def padded(length: int = 60, pads: int = 25) -> dict[str, torch.Tensor]:
 @each_cache
 @each_family
 def test_greedy_text_is_that_of_a_dynamic_cache(name: str, kind: str) -> None:
-    model, prompts = made(name).double(), padded()
+    # Experts of transformers work in float32 at most.
+    model, prompts = made(name).to(torch.float32 if name in MIXTURES else torch.float64), padded()
     cache = CACHES[kind](model)
     settings = {"max_new_tokens": 16, "do_sample": False}
     actual = model.generate(**prompts, past_key_values=cache, **settings)
