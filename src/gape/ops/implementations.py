@@ -239,7 +239,7 @@ def _triton_details(problem: Problem, eps: float) -> Details:
 def _decode_details(problem: Problem, eps: float) -> Details:
     from gape.ops.triton import decode  # noqa: PLC0415
 
-    out, lse = decode.attend(problem)
+    out, lse = decode.run(problem)
     return Details(out, lse, lse.new_ones(()))
 
 

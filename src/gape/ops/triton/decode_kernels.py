@@ -107,15 +107,14 @@ def store_part(part_ptr, lse_ptr, places, top, total, acc, live, value_dims, d_v
 
 # The cache grows by a token each step: a kernel must not be compiled anew for every length.
 @triton.jit(do_not_specialize=("n_q", "n_k", "span"))
-def partial(
+def _decode_kernel(
     part_ptr, lse_ptr, ticket_ptr, out_ptr, whole_lse_ptr, span, n_key_heads, n_k, d, d_v, scale, rate_unit, unit,
-    q_ptr, k_ptr, v_ptr, gate_ptr, landmark_ptr, amplitude_ptr, lengths_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
+    q_ptr, k_ptr, v_ptr, gate_ptr, landmark_ptr, amplitude_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, gate_b, gate_h, gate_n, mark_b, mark_h, mark_n, amp_h,
     qp_b, qp_n, kp_b, kp_n, qd_b, qd_n, kd_b, kd_n, mask_b, mask_h, mask_m, mask_n,
     groups, n_q,
-    CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
-    MERGE: tl.constexpr, PARTS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, MERGE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Partial outputs (B·Hq·Nq, splits, Dv) and base-2 log-sum-exps (B·Hq·Nq, splits), float32, contiguous.
@@ -137,11 +136,8 @@ def partial(
     places = (first_row + rows) * splits + split
     dims, value_dims, near = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_N)
 
-    length = n_k
-    if HAS_LENGTHS:
-        length = tl.minimum(tl.load(lengths_ptr + batch), n_k).to(tl.int32)
-    first = length - n_q
-    low, high = split * span, tl.minimum(split * span + span, length)
+    first = n_k - n_q
+    low, high = split * span, tl.minimum(split * span + span, n_k)
     whole = low
     if not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
         # Tiles that every query sees in full need no look at single pairs.
@@ -194,16 +190,16 @@ def partial(
             products = tl.dot(q, tl.trans(k), input_precision="ieee")
             s = products * scale - c[:, None] * ((1.0 - landmark)[None, :] * distance)
             if CHECK:
-                seen = live[:, None] & inside[None, :]
+                visible = live[:, None] & inside[None, :]
                 if CAUSAL:
-                    seen = seen & (distance >= 0)
+                    visible = visible & (distance >= 0)
                 if HAS_DOCUMENTS:
                     k_doc = tl.load(kd_ptr + batch * kd_b + offs.to(tl.int64) * kd_n, mask=inside, other=0)
-                    seen = seen & (q_doc[:, None] == k_doc[None, :])
+                    visible = visible & (q_doc[:, None] == k_doc[None, :])
                 if HAS_MASK:
                     where = (head * mask_h + m * mask_m)[:, None] + (offs.to(tl.int64) * mask_n)[None, :]
-                    seen = seen & (tl.load(mask_ptr + where, mask=seen, other=0) != 0)
-                s = tl.where(seen, s, float("-inf"))
+                    visible = visible & (tl.load(mask_ptr + where, mask=visible, other=0) != 0)
+                s = tl.where(visible, s, float("-inf"))
             top, total, acc = weigh(s, v, top, total, acc, CHECK)
             k_ptr += BLOCK_N * k_n
             v_ptr += BLOCK_N * v_n
@@ -221,7 +217,7 @@ def partial(
 
 
 @triton.jit(do_not_specialize=("splits",))
-def combine(
+def _combine_kernel(
     part_ptr, lse_ptr, out_ptr, whole_lse_ptr, splits, d_v, unit, PARTS: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     """Outputs (B·Hq·Nq, Dv) and natural log-sum-exps (B·Hq·Nq), contiguous."""

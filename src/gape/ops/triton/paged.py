@@ -24,10 +24,10 @@ from torch import Tensor
 from gape.ops import paged
 from gape.ops.limits import DECODE_QUERIES
 from gape.ops.paged import Pages
+from gape.ops.triton.configs import multiprocessors, power_of_two
 from gape.ops.triton.custom_ops import direct
-from gape.ops.triton.decode import ALONE, stream_tickets
-from gape.ops.triton.decode_kernels import last_to_finish, merge_row, store_part, weigh
-from gape.ops.triton.decode_plan import multiprocessors, power_of_two
+from gape.ops.triton.decode import MERGE_STEPS, stream_tickets
+from gape.ops.triton.decode_kernels import last_to_finish, load_tile, merge_row, store_part, weigh
 from gape.ops.triton.tiles import LOG2E, SLACK, same_in_all, single
 from gape.utils.validation import invalid_argument
 
@@ -93,18 +93,6 @@ def address_tile(address, first, ROWS: tl.constexpr, ROW: tl.constexpr, WIDTH: t
 
 
 @triton.jit
-def load_rows(where, rows, columns, CHECK_ROWS: tl.constexpr, CHECK_COLUMNS: tl.constexpr):
-    """A tile of a page, zero where `rows` or `columns` say no; a check that is not needed costs nothing."""
-    if CHECK_ROWS and CHECK_COLUMNS:
-        return tl.load(where, mask=rows[:, None] & columns[None, :], other=0.0)
-    if CHECK_ROWS:
-        return tl.load(where, mask=rows[:, None], other=0.0)
-    if CHECK_COLUMNS:
-        return tl.load(where, mask=columns[None, :], other=0.0)
-    return tl.load(where)
-
-
-@triton.jit
 def attend_to_page(
     q, c, i, anchor, address, first, left, scale, top, total, acc,
     CHECK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, DTYPE: tl.constexpr,
@@ -119,11 +107,11 @@ def attend_to_page(
     EXPOSURES_AT: tl.constexpr = VALUES_AT + PAGE * VALUE_WIDTH * SIZE
     near = first + tl.arange(0, BLOCK_N)
     there = near < left
-    k = load_rows(
+    k = load_tile(
         address_tile(address, first, BLOCK_N, KEY_WIDTH, BLOCK_D, DTYPE),
         there, tl.arange(0, BLOCK_D) < KEY_WIDTH, CHECK, KEY_WIDTH != BLOCK_D,
     )  # fmt: skip
-    v = load_rows(
+    v = load_tile(
         address_tile(address + VALUES_AT, first, BLOCK_N, VALUE_WIDTH, BLOCK_V, DTYPE),
         there, tl.arange(0, BLOCK_V) < VALUE_WIDTH, CHECK, VALUE_WIDTH != BLOCK_V,
     )  # fmt: skip
@@ -435,7 +423,7 @@ def paged_attention(
     count, per_step = batch * key_heads * row_tiles, MERGED // flags["BLOCK_V"]
     splits = _splits(count, room, n, per_step, q.device) if splits is None else splits
     parts, part_lse = _workspace(out, splits)
-    few = splits > 1 and min(rows, flags["BLOCK_M"]) * -(-splits // per_step) <= ALONE
+    few = splits > 1 and min(rows, flags["BLOCK_M"]) * -(-splits // per_step) <= MERGE_STEPS
     tickets = _tickets(count, q.device, tickets) if few else None
     visit = torch.empty(count, room, dtype=torch.int64, device=q.device) if eps else lse
     # What is never read stands in for what is not there.

@@ -20,8 +20,8 @@ from torch import Tensor
 from gape.ops import columns
 from gape.ops.columns import significand_bits
 from gape.ops.limits import DECODE_QUERIES
+from gape.ops.triton.configs import power_of_two
 from gape.ops.triton.custom_ops import direct
-from gape.ops.triton.decode_plan import power_of_two
 from gape.ops.triton.tiles import single
 
 if TYPE_CHECKING:
