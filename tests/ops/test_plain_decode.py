@@ -81,7 +81,7 @@ def test_positions_that_hide_nothing_are_left_out() -> None:
     q, k = torch.randn(1, 2, 1, 16, device=DEVICE).half(), torch.randn(1, 2, 40, 16, device=DEVICE).half()
     told = {"q_positions": torch.tensor([3], device=DEVICE), "k_positions": torch.arange(40, device=DEVICE)}
     got, problem = by_the_kernel(q, k, k, **told, is_causal=False)
-    assert problem.seen.index_order
+    assert problem.visibility.index_order
     assert distance(got, exact(q, k, k)) < BOUNDS[torch.float16]
 
 
@@ -182,10 +182,10 @@ def test_few_queries_are_asked_and_run_without_cudnn(
     n_q: int, learns: bool, cuda: bool, planned: bool, allowed: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = (torch.randn(1, 2, n_q, 16, requires_grad=learns) for _ in range(3))
-    seen = Visibility(n_q=n_q, n_k=n_q, device=CPU)
+    visibility = Visibility(n_q=n_q, n_k=n_q, device=CPU)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", cuda)
-        call = sdpa.prepare(q, k, v, seen, 1.0)
+        call = sdpa.prepare(q, k, v, visibility, 1.0)
     call.backend()
     call.run()
     assert allowed == [("asked", planned), ("ran", planned)]

@@ -99,7 +99,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: floa
     amplitude = zero.as_strided((q.size(1),), (0,))
     problem = Problem(
         q=q, k=k, v=v, gate=gate, landmark=landmark, amplitude=amplitude, context_length=1.0, scale=scale,
-        seen=visibility,
+        visibility=visibility,
     )  # fmt: skip
     return decode.run(problem)[0]
 

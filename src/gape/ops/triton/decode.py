@@ -147,7 +147,7 @@ def decode(
 
 def as_call(problem: Problem) -> Call:
     """The problem as the operator of torch takes it."""
-    visibility, q = problem.seen, problem.q
+    visibility, q = problem.visibility, problem.q
 
     def full(side: Tensor | None, *sizes: int) -> Tensor | None:
         return None if side is None else side.expand(q.size(0), *sizes)

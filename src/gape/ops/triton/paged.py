@@ -87,9 +87,9 @@ DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 def address_tile(address, first, ROWS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
     """Pointers (ROWS, WIDTH) to rows from `first` on of a matrix (PAGE, ROW) that begins at an address."""
     rows, dims = first + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    where = address.to(tl.pointer_type(DTYPE)) + (rows[:, None] * ROW + dims[None, :])
+    ptrs = address.to(tl.pointer_type(DTYPE)) + (rows[:, None] * ROW + dims[None, :])
     # Nothing is known of an address: parts of a page and their rows begin with 16 bytes.
-    return tl.multiple_of(where, (1, 16))
+    return tl.multiple_of(ptrs, (1, 16))
 
 
 @triton.jit
@@ -232,8 +232,8 @@ def _paged_attention_kernel(
         if split == 0:
             at = batch * prior_b + head * prior_h + m.to(tl.int64) * prior_n
             filled = (live & (known != float("-inf")))[:, None] & (value_dims < d_prior)[None, :]
-            where = prior_ptr + at[:, None] + (value_dims * prior_d)[None, :]
-            acc = tl.load(where, mask=filled, other=0.0).to(tl.float32)
+            ptrs = prior_ptr + at[:, None] + (value_dims * prior_d)[None, :]
+            acc = tl.load(ptrs, mask=filled, other=0.0).to(tl.float32)
             top, total = known, tl.where(known == float("-inf"), 0.0, 1.0)
         if SKIP:
             size = tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1))
@@ -287,9 +287,9 @@ def _paged_attention_kernel(
         safe = tl.where(empty, 1.0, total)
         natural = tl.where(empty, float("-inf"), (top + tl.log2(safe)) / UNIT)
         tl.store(lse_ptr + first_row + rows, natural, mask=live)
-        where = out_ptr + (first_row + rows)[:, None] * VALUE_WIDTH + value_dims[None, :]
+        ptrs = out_ptr + (first_row + rows)[:, None] * VALUE_WIDTH + value_dims[None, :]
         out = (acc / safe[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(where, out, mask=live[:, None] & (value_dims < VALUE_WIDTH)[None, :])
+        tl.store(ptrs, out, mask=live[:, None] & (value_dims < VALUE_WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=("rows", "room", "splits", "new"), do_not_specialize_on_alignment=("lengths_ptr",))
