@@ -76,7 +76,7 @@ class Attended:
             amplitude = self.gates.amplitude.detach().to(dtype)
         return Problem(
             q=q, k=k, v=k, gate=gate, landmark=landmark, amplitude=amplitude,
-            context_length=self.context_length, scale=self.scale, seen=part,
+            context_length=self.context_length, scale=self.scale, visibility=part,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -88,9 +88,9 @@ class Attended:
             queries are left out where the order is that of the tensors. A row that sees nothing is zero.
         """
         problem = self.problem(start, stop)
-        bias = self._bias(problem.seen, start, stop)
+        bias = self._bias(problem.visibility, start, stop)
         logits = reference.logits(problem)
-        return reference.visible_softmax(logits if bias is None else logits + bias, problem.seen.mask())
+        return reference.visible_softmax(logits if bias is None else logits + bias, problem.visibility.mask())
 
     def _bias(self, part: Visibility, start: int, stop: int) -> Tensor | None:
         """What the scheme adds to the logits besides the gates, broadcastable to (B, Hq, stop − start, n)."""
