@@ -16,6 +16,8 @@ from gape.cache.pages import PagedStorage
 from gape.ops.paged import PAGE, page_layout
 
 LAYERS, ROWS, HEADS = 2, 2, 3
+#: Layer, row and head of each sequence.
+PLACES = list(product(range(LAYERS), range(ROWS), range(HEADS)))
 #: Every key has a number, which its coordinates, its value and its exposure show.
 Sequences = dict[tuple[int, int, int], list[int]]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,7 +29,7 @@ class Both:
     def __init__(self) -> None:
         layout = page_layout(3, 5, torch.float32)
         self.storage = PagedStorage(LAYERS, ROWS, HEADS, HEADS, layout, DEVICE)
-        self.expected: Sequences = {place: [] for place in product(range(LAYERS), range(ROWS), range(HEADS))}
+        self.expected: Sequences = {place: [] for place in PLACES}
         self.positions: dict[int, int] = {}
 
     def append(self, layer: int, n: int, keep: list[bool] | None) -> None:
@@ -43,17 +45,18 @@ class Both:
             stays = torch.ones(n, dtype=torch.bool, device=DEVICE) if mask is None else mask[row, head]
             self.expected[layer, row, head] += number[row, head][stays].tolist()
 
-    def evict(self, layer: int, heads: list[int], keep: random.Random, room: int, alone: bool) -> None:
-        index = torch.tensor(heads, device=DEVICE)
-        keys = self.storage.read(layer, index)
-        stays = torch.zeros(keys[2].shape, dtype=torch.bool)
-        for row, (at, head) in product(range(ROWS), enumerate(heads)):
-            cached = self.expected[layer, row, head]
-            chosen = [slot for slot in range(len(cached)) if keep.random() < 0.6]
-            stays[row, at, chosen] = True
-            self.expected[layer, row, head] = [cached[slot] for slot in chosen]
-        self.storage.rewrite(layer, index, keys, stays.to(DEVICE))
-        self.storage.settle(room, layer if alone else None)
+    def evict(self, sequences: list[int], keep: random.Random, room: int, layer: int | None) -> None:
+        chosen = torch.tensor(sequences, device=DEVICE)
+        *keys, valid = self.storage.read(chosen)
+        stays = torch.zeros_like(valid)
+        for at, number in enumerate(sequences):
+            place = PLACES[number]
+            cached = self.expected[place]
+            slots = [slot for slot in range(len(cached)) if keep.random() < 0.6]
+            stays[at, slots] = True
+            self.expected[place] = [cached[slot] for slot in slots]
+        self.storage.rewrite(chosen, tuple(keys), stays)
+        self.storage.settle(room, layer)
 
     def drop_last(self, layer: int, tokens: int) -> None:
         self.storage.drop_last(layer, tokens)
@@ -67,20 +70,19 @@ class Both:
             cached.clear()
 
     def check(self) -> None:
-        storage, every = self.storage, torch.arange(HEADS, device=DEVICE)
-        for layer in range(LAYERS):
-            k, v, exposure, positions = (x.cpu() for x in storage.read(layer, every))
-            for row, head in product(range(ROWS), range(HEADS)):
-                cached = self.expected[layer, row, head]
-                at = (row, head, slice(len(cached)))
-                number = torch.tensor(cached, dtype=torch.float32)
-                assert storage.counts[layer, row, head] == storage.lengths[layer, row, head] == len(cached)
-                assert torch.equal(k[at][:, :3], number[:, None] + torch.arange(3) / 8)
-                assert torch.equal(v[at][:, :5], number[:, None] + torch.arange(5) / 8)
-                assert torch.equal(exposure[at], number / 4)
-                assert positions[at].tolist() == [self.positions[each] for each in cached]
-                longest = float(k[at].norm(dim=-1).amax()) if cached else 0.0
-                assert float(storage.key_norm[layer, row, head]) >= longest * (1 - 1e-6)
+        storage = self.storage
+        storage.room()
+        k, v, exposure, positions, valid = (x.cpu() for x in storage.read(torch.arange(len(PLACES), device=DEVICE)))
+        for at, place in enumerate(PLACES):
+            cached, there = self.expected[place], valid[at]
+            number = torch.tensor(cached, dtype=torch.float32)
+            assert storage.counts[place] == storage.lengths[place] == there.sum() == len(cached)
+            assert torch.equal(k[at][there][:, :3], number[:, None] + torch.arange(3) / 8)
+            assert torch.equal(v[at][there][:, :5], number[:, None] + torch.arange(5) / 8)
+            assert torch.equal(exposure[at][there], number / 4)
+            assert positions[at][there].tolist() == [self.positions[each] for each in cached]
+            longest = float(k[at][there].norm(dim=-1).amax()) if cached else 0.0
+            assert float(storage.key_norm[place]) >= longest * (1 - 1e-6)
         owned = storage.table[storage.table >= 0].tolist()
         assert len(owned) == len(set(owned))
         assert storage.nbytes == len(owned) * storage.layout.nbytes <= storage.reserved_bytes
@@ -92,7 +94,7 @@ calls = st.one_of(
     st.tuples(st.just("append"), layers, st.integers(1, 200), st.none()),
     st.tuples(st.just("append"), layers, st.integers(1, 200), st.integers(0, 2**32)),
     st.tuples(
-        st.just("evict"), layers, st.sets(st.integers(0, HEADS - 1), min_size=1), st.integers(0, 2**32),
+        st.just("evict"), st.sets(st.integers(0, len(PLACES) - 1), min_size=1), st.integers(0, 2**32),
         st.integers(0, 130), st.booleans(),
     ),
     st.tuples(st.just("drop_last"), layers, st.integers(0, 150)),
@@ -112,8 +114,11 @@ def test_sequences_hold_what_was_written(sequence: list[tuple]) -> None:
             keep = None if draw is None else [draw.random() < 0.5 for _ in range(ROWS * HEADS * n)]
             both.append(layer, n, keep)
         elif name == "evict":
-            layer, heads, seed, room, alone = arguments
-            both.evict(layer, sorted(heads), random.Random(seed), room, alone)
+            chosen, seed, room, alone = arguments
+            # One layer is settled alone where all sequences are of it.
+            of_layers = {PLACES[each][0] for each in chosen}
+            layer = of_layers.pop() if alone and len(of_layers) == 1 else None
+            both.evict(sorted(chosen), random.Random(seed), room, layer)
         elif name == "copy":
             # What is written later to the original does not show in the copy that the test goes on with.
             original, both.storage = both.storage, deepcopy(both.storage)

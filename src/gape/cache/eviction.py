@@ -104,7 +104,9 @@ class Account:
         self.eps = eps
 
         def zeros(*size: int) -> Tensor:
-            return torch.zeros(*size, dtype=torch.float64, device=device)
+            # Calls with and without inference_mode write to these alike.
+            with torch.inference_mode(False):
+                return torch.zeros(*size, dtype=torch.float64, device=device)
 
         self._mass = zeros(sequences, groups, _OCTAVES)
         self._longest, self._at = zeros(sequences, 1), zeros(sequences)

@@ -62,7 +62,8 @@ class Evictor:
         clone = copy(self)
         clone._storage = storage
         if "_account" in vars(self):
-            vars(clone)["_account"] = deepcopy(self._account)
+            with torch.inference_mode(False):
+                vars(clone)["_account"] = deepcopy(self._account)
         return clone
 
     @cached_property
@@ -178,6 +179,7 @@ class Evictor:
             chosen = torch.cat([self._of_layer[number] for number in some])
             if chosen.numel():
                 self._evict(chosen, first, incoming)
+        storage.read_counts(layer)
         self._set_interval()
         storage.settle(self.interval, layer)
 

@@ -102,6 +102,8 @@ class PagedLayer:
         if cache.capturing:
             return self._decode(q, k, v, positions, rotate, step)[..., :width]
         cache.prepare(self, k, v, positions, real)
+        if not n:
+            return v.new_empty(*q.shape[:3], width)
         if n == 1 and real is None:
             out = self._decode(q, k, v, positions, rotate, step)
         else:

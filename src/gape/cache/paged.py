@@ -154,6 +154,7 @@ class PagedCache:
         """Keys that each layer and key head has cached, the largest number of any row."""
         if self._storage is None:
             return [[0] * layer.spec.n_kv_heads for layer in self.layers]
+        self._storage.read_counts()
         largest: list[list[int]] = self._storage.counts.max(1).tolist()
         return largest
 
@@ -190,12 +191,13 @@ class PagedCache:
         """Get ready for new tokens of a layer; the first layer of a call evicts for all where that is due.
 
         Raises:
-            ValueError: another batch than cached, positions that do not rise by one, or an earlier call broke off.
+            ValueError: another batch or dtype than cached, positions that do not rise by one, or a call broke off.
         """
         if self._storage is None:
             self._open(k, v)
-        if k.size(0) != self.storage.shape[1]:
-            raise invalid_argument("k", k, f"a batch of {self.storage.shape[1]}, as cached")
+        rows, dtype = self.storage.shape[1], self.storage.layout.dtype
+        if k.size(0) != rows or _dtype(k) != dtype:
+            raise invalid_argument("k", k, f"a batch of {rows} in {dtype}, as cached")
         if layer.index == 0 and k.size(2):
             self._begin(k.size(2), positions, real)
 
@@ -343,9 +345,7 @@ class PagedCache:
 
     def _open(self, k: Tensor, v: Tensor) -> None:
         """Make the pages for a batch like k and v, or take those that an earlier cache of the model has left."""
-        low = torch.is_autocast_enabled(k.device.type)
-        dtype = torch.get_autocast_dtype(k.device.type) if low else k.dtype
-        layout = page_layout(k.size(-1), v.size(-1), dtype)
+        layout = page_layout(k.size(-1), v.size(-1), _dtype(k))
         shape, device = (len(self.layers), k.size(0), self.layers[0].spec.n_kv_heads), k.device
         idle = _IDLE.pop(self._model(), None)
         fits = idle is not None and (idle.shape, idle.layout, idle.device) == (shape, layout, device)
@@ -446,6 +446,12 @@ def refuse_without_floors(specs: Sequence[LayerSpec], rule: EvictionRule, *, par
             f"model: nothing fades in layer {bare[0][0]}, head {bare[0][1]}; expected gates with a gate_floor and an "
             f"amplitude above 0 {hint}"
         )
+
+
+def _dtype(k: Tensor) -> torch.dtype:
+    """What keys are cached in: their own dtype, or that of autocast."""
+    kind = k.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else k.dtype
 
 
 #: Pages of caches that are gone, one for each model: a new cache of the same batch takes them with their captured step.

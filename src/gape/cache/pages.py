@@ -94,6 +94,7 @@ class PagedStorage:
     @property
     def nbytes(self) -> int:
         """Bytes of the pages that sequences own."""
+        self._take_counts()
         return int(self._owned.sum()) * self.layout.nbytes
 
     @property
@@ -130,6 +131,9 @@ class PagedStorage:
         Raises:
             torch.OutOfMemoryError: there is no memory; the sequences are then as they were.
         """
+        if any(layer in (None, asked) for asked, *_ in self._asked):
+            # An answer from before would undo what is counted from here on.
+            self._take_counts()
         if self._assign(needed, layer):
             self._upload(layer)
 
@@ -222,6 +226,11 @@ class PagedStorage:
         keys = read_keys(pages, torch.where(valid, slots, -1))
         return (*(x.squeeze(1) for x in keys), valid.squeeze(1))
 
+    def read_counts(self, layer: int | None = None) -> None:
+        """Read back from the device how many keys sequences have: those of one layer, or of all."""
+        self._take_counts()
+        self.counts[_part(layer)] = self.lengths[_part(layer)].cpu().numpy()
+
     def settle(self, room: int, layer: int | None = None) -> None:
         """Read lengths back, free pages that are not needed, and make room for more keys: in one layer, or in all."""
         self._asked.clear()
@@ -245,6 +254,7 @@ class PagedStorage:
 
     def drop_last(self, layer: int, tokens: int) -> None:
         """Forget so many of the last keys of every sequence of a layer."""
+        self._take_counts()
         self.lengths[layer].sub_(tokens).clamp_(min=0)
         self.counts[layer] = np.maximum(self.counts[layer] - tokens, 0)
 

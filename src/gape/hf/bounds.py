@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gape.cache.bounds import Limits, least_rates, limits_of_maps
 from gape.gates import GAPEGates
 from gape.hf.families import rotated_part
+from gape.models.cuda_graphs import settings
 from gape.utils.validation import invalid_argument
 
 #: What decoder layers call the norm that their attention reads from.
@@ -85,8 +86,12 @@ def injected_limits(model: Any, parent: Any, layer: InjectedLayer) -> Limits:
         ValueError: there is no norm that bounds q and k.
     """
     stretch, evenly = _stretch(model, layer.module)
+    if any(x.is_inference() for x in parent.parameters()):
+        # Nothing says when such weights change.
+        return _limits(parent, layer, stretch, evenly)
     weights = tuple((x.data_ptr(), x._version, x.dtype) for x in parent.parameters())
-    key = (weights, stretch, evenly, layer.gates.gate_floor)
+    adapters = [settings(module) for module in parent.modules()]
+    key = (weights, adapters, stretch, evenly, layer.gates.gate_floor)
     known = _KNOWN.get(layer.module)
     if known is None or known[0] != key:
         known = _KNOWN[layer.module] = key, _limits(parent, layer, stretch, evenly)

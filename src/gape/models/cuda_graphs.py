@@ -94,7 +94,7 @@ class CapturedStep:
         self._model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
         self._weights = [(weakref.ref(weight), weight.data_ptr()) for weight in model.parameters()]
-        self._settings = [(weakref.ref(module), _settings(module)) for module in model.modules() if _settings(module)]
+        self._settings = [(weakref.ref(module), found) for module in model.modules() if (found := settings(module))]
         self._measures, self._mode = cache.measures, _mode()
 
     def fits(self, model: nn.Module, cache: PagedCache, ids: Tensor) -> bool:
@@ -109,7 +109,7 @@ class CapturedStep:
         modules = [module for ref in self._modules if (module := ref()) is not None]
         if len(modules) != len(self._modules) or any(m.training for m in modules) or has_hooks(modules):
             return False
-        if any((module := ref()) is None or _settings(module) != old for ref, old in self._settings):
+        if any((module := ref()) is None or settings(module) != old for ref, old in self._settings):
             return False
         return all((weight := ref()) is not None and weight.data_ptr() == place for ref, place in self._weights)
 
@@ -176,7 +176,7 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
-def _settings(module: nn.Module) -> dict[str, object]:
+def settings(module: nn.Module) -> dict[str, object]:
     """What a module does besides its weights and mode, where that may change: listeners of ours, adapters of `peft`."""
     state = vars(module)
     return {name: copy(state[name]) for name in _SETTINGS if name in state}
