@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
+from gape.cache.slots import Slot, Slots
+from gape.hf.attending import AttendingCache
 from transformers import DynamicCache
 
 import gape.hf
 from gape.cache import forgetting_rack
-from gape.cache.slots import Slot, Slots
 from gape.experiments import forgetting_timing
 from gape.hf import Captured, ForgettingCache, KeepingCache, LanguageModel, captured, keeping
-from gape.hf.attending import AttendingCache
 from gape.models.skipping import skipping
 from tests.hf.test_forgetting import injected, ours
 from tests.hf.tiny import tiny, tokens

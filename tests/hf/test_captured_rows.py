@@ -16,9 +16,10 @@ from torch import Tensor
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
-from gape.hf import Captured, KeepingCache, captured
 from gape.hf.captured import SlotLayer
 from gape.hf.forgetting import places_of
+
+from gape.hf import Captured, KeepingCache, captured
 from gape.ops import prologue
 from gape.ops.columns import UNIT, significand_bits
 from gape.ops.triton import split_bias

@@ -11,10 +11,11 @@ import torch
 
 pytest.importorskip("transformers")
 
+from gape.hf.forgetting import ForgettingCache
+
 import gape.hf
 from gape.hf import forgetting
 from gape.hf.families import TRANSFORMERS_4
-from gape.hf.forgetting import ForgettingCache
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from tests.hf.tiny import tiny, tokens

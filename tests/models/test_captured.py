@@ -8,11 +8,11 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from gape.cache.slots import Slots
 
 import gape
 from gape.cache import forgetting_shelf
 from gape.cache.kv import ForgettingCache, ModelCache
-from gape.cache.slots import Slots
 from gape.experiments import forgetting_timing
 from gape.models import cuda_graphs as module
 from gape.models.cuda_graphs import LEAST, Captured, why_not

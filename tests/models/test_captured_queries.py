@@ -6,10 +6,10 @@ from collections import defaultdict
 
 import pytest
 import torch
+from gape.cache.forgetting_ledger import Ledger
 from torch import Tensor
 
 from gape.cache import forgetting_seen, forgetting_shelf, slots
-from gape.cache.forgetting_ledger import Ledger
 from gape.cache.kv import ForgettingCache
 from gape.models import cuda_graphs
 from gape.models.cuda_graphs import Captured

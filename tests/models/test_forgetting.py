@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from gape.cache.forgetting import ForgettingLayer
 
 import gape
 from gape.cache import forgetting_limits as limits
-from gape.cache.forgetting import ForgettingLayer
 from gape.cache.kv import ForgettingCache
 from tests.models.tiny import model, tokens
 from tests.models.witness import FLOOR, Witness, decoded, witnessed

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from gape.cache.forgetting_ledger import Ledger, Verdict
 from gape.cache.forgetting_limits import Limits
 from gape.cache.forgetting_seen import Seen
 from gape.cache.forgetting_shelf import STRIDE
+
 from tests.models.tiny import model
 
 EPS, AT = 1e-2, 200

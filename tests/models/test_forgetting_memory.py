@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from gape.cache.forgetting_shelf import grouped
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gape.cache.forgetting_shelf import grouped
 from gape.cache.kv import ForgettingCache
 from tests.models.tiny import model, tokens
 from tests.models.witness import FLOOR, decoded, witnessed

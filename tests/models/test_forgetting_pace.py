@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from gape.cache.forgetting_shelf import slack
 
 import gape
-from gape.cache.forgetting_shelf import slack
 from gape.cache.kv import ForgettingCache
 from tests.models.tiny import model, tokens
 

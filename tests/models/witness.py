@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from gape.cache.forgetting import ForgettingLayer
 
 import gape
-from gape.cache.forgetting import ForgettingLayer
 from gape.cache.kv import ForgettingCache
 
 FLOOR = {"gate_floor": 24.0, "init_landmark_bias": -3.0}

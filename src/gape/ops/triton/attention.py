@@ -127,7 +127,7 @@ def attend_projected(
     scale: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, natural log-sum-exp, rotated q and k, rate and exposure: :func:`gape.ops.causal.projected_attention`.
+    """Output, base-2 log-sum-exp, rotated q and k, base-2 rate and exposure, without gradients.
 
     The same launches as :func:`projected`, without the operators around them, which take longer than the launches.
     """
@@ -136,7 +136,7 @@ def attend_projected(
     with untraced():
         q, k, c, u, *norms = in_parts(_prepare_bounded, (q, k), q.size(0), 1, tables, *factors)
         out, lse, *_ = in_parts(_fwd_bounded, (q, k, values, c, u, *norms), *q.shape[:2], scale, eps)
-    return out[..., : v.size(-1)], lse / LOG2E, q, k, c / LOG2E, u
+    return out[..., : v.size(-1)], lse, q, k, c, u
 
 
 def _bounded_arguments(
