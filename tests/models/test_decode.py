@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import gape
-from gape.cache.kv import KVCache, ModelCache
-from gape.cache.paged import ForgettingCache
+from gape.cache.kv import ForgettingCache, ModelCache
 from tests.models.tiny import GATED, SCHEMES, T, model, tokens
 
 # Across the training length and four times it.
@@ -136,24 +135,3 @@ def test_a_cache_takes_no_other_dtype_or_depth() -> None:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def decode_error(position: str, **options: object) -> float:
-    """Of eight tokens behind 16,384 others in a bfloat16 layer, one by one, against the same weights in float64."""
-    torch.manual_seed(0)
-    layer = gape.GAPEAttention(64, 1, context_length=1024, position=position, **options).bfloat16()
-    torch.nn.init.normal_(layer.qkv.weight, std=0.2)
-    x, cache = torch.randn(1, 16384 + 8, 64).bfloat16(), KVCache(16384 + 8)
-    layer(x[:, :-8], cache=cache)
-    steps = torch.cat([layer(x[:, at : at + 1], cache=cache) for at in range(16384, 16384 + 8)], dim=1)
-    exact = layer.double()(x.double())[:, -8:]
-    return float((steps.double() - exact).norm() / exact.norm())
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_bfloat16_layer_decodes_as_exactly_far_out() -> None:
-    """With strong gates, and rank2 beside it to show that the comparison can fail."""
-    bare = decode_error("p-rope")
-    assert decode_error("p-rope+gape", gate_floor=20.0) <= 2 * bare
-    assert decode_error("p-rope+gape", gate_floor=20.0, impl="rank2") > 4 * bare
