@@ -183,9 +183,9 @@ class Candidate:
             ready = self.prepare(q, k, layer.angles, layer.reading(leaves), layer.scale)
             if not self.attends:
                 return ready
-            seen = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
+            visibility = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
             with _on_cudnn(q):
-                return (sdpa.prepare(*ready, v, seen, layer.scale).run(),)
+                return (sdpa.prepare(*ready, v, visibility, layer.scale).run(),)
 
         return run
 

@@ -11,6 +11,7 @@ import gape
 from gape.analysis import attended, attention_map, entropy, statistics, tap
 from gape.analysis.routing import horizon
 from gape.analysis.tap import Attended
+from gape.models import FullCache
 from gape.ops import reference
 from gape.ops.inputs import Visibility
 from gape.positions import build
@@ -152,10 +153,11 @@ def test_listeners_may_stand_inside_one_another() -> None:
 
 
 @torch.no_grad()
-def test_what_a_cache_keeps_from_being_heard_is_refused() -> None:
+def test_a_cache_in_pages_is_refused() -> None:
     gpt = model("p-rope+gape")
+    assert len(attended(gpt, tokens(), cache=gpt.new_cache())) == 2
     with pytest.raises(ValueError, match="cache: got"):
-        attended(gpt, tokens(), cache=gpt.new_cache())
+        attended(gpt, tokens(), cache=FullCache(gpt))
 
 
 def test_a_model_without_such_layers_is_refused() -> None:

@@ -161,7 +161,7 @@ def test_what_is_heard_is_what_attends() -> None:
     ids = tokens(1, 60)
     weights = injected("llama", implementation="eager")(ids, output_attentions=True).attentions
     for problem, expected in zip(heard(injected("llama"), ids), weights, strict=True):
-        actual = reference.visible_softmax(reference.logits(problem), problem.seen.mask())
+        actual = reference.visible_softmax(reference.logits(problem), problem.visibility.mask())
         torch.testing.assert_close(actual, expected.detach(), atol=1e-5, rtol=1e-4)
 
 

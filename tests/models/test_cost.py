@@ -1,4 +1,4 @@
-"""Costs: the paper's formulas, equal for RoPE and GAPE, and equal to what is measured."""
+"""Costs: the paper's formulas, those of RoPE and GAPE beside each other, and what is measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gape
 from gape.models import cost
-from tests.models.tiny import config
+from tests.models.tiny import SCHEMES, config, model, tokens
 
 SIZES = {"vocab_size": 64, "n_layer": 2, "n_head": 4, "n_embd": 64, "n_kv_head": None}
 B, N = 3, 32
@@ -64,7 +64,6 @@ def test_gape_costs_what_rope_does(reserve: int, impl: str, kv_heads: int, dtype
     saved = 2 * 2 * 64 * reserve * (4 + kv_heads)
     assert parts[0].projections - parts[1].projections == B * N * saved
     assert cost.decode_flops(rope, N, dtype=dtype) - cost.decode_flops(gated, N, dtype=dtype) == saved
-    assert cost.cache_bytes(rope, N, B, dtype) == cost.cache_bytes(gated, N, B, dtype)
 
 
 def test_growing_heads_cost_more() -> None:
@@ -74,8 +73,18 @@ def test_growing_heads_cost_more() -> None:
     assert cost.breakdown(grown, B, N, torch.float32).attention == plain * (32 + 2)
     assert cost.breakdown(config("alibi", **SIZES), B, N).attention == plain * (32 + 6)
     assert cost.breakdown(config("fox", **SIZES), B, N).attention == plain * (32 + 3)
-    # A landmark in float32 for each key and head.
-    assert cost.cache_bytes(grown, N) - cost.cache_bytes(rope, N) == 2 * N * 4 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reserve", [0, 6])
+@pytest.mark.parametrize("position", SCHEMES)
+@torch.no_grad()
+def test_cache_bytes_are_those_of_a_cache(position: str, reserve: int, dtype: torch.dtype) -> None:
+    gpt = model(position, reserve=reserve, dtype=dtype)
+    cache = gpt.new_cache()
+    gpt(tokens(3, 9), cache=cache)
+    gpt(tokens(3, 1), cache=cache)
+    assert cache.nbytes == cost.cache_bytes(gpt.config, 10, 3, dtype)
 
 
 @pytest.mark.parametrize(("argument", "value"), [("batch", 0), ("length", 0), ("length", 1.5)])

@@ -16,15 +16,15 @@ from gape.ops.triton import attention
 def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The fraction of tiles that every call of the kernel looks at from now on; 1 where nothing may be left away."""
     seen: list[float] = []
-    attended = attention._attended
+    attended = attention._run_fwd
 
     def counted(problem: Problem, eps: float) -> Any:
         found = attended(problem, eps)
-        visits, tiles = found[3], attention._tiles_seen(problem.q, problem.k, problem.v)
+        visits, tiles = found[3], attention._visible_tiles(problem.q, problem.k, problem.v)
         seen.append(float(visits.sum()) / tiles if visits.numel() else 1.0)
         return found
 
-    monkeypatch.setattr(attention, "_attended", counted)
+    monkeypatch.setattr(attention, "_run_fwd", counted)
     return seen
 
 

@@ -66,6 +66,10 @@ def problem(case: Case, dtype: torch.dtype, *, exact: bool = False) -> Problem:
     return _problem(*tensors.values(), context_length, scale, False, **options)
 
 
+def decoded(given: Problem, splits: int | None = None) -> torch.Tensor:
+    return decode.run(given, splits=splits)[0]
+
+
 def distance(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm().clamp(min=1.0))
 
@@ -80,7 +84,7 @@ def test_equals_reference(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
     given = problem(LAYOUTS[name], dtype)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
-    assert distance(decode.run(given, splits=3), exact) < BOUNDS[dtype]
+    assert distance(decoded(given, 3), exact) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("dim", [32, 96, 128])
@@ -88,39 +92,18 @@ def test_head_dims_and_many_splits(dim: int) -> None:
     case = random_case(n_q=2, n_k=150, dim=dim, value_dim=dim - 7, heads=6, kv_heads=2)
     exact = reference.run(problem(case, torch.float32, exact=True))
     for splits in (None, 15):
-        assert distance(decode.run(problem(case, torch.float32), splits=splits), exact) < 1e-6
+        assert distance(decoded(problem(case, torch.float32), splits), exact) < 1e-6
 
 
-@pytest.mark.parametrize("n_q", [1, 2])
-def test_samples_of_different_lengths(n_q: int) -> None:
-    """Each sample answers as if it were alone with a cache of its own length; what lies beyond is never read."""
-    # The last says more than there is, the one before has nothing.
-    lengths = [200, 131, n_q, 0, 999]
-    case = random_case(batch=len(lengths), n_q=n_q, n_k=200, heads=2, kv_heads=1)
-    for b, n in enumerate(lengths):
-        for name in ("k", "v", "landmark"):
-            case.tensors[name][b, :, n:] = float("nan")
-    given = torch.tensor(lengths, device=DEVICE)
-    got = decode.run(problem(case, torch.float32), lengths=given, splits=3)
-    assert not got[3].any()
-    for b, n in enumerate(lengths):
-        if n == 0:
-            continue
-        alone = {m: x[b : b + 1] if m != "amplitude" else x for m, x in case.tensors.items()}
-        alone |= {m: alone[m][:, :, :n] for m in ("k", "v", "landmark")}
-        exact = reference.run(problem(Case(alone, case.options), torch.float32, exact=True))
-        assert distance(got[b : b + 1], exact) < 1e-6, n
-
-
-LONE = {"n_q": 1, "heads": 2, "kv_heads": 2}
+SINGLE = {"n_q": 1, "heads": 2, "kv_heads": 2}
 
 
 @pytest.mark.parametrize(
     ("sizes", "splits"),
     [
-        (LONE | {"n_k": 99}, 1),
+        (SINGLE | {"n_k": 99}, 1),
         # More parts than are merged at once.
-        (LONE | {"n_k": 550, "dim": 40, "heads": 1, "kv_heads": 1}, 40),
+        (SINGLE | {"n_k": 550, "dim": 40, "heads": 1, "kv_heads": 1}, 40),
         ({"n_q": 2, "n_k": 99, "heads": 2, "kv_heads": 1}, 3),
     ],
     ids=["one row, one part", "one row, many parts", "several rows"],
@@ -131,32 +114,31 @@ def test_parts_are_merged_alike_by_either_kernel(
     """By the last program to finish and by a kernel of their own; the same bits in every run."""
     case = random_case(batch=1, **sizes, strength=10.0)
     given, exact = problem(case, torch.float32), reference.run(problem(case, torch.float32, exact=True))
-    monkeypatch.setattr(decode, "ALONE", 1000)
-    (first, lse), (again, again_lse) = (decode.attend(given, splits=splits) for _ in range(2))
+    monkeypatch.setattr(decode, "MERGE_STEPS", 1000)
+    (first, lse), (again, again_lse) = (decode.run(given, splits=splits) for _ in range(2))
     assert distance(first, exact) < 1e-6
     assert torch.equal(again, first)
     assert torch.equal(again_lse, lse)
-    monkeypatch.setattr(decode, "ALONE", 0)
-    apart, apart_lse = decode.attend(given, splits=splits)
+    monkeypatch.setattr(decode, "MERGE_STEPS", 0)
+    apart, apart_lse = decode.run(given, splits=splits)
     assert torch.allclose(apart, first, atol=1e-6)
     assert torch.allclose(apart_lse, lse, atol=1e-6)
 
 
 def test_tickets_are_given_back() -> None:
-    """Also where some splits have no keys, and where later calls are larger or smaller."""
-    lengths = torch.tensor([70, 1], device=DEVICE)
+    """Also where later calls are larger or smaller."""
     for heads, n_q in ((1, 1), (4, 2), (3, 1)):
         case = random_case(n_q=n_q, n_k=70, heads=heads, kv_heads=heads // n_q)
-        decode.run(problem(case, torch.float32), lengths=lengths, splits=4)
-        assert not any(held.any() for held in decode._held.values())
+        decode.run(problem(case, torch.float32), splits=4)
+        assert not decode.stream_tickets(1, torch.device(DEVICE)).any()
 
 
 def test_launches_outside_an_operator_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch keeps an entry for each launch of a wrapped kernel, for as long as the process lives."""
     case = random_case(n_q=2, n_k=70, heads=2, kv_heads=1)
     monkeypatch.setattr(decode, "traceable", None)
-    for alone in (0, 1000):
-        monkeypatch.setattr(decode, "ALONE", alone)
+    for steps in (0, 1000):
+        monkeypatch.setattr(decode, "MERGE_STEPS", steps)
         decode.run(problem(case, torch.float32), splits=3)
 
 
@@ -165,7 +147,7 @@ def test_kernels_run_where_their_tensors_are(monkeypatch: pytest.MonkeyPatch) ->
     entered: list[torch.Tensor] = []
     device_of = torch.cuda.device_of
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: (entered.append(x), device_of(x))[1])
-    given = problem(random_case(n_k=70, **LONE), torch.float32)
+    given = problem(random_case(n_k=70, **SINGLE), torch.float32)
     decode.run(given)
     assert not entered
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -174,7 +156,7 @@ def test_kernels_run_where_their_tensors_are(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_compiles_without_a_break() -> None:
-    case = random_case(n_k=70, **LONE)
+    case = random_case(n_k=70, **SINGLE)
     tensors = [x.to(DEVICE, torch.float32) for x in case.tensors.values()]
 
     def operator(*given: torch.Tensor) -> torch.Tensor:
@@ -188,7 +170,7 @@ def test_compiles_without_a_break() -> None:
 def test_log_sum_exp() -> None:
     case = random_case(n_q=3, n_k=77, is_causal=False)
     exact = reference.logits(problem(case, torch.float32, exact=True)).logsumexp(-1)
-    _, lse = decode.attend(problem(case, torch.float32), splits=2)
+    _, lse = decode.run(problem(case, torch.float32), splits=2)
     assert torch.allclose(lse.double(), exact, atol=1e-5)
 
 
@@ -197,7 +179,7 @@ def test_far_positions_keep_the_bias() -> None:
     positions = torch.arange(70) + 2**40
     case = random_case(n_q=2, n_k=70, strength=100.0, k_positions=positions)
     exact = reference.run(problem(case, torch.float32, exact=True))
-    assert distance(decode.run(problem(case, torch.float32)), exact) < 1e-6
+    assert distance(decoded(problem(case, torch.float32)), exact) < 1e-6
 
 
 def test_positions_of_pads_do_not_matter() -> None:
@@ -210,35 +192,20 @@ def test_positions_of_pads_do_not_matter() -> None:
         n_q=4, n_k=70, q_positions=positions[rows], k_positions=positions, attn_mask=real[rows, None] & real
     )
     exact = reference.run(problem(case, torch.float32, exact=True))
-    assert distance(decode.run(problem(case, torch.float32)), exact) < 1e-6
+    assert distance(decoded(problem(case, torch.float32)), exact) < 1e-6
 
 
 def test_no_keys_give_zeros() -> None:
     case = random_case(n_q=2, n_k=0, q_positions=torch.arange(2))
-    out, lse = decode.attend(problem(case, torch.float32))
+    out, lse = decode.run(problem(case, torch.float32))
     assert not out.any()
     assert (lse == -torch.inf).all()
-
-
-def test_a_graph_may_bring_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It then needs no second kernel, if there are enough of them, and they are zeros again afterwards."""
-    given = problem(random_case(n_q=1, n_k=90, heads=4, kv_heads=2), torch.float32)
-    expected = decode.run(given, splits=3, recorded=True)
-    tickets = torch.zeros(2 * 2, dtype=torch.int32, device=DEVICE)
-    few = decode.run(given, splits=3, recorded=True, tickets=tickets[:3])
-    monkeypatch.setattr(decode, "combine", None)
-    got = decode.run(given, splits=3, recorded=True, tickets=tickets)
-    assert not tickets.any()
-    assert torch.equal(few, expected)
-    assert torch.allclose(got, expected, atol=1e-6)
 
 
 def test_refuses_what_it_cannot() -> None:
     case = random_case(n_q=1, n_k=9)
     with pytest.raises(ValueError, match=r"^q: .*float64"):
         decode.run(problem(case, torch.float64))
-    with pytest.raises(ValueError, match=r"^lengths: .*\(2,\)"):
-        decode.run(problem(case, torch.float32), lengths=torch.ones(3, dtype=torch.int64, device=DEVICE))
     learning = problem(case, torch.float32)
     learning.gate.requires_grad_()
     with pytest.raises(ValueError, match=r"^q: .*no_grad"):
@@ -253,7 +220,7 @@ def test_long_cache_on_a_gpu(dtype: torch.dtype, kv_heads: int) -> None:
     case = random_case(**sizes, strength=10.0, context_length=1024)
     exact = reference.run(problem(case, dtype, exact=True))
     given = problem(case, dtype)
-    outs = [decode.run(given) for _ in range(20)]
+    outs = [decoded(given) for _ in range(20)]
     assert distance(outs[0], exact) < BOUNDS[dtype]
     assert all(torch.equal(out, outs[0]) for out in outs)
 
@@ -261,7 +228,7 @@ def test_long_cache_on_a_gpu(dtype: torch.dtype, kv_heads: int) -> None:
 @pytest.mark.gpu
 def test_captured_and_compiled_on_a_gpu() -> None:
     """A captured graph holds no tickets that another stream could take."""
-    case = random_case(batch=1, n_k=5000, **LONE)
+    case = random_case(batch=1, n_k=5000, **SINGLE)
     tensors = [x.to("cuda", torch.float32) for x in case.tensors.values()]
 
     plain, captured, compiled = three_ways(case, tensors)

@@ -98,6 +98,26 @@ def test_strength_and_angles_as_an_injected_model_has_them() -> None:
 
 
 @torch.no_grad()
+def test_half_precision_gates_are_read_as_they_are() -> None:
+    scheme, (q, k, v) = built("p-rope+gape").half(), projected(torch.float16)
+    step = scheme.step(EACH.to(DEVICE))
+    assert step is not None
+    _, rate = decode_prologue(q, k, v, step, cached(LENGTHS, D, D_V, torch.float16, way="kernel").pages, scale=SCALE)
+    expected = scheme.gates.amplitude[:, None] * scheme.gates.gate(q) / 64
+    torch.testing.assert_close(rate, expected, atol=0, rtol=2**-16)
+
+
+def test_a_scheme_that_does_more_than_rotate_and_read_gates_has_no_step() -> None:
+    learning, wide, hooked = built("p-rope+gape"), built("p-rope+gape").double(), built("p-rope+gape")
+    assert hooked.gates.landmark_projection is not None
+    hooked.gates.landmark_projection.register_forward_hook(lambda *_: None)
+    positions = EACH.to(DEVICE)
+    assert learning.step(positions) is None
+    with torch.no_grad():
+        assert [scheme.step(positions) is None for scheme in (learning, wide, hooked)] == [False, True, True]
+
+
+@torch.no_grad()
 def test_without_a_page_nothing_is_written() -> None:
     given, scheme = cached(LENGTHS, D, D_V, torch.float16, way="kernel"), built("rope+gape")
     q, k, v = projected(torch.float16)

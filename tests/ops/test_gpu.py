@@ -147,3 +147,21 @@ def test_compiled_equals_eager(impl: str) -> None:
     assert distance(outs[1].detach(), outs[0].detach()) < 5e-3
     for name, a, b in zip(leaves, *grads, strict=True):
         assert distance(b, a) < 2e-2, name
+
+
+@pytest.mark.parametrize(("impl", "n_q", "eps"), [("triton", 4096, 0.0), ("triton", 4096, 1e-3), ("decode", 1, 0.0)])
+def test_tensors_that_reach_beyond_two_to_the_31_elements(impl: str, n_q: int, eps: float) -> None:
+    n, far = 4096, 2**20
+    memory = torch.empty(3, n * far, device="cuda", dtype=torch.bfloat16)
+    strided = [row.as_strided((1, 1, n, 64), (0, 0, far, 1)).normal_() for row in memory]
+    gate, landmark = torch.rand(1, 1, n_q, device="cuda"), torch.rand(1, 1, n, device="cuda")
+    strided[0] = strided[0][:, :, n - n_q :]
+    assert max(x.storage_offset() + (x.size(2) - 1) * x.stride(2) for x in strided) > 2**31
+    outs = []
+    for tensors in (strided, [x.contiguous() for x in strided]):
+        leaves = [x.detach().requires_grad_(impl == "triton") for x in tensors]
+        amplitude, options = torch.ones(1, device="cuda"), {"context_length": 64, "impl": impl, "eps": eps}
+        out = gape.gated_attention(*leaves, gate, landmark, amplitude, **options)
+        outs.append([out, *(torch.autograd.grad(out.sum(), leaves) if impl == "triton" else ())])
+    for a, b in zip(*outs, strict=True):
+        assert torch.equal(a, b)

@@ -154,7 +154,7 @@ def test_parts_are_merged_alike(alone: bool, monkeypatch: pytest.MonkeyPatch) ->
     given = cached([[1_500, 3]], 16, 16, torch.float32, way="kernel")
     given.write("kernel")
     q, rate, positions = queries(given, 2, 1)
-    monkeypatch.setattr(kernels, "ALONE", 8 if alone else 0)
+    monkeypatch.setattr(kernels, "MERGE_STEPS", 8 if alone else 0)
     tickets = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     got = run("kernel", q, rate, positions.expand(1, -1), given.pages, scale=SCALE, splits=6, tickets=tickets)
     close(got, definition(given, q, rate, positions, given.pages.lengths), 2e-6)

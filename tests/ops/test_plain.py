@@ -73,9 +73,9 @@ def test_a_gpu_gets_rows_that_begin_at_16_bytes(
     shape: tuple[int, ...], first: int, copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     v = torch.randn(shape).half()[..., first : first + 32].unsqueeze(1)
-    seen = Visibility(n_q=shape[1], n_k=shape[1], device=v.device)
+    visibility = Visibility(n_q=shape[1], n_k=shape[1], device=v.device)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    taken = sdpa.prepare(v, v, v, seen, 1.0).v
+    taken = sdpa.prepare(v, v, v, visibility, 1.0).v
     assert torch.equal(taken, v)
     assert (taken.data_ptr() != v.data_ptr()) == copied
     assert taken.storage_offset() % 8 == 0
@@ -92,10 +92,10 @@ def test_values_of_a_projection_are_aligned_where_strides_alone_are_known(
     """As a compiler sees them: behind keys whose heads gave coordinates up, which may leave them anywhere."""
     told = torch.randn(*tokens, heads * (content + 32)).half()
     v = told.split([heads * content, heads * 32], dim=-1)[1].reshape(*tokens, heads, 32).transpose(1, 2)
-    seen = Visibility(n_q=tokens[1], n_k=tokens[1], device=v.device)
+    visibility = Visibility(n_q=tokens[1], n_k=tokens[1], device=v.device)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    taken = sdpa.prepare(v, v, v, seen, 1.0).v
+    taken = sdpa.prepare(v, v, v, visibility, 1.0).v
     assert torch.equal(taken, v)
     assert taken.storage_offset() % 8 == 0
 

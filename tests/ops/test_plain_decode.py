@@ -17,7 +17,8 @@ from tests.ops.cases import Case, layouts, random_case
 from tests.ops.test_decode import BOUNDS, DEVICE, distance, last_queries
 
 pytest.importorskip("triton")
-from gape.ops.triton import decode, decode_plan
+from gape.ops.triton import decode
+from gape.ops.triton.decode_kernels import _decode_kernel
 
 LAYOUTS = {name: last_queries(case, 1) for name, case in layouts().items()}
 #: Grouped heads of unequal widths and heads of their own, positions, pads, documents, masks, a row that sees nothing.
@@ -80,7 +81,7 @@ def test_positions_that_hide_nothing_are_left_out() -> None:
     q, k = torch.randn(1, 2, 1, 16, device=DEVICE).half(), torch.randn(1, 2, 40, 16, device=DEVICE).half()
     told = {"q_positions": torch.tensor([3], device=DEVICE), "k_positions": torch.arange(40, device=DEVICE)}
     got, problem = by_the_kernel(q, k, k, **told, is_causal=False)
-    assert problem.seen.index_order
+    assert problem.visibility.index_order
     assert distance(got, exact(q, k, k)) < BOUNDS[torch.float16]
 
 
@@ -96,7 +97,7 @@ def as_given(*given: torch.Tensor) -> Problem:
     problems: list[Problem] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "decodes", lambda *_, **__: True)
-        patch.setattr(decode, "run", lambda problem, **_: problems.append(problem))
+        patch.setattr(decode, "run", lambda problem: (problems.append(problem), None))
         attention(*given)
     return problems[0]
 
@@ -108,14 +109,14 @@ def test_no_length_has_a_kernel_of_its_own() -> None:
         kinds = set()
         for n in (*range(1, 40), 1000, 1024, 4096):
             problem = as_given(torch.zeros(1, heads, 1, 64).half(), *room.narrow(3, 0, n))
-            plan = decode_plan.planned(decode._call(problem, None))
-            names = plan.kernel.arg_names[5:]
+            plan = decode.planned(decode.as_call(problem))
+            names = _decode_kernel.arg_names[5:]
             fixed = [
                 (name, x == 1, x % 16 == 0)
                 for name, x in zip(names, plan.arguments, strict=False)
                 if isinstance(x, int) and name not in ("span", "n_k", "n_q")
             ]
-            kinds.add((plan.kernel, *fixed, *plan.flags.items()))
+            kinds.add((*fixed, *plan.flags.items()))
         assert len(kinds) == 1
 
 
@@ -181,10 +182,10 @@ def test_few_queries_are_asked_and_run_without_cudnn(
     n_q: int, learns: bool, cuda: bool, planned: bool, allowed: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = (torch.randn(1, 2, n_q, 16, requires_grad=learns) for _ in range(3))
-    seen = Visibility(n_q=n_q, n_k=n_q, device=CPU)
+    visibility = Visibility(n_q=n_q, n_k=n_q, device=CPU)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", cuda)
-        call = sdpa.prepare(q, k, v, seen, 1.0)
+        call = sdpa.prepare(q, k, v, visibility, 1.0)
     call.backend()
     call.run()
     assert allowed == [("asked", planned), ("ran", planned)]

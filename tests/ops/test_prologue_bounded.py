@@ -26,7 +26,7 @@ def prepared(scheme: Gated, q: Tensor, k: Tensor, width: int) -> dict[str, Tenso
     """What the kernel is given, rows brought into the order of the steps."""
     given: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "attend_bounded", lambda *told: (given.extend(told[:8]), told[:4])[1])
+        patch.setattr(attention, "fwd_bounded", lambda *told: (given.extend(told[:8]), told[:4])[1])
         wide = (prologue.spread(x, width) for x in (q, k))
         attention.projected(*wide, k, angles(scheme, q.size(2)), scheme.reading(q.device), scale=SCALE, eps=0.1)
     low, edge = scheme.head_dim // 2, width // 2
@@ -93,7 +93,7 @@ def test_attends_and_skips_as_the_steps_do(n: int, eps: float) -> None:
     torch.testing.assert_close(lse / attention.LOG2E, want.lse, rtol=0, atol=2e-3)
     if eps:
         assert want.visited < 0.8
-        assert abs(float(visits.sum()) / attention._tiles_seen(*wide, v) - float(want.visited)) < 0.05
+        assert abs(float(visits.sum()) / attention._visible_tiles(*wide, v) - float(want.visited)) < 0.05
     assert torch.equal(prologue.bounded_attention(*given, scale=SCALE, eps=eps), out)
 
 

@@ -15,12 +15,11 @@ SCRIPT = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gape.ops.triton import attention_bwd, attention_fwd, decode_kernels, split_bias, tiles
+from gape.ops.triton import attention_bwd, attention_fwd, decode_kernels, tiles
 
-FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "context_length", "factor", "stretch")
-FLOATS += ("fixed_gate", "fixed_landmark")
-HALVES = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_out_ptr", "k_out_ptr")
-WHOLE = ("qp_ptr", "kp_ptr", "qd_ptr", "kd_ptr", "lengths_ptr", "positions_ptr")
+FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "stretch")
+HALVES = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
+WHOLE = ("qp_ptr", "kp_ptr", "qd_ptr", "kd_ptr")
 OTHERS = {"mask_ptr": "*i1", "ticket_ptr": "*i32", "earliest_ptr": "*i32"}
 BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_D": 16, "BLOCK_V": 16}
 FLAGS = ("CAUSAL", "HAS_POSITIONS", "HAS_DOCUMENTS", "HAS_MASK", "PARTIAL_D", "PARTIAL_V", "SKIP", "RAGGED")
@@ -44,12 +43,9 @@ for kernel in (attention_fwd._fwd_kernel, attention_bwd._bwd_dq_kernel, attentio
         compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS)
 for kernel in (tiles._query_norms_kernel, tiles._key_bounds_kernel):
     compiled(kernel, {"BLOCK": 64} | BLOCKS)
-merged = {"HAS_LENGTHS": True, "MERGE": True, "PARTS": 16}
-compiled(decode_kernels.partial, dict.fromkeys(FLAGS, False) | merged | BLOCKS)
-ways = dict.fromkeys(("ROTATED", "GATE_LEARNED", "LANDMARK_LEARNED", "STRONG", "GATE_WANTED"), True)
-compiled(split_bias._step_kernel, ways | {"BITS": 11, "LIMIT": 32752.0, "T": 16, "W": 32})
-for queries in (False, True):
-    compiled(split_bias._augment_kernel, {"QUERIES": queries, "BITS": 11, "LIMIT": 32752.0, "T": 16, "W": 32})
+for merge in (False, True):
+    compiled(decode_kernels._decode_kernel, dict.fromkeys(FLAGS, False) | {"MERGE": merge, "PARTS": 16} | BLOCKS)
+compiled(decode_kernels._combine_kernel, {"PARTS": 16} | BLOCKS)
 """
 
 

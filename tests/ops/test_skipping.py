@@ -210,7 +210,7 @@ def test_where_the_first_tile_lies_that_may_matter() -> None:
         if landmark is not None:
             x["landmark"][:, :, landmark] = 1.0
         told = (x["q"], x["k"], x["v"], x["gate"] / T, 1 - x["landmark"])
-        earliest = torch.ops.gape.attend(*told, *layout, D**-0.5, eps)[4]
+        earliest = torch.ops.gape.attention_fwd(*told, *layout, D**-0.5, eps)[4]
         assert earliest.flatten().tolist() == expected
 
 

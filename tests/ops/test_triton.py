@@ -70,8 +70,8 @@ def test_half_precision_is_as_exact_as_its_content(dim: int, value_dim: int, dty
 
 
 def test_rows_of_any_width_are_read_in_whole_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, attend = [], launch._attend
-    monkeypatch.setattr(launch, "_attend", lambda *told: (given.extend(told[:3]), attend(*told))[1])
+    given, fwd = [], launch._fwd
+    monkeypatch.setattr(launch, "_fwd", lambda *told: (given.extend(told[:3]), fwd(*told))[1])
     case = moved(random_case(batch=1, heads=1, kv_heads=1, n_q=3, n_k=3, dim=58, value_dim=13), torch.float32)
     assert run(case, "triton")["out"].shape == (1, 1, 3, 13)
     assert [x.size(-1) for x in given] == [64, 64, 16]

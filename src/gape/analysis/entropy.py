@@ -211,17 +211,17 @@ class _Rows:
 def _tiles(attended: Attended, start: int, stop: int, key_block: int) -> Iterator[_Tile]:
     """The tiles of queries start … stop − 1, first keys first, without those that causality hides from all."""
     problem = attended.problem(start, stop)
-    i, j = problem.seen.positions()
+    i, j = problem.visibility.positions()
     last_visible = torch.arange(start, stop, device=i.device) + attended.visibility.n_k - attended.visibility.n_q
-    for first in range(0, problem.seen.n_k, key_block):
-        last = min(first + key_block, problem.seen.n_k)
-        visibility = _tile_visibility(problem.seen, first, last)
+    for first in range(0, problem.visibility.n_k, key_block):
+        last = min(first + key_block, problem.visibility.n_k)
+        visibility = _tile_visibility(problem.visibility, first, last)
         part = replace(
             problem,
             k=problem.k[:, :, first:last],
             v=problem.v[:, :, first:last],
             landmark=problem.landmark[:, :, first:last],
-            seen=visibility,
+            visibility=visibility,
         )
         logits = reference.logits(part)
         bias = _bias(attended, visibility, start, stop, first, last)

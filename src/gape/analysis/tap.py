@@ -76,7 +76,7 @@ class Attended:
             amplitude = self.gates.amplitude.detach().to(dtype)
         return Problem(
             q=q, k=k, v=k, gate=gate, landmark=landmark, amplitude=amplitude,
-            context_length=self.context_length, scale=self.scale, seen=part,
+            context_length=self.context_length, scale=self.scale, visibility=part,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -88,9 +88,9 @@ class Attended:
             queries are left out where the order is that of the tensors. A row that sees nothing is zero.
         """
         problem = self.problem(start, stop)
-        bias = self._bias(problem.seen, start, stop)
+        bias = self._bias(problem.visibility, start, stop)
         logits = reference.logits(problem)
-        return reference.visible_softmax(logits if bias is None else logits + bias, problem.seen.mask())
+        return reference.visible_softmax(logits if bias is None else logits + bias, problem.visibility.mask())
 
     def _bias(self, part: Visibility, start: int, stop: int) -> Tensor | None:
         """What the scheme adds to the logits besides the gates, broadcastable to (B, Hq, stop − start, n)."""
@@ -113,8 +113,8 @@ def tap(model: nn.Module, receive: Receiver) -> Iterator[None]:
 
     Layers are counted from 0 in the order of `model.modules()`; layers that transformers runs by itself are left out.
     A method of each layer, or of its scheme, is wrapped, and unwrapped on leaving, so taps may be nested; classes and
-    other models are not touched. Meant for models that are not compiled. A cache that attends by itself, or whose keys
-    carry the bias of our GPT, is not received.
+    other models are not touched. Meant for models that are not compiled. A cache in pages attends by itself, and is
+    not received.
 
     Raises:
         ValueError: the model has neither :class:`gape.GAPEAttention` layers nor gates of :func:`gape.hf.inject`, or one
@@ -144,7 +144,7 @@ def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
         model(ids, **options)
     if len(layers) < len(_layers(model)):
         raise invalid_argument(
-            "cache", options.get("cache"), "None, since keys that carry the bias do not pass through the scheme"
+            "cache", options.get("cache"), "None or a dense one, since one in pages attends by itself"
         )
     return [layers[index] for index in sorted(layers)]
 

@@ -152,9 +152,11 @@ class PagedLayer:
         storage, eps = cache.storage, cache.skip_eps / 2
         v = v.to(storage.layout.dtype)
         if step is not None and real is None and storage.in_kernels and projects(q, k, v, step):
-            out, lse, q, k, rate, exposure = projected_attention(q, k, v, step, scale=scale, eps=eps)
-            out = self._with_pages(q, rate, positions, out, lse)
-            self._store(q, k, v, exposure, positions, None)
+            new = projected_attention(q, k, v, step, scale=scale, eps=eps)
+            out = new.out
+            if storage.counts[self.index].any():
+                out = self._with_pages(new.q, new.rate, positions, out, new.lse)
+            self._store(new.q, new.k, v, new.exposure, positions, None)
             return out
         q, k, rate, landmark = self._rotated(rotate)
         if real is None:
@@ -181,13 +183,12 @@ class PagedLayer:
             ones = rate.new_ones(q.size(1))
             return gated_attention(q, k, v, rate, landmark, ones, context_length=1, scale=spec.scale, impl=spec.impl)
         out, lse = causal_attention(q, k, v, rate, 1 - landmark, scale=spec.scale, eps=cache.skip_eps / 2)
-        return self._with_pages(q, rate, positions, out, lse)
+        cached = storage.counts[self.index].any()
+        return self._with_pages(q, rate, positions, out, lse) if cached else out
 
     def _with_pages(self, q: Tensor, rate: Tensor, positions: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         """The output of queries over the keys of pages too, from that over new ones and its log-sum-exp."""
         storage = self._cache.storage
-        if not storage.counts[self.index].any():
-            return out
         eps = self._cache.skip_eps / 2
         pages = storage.pages(self.index)
         return paged_attention(q, rate, positions, pages, scale=self.spec.scale, prior=(out, lse), eps=eps)[0]

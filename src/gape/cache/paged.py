@@ -25,9 +25,10 @@ from gape.utils.validation import flag, invalid_argument, whole
 if TYPE_CHECKING:
     from gape.models.gpt import GPT
 
-#: Tokens of a call, all rows together, from which keys are judged before they are stored, and not at the next eviction:
-#: that costs time for each layer, and saves the memory of a whole prompt.
+#: Tokens of a row, and of all rows together, from which keys are judged before they are stored, and not at the next
+#: eviction: that costs time for each layer, and saves the memory of a whole prompt.
 JUDGED_AT_ONCE = 32_768
+JUDGED_TOGETHER = 131_072
 _NO_TOKEN = "no single token has come yet"
 #: Attention that a full cache may lose to skipped tiles, by dtype: far below what rounding does to it.
 _FULL_EPS = {torch.bfloat16: 2.0**-20, torch.float16: 2.0**-20, torch.float32: 2.0**-30}
@@ -268,7 +269,7 @@ class PagedCache:
         """Whether the keys of n tokens are judged when they are stored: many, or more than a budget has room for."""
         if self.rule is None:
             return False
-        many = self.storage.shape[1] * n >= JUDGED_AT_ONCE
+        many = n >= JUDGED_AT_ONCE or self.storage.shape[1] * n >= JUDGED_TOGETHER
         return many if self.rule.eps is not None else n > self.evictor.interval
 
     def evict(self, first: Tensor | None = None, incoming: int = 0) -> None:

@@ -116,7 +116,7 @@ def injected_subject(model: LanguageModel) -> Subject:
     """A model that gates were put into, as it is measured."""
     from gape import hf  # noqa: PLC0415
     from gape.experiments.open_model import refuse_length  # noqa: PLC0415
-    from gape.hf.implementations import IMPLEMENTATIONS, supported_name  # noqa: PLC0415
+    from gape.hf.implementations import OPERATOR_OF, supported_name  # noqa: PLC0415
     from gape.hf.language import attention_inputs, gated_layers  # noqa: PLC0415
 
     def check(longest: int) -> None:
@@ -124,7 +124,7 @@ def injected_subject(model: LanguageModel) -> Subject:
         refuse_length(model.model, longest)
 
     return Subject(
-        model=model, impl=IMPLEMENTATIONS[supported_name(model.config._attn_implementation)], check=check,
+        model=model, impl=OPERATOR_OF[supported_name(model.config._attn_implementation)], check=check,
         attended=partial(attention_inputs, model), full_cache=partial(hf.FullCache, model.model),
         forgetting_cache=partial(hf.ForgettingCache, model.model),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from gape.hf.cache import refuse_uneven, update_cache
 from gape.hf.families import QKV, Family, family_named
 from gape.hf.gates import RetrofitGates
 from gape.hf.implementations import (
-    IMPLEMENTATIONS,
+    OPERATOR_OF,
     GateValues,
     check_causality,
     masked_attention,
@@ -194,7 +194,7 @@ class InjectedAttention(Skips):
     @property
     def impl(self) -> str:  # type: ignore[override]
         """The implementation of the operator that `attn_implementation` means."""
-        return IMPLEMENTATIONS[supported_name(self.config._attn_implementation)]
+        return OPERATOR_OF[supported_name(self.config._attn_implementation)]
 
     @property
     def gates(self) -> Any:

@@ -37,7 +37,7 @@ REGISTERED = {
     "gape_reference": "reference",
 }
 #: The same, and names of transformers whose masks say all that the operator needs.
-IMPLEMENTATIONS = {**REGISTERED, "sdpa": "auto", "eager": "reference"}
+OPERATOR_OF = {**REGISTERED, "sdpa": "auto", "eager": "reference"}
 #: Names whose masks do not, and the name that takes their place.
 REPLACEMENTS = {"flex_attention": "gape"}
 #: (attention implementation, device type) that were checked.
@@ -63,8 +63,8 @@ def supported_name(name: str | None) -> str:
         ValueError: one that cannot carry a bias, such as flash_attention_2.
     """
     supported = REPLACEMENTS.get(name or "", name or "gape")
-    if supported not in IMPLEMENTATIONS:
-        names = ", ".join((*IMPLEMENTATIONS, *REPLACEMENTS))
+    if supported not in OPERATOR_OF:
+        names = ", ".join((*OPERATOR_OF, *REPLACEMENTS))
         raise invalid_argument("attn_implementation", name, f"one of {names}")
     return supported
 
@@ -166,7 +166,7 @@ def masked_attention(
         values = None if values is None else values._replace(landmark=values.landmark[..., :n])
     if mask is not None:
         mask = masks.first_keys(mask, k.size(2))
-    impl = IMPLEMENTATIONS[supported_name(name)]
+    impl = OPERATOR_OF[supported_name(name)]
     skips = skips if values is not None and n > DECODE_QUERIES else 0.0
     if skips and (softcap is not None or impl == "reference"):
         expected = "one with kernels and logits without a cap, where tiles are to be skipped; skip(model, 0) goes back"

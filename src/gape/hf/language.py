@@ -194,7 +194,7 @@ def _recorded(layers: list[Any], problems: list[Problem]) -> Iterator[None]:
             problem = Problem(
                 q=q, k=k, v=v, gate=gate.to(dtype), landmark=landmark.to(dtype), amplitude=amplitude.to(dtype),
                 scale=wiring.family.layout.scale(layer), context_length=wiring.context_length,
-                seen=inputs.visibility(q, k),
+                visibility=inputs.visibility(q, k),
             )  # fmt: skip
             problems.append(problem)
             return attend(q, k, v, gate, landmark, **visibility)

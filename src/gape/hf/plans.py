@@ -13,7 +13,7 @@ from gape.hf import cache, masks
 from gape.hf.attention import InjectedAttention
 from gape.hf.families import Family, family_of, window_of
 from gape.hf.gates import Settings
-from gape.hf.implementations import IMPLEMENTATIONS, supported_name
+from gape.hf.implementations import OPERATOR_OF, supported_name
 from gape.ops import explain as explain_operator
 from gape.utils.validation import invalid_argument, whole
 
@@ -98,7 +98,7 @@ def injection_plan(model: Any, family: Family, settings: Settings) -> InjectionP
 def _backend(name: str, n_heads: int, n_kv_heads: int, width: int, like: Tensor) -> str:
     """What would run for a few hundred tokens of the model's dtype on its device."""
     tensors = _operator_tensors(256, 256, (n_heads, n_kv_heads, width), like)
-    return _operator_plan(tensors, context_length=1, impl=IMPLEMENTATIONS[name])
+    return _operator_plan(tensors, context_length=1, impl=OPERATOR_OF[name])
 
 
 def _operator_tensors(queries: int, keys: int, sizes: tuple[int, int, int], like: Tensor) -> list[Tensor]:

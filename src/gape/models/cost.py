@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from gape.models.config import GPTConfig
-from gape.ops.carried import COLUMNS, carried_form
+from gape.ops import columns, rank2
+from gape.ops.inputs import bias_dtype
 from gape.positions import is_gated
 from gape.utils.validation import whole
 
@@ -75,24 +76,20 @@ def decode_flops(config: GPTConfig, length: int, batch: int = 1, dtype: torch.dt
 def cache_bytes(config: GPTConfig, length: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
     """Bytes that all layers cache for (batch, length) tokens.
 
-    The same for RoPE and for GAPE whose bias fits into the reserved coordinates: keys and values, nothing else. Where
-    it does not fit, a landmark in float32 (float64 beside float64) is cached for each key and key head; FoX caches its
-    running sum in float64 for each query head. Batches padded on the left also cache positions and documents, nine
-    bytes a token and layer under any scheme.
+    That is of :meth:`gape.GPT.new_cache`: keys without the reserved coordinates, values, and what the scheme stores
+    beside each key. Gates store a landmark for each key head in float32 (float64 beside float64), FoX its running sum
+    for each query head in float64. Batches padded on the left also store positions and documents, nine bytes a token
+    and layer under any scheme. Caches in pages: :attr:`gape.ops.paged.PageLayout.nbytes` for each page of 64 keys.
 
     Raises:
         ValueError: a size below 1.
     """
-    like = torch.empty(0, dtype=dtype)
-    key, side = config.head_dim - config.reserved, 0
+    side = 0
     if is_gated(config.position):
-        if carried_form(config.impl, config.reserved, like) is None:
-            side = config.kv_heads * (8 if dtype == torch.float64 else 4)
-        else:
-            key = config.head_dim
+        side = config.kv_heads * bias_dtype(dtype).itemsize
     elif config.position == "fox":
-        side = config.n_head * 8
-    per_token = config.kv_heads * (key + config.head_dim) * like.element_size() + side
+        side = config.n_head * torch.float64.itemsize
+    per_token = config.kv_heads * (2 * config.head_dim - config.reserved) * dtype.itemsize + side
     return config.n_layer * whole("batch", batch) * whole("length", length) * per_token
 
 
@@ -118,4 +115,4 @@ def _columns(config: GPTConfig, dtype: torch.dtype) -> int:
         return 0
     half = dtype in (torch.bfloat16, torch.float16)
     impl = ("split" if half else "rank2") if config.impl == "auto" else config.impl
-    return COLUMNS.get(impl, 0)
+    return {"rank2": rank2.COLUMNS, "split": columns.COLUMNS}.get(impl, 0)

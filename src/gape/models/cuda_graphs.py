@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gape.ops import limits
-from gape.positions.rotary import made_in_capture
+from gape.positions.rotary import share_angles
 
 if TYPE_CHECKING:
     from gape.cache.paged import PagedCache
@@ -129,7 +129,7 @@ def _capture(step: Step, cache: PagedCache, ids: Tensor, positions: Tensor) -> t
 
     def run() -> Tensor:
         # The layers of a step share the angles of these positions.
-        made_in_capture(positions)
+        share_angles(positions)
         logits = step(ids, positions)
         storage.lengths.add_(1)
         torch.add(positions[:, 0], 1, out=storage.next_position)

@@ -100,7 +100,7 @@ def gated_attention(
             meant: causality then needs no mask tensor.
         q_documents, k_documents: integer (B, N); only equal ids see each other. Given together.
         attn_mask: bool, broadcastable to (B, Hq, Nq, Nk); True may attend.
-        is_causal: a key is seen only from its own position or a later one. Distance is signed, so with False
+        is_causal: a key is visible only from its own position or a later one. Distance is signed, so with False
             a later key would gain what an earlier one loses: meant for callers whose mask hides later keys.
         scale: softmax scale, D ** −0.5 of the D given by default. A model that reserves coordinates for the
             bias passes that of its full head dim.
@@ -192,7 +192,7 @@ def explain(
         eps = validation.weight("eps", eps)
         choice = implementations.choose(problem, eps, impl)
         calls = IMPLEMENTATIONS[choice.name].calls
-        plan = _plan(choice, problem.seen.kind, q, v, None if calls is None else calls(problem))
+        plan = _plan(choice, problem.visibility.kind, q, v, None if calls is None else calls(problem))
         return replace(plan, others=implementations.others(problem, eps)) if impl == "auto" else plan
 
 
@@ -269,7 +269,7 @@ def _problem(
     context_length: float,
     scale: float | None,
     check: bool,
-    **visibility: Any,
+    **pairs: Any,
 ) -> Problem:
     inputs.heads(q, k, v)
     batch, n_heads, n_q, width = q.shape
@@ -277,11 +277,11 @@ def _problem(
     inputs.floats("gate", gate, (batch, n_heads, n_q), q.device, "(B, Hq, Nq)")
     inputs.floats("landmark", landmark, (batch, n_kv_heads, n_k), q.device, "(B, Hk, Nk)")
     inputs.floats("amplitude", amplitude, (n_heads,), q.device, "(Hq,)")
-    seen = inputs.visibility(q, k, **visibility)
+    visibility = inputs.visibility(q, k, **pairs)
     if validation.flag("check", check):
         inputs.gate_values(gate, landmark, amplitude)
-        inputs.position_values("q_positions", seen.q_positions)
-        inputs.position_values("k_positions", seen.k_positions)
+        inputs.position_values("q_positions", visibility.q_positions)
+        inputs.position_values("k_positions", visibility.k_positions)
     dtype = bias_dtype(q.dtype)
     return Problem(
         q=q,
@@ -292,5 +292,5 @@ def _problem(
         amplitude=amplitude.to(dtype),
         context_length=validation.positive_number("context_length", context_length),
         scale=width**-0.5 if scale is None else validation.positive_number("scale", scale),
-        seen=seen,
+        visibility=visibility,
     )

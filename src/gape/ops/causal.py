@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -58,17 +59,29 @@ class Projected(NamedTuple):
     """What attention among projected tokens gives.
 
     Attributes:
-        out, lse: output (B, Hq, n, Dv) and natural log-sum-exp (B, Hq, n).
+        out: (B, Hq, n, Dv).
+        base_2_lse: log-sum-exp in base 2, (B, Hq, n).
         q, k: rotated.
-        rate, exposure: (B, Hq, n) and (B, Hk, n) in float32.
+        base_2_rate: the rate times log₂e, (B, Hq, n) in float32.
+        exposure: (B, Hk, n) in float32.
     """
 
     out: Tensor
-    lse: Tensor
+    base_2_lse: Tensor
     q: Tensor
     k: Tensor
-    rate: Tensor
+    base_2_rate: Tensor
     exposure: Tensor
+
+    @property
+    def lse(self) -> Tensor:
+        """Natural log-sum-exp, (B, Hq, n)."""
+        return self.base_2_lse * math.log(2)
+
+    @property
+    def rate(self) -> Tensor:
+        """The rate c_i, (B, Hq, n)."""
+        return self.base_2_rate * math.log(2)
 
 
 def projects(q: Tensor, k: Tensor, v: Tensor, step: Step) -> bool:

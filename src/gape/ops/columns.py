@@ -139,14 +139,14 @@ def sides(problem: Problem, start: int, stop: int) -> tuple[Tensor, Tensor]:
     Returns:
         (B, Hq, stop − start, columns) in q's dtype and (B, Hk, n, columns) in k's.
     """
-    seen, bits = problem.seen, significand_bits(problem.q)
+    visibility, bits = problem.visibility, significand_bits(problem.q)
     middle = (start + stop) // 2
     near = learns_shortly(problem)
     groups = [(start, middle), (middle, stop)] if near and middle > start else [(start, stop)]
-    count = 2 if near and seen.index_order else 3
-    n_k = seen.rows(start, stop).n_k
-    anchors = [seen.anchor(*group) for group in groups]
-    q_positions, k_positions = seen.positions()
+    count = 2 if near and visibility.index_order else 3
+    n_k = visibility.rows(start, stop).n_k
+    anchors = [visibility.anchor(*group) for group in groups]
+    q_positions, k_positions = visibility.positions()
     i = [q_positions[..., a:b] - anchor for (a, b), anchor in zip(groups, anchors, strict=True)]
     j = [k_positions[..., :n_k] - anchor for anchor in anchors]
     return (

@@ -49,11 +49,11 @@ class Rule:
     def fits(self, problem: Problem, eps: float, device: str) -> bool:
         """Whether the rule holds for a call on `device`."""
         width = max(problem.q.size(-1), problem.v.size(-1))
-        queries = problem.seen.n_q
+        queries = problem.visibility.n_q
         meant = queries >= self.queries_at_least and (not self.queries_at_most or queries <= self.queries_at_most)
         kind = (device, str(problem.q.dtype).removeprefix("torch."), problem.learns, eps > 0)
         same = kind == (self.device, self.dtype, self.gradient, self.eps)
-        return same and meant and width <= self.dim_at_most and problem.seen.n_k >= self.length_at_least
+        return same and meant and width <= self.dim_at_most and problem.visibility.n_k >= self.length_at_least
 
 
 _EXAMPLE = Rule(

@@ -157,7 +157,7 @@ def portable(problem: Problem) -> Choice:
     if _positions_unread(problem) and IMPLEMENTATIONS["triton"].cannot(problem) is None:
         return Choice("triton", "takes distances pair by pair, however far apart explicit positions are")
     if problem.q.dtype in HALVES:
-        if problem.gates_learn and problem.seen.n_q > columns.ANCHORED_ROWS:
+        if problem.gates_learn and problem.visibility.n_q > columns.ANCHORED_ROWS:
             calls = f"in calls of {columns.ANCHORED_ROWS:,} queries"
             return Choice("split", f"exact bias and gate gradients in {dtype}, {calls}")
         return Choice("split", f"exact bias in {dtype}")
@@ -193,7 +193,7 @@ def _decodes(problem: Problem) -> bool:
 def _positions_unread(problem: Problem) -> bool:
     """Whether positions may be far apart and cannot be read: explicit ones on a GPU. TF32 keeps less than they cost."""
     exact = problem.q.dtype in HALVES or significand_bits(problem.q) > 11
-    return problem.q.is_cuda and not problem.seen.index_order and exact
+    return problem.q.is_cuda and not problem.visibility.index_order and exact
 
 
 #: What speaks against coordinates where :func:`_positions_unread` says yes.
@@ -239,7 +239,7 @@ def _triton_details(problem: Problem, eps: float) -> Details:
 def _decode_details(problem: Problem, eps: float) -> Details:
     from gape.ops.triton import decode  # noqa: PLC0415
 
-    out, lse = decode.attend(problem)
+    out, lse = decode.run(problem)
     return Details(out, lse, lse.new_ones(()))
 
 

@@ -24,7 +24,7 @@ class Visibility:
         q_positions, k_positions: int64, (N,) or (B, N); both None in index order, both set otherwise.
         q_documents, k_documents: integer (B, N), or both None.
         attn_mask: bool, 4-dimensional, broadcastable to (B, Hq, Nq, Nk); True may attend.
-        is_causal: a key is seen only from its own position or a later one.
+        is_causal: a key is visible only from its own position or a later one.
     """
 
     n_q: int
@@ -93,7 +93,7 @@ class Visibility:
         )
 
     def mask(self) -> Tensor | None:
-        """The pairs as a bool tensor broadcastable to (B, Hq, Nq, Nk); None where every pair is seen."""
+        """The pairs as a bool tensor broadcastable to (B, Hq, Nq, Nk); None where every pair is visible."""
         parts = []
         if self.is_causal and not (self.index_order and self.n_q == 1):
             q_positions, k_positions = self.positions()
@@ -143,7 +143,7 @@ class Problem:
         gate, landmark, amplitude: (B, Hq, Nq), (B, Hk, Nk), (Hq,) in `bias_dtype(q.dtype)`.
         context_length: T.
         scale: the softmax scale.
-        seen: which pairs may be used.
+        visibility: which pairs may be used.
     """
 
     q: Tensor
@@ -154,24 +154,24 @@ class Problem:
     amplitude: Tensor
     context_length: float
     scale: float
-    seen: Visibility
+    visibility: Visibility
 
     def rows(self, start: int, stop: int) -> Problem:
         """The same for queries start … stop − 1 and the keys that any of them may see."""
-        seen = self.seen
-        if seen.index_order and not seen.is_causal:
+        visibility = self.visibility
+        if visibility.index_order and not visibility.is_causal:
             # Of all keys, these queries are no longer the last.
-            q_positions, k_positions = seen.positions()
-            seen = replace(seen, q_positions=q_positions, k_positions=k_positions)
-        seen = seen.rows(start, stop)
+            q_positions, k_positions = visibility.positions()
+            visibility = replace(visibility, q_positions=q_positions, k_positions=k_positions)
+        visibility = visibility.rows(start, stop)
         return replace(
             self,
             q=self.q[:, :, start:stop],
-            k=self.k[:, :, : seen.n_k],
-            v=self.v[:, :, : seen.n_k],
+            k=self.k[:, :, : visibility.n_k],
+            v=self.v[:, :, : visibility.n_k],
             gate=self.gate[:, :, start:stop],
-            landmark=self.landmark[:, :, : seen.n_k],
-            seen=seen,
+            landmark=self.landmark[:, :, : visibility.n_k],
+            visibility=visibility,
         )
 
     @property

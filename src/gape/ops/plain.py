@@ -59,7 +59,7 @@ def attention(
     """
     with leave_autocast(q, k, v) as (q, k, v):
         inputs.heads(q, k, v)
-        seen = inputs.visibility(
+        visibility = inputs.visibility(
             q,
             k,
             q_positions=q_positions,
@@ -73,59 +73,23 @@ def attention(
             raise validation.invalid_argument("bias", bias, "a function of query and key positions")
         validation.flag("strict", strict)
         scale = q.size(-1) ** -0.5 if scale is None else validation.positive_number("scale", scale)
-        carried = (q, k, v)
+        tensors = (q, k, v)
         if key_bias is not None:
             shape = (q.size(0), q.size(1), k.size(2))
             inputs.floats("key_bias", key_bias, shape, q.device, "(B, Hq, Nk)")
-            carried = _carry(q, k, v, key_bias, scale)
-        if bias is None and limits.decodes(*carried, learns=learning(*carried)):
-            return _decoded(*carried, seen, scale)
-        return sdpa.run_all(_calls(*carried, seen, scale, bias), strict=strict)
+            tensors = _with_key_bias(q, k, v, key_bias, scale)
+        if bias is None and limits.decodes(*tensors, learns=learning(*tensors)):
+            return _decode(*tensors, visibility, scale)
+        return sdpa.run_all(_calls(*tensors, visibility, scale, bias), strict=strict)
 
 
-def newest_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float, tickets: Tensor | None = None
-) -> Tensor:
-    """Attention of single queries to as many keys of a buffer as a tensor says, in the decode kernel.
-
-    What is launched does not depend on those numbers, so that a recorded graph goes on being right when they change.
-
-    Args:
-        q, k, v: (B, Hq, 1, D), (B, Hk, N, D), (B, Hk, N, Dv), one dtype, Hq a multiple of Hk; without gradients.
-        lengths: integer (B,) on q's device: sample b sees keys 0 … lengths[b] − 1.
-        scale: softmax scale.
-        tickets: zeros that belong to the graph, as :func:`gape.ops.triton.decode.attend` takes them, or None.
-
-    Returns:
-        (B, Hq, 1, Dv) in q's dtype.
-
-    Raises:
-        ValueError: for an argument of wrong shape, dtype or device; it names the argument.
-    """
-    with leave_autocast(q, k, v) as (q, k, v):
-        inputs.heads(q, k, v)
-        seen = inputs.visibility(q, k)
-        scale = validation.positive_number("scale", scale)
-        return _decoded(q, k, v, seen, scale, lengths=lengths, recorded=True, tickets=tickets)
-
-
-def _decoded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Visibility,
-    scale: float,
-    *,
-    lengths: Tensor | None = None,
-    recorded: bool = False,
-    tickets: Tensor | None = None,
-) -> Tensor:
+def _decode(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float) -> Tensor:
     """The call in the operator's decode kernel, under gates that are zero."""
     from gape.ops.triton import decode  # noqa: PLC0415
 
-    if not seen.is_causal and not seen.index_order:
+    if not visibility.is_causal and not visibility.index_order:
         # Without a bias and without causality a position says nothing.
-        seen = replace(seen, q_positions=None, k_positions=None)
+        visibility = replace(visibility, q_positions=None, k_positions=None)
     # A trace makes its own, and so does a capture: what outlives them would come from the host.
     lasting = type(q) is Tensor and not torch.compiler.is_compiling()
     lasting = lasting and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -133,37 +97,27 @@ def _decoded(
     # Strides of 0 on every axis, also one of a single element: a kernel is compiled anew for a stride of 1.
     gate, landmark = (zero.as_strided(x.shape[:3], (0, 0, 0)) for x in (q, k))
     amplitude = zero.as_strided((q.size(1),), (0,))
-    return decode.run(
-        Problem(
-            q=q,
-            k=k,
-            v=v,
-            gate=gate,
-            landmark=landmark,
-            amplitude=amplitude,
-            context_length=1.0,
-            scale=scale,
-            seen=seen,
-        ),
-        gated=False,
-        lengths=lengths,
-        recorded=recorded,
-        tickets=tickets,
-    )
+    problem = Problem(
+        q=q, k=k, v=v, gate=gate, landmark=landmark, amplitude=amplitude, context_length=1.0, scale=scale,
+        visibility=visibility,
+    )  # fmt: skip
+    return decode.run(problem)[0]
 
 
-def _calls(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, bias: Bias | None) -> Iterator[sdpa.Call]:
-    drawn = bias is not None or sdpa.draws_mask(seen, q)
-    for start, stop in sdpa.chunks(seen.n_q, sdpa.MASK_ROWS if drawn else None):
-        part = seen.rows(start, stop)
+def _calls(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float, bias: Bias | None
+) -> Iterator[sdpa.Call]:
+    drawn = bias is not None or sdpa.draws_mask(visibility, q)
+    for start, stop in sdpa.chunks(visibility.n_q, sdpa.MASK_ROWS if drawn else None):
+        part = visibility.rows(start, stop)
         values = None
         if bias is not None:
-            i, j = seen.positions()
+            i, j = visibility.positions()
             values = bias(i[..., start:stop], j[..., : part.n_k])
         yield sdpa.prepare(q[:, :, start:stop], k[:, :, : part.n_k], v[:, :, : part.n_k], part, scale, values)
 
 
-def _carry(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _with_key_bias(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Put a bias per query head and key into three coordinates of q and k; shared keys are repeated for it."""
     if q.size(1) != k.size(1):
         groups = q.size(1) // k.size(1)

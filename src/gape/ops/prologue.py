@@ -197,8 +197,8 @@ def fused_call(
         angles, reading, scale: as :func:`prologue` takes them.
     """
     q, k = prologue(q, k, angles, reading, scale=scale)
-    seen = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
-    return sdpa.prepare(q, k, v, seen, scale)
+    visibility = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
+    return sdpa.prepare(q, k, v, visibility, scale)
 
 
 def bounded_attention(

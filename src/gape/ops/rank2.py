@@ -33,19 +33,19 @@ def key_columns(landmark: Tensor, positions: Tensor, context_length: float, dtyp
 
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
     """The prepared attention calls, one per chunk of queries."""
-    seen, exact = problem.seen, problem.q.dtype in (torch.float32, torch.float64)
-    for start, stop in sdpa.chunks(seen.n_q, sdpa.MASK_ROWS if sdpa.draws_mask(seen, problem.q) else None):
+    visibility, exact = problem.visibility, problem.q.dtype in (torch.float32, torch.float64)
+    for start, stop in sdpa.chunks(visibility.n_q, sdpa.MASK_ROWS if sdpa.draws_mask(visibility, problem.q) else None):
         part = problem.rows(start, stop)
         yield (sdpa.exact_call(part) if exact else None) or _call(
-            part, part.seen.anchor(0, part.seen.n_q) if exact else 0
+            part, part.visibility.anchor(0, part.visibility.n_q) if exact else 0
         )
 
 
 def _call(problem: Problem, anchor: int | Tensor) -> sdpa.Call:
     """The prepared call for all queries at once, positions counted from `anchor`."""
     dtype, length = problem.q.dtype, problem.context_length
-    i, j = problem.seen.positions()
+    i, j = problem.visibility.positions()
     strength = problem.amplitude[:, None] * problem.gate / problem.scale
     q = torch.cat([problem.q, query_columns(strength, i - anchor, length, dtype)], dim=-1)
     k = torch.cat([problem.k, key_columns(problem.landmark, j - anchor, length, dtype)], dim=-1)
-    return sdpa.prepare(q, k, problem.v, problem.seen, problem.scale)
+    return sdpa.prepare(q, k, problem.v, problem.visibility, problem.scale)

@@ -18,7 +18,7 @@ def logits(problem: Problem) -> Tensor:
     k = problem.k.to(dtype).repeat_interleave(groups, dim=1)
     u = problem.exposure.repeat_interleave(groups, dim=1)
     content = problem.scale * (problem.q.to(dtype) @ k.transpose(-1, -2))
-    return content - penalty(problem.rate, u, distance(*problem.seen.positions(), dtype))
+    return content - penalty(problem.rate, u, distance(*problem.visibility.positions(), dtype))
 
 
 def penalty(rate: Tensor, exposure: Tensor, distance: Tensor) -> Tensor:
@@ -40,12 +40,12 @@ def distance(q_positions: Tensor, k_positions: Tensor, dtype: torch.dtype) -> Te
 
 def weights(problem: Problem) -> Tensor:
     """The attention weights, (B, Hq, Nq, Nk) in `bias_dtype`; a row that sees nothing is all zeros."""
-    return visible_softmax(logits(problem), problem.seen.mask())
+    return visible_softmax(logits(problem), problem.visibility.mask())
 
 
 def log_sum_exp(problem: Problem) -> Tensor:
     """Natural log-sum-exp of the logits, (B, Hq, Nq) in `bias_dtype`, without gradient; −inf for an empty row."""
-    a, mask = logits(problem).detach(), problem.seen.mask()
+    a, mask = logits(problem).detach(), problem.visibility.mask()
     return (a if mask is None else a.masked_fill(~mask, -torch.inf)).logsumexp(-1)
 
 

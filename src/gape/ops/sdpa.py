@@ -5,7 +5,7 @@ that see nothing, and can say beforehand which backend will run.
 
 Queries too far apart for coordinates go to the definition instead: :func:`exact_call`.
 
-cuDNN plans anew for every number of keys it has not seen. Decoding has another number at each token, so calls with few
+cuDNN plans anew for each new number of keys. Decoding has another number at each token, so calls with few
 queries and no gradient go without cuDNN.
 """
 
@@ -180,20 +180,20 @@ _NAMES = {
 }
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, bias: Tensor | None = None) -> Call:
+def prepare(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float, bias: Tensor | None = None) -> Call:
     """Make ready a call for q (B, Hq, Nq, W), k (B, Hk, Nk, W), v (B, Hk, Nk, Dv).
 
     Args:
         q, k, v: the tensors, coordinates of a bias already in q and k.
-        seen: which pairs may be used.
+        visibility: which pairs may be used.
         scale: the softmax scale.
         bias: additive logits broadcastable to (B, Hq, Nq, Nk), or None.
     """
     value_width = v.size(-1)
-    kind = "dense" if bias is not None else seen.kind
+    kind = "dense" if bias is not None else visibility.kind
     mask, empty = None, None
-    if draws_mask(seen, q) or kind == "dense":
-        mask = seen.mask()
+    if draws_mask(visibility, q) or kind == "dense":
+        mask = visibility.mask()
     if mask is not None and kind == "dense":
         reachable = mask.any(-1, keepdim=True)
         mask, empty = mask | ~reachable, ~reachable
@@ -230,11 +230,11 @@ def run_all(calls: Iterable[Call], *, strict: bool = False) -> Tensor:
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
-def draws_mask(seen: Visibility, q: Tensor) -> bool:
+def draws_mask(visibility: Visibility, q: Tensor) -> bool:
     """Whether the pairs take a mask tensor, because neither they nor the device allow a description."""
-    if seen.kind == "lower-right":
+    if visibility.kind == "lower-right":
         return not q.is_cuda or torch.compiler.is_compiling()
-    return seen.kind == "dense"
+    return visibility.kind == "dense"
 
 
 def chunks(n_q: int, size: int | None) -> list[tuple[int, int]]:
@@ -342,7 +342,7 @@ def exact_call(problem: Problem) -> ExactCall | None:
     if not _scattered(problem):
         return None
     q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
-    kind, width = problem.seen.kind, v.size(-1)
+    kind, width = problem.visibility.kind, v.size(-1)
     return ExactCall(problem=problem, q=q, k=k, v=v, mask=None, kind=kind, scale=scale, empty=None, value_width=width)
 
 
@@ -351,11 +351,11 @@ def _scattered(problem: Problem) -> bool:
     """Whether queries are too far apart. Positions are read on a CPU alone: elsewhere that would wait for the device,
     or break a compiled graph.
     """
-    seen, dtype = problem.seen, problem.q.dtype
-    i, j = seen.q_positions, seen.k_positions
+    visibility, dtype = problem.visibility, problem.q.dtype
+    i, j = visibility.q_positions, visibility.k_positions
     if i is None or j is None or not readable(i) or problem.q.numel() == 0:
         return False
-    anchor = seen.anchor(0, seen.n_q)
+    anchor = visibility.anchor(0, visibility.n_q)
     lost = problem.rate * beside_heads((i - anchor).abs(), problem.rate.dtype)
     # A gate that is not a number shows either way.
     if bool((lost > MOST_LOST[dtype]).any()):

@@ -37,15 +37,15 @@ def calls(problem: Problem) -> Iterator[sdpa.Call]:
     near an anchor.
     """
     rows = columns.ANCHORED_ROWS if columns.learns_shortly(problem) else None
-    if sdpa.draws_mask(problem.seen, problem.q):
+    if sdpa.draws_mask(problem.visibility, problem.q):
         rows = min(columns.ANCHORED_ROWS, sdpa.MASK_ROWS)
-    spans = sdpa.chunks(problem.seen.n_q, rows)
+    spans = sdpa.chunks(problem.visibility.n_q, rows)
     k, v = problem.k, problem.v
     if len(spans) > 1:
         # The chunks' gradients are added up in float32 and rounded once.
         k, v = k.to(problem.exposure.dtype), v.to(problem.exposure.dtype)
     for start, stop in spans:
-        seen = problem.seen.rows(start, stop)
+        visibility = problem.visibility.rows(start, stop)
         exact = sdpa.exact_call(problem.rows(start, stop))
         if exact is not None:
             yield exact
@@ -53,8 +53,8 @@ def calls(problem: Problem) -> Iterator[sdpa.Call]:
         q_columns, k_columns = columns.sides(problem, start, stop)
         yield sdpa.prepare(
             torch.cat([problem.q[:, :, start:stop], q_columns], dim=-1),
-            torch.cat([k[:, :, : seen.n_k].to(problem.k.dtype), k_columns], dim=-1),
-            v[:, :, : seen.n_k].to(problem.v.dtype),
-            seen,
+            torch.cat([k[:, :, : visibility.n_k].to(problem.k.dtype), k_columns], dim=-1),
+            v[:, :, : visibility.n_k].to(problem.v.dtype),
+            visibility,
             problem.scale,
         )

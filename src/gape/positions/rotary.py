@@ -31,12 +31,12 @@ LONGEST_CACHED = 65_536
 #: frequencies, scale and stream.
 _Angles = dict[tuple[tuple[float, ...], float, int], tuple[int, tuple[Tensor, Tensor]]]
 _angles: MutableMapping[Tensor, _Angles] = WeakTensorKeyDictionary()
-_captured_positions: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+_shared_positions: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
 
 
-def made_in_capture(positions: Tensor) -> None:
+def share_angles(positions: Tensor) -> None:
     """Let the layers of one step share the angles of these positions, also while the step is captured."""
-    _captured_positions[positions] = True
+    _shared_positions[positions] = True
 
 
 class Rotary(Scheme):
@@ -135,7 +135,7 @@ class Rotary(Scheme):
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`cos_sin` in float32, computed once for all layers that pass the same tensor."""
         # A tensor of inference_mode has no version that tells whether it was written to.
-        if positions.is_inference() or not (cacheable(positions.device) or positions in _captured_positions):
+        if positions.is_inference() or not (cacheable(positions.device) or positions in _shared_positions):
             return self.cos_sin(positions)
         cached = _angles.setdefault(positions, {})
         key = (self._spectrum.values, self.attention_scale, stream_of(positions.device))

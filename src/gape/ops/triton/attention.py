@@ -1,7 +1,7 @@
 """`impl="triton"`: the bias made in float32 registers, every coordinate free for content, any length and layout.
 
-The kernels are operators of torch (`gape::attend` and `gape::attend_backward`), so a compiler carries them along and
-autograd knows their gradients.
+The kernels are operators of torch (`gape::attention_fwd` and `gape::attention_bwd`), so a compiler carries them along
+and autograd knows their gradients.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class Answer(NamedTuple):
 
 def run(problem: Problem, eps: float = 0.0) -> Tensor:
     """The operator, (B, Hq, Nq, Dv) in q's dtype, which is not float64."""
-    return _attended(problem, eps)[0]
+    return _run_fwd(problem, eps)[0]
 
 
 def answer(problem: Problem, eps: float = 0.0) -> Answer:
     """The operator with what else is known when it has run."""
-    out, lse, _, visited, _ = _attended(problem, eps)
+    out, lse, _, visited, _ = _run_fwd(problem, eps)
     if not visited.numel():
         return Answer(out, lse / LOG2E, lse.new_ones(()))
     # There may be more tiles than float32 counts.
     count = visited.sum(dtype=torch.float64)
-    return Answer(out, lse / LOG2E, (count / _tiles_seen(problem.q, problem.k, problem.v)).float())
+    return Answer(out, lse / LOG2E, (count / _visible_tiles(problem.q, problem.k, problem.v)).float())
 
 
 def causal_answer(
@@ -73,24 +73,24 @@ def causal_answer(
     """Output and natural log-sum-exp of tokens in index order: :func:`gape.ops.causal.causal_attention`."""
     visibility = (None, None, None, None, None, True)
     wide = (_whole_pieces(x) for x in (q, k, v))
-    out, lse, *_ = torch.ops.gape.attend(*wide, rate, exposure, *visibility, scale, eps)
+    out, lse, *_ = torch.ops.gape.attention_fwd(*wide, rate, exposure, *visibility, scale, eps)
     return out[..., : v.size(-1)], lse / LOG2E
 
 
 def visits(problem: Problem, eps: float) -> Tensor:
     """The fraction of the visible key tiles that each head visits, (B, Hq); 1 where none may be skipped."""
-    visited = _attended(problem, eps)[3]
+    visited = _run_fwd(problem, eps)[3]
     if not visited.numel():
         return visited.new_ones(visited.shape[:2])
-    each = _tiles_seen(problem.q, problem.k, problem.v) / (problem.q.size(0) * problem.q.size(1))
+    each = _visible_tiles(problem.q, problem.k, problem.v) / (problem.q.size(0) * problem.q.size(1))
     return (visited.sum(-1, dtype=torch.float64) / each).float()
 
 
-def _attended(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What :func:`attend` returns; nothing is skipped but tokens in index order."""
+def _run_fwd(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What :func:`fwd` returns; nothing is skipped but tokens in index order."""
     layout = _layout_of(problem)
     q, k, v = (_whole_pieces(x) for x in (problem.q, problem.k, problem.v))
-    out, *others = torch.ops.gape.attend(
+    out, *others = torch.ops.gape.attention_fwd(
         q, k, v, problem.rate, problem.exposure, *layout, problem.scale, eps if layout.plain else 0.0
     )
     return out[..., : problem.v.size(-1)], *others
@@ -106,14 +106,14 @@ def projected(
     scale: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What :func:`attend` returns, of q and k as :func:`gape.ops.prologue.bounded_attention` takes them; no gradients.
+    """What :func:`fwd` returns, of q and k as :func:`gape.ops.prologue.bounded_attention` takes them; no gradients.
 
     Norms are those of the rows that attention reads, stretched as in :func:`bounds`.
     """
     values = _whole_pieces(v)
     tables, factors = _bounded_arguments(q, values, angles, reading, scale, eps)
     ready = prepare_bounded(q, k, *tables, *factors)
-    out, *others = attend_bounded(*ready[:2], values, *ready[2:], scale, eps)
+    out, *others = fwd_bounded(*ready[:2], values, *ready[2:], scale, eps)
     return out[..., : v.size(-1)], *others
 
 
@@ -127,7 +127,7 @@ def attend_projected(
     scale: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, natural log-sum-exp, rotated q and k, rate and exposure: :func:`gape.ops.causal.projected_attention`.
+    """Output, base-2 log-sum-exp, rotated q and k, base-2 rate and exposure, without gradients.
 
     The same launches as :func:`projected`, without the operators around them, which take longer than the launches.
     """
@@ -135,8 +135,8 @@ def attend_projected(
     tables, factors = _bounded_arguments(q, values, angles, reading, scale, eps)
     with untraced():
         q, k, c, u, *norms = in_parts(_prepare_bounded, (q, k), q.size(0), 1, tables, *factors)
-        out, lse, *_ = in_parts(_attend_bounded, (q, k, values, c, u, *norms), *q.shape[:2], scale, eps)
-    return out[..., : v.size(-1)], lse / LOG2E, q, k, c / LOG2E, u
+        out, lse, *_ = in_parts(_fwd_bounded, (q, k, values, c, u, *norms), *q.shape[:2], scale, eps)
+    return out[..., : v.size(-1)], lse, q, k, c, u
 
 
 def _bounded_arguments(
@@ -162,22 +162,22 @@ def _whole_pieces(x: Tensor) -> Tensor:
 
 def _layout_of(problem: Problem) -> Layout:
     """The problem's visibility in the form that the kernels take."""
-    seen, batch = problem.seen, problem.q.size(0)
-    mask = seen.attn_mask
+    visibility, batch = problem.visibility, problem.q.size(0)
+    mask = visibility.attn_mask
     if mask is not None:
-        mask = mask.expand(batch, problem.q.size(1), seen.n_q, seen.n_k)
+        mask = mask.expand(batch, problem.q.size(1), visibility.n_q, visibility.n_k)
     return Layout(
-        q_positions=None if seen.q_positions is None else seen.q_positions.expand(batch, -1),
-        k_positions=None if seen.k_positions is None else seen.k_positions.expand(batch, -1),
-        q_documents=None if seen.q_documents is None else seen.q_documents.contiguous(),
-        k_documents=None if seen.k_documents is None else seen.k_documents.contiguous(),
+        q_positions=None if visibility.q_positions is None else visibility.q_positions.expand(batch, -1),
+        k_positions=None if visibility.k_positions is None else visibility.k_positions.expand(batch, -1),
+        q_documents=None if visibility.q_documents is None else visibility.q_documents.contiguous(),
+        k_documents=None if visibility.k_documents is None else visibility.k_documents.contiguous(),
         mask=mask,
-        causal=seen.is_causal,
+        causal=visibility.is_causal,
     )
 
 
-@operator("gape::attend")
-def attend(
+@operator("gape::attention_fwd")
+def fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -197,25 +197,23 @@ def attend(
     That is each query's threshold, each row tile's visits, and the first tile of keys that may matter to it.
     """
     batched = (q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(
-        _attend, batched, *q.shape[:2], causal, scale, eps
-    )
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(_fwd, batched, *q.shape[:2], causal, scale, eps)
     return outputs
 
 
-def _attend(
+def _fwd(
     q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout, (scale, eps) = Layout(*settings[:6]), settings[6:]
     outs = _blank(q, v, eps)
     if outs[0].numel():
         tile_bounds = bounds(q, k, v, u, scale) if eps else (c, c, c)
-        _launch_attend(outs, _arguments(q, k, v, c * LOG2E, u, tile_bounds, layout, eps), q, v, scale, eps)
+        _launch_fwd(outs, _arguments(q, k, v, c * LOG2E, u, tile_bounds, layout, eps), q, v, scale, eps)
     return outs
 
 
-@operator("gape::attend_bounded")
-def attend_bounded(
+@operator("gape::attention_fwd_bounded")
+def fwd_bounded(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -227,27 +225,27 @@ def attend_bounded(
     scale: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Forward alone, what :func:`attend` returns, with c in base 2 and bounds as :func:`bounds` makes them.
+    """Forward alone, what :func:`fwd` returns, with c in base 2 and bounds as :func:`bounds` makes them.
 
     For causal tokens in index order. The bounds are of no matter where eps is 0.
     """
     outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    outputs = in_parts(_attend_bounded, (q, k, v, c, u, reach, k_reach, u_least), *q.shape[:2], scale, eps)
+    outputs = in_parts(_fwd_bounded, (q, k, v, c, u, reach, k_reach, u_least), *q.shape[:2], scale, eps)
     return outputs
 
 
-def _attend_bounded(
+def _fwd_bounded(
     q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tile_bounds, (scale, eps) = settings[:3], settings[3:]
     outs = _blank(q, v, eps)
     if outs[0].numel():
         layout = Layout(None, None, None, None, None, causal=True)
-        _launch_attend(outs, _arguments(q, k, v, c, u, tile_bounds, layout, eps), q, v, scale, eps)
+        _launch_fwd(outs, _arguments(q, k, v, c, u, tile_bounds, layout, eps), q, v, scale, eps)
     return outs
 
 
-def _launch_attend(
+def _launch_fwd(
     outs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], a: _Arguments, q: Tensor, v: Tensor, scale: float, eps: float
 ) -> None:
     (out, lse, low, visited, earliest), (reach, k_reach, u_least) = outs, a.bounds
@@ -259,8 +257,8 @@ def _launch_attend(
     )  # fmt: skip
 
 
-@operator("gape::attend_backward")
-def attend_backward(
+@operator("gape::attention_bwd")
+def bwd(
     grad: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -283,11 +281,11 @@ def attend_backward(
     """Backward: gradients of q, k, v in their dtypes and of c, u in float32."""
     batched = (grad, out, lse, low, earliest, q, k, v, c, u, q_positions, k_positions, q_documents, k_documents, mask)
     outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    outputs = in_parts(_attend_backward, batched, *q.shape[:2], causal, scale, eps)
+    outputs = in_parts(_bwd, batched, *q.shape[:2], causal, scale, eps)
     return outputs
 
 
-def _attend_backward(
+def _bwd(
     grad: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -337,11 +335,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
-    grads = torch.ops.gape.attend_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    grads = torch.ops.gape.attention_bwd(grad, *ctx.saved_tensors, *ctx.settings)
     return (*grads, *(None,) * 8)
 
 
-attend.register_autograd(_backward, setup_context=_setup)
+fwd.register_autograd(_backward, setup_context=_setup)
 
 
 def _blank(q: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -356,7 +354,7 @@ def _blank(q: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Te
     return out, lse, low, visited, visited.new_empty(visited.shape, dtype=torch.int32)
 
 
-def _tiles_seen(q: Tensor, k: Tensor, v: Tensor) -> int:
+def _visible_tiles(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Key tiles that causality leaves to all row tiles of all heads."""
     tile = tiles_for(q, v, "fwd", skip=True)
     rows, columns, n_q, n_k = tile["BLOCK_M"], tile["BLOCK_N"], q.size(2), k.size(2)

@@ -19,7 +19,6 @@ from gape.ops.triton.tiles import (
     anchor_of,
     distances,
     document_of,
-    keys_seen,
     load_numbers,
     load_rows,
     load_vector,
@@ -29,11 +28,12 @@ from gape.ops.triton.tiles import (
     needed_by_rows,
     owner,
     run_of,
-    seeing,
     single,
     store_rows,
     tile_from,
     visible,
+    visible_keys,
+    visible_queries,
 )
 
 
@@ -44,7 +44,7 @@ def _bwd_rows_kernel(
 ):  # fmt: skip
     """What the others want of each of n queries, (n, 4) in float32: c, c·(i mod BLOCK_M), lse and delta = Σ dO·O.
 
-    A row that saw nothing has lse −inf; +inf makes its p zero without a test in the other kernels.
+    A row without a key has lse −inf; +inf makes its p zero without a test in the other kernels.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     grad = load_rows(grad_ptr, start, d, 1, n, d, BLOCK, BLOCK_D, True, True).to(tl.float32)
@@ -52,11 +52,11 @@ def _bwd_rows_kernel(
     c = load_vector(c_ptr, start, n, 0.0, BLOCK, True)
     lse = load_vector(lse_ptr, start, n, 0.0, BLOCK, True)
     rows = start + tl.arange(0, BLOCK)
-    where, inside = numbers_ptr + rows * 4, rows < n
-    tl.store(where, c, mask=inside)
-    tl.store(where + 1, c * (rows % n_q % BLOCK_M).to(tl.float32), mask=inside)
-    tl.store(where + 2, tl.where(lse == float("-inf"), float("inf"), lse), mask=inside)
-    tl.store(where + 3, tl.sum(grad * out, 1), mask=inside)
+    ptrs, inside = numbers_ptr + rows * 4, rows < n
+    tl.store(ptrs, c, mask=inside)
+    tl.store(ptrs + 1, c * (rows % n_q % BLOCK_M).to(tl.float32), mask=inside)
+    tl.store(ptrs + 2, tl.where(lse == float("-inf"), float("inf"), lse), mask=inside)
+    tl.store(ptrs + 3, tl.sum(grad * out, 1), mask=inside)
 
 
 @triton.jit
@@ -86,11 +86,11 @@ def dq_tile(
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + (c[:, None] * lost - lse[:, None])
     if CHECK:
         k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
-        seen = visible(
+        pairs = visible(
             earlier, offs_m[:, None], offs_n[None, :], n_q, n_k, q_doc[:, None], k_doc[None, :],
             mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
         )  # fmt: skip
-        s = tl.where(seen, s, float("-inf"))
+        s = tl.where(pairs, s, float("-inf"))
     p = tl.exp2(s)
     ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None])
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -152,7 +152,9 @@ def _bwd_dq_kernel(
     q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     dc = tl.zeros((BLOCK_M,), tl.float32)
-    first, stop, whole = keys_seen(start_m, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N)
+    first, stop, whole = visible_keys(
+        start_m, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N
+    )
     rows = (q, grad, c, lse, delta, first, q_doc, offs_m)
     near = nearest(first + start_m, BLOCK_N)
     for start_n in range(near * BLOCK_N if SKIP else whole, stop, BLOCK_N):
@@ -209,11 +211,11 @@ def dkv_tile(
     s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + (u[:, None] * lost - lse[None, :])
     if CHECK and (HAS_POSITIONS or HAS_DOCUMENTS or HAS_MASK or start_m < whole):
         q_doc = document_of(qd_ptr, offs_m, n_q, 0, HAS_DOCUMENTS)
-        seen = visible(
+        pairs = visible(
             earlier, offs_m[None, :], offs_n[:, None], n_q, n_k, q_doc[None, :], k_doc[:, None],
             mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
         )  # fmt: skip
-        s = tl.where(seen, s, float("-inf"))
+        s = tl.where(pairs, s, float("-inf"))
     p = tl.exp2(s)
     dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
     ds = p * (tl.dot(v, tl.trans(grad), input_precision="ieee") - delta[None, :])
@@ -291,7 +293,9 @@ def _bwd_dkv_kernel(
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     du = tl.zeros((BLOCK_N,), tl.float32)
-    first, begin, whole = seeing(start_n, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N)
+    first, begin, whole = visible_queries(
+        start_n, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N
+    )
     for member in range(0, groups):
         head = key_head * groups + member
         row = (batch * n_kv_heads * groups + head) * n_q

@@ -14,7 +14,6 @@ from gape.ops.triton.tiles import (
     anchor_of,
     distances,
     document_of,
-    keys_seen,
     load_rows,
     load_vector,
     local_positions,
@@ -25,6 +24,7 @@ from gape.ops.triton.tiles import (
     single,
     store_rows,
     visible,
+    visible_keys,
 )
 
 #: Tiles whose bounds are added up at once.
@@ -43,7 +43,7 @@ ASIDE = tl.constexpr(2.0**-10)
 
 
 @triton.jit
-def attend_tile(
+def fwd_tile(
     CHECK: tl.constexpr, start_n, top, total, acc,
     q, rate, i_first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
     k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
@@ -55,7 +55,7 @@ def attend_tile(
 
     Logits are formed over the softmax scale, which then costs no operation of its own: `rate` is c over it.
 
-    CHECK: look at single pairs; a tile all of whose pairs are seen needs no look.
+    CHECK: look at single pairs; a tile all of whose pairs are visible needs none.
     """
     offs_n = start_n + tl.arange(0, BLOCK_N)
     anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
@@ -75,13 +75,13 @@ def attend_tile(
         s -= (rate * i)[:, None] * u[None, :]
     if CHECK:
         k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
-        seen = visible(
+        pairs = visible(
             earlier, offs_m[:, None], offs_n[None, :], n_q, n_k, q_doc[:, None], k_doc[None, :],
             mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
         )  # fmt: skip
-        s = tl.where(seen, s, float("-inf"))
+        s = tl.where(pairs, s, float("-inf"))
     higher = tl.maximum(top, tl.max(s, 1) * scale)
-    # A row that has seen nothing yet keeps −inf; 0 stands in for it so that no inf − inf arises.
+    # A row without a key so far keeps −inf; 0 stands in for it so that no inf − inf arises.
     level = tl.where(higher == float("-inf"), 0.0, higher) if CHECK else higher
     p = tl.exp2(s * scale - level[:, None])
     fade = tl.exp2(top - level)
@@ -92,15 +92,15 @@ def attend_tile(
 
 
 @triton.jit
-def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
-    """The running softmax of rows that saw no key: the largest logit, the sum of exponentials, the sum of values."""
+def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
+    """The running softmax of rows without a key: the largest logit, the sum of exponentials, the sum of values."""
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     return top, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
 
 
 @triton.jit
 def log_sum(top, total):
-    """Base-2 log-sum-exp of a running softmax, −inf for a row that saw nothing."""
+    """Base-2 log-sum-exp of a running softmax, −inf for a row without a key."""
     return tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
 
 
@@ -112,7 +112,7 @@ def apart(content, fade):
 
 
 @triton.jit
-def held(bound, weight, limit):
+def weight_within(bound, weight, limit):
     """What the tiles of a row weigh together whose bound is at most its limit."""
     return tl.sum(tl.where(bound <= limit[:, None], weight, 0.0), 1)
 
@@ -145,10 +145,10 @@ def spare(
             to_each = (position[:, None] - (tiles * BLOCK_N + BLOCK_N - 1)[None, :]).to(tl.float32)
             least, most = apart(reach[:, None] * k_reach[None, :], c[:, None] * u_least[None, :] * to_each)
             weight = tl.where(tiles[None, :] < end, tl.exp2(most - even[:, None]), 0.0)
-            once += held(least, weight, even + STEP)
-            twice += held(least, weight, even + 2 * STEP)
-            thrice += held(least, weight, even + 3 * STEP)
-            four_times += held(least, weight, even + 4 * STEP)
+            once += weight_within(least, weight, even + STEP)
+            twice += weight_within(least, weight, even + 2 * STEP)
+            thrice += weight_within(least, weight, even + 3 * STEP)
+            four_times += weight_within(least, weight, even + 4 * STEP)
             spared = (most <= even[:, None]) | (tiles >= end)[None, :]
             earliest = tl.minimum(earliest, tl.min(tl.where(spared, end, tiles[None, :]), 1))
     shares = single(n_k) * (1 - ASIDE) / BLOCK_N
@@ -161,7 +161,7 @@ def spare(
 
 
 @triton.jit
-def attend_needed(
+def fwd_needed(
     top, total, acc, rows, keys, c, eps, first, near, stop, start_m, n_q, n_k, row, key_row,
     reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
@@ -189,7 +189,7 @@ def attend_needed(
             visited += end - begin
             # No question inside the loop: it can be pipelined.
             for tile in range(base + begin, base + end):
-                top, total, acc = attend_tile(
+                top, total, acc = fwd_tile(
                     False, tile * BLOCK_N, top, total, acc, *rows, *keys,
                     True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
@@ -228,24 +228,26 @@ def _fwd_kernel(
     q = load_rows(q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, True, PARTIAL_D)
     c = load_vector(c_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
     q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
-    top, total, acc = nothing_seen(BLOCK_M, BLOCK_V)
-    first, stop, whole = keys_seen(start_m, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N)
+    top, total, acc = empty_softmax(BLOCK_M, BLOCK_V)
+    first, stop, whole = visible_keys(
+        start_m, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N
+    )
     rows = (q, c / single(scale), first, q_doc, offs_m)
     near = nearest(first + start_m, BLOCK_N)
     for start_n in range(near * BLOCK_N if SKIP else whole, stop, BLOCK_N):
-        top, total, acc = attend_tile(
+        top, total, acc = fwd_tile(
             True, start_n, top, total, acc, *rows, *keys,
             CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     if SKIP:
-        top, total, acc = attend_needed(
+        top, total, acc = fwd_needed(
             top, total, acc, rows, keys, c, eps, first, near, stop, start_m, n_q, n_k, row, key_row,
             reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
             PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     else:
         for start_n in range(0, whole, BLOCK_N):
-            top, total, acc = attend_tile(
+            top, total, acc = fwd_tile(
                 False, start_n, top, total, acc, *rows, *keys,
                 CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How large the tiles of attention's kernels are, and with what they are launched."""
+"""Sizes of launches: the tiles of attention's kernels, and what they are computed from."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TILES: dict[str, dict[str, Tile]] = {
 
 def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[str, int]:
     """Tile sizes and launch options of a kernel; widths are powers of two of at least 16, which matrix units want."""
-    width, value_width = (max(16, 1 << (x.size(-1) - 1).bit_length()) for x in (q, v))
+    width, value_width = (max(16, power_of_two(x.size(-1))) for x in (q, v))
     widest = max(width, value_width)
     kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
     if q.dtype == torch.float32 or (skip and kind == "widest"):
@@ -57,3 +57,13 @@ def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[
     cap = {} if tile.registers is None else {"maxnreg": tile.registers}
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": width, "BLOCK_V": value_width}
     return sizes | {"num_warps": tile.warps, "num_stages": tile.stages} | cap
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; one elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

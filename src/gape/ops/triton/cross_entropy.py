@@ -27,18 +27,18 @@ LOAD = 8
 
 
 @triton.jit
-def numbered(DEEP: tl.constexpr, THREADS: tl.constexpr, LOAD: tl.constexpr):
+def tile_offsets(DEEP: tl.constexpr, THREADS: tl.constexpr, LOAD: tl.constexpr):
     """Where in a tile each number lies, (THREADS, DEEP, LOAD): neighbours in the first axis are so in memory."""
     thread, load, place = tl.arange(0, THREADS), tl.arange(0, DEEP), tl.arange(0, LOAD)
     return thread[:, None, None] * LOAD + load[None, :, None] * (THREADS * LOAD) + place[None, None, :]
 
 
 @triton.jit
-def taken_in(x, highest, total):
+def add_tile(x, highest, total):
     """The running maximum and sum of exponentials of each thread, (THREADS,), with a tile x taken in."""
     higher = tl.maximum(highest, tl.max(tl.max(x, 2), 1))
-    seen = tl.sum(tl.sum(tl.exp(x - higher[:, None, None]), 2), 1)
-    return higher, total * tl.exp(highest - higher) + seen
+    added = tl.sum(tl.sum(tl.exp(x - higher[:, None, None]), 2), 1)
+    return higher, total * tl.exp(highest - higher) + added
 
 
 @triton.jit
@@ -49,27 +49,27 @@ def log_sum_exp(
     highest = tl.full((THREADS,), LOWEST, tl.float32)
     total = tl.zeros((THREADS,), tl.float32)
     TILE: tl.constexpr = DEEP * THREADS * LOAD
-    tile = numbered(DEEP, THREADS, LOAD)
+    tile = tile_offsets(DEEP, THREADS, LOAD)
     whole = vocabulary // TILE * TILE
     for start in range(0, whole, TILE):
-        highest, total = taken_in(tl.load(row_ptr + start + tile).to(tl.float32), highest, total)
-    line = numbered(1, THREADS, LOAD)
+        highest, total = add_tile(tl.load(row_ptr + start + tile).to(tl.float32), highest, total)
+    line = tile_offsets(1, THREADS, LOAD)
     for start in range(whole, vocabulary, THREADS * LOAD):
         x = tl.load(row_ptr + start + line, mask=start + line < columns, other=0.0).to(tl.float32)
-        highest, total = taken_in(tl.where(start + line < vocabulary, x, float("-inf")), highest, total)
+        highest, total = add_tile(tl.where(start + line < vocabulary, x, float("-inf")), highest, total)
     top = tl.max(highest, 0)
     return top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
 
 
 @triton.jit
-def share(x, log_sum, column, target, counted):
+def logit_gradient(x, log_sum, column, target, counted):
     """The gradient of a loss by its logits x: softmax, less one at the target; 0 where it is not counted."""
     p = tl.exp(x - log_sum)
     return tl.where(counted, tl.where(column == target, p - 1.0, p), 0.0)
 
 
 @triton.jit
-def score(
+def _cross_entropy_kernel(
     logits_ptr, targets_ptr, losses_ptr, stride, vocabulary, columns,
     IGNORED: tl.constexpr, GRADIENT: tl.constexpr,
     DEEP: tl.constexpr, THREADS: tl.constexpr, LOAD: tl.constexpr,
@@ -89,17 +89,17 @@ def score(
     if GRADIENT:
         at = target.to(tl.int32)
         TILE: tl.constexpr = DEEP * THREADS * LOAD
-        tile = numbered(DEEP, THREADS, LOAD)
+        tile = tile_offsets(DEEP, THREADS, LOAD)
         whole = vocabulary // TILE * TILE
         for start in range(0, whole, TILE):
             x = tl.load(row_ptr + start + tile).to(tl.float32)
-            g = share(x, log_sum, start + tile, at, counted)
+            g = logit_gradient(x, log_sum, start + tile, at, counted)
             tl.store(row_ptr + start + tile, g.to(logits_ptr.dtype.element_ty))
-        line = numbered(1, THREADS, LOAD)
+        line = tile_offsets(1, THREADS, LOAD)
         for start in range(whole, columns, THREADS * LOAD):
             inside = start + line < columns
             x = tl.load(row_ptr + start + line, mask=inside, other=0.0).to(tl.float32)
-            g = share(x, log_sum, start + line, at, counted & (start + line < vocabulary))
+            g = logit_gradient(x, log_sum, start + line, at, counted & (start + line < vocabulary))
             tl.store(row_ptr + start + line, g.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
@@ -120,7 +120,7 @@ def score_rows(logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, g
     losses = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
     if logits.size(0):
         with torch.cuda.device_of(logits):
-            score[(logits.size(0),)](
+            _cross_entropy_kernel[(logits.size(0),)](
                 logits, targets.contiguous(), losses, logits.stride(0), vocabulary, logits.size(1),
                 IGNORED=ignored, GRADIENT=gradient, DEEP=DEEP, THREADS=32 * WARPS, LOAD=LOAD, num_warps=WARPS,
             )  # fmt: skip

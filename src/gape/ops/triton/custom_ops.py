@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,22 +91,55 @@ def direct(kernel: Any) -> Any:
 
 
 class _OnItsDevice:
-    """A kernel that runs where its first argument lies: left alone, Triton takes the current device and its stream."""
+    """A kernel that runs where its first argument lies: left alone, Triton takes the current device and its stream.
+
+    Triton looks at every argument of every launch, which takes longer than the launch. What it has compiled is found
+    here by less: :func:`_likeness`.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        run = self.kernel[grid]
-
-        def launch(first: Tensor, *arguments: Any, **flags: Any) -> None:
-            if torch.cuda.device_count() > 1:
-                with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
-                    run(first, *arguments, **flags)
+        def launch(*arguments: Any, **flags: Any) -> None:
+            if _several_devices():
+                with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
+                    _launch(self.kernel, grid, arguments, flags)
             else:
-                run(first, *arguments, **flags)
+                _launch(self.kernel, grid, arguments, flags)
 
         return launch
+
+
+#: Compiled kernels by kernel, device, launch options and what Triton compiles for.
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], flags: dict[str, Any]) -> None:
+    if not isinstance(kernel, JITFunction):
+        kernel[grid](*arguments, **flags)
+        return
+    key = (kernel, arguments[0].device, tuple(map(_likeness, arguments)), tuple(flags.items()))
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        _COMPILED[key] = kernel[grid](*arguments, **flags)
+        return
+    rest = (flags[name] for name in kernel.arg_names[len(arguments) :])
+    compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
+
+
+def _likeness(argument: Any) -> Any:
+    """What arguments have in common for which Triton compiles the same: at least as fine as its own rule."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if type(argument) is int:
+        return argument == 1, argument % 16, -(2**31) <= argument < 2**31
+    return type(argument) if type(argument) is float else argument
+
+
+@functools.cache
+def _several_devices() -> bool:
+    return torch.cuda.device_count() > 1
 
 
 class _Uncapped:

@@ -1,80 +1,122 @@
-"""A few queries against a long cache, at the speed of memory: keys are split over programs, the parts then merged.
+"""A few queries against many keys, at the speed of memory: keys are split over programs, the parts then merged.
 
-:mod:`gape.ops.triton.decode_plan` says which kernel runs a call and how the keys are cut. Few parts are merged by the
-last program to finish; many by a kernel of their own, a program for each row. `gape::decode` is the operator that a
-compiler sees.
+Few parts are merged by the last program to finish; many by a kernel of their own, a program for each row.
+:mod:`gape.ops.triton.decode_kernels` has the kernels. `gape::decode` is the operator that a compiler sees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gape.ops import inputs
-from gape.ops.inputs import Problem
+from gape.ops.inputs import Problem, learning
+from gape.ops.triton.configs import multiprocessors, power_of_two
 from gape.ops.triton.custom_ops import direct, operator, traceable
-from gape.ops.triton.decode_kernels import combine
-from gape.ops.triton.decode_plan import Call, planned, power_of_two
-from gape.utils import validation
+from gape.ops.triton.decode_kernels import _combine_kernel, _decode_kernel
+from gape.ops.triton.tiles import LOG2E
+from gape.utils.validation import invalid_argument
 
-#: Steps of merging up to which the last program merges alone; above, a second kernel shares them out.
-ALONE = 8
+#: Steps of merging up to which the last program to finish takes them; above, a second kernel shares them out.
+MERGE_STEPS = 8
 
+#: Parts of a row that are merged at once.
+PARTS = 32
 
-def run(
-    problem: Problem,
-    *,
-    lengths: Tensor | None = None,
-    splits: int | None = None,
-    gated: bool = True,
-    recorded: bool = False,
-    tickets: Tensor | None = None,
-) -> Tensor:
-    """The operator without gradients, (B, Hq, Nq, Dv) in q's dtype; see :func:`attend`."""
-    return attend(problem, lengths=lengths, splits=splits, gated=gated, recorded=recorded, tickets=tickets)[0]
+#: A split shorter than this many tiles costs more in the merging than it wins.
+LEAST_TILES = 4
 
 
-def attend(
-    problem: Problem,
-    *,
-    lengths: Tensor | None = None,
-    splits: int | None = None,
-    gated: bool = True,
-    recorded: bool = False,
-    tickets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps of a few queries over a long cache.
+class Tile(NamedTuple):
+    """How one program works.
 
-    One query per key head in half precision leaves values unread that have no weight: see docs/results/proofs.md.
+    Attributes:
+        keys: that it reads at once.
+        warps, stages: launch options.
+        programs: per multiprocessor, as many as are resident at once, so that there is one wave and none is left over.
+        rows: that it has at most, as many as stay in registers.
+    """
+
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+    rows: int = 32
+
+
+#: Half precision with heads of up to 64, of up to 128, wider, and float32.
+TILES = {
+    "narrow": Tile(128, 4, 3, 2),
+    "wide": Tile(64, 4, 3, 2),
+    "widest": Tile(32, 4, 2, 2),
+    "float32": Tile(16, 4, 2, 3, rows=16),
+}
+
+
+class Call(NamedTuple):
+    """A problem as the operator of torch takes it, every tensor expanded to its full sizes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    landmark: Tensor
+    amplitude: Tensor
+    q_positions: Tensor | None
+    k_positions: Tensor | None
+    q_documents: Tensor | None
+    k_documents: Tensor | None
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    context_length: float
+
+
+class Plan(NamedTuple):
+    """How the work of a call is divided.
+
+    Attributes:
+        splits: programs along the keys.
+        row_tiles: programs along the rows of a key head.
+        merge_steps: in which the parts of all rows of a program are merged.
+        arguments: of the kernel, after its buffers.
+        flags: of the kernel by name, launch options among them.
+    """
+
+    splits: int
+    row_tiles: int
+    merge_steps: int
+    arguments: list[Any]
+    flags: dict[str, Any]
+
+
+def run(problem: Problem, *, splits: int | None = None) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps of a few queries over many keys, without gradients.
 
     Args:
         problem: q, k, v in bfloat16, float16 or float32, every layout; any number of queries, meant for few.
-        lengths: integer (B,): sample b has keys 0 … lengths[b] − 1, and its queries are the last of those; what lies
-            beyond is not read, nor what lies beyond Nk. Without explicit positions, documents or mask.
         splits: parts that the keys are cut into; by default enough to fill the device.
-        gated: whether there is a bias; without, gates have to be zero and are not always read.
-        recorded: run what a captured graph would run, also outside of one: a call before a capture then compiles it.
-        tickets: zeros, int32, which are zeros again afterwards, and which no other launch has that might run at the
-            same time: a graph that owns some needs no second kernel where they suffice.
 
     Returns:
         (B, Hq, Nq, Dv) in q's dtype and float32 (B, Hq, Nq), natural logarithms; zero and −inf for an empty row.
 
     Raises:
-        ValueError: float64, something that needs a gradient, lengths that do not fit; names the argument.
+        ValueError: float64, or something that needs a gradient; names the argument.
     """
-    _refuse(problem, lengths)
-    call = _call(problem, lengths, gated)
+    if problem.q.dtype == torch.float64:
+        raise invalid_argument("q", problem.q, "bfloat16, float16 or float32 for the decode kernel")
+    call = as_call(problem)
+    if learning(*call[:6]):
+        raise ValueError("q: something needs a gradient, expected none for the decode kernel: use torch.no_grad()")
     if torch.compiler.is_compiling() or isinstance(call.q, FakeTensor):
-        found: tuple[Tensor, Tensor] = torch.ops.gape.decode(*call, splits)
-        return found
+        traced: tuple[Tensor, Tensor] = torch.ops.gape.decode(*call, splits)
+        return traced
     # A captured graph may run beside others: it cannot count on tickets that outlive a call.
-    recorded = recorded or (call.q.is_cuda and torch.cuda.is_current_stream_capturing())
-    return _launched(call, splits, direct, tickets=not recorded if tickets is None else tickets)
+    capturing = call.q.is_cuda and torch.cuda.is_current_stream_capturing()
+    return _launch(call, splits, direct, tickets=not capturing)
 
 
 @operator("gape::decode")
@@ -85,7 +127,6 @@ def decode(
     gate: Tensor,
     landmark: Tensor,
     amplitude: Tensor,
-    lengths: Tensor | None,
     q_positions: Tensor | None,
     k_positions: Tensor | None,
     q_documents: Tensor | None,
@@ -94,24 +135,36 @@ def decode(
     causal: bool,
     scale: float,
     context_length: float,
-    gated: bool,
     splits: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attend` as compilers see it."""
+    """:func:`run` as compilers see it."""
     call = Call(
-        q, k, v, gate, landmark, amplitude, lengths, q_positions, k_positions, q_documents, k_documents, mask, causal,
-        scale, context_length, gated,
+        q, k, v, gate, landmark, amplitude, q_positions, k_positions, q_documents, k_documents, mask, causal, scale,
+        context_length,
     )  # fmt: skip
-    return _launched(call, splits, traceable, tickets=False)
+    return _launch(call, splits, traceable, tickets=False)
 
 
-def _launched(
-    call: Call, splits: int | None, form: Callable[[Any], Any], *, tickets: Tensor | bool
-) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps by kernels in a `form` to launch; a second one merges the parts without tickets.
+def as_call(problem: Problem) -> Call:
+    """The problem as the operator of torch takes it."""
+    visibility, q = problem.visibility, problem.q
 
-    tickets: some to take, or whether to take those of the stream.
-    """
+    def full(side: Tensor | None, *sizes: int) -> Tensor | None:
+        return None if side is None else side.expand(q.size(0), *sizes)
+
+    return Call(
+        q, problem.k, problem.v, problem.gate, problem.landmark, problem.amplitude,
+        full(visibility.q_positions, -1), full(visibility.k_positions, -1),
+        full(visibility.q_documents, -1), full(visibility.k_documents, -1),
+        full(visibility.attn_mask, q.size(1), visibility.n_q, visibility.n_k), visibility.is_causal,
+        problem.scale, problem.context_length,
+    )  # fmt: skip
+
+
+def _launch(
+    call: Call, splits: int | None, form: Callable[[Any], Any], *, tickets: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs and log-sum-exps by kernels in a `form` to launch; a second one merges the parts without tickets."""
     q = call.q
     batch, n_heads, n_q, _ = q.shape
     n_key_heads, n_k, d_v = call.k.size(1), call.k.size(2), call.v.size(3)
@@ -119,67 +172,84 @@ def _launched(
     lse = torch.empty(batch, n_heads, n_q, dtype=torch.float32, device=q.device)
     if out.numel() == 0 or n_k == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    plan = planned(call, splits, traced=form is traceable)
+    plan = planned(call, splits)
     parts = torch.empty(batch * n_heads * n_q, plan.splits, d_v, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(batch * n_heads * n_q, plan.splits, dtype=torch.float32, device=q.device)
-    count = batch * n_key_heads * plan.row_tiles
-    enough = tickets.numel() >= count if isinstance(tickets, Tensor) else tickets
-    alone = enough and plan.merging_steps <= ALONE
+    merge = tickets and plan.merge_steps <= MERGE_STEPS
     # A pointer that is never followed stands in for tickets that are not there.
-    ticket = lse if not alone else tickets if isinstance(tickets, Tensor) else stream_tickets(count, q.device)
-    form(plan.kernel)[(plan.splits, batch * n_key_heads, plan.row_tiles)](
-        parts, part_lse, ticket, out, lse, *plan.arguments, **plan.flags, MERGE=alone
+    ticket = stream_tickets(batch * n_key_heads * plan.row_tiles, q.device) if merge else lse
+    form(_decode_kernel)[(plan.splits, batch * n_key_heads, plan.row_tiles)](
+        parts, part_lse, ticket, out, lse, *plan.arguments, **plan.flags, MERGE=merge
     )
-    if not alone:
-        form(combine)[(batch * n_heads * n_q,)](
-            parts, part_lse, out, lse, plan.splits, d_v, call.units[-1],
-            PARTS=plan.parts, BLOCK_V=plan.width, num_warps=4,
+    if not merge:
+        form(_combine_kernel)[(batch * n_heads * n_q,)](
+            parts, part_lse, out, lse, plan.splits, d_v, 1 / LOG2E,
+            PARTS=PARTS, BLOCK_V=plan.flags["BLOCK_V"], num_warps=4,
         )  # fmt: skip
     return out, lse
 
 
-_held: dict[tuple[torch.device, int], Tensor] = {}
+def planned(call: Call, splits: int | None = None) -> Plan:
+    """How a call is divided: into `splits` parts, or as many as fill the device without becoming too short."""
+    q, k, v = call.q, call.k, call.v
+    d, d_v, groups = q.size(3), v.size(3), q.size(1) // k.size(1)
+    width, value_width = (max(16, power_of_two(x)) for x in (d, d_v))
+    rows = groups * q.size(2)
+    tile = _tile_for(q.dtype, max(width, value_width))
+    # Where pairs lie in a mask, each takes registers of its own.
+    keys = tile.keys if call.mask is None else max(16, tile.keys // 2)
+    block_m = min(tile.rows, max(16, power_of_two(rows)))
+    row_tiles = -(-rows // block_m)
+    tiles = -(-k.size(2) // keys)
+    if splits is None:
+        # Rounded down: a last wave of a few programs would double the time of short ones.
+        wanted = tile.programs * multiprocessors(q.device) // (q.size(0) * k.size(1) * row_tiles)
+        splits = max(1, min(wanted, tiles // LEAST_TILES))
+    span = -(-tiles // splits) * keys
+    # Logits are in base 2.
+    units = (call.scale * LOG2E, LOG2E / call.context_length, 1 / LOG2E)
+    return Plan(
+        splits=-(-k.size(2) // span),
+        row_tiles=row_tiles,
+        merge_steps=min(rows, block_m) * -(-splits // PARTS),
+        arguments=[span, k.size(1), k.size(2), d, d_v, *units, *_arguments(call), groups, q.size(2)],
+        flags={
+            "CAUSAL": call.causal, "HAS_POSITIONS": call.q_positions is not None,
+            "HAS_DOCUMENTS": call.q_documents is not None, "HAS_MASK": call.mask is not None,
+            "PARTIAL_D": d != width, "PARTIAL_V": d_v != value_width, "PARTS": PARTS,
+            "BLOCK_M": block_m, "BLOCK_N": keys, "BLOCK_D": width, "BLOCK_V": value_width,
+            "num_warps": tile.warps, "num_stages": tile.stages,
+        },
+    )  # fmt: skip
+
+
+def _arguments(call: Call) -> list[Any]:
+    """Tensors and strides of a call in the order of the kernel."""
+    strides = [s for x in call[:6] for s in x.stride()]
+    for side in (call.q_positions, call.k_positions, call.q_documents, call.k_documents):
+        strides += (0, 0) if side is None else side.stride()
+    strides += (0, 0, 0, 0) if call.mask is None else call.mask.stride()
+    # A pointer that is never followed stands in for what is not there.
+    return [*(call.q if x is None else x for x in call[:11]), *strides]
+
+
+def _tile_for(dtype: torch.dtype, widest: int) -> Tile:
+    kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
+    return TILES["float32" if dtype == torch.float32 else kind]
+
+
+_tickets: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def stream_tickets(count: int, device: torch.device) -> Tensor:
-    """At least `count` zeros, int32, which the kernel leaves as zeros; each stream has its own.
+    """At least `count` zeros, int32, which kernels leave as zeros; each stream has its own.
 
     Calls on one stream come one after another. A kernel that breaks off takes the whole context with it, so none is
     left with a ticket that was not given back.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    held = _held.get((device, stream))
-    if held is None or held.numel() < count:
-        held = _held[device, stream] = torch.zeros(max(1024, power_of_two(count)), dtype=torch.int32, device=device)
-    return held
-
-
-def _call(problem: Problem, lengths: Tensor | None, gated: bool = True) -> Call:
-    seen, q = problem.seen, problem.q
-
-    def full(side: Tensor | None, *sizes: int) -> Tensor | None:
-        return None if side is None else side.expand(q.size(0), *sizes)
-
-    return Call(
-        q, problem.k, problem.v, problem.gate, problem.landmark, problem.amplitude,
-        None if lengths is None else lengths.contiguous(),
-        full(seen.q_positions, -1), full(seen.k_positions, -1), full(seen.q_documents, -1), full(seen.k_documents, -1),
-        full(seen.attn_mask, q.size(1), seen.n_q, seen.n_k), seen.is_causal, problem.scale, problem.context_length,
-        gated,
-    )  # fmt: skip
-
-
-def _refuse(problem: Problem, lengths: Tensor | None) -> None:
-    tensors = (problem.q, problem.k, problem.v, problem.gate, problem.landmark, problem.amplitude)
-    if problem.q.dtype == torch.float64:
-        raise validation.invalid_argument("q", problem.q, "bfloat16, float16 or float32 for the decode kernel")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise ValueError("q: something needs a gradient, expected none for the decode kernel: use torch.no_grad()")
-    if lengths is None:
-        return
-    seen = problem.seen
-    shape = (problem.q.size(0),)
-    if lengths.dtype not in inputs.INTEGERS or lengths.shape != shape or lengths.device != problem.q.device:
-        raise validation.invalid_argument("lengths", lengths, f"integers {shape} on {problem.q.device}")
-    if seen.q_positions is not None or seen.q_documents is not None or seen.attn_mask is not None:
-        raise ValueError("lengths: given together with positions, documents or a mask, expected one or the other")
+    tickets = _tickets.get((device, stream))
+    if tickets is None or tickets.numel() < count:
+        tickets = torch.zeros(max(1024, power_of_two(count)), dtype=torch.int32, device=device)
+        _tickets[device, stream] = tickets
+    return tickets

@@ -17,23 +17,23 @@ import triton.language as tl
 
 
 @triton.jit
-def load_tile(where, rows, columns, CHECK_ROWS: tl.constexpr, CHECK_COLUMNS: tl.constexpr):
+def load_tile(ptrs, rows, columns, CHECK_ROWS: tl.constexpr, CHECK_COLUMNS: tl.constexpr):
     """A tile of the cache, zero where `rows` or `columns` say no; a check that is not needed costs nothing."""
     if CHECK_ROWS and CHECK_COLUMNS:
-        return tl.load(where, mask=rows[:, None] & columns[None, :], other=0.0)
+        return tl.load(ptrs, mask=rows[:, None] & columns[None, :], other=0.0)
     if CHECK_ROWS:
-        return tl.load(where, mask=rows[:, None], other=0.0)
+        return tl.load(ptrs, mask=rows[:, None], other=0.0)
     if CHECK_COLUMNS:
-        return tl.load(where, mask=columns[None, :], other=0.0)
-    return tl.load(where)
+        return tl.load(ptrs, mask=columns[None, :], other=0.0)
+    return tl.load(ptrs)
 
 
 @triton.jit
-def load_landmarks(where, inside, CHECK: tl.constexpr):
+def load_landmarks(ptrs, inside, CHECK: tl.constexpr):
     """The landmarks of a tile, zero where `inside` says no."""
     if CHECK:
-        return tl.load(where, mask=inside, other=0.0)
-    return tl.load(where)
+        return tl.load(ptrs, mask=inside, other=0.0)
+    return tl.load(ptrs)
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def merge_row(
     part_ptr, lse_ptr, out_ptr, whole_lse_ptr, row, first, splits, d_v, unit,
     PARTS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Write output and natural log-sum-exp of a row, zeros and −inf where it saw nothing; parts begin at `first`."""
+    """Write output and natural log-sum-exp of a row, zeros and −inf where it has no key; parts begin at `first`."""
     value_dims = tl.arange(0, BLOCK_V)
     lse_ptr += first
     part_ptr += first * d_v
@@ -53,8 +53,8 @@ def merge_row(
         there = some < splits
         # Other multiprocessors wrote these: never from the cache of this one.
         lse = tl.load(lse_ptr + some, mask=there, other=float("-inf"), cache_modifier=".cg")
-        where = part_ptr + some[:, None] * d_v + value_dims[None, :]
-        part = tl.load(where, mask=there[:, None] & (value_dims < d_v)[None, :], other=0.0, cache_modifier=".cg")
+        ptrs = part_ptr + some[:, None] * d_v + value_dims[None, :]
+        part = tl.load(ptrs, mask=there[:, None] & (value_dims < d_v)[None, :], other=0.0, cache_modifier=".cg")
         higher = tl.maximum(top, tl.max(lse, 0))
         level = tl.where(higher == float("-inf"), 0.0, higher)
         weight, fade = tl.exp2(lse - level), tl.exp2(top - level)
@@ -82,7 +82,7 @@ def last_to_finish(ticket_ptr, splits):
 def weigh(s, v, top, total, acc, GUARDED: tl.constexpr):
     """The running maximum, sum and sum of values (M, V) with a tile more, of base-2 logits s (M, N) and values v.
 
-    GUARDED where a row may have seen nothing: it keeps −inf, and 0 stands in for that so that no inf − inf arises.
+    GUARDED where a row may have no key: it keeps −inf, and 0 stands in for that so that no inf − inf arises.
     """
     higher = tl.maximum(top, tl.max(s, 1))
     level = tl.where(higher == float("-inf"), 0.0, higher) if GUARDED else higher
@@ -99,23 +99,22 @@ def store_part(part_ptr, lse_ptr, places, top, total, acc, live, value_dims, d_v
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
     tl.store(lse_ptr + places, tl.where(empty, float("-inf"), top + tl.log2(safe)), mask=live)
-    where = part_ptr + places[:, None] * d_v + value_dims[None, :]
-    # Where nothing was seen, what stands at hidden keys may not be a number.
+    ptrs = part_ptr + places[:, None] * d_v + value_dims[None, :]
+    # Where no key is visible, what stands at hidden keys may not be a number.
     out = tl.where(empty[:, None], 0.0, acc / safe[:, None])
-    tl.store(where, out, mask=live[:, None] & (value_dims < d_v)[None, :])
+    tl.store(ptrs, out, mask=live[:, None] & (value_dims < d_v)[None, :])
 
 
 # The cache grows by a token each step: a kernel must not be compiled anew for every length.
 @triton.jit(do_not_specialize=("n_q", "n_k", "span"))
-def partial(
+def _decode_kernel(
     part_ptr, lse_ptr, ticket_ptr, out_ptr, whole_lse_ptr, span, n_key_heads, n_k, d, d_v, scale, rate_unit, unit,
-    q_ptr, k_ptr, v_ptr, gate_ptr, landmark_ptr, amplitude_ptr, lengths_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
+    q_ptr, k_ptr, v_ptr, gate_ptr, landmark_ptr, amplitude_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, gate_b, gate_h, gate_n, mark_b, mark_h, mark_n, amp_h,
     qp_b, qp_n, kp_b, kp_n, qd_b, qd_n, kd_b, kd_n, mask_b, mask_h, mask_m, mask_n,
     groups, n_q,
-    CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
-    MERGE: tl.constexpr, PARTS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, MERGE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Partial outputs (B·Hq·Nq, splits, Dv) and base-2 log-sum-exps (B·Hq·Nq, splits), float32, contiguous.
@@ -137,11 +136,8 @@ def partial(
     places = (first_row + rows) * splits + split
     dims, value_dims, near = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_N)
 
-    length = n_k
-    if HAS_LENGTHS:
-        length = tl.minimum(tl.load(lengths_ptr + batch), n_k).to(tl.int32)
-    first = length - n_q
-    low, high = split * span, tl.minimum(split * span + span, length)
+    first = n_k - n_q
+    low, high = split * span, tl.minimum(split * span + span, n_k)
     whole = low
     if not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
         # Tiles that every query sees in full need no look at single pairs.
@@ -194,16 +190,16 @@ def partial(
             products = tl.dot(q, tl.trans(k), input_precision="ieee")
             s = products * scale - c[:, None] * ((1.0 - landmark)[None, :] * distance)
             if CHECK:
-                seen = live[:, None] & inside[None, :]
+                pairs = live[:, None] & inside[None, :]
                 if CAUSAL:
-                    seen = seen & (distance >= 0)
+                    pairs = pairs & (distance >= 0)
                 if HAS_DOCUMENTS:
                     k_doc = tl.load(kd_ptr + batch * kd_b + offs.to(tl.int64) * kd_n, mask=inside, other=0)
-                    seen = seen & (q_doc[:, None] == k_doc[None, :])
+                    pairs = pairs & (q_doc[:, None] == k_doc[None, :])
                 if HAS_MASK:
-                    where = (head * mask_h + m * mask_m)[:, None] + (offs.to(tl.int64) * mask_n)[None, :]
-                    seen = seen & (tl.load(mask_ptr + where, mask=seen, other=0) != 0)
-                s = tl.where(seen, s, float("-inf"))
+                    offsets = (head * mask_h + m * mask_m)[:, None] + (offs.to(tl.int64) * mask_n)[None, :]
+                    pairs = pairs & (tl.load(mask_ptr + offsets, mask=pairs, other=0) != 0)
+                s = tl.where(pairs, s, float("-inf"))
             top, total, acc = weigh(s, v, top, total, acc, CHECK)
             k_ptr += BLOCK_N * k_n
             v_ptr += BLOCK_N * v_n
@@ -221,7 +217,7 @@ def partial(
 
 
 @triton.jit(do_not_specialize=("splits",))
-def combine(
+def _combine_kernel(
     part_ptr, lse_ptr, out_ptr, whole_lse_ptr, splits, d_v, unit, PARTS: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     """Outputs (B·Hq·Nq, Dv) and natural log-sum-exps (B·Hq·Nq), contiguous."""

@@ -24,10 +24,10 @@ from torch import Tensor
 from gape.ops import paged
 from gape.ops.limits import DECODE_QUERIES
 from gape.ops.paged import Pages
+from gape.ops.triton.configs import multiprocessors, power_of_two
 from gape.ops.triton.custom_ops import direct
-from gape.ops.triton.decode import ALONE, stream_tickets
-from gape.ops.triton.decode_kernels import last_to_finish, merge_row, store_part, weigh
-from gape.ops.triton.decode_plan import multiprocessors, power_of_two
+from gape.ops.triton.decode import MERGE_STEPS, stream_tickets
+from gape.ops.triton.decode_kernels import last_to_finish, load_tile, merge_row, store_part, weigh
 from gape.ops.triton.tiles import LOG2E, SLACK, same_in_all, single
 from gape.utils.validation import invalid_argument
 
@@ -87,21 +87,9 @@ DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 def address_tile(address, first, ROWS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
     """Pointers (ROWS, WIDTH) to rows from `first` on of a matrix (PAGE, ROW) that begins at an address."""
     rows, dims = first + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    where = address.to(tl.pointer_type(DTYPE)) + (rows[:, None] * ROW + dims[None, :])
+    ptrs = address.to(tl.pointer_type(DTYPE)) + (rows[:, None] * ROW + dims[None, :])
     # Nothing is known of an address: parts of a page and their rows begin with 16 bytes.
-    return tl.multiple_of(where, (1, 16))
-
-
-@triton.jit
-def load_rows(where, rows, columns, CHECK_ROWS: tl.constexpr, CHECK_COLUMNS: tl.constexpr):
-    """A tile of a page, zero where `rows` or `columns` say no; a check that is not needed costs nothing."""
-    if CHECK_ROWS and CHECK_COLUMNS:
-        return tl.load(where, mask=rows[:, None] & columns[None, :], other=0.0)
-    if CHECK_ROWS:
-        return tl.load(where, mask=rows[:, None], other=0.0)
-    if CHECK_COLUMNS:
-        return tl.load(where, mask=columns[None, :], other=0.0)
-    return tl.load(where)
+    return tl.multiple_of(ptrs, (1, 16))
 
 
 @triton.jit
@@ -119,11 +107,11 @@ def attend_to_page(
     EXPOSURES_AT: tl.constexpr = VALUES_AT + PAGE * VALUE_WIDTH * SIZE
     near = first + tl.arange(0, BLOCK_N)
     there = near < left
-    k = load_rows(
+    k = load_tile(
         address_tile(address, first, BLOCK_N, KEY_WIDTH, BLOCK_D, DTYPE),
         there, tl.arange(0, BLOCK_D) < KEY_WIDTH, CHECK, KEY_WIDTH != BLOCK_D,
     )  # fmt: skip
-    v = load_rows(
+    v = load_tile(
         address_tile(address + VALUES_AT, first, BLOCK_N, VALUE_WIDTH, BLOCK_V, DTYPE),
         there, tl.arange(0, BLOCK_V) < VALUE_WIDTH, CHECK, VALUE_WIDTH != BLOCK_V,
     )  # fmt: skip
@@ -244,8 +232,8 @@ def _paged_attention_kernel(
         if split == 0:
             at = batch * prior_b + head * prior_h + m.to(tl.int64) * prior_n
             filled = (live & (known != float("-inf")))[:, None] & (value_dims < d_prior)[None, :]
-            where = prior_ptr + at[:, None] + (value_dims * prior_d)[None, :]
-            acc = tl.load(where, mask=filled, other=0.0).to(tl.float32)
+            ptrs = prior_ptr + at[:, None] + (value_dims * prior_d)[None, :]
+            acc = tl.load(ptrs, mask=filled, other=0.0).to(tl.float32)
             top, total = known, tl.where(known == float("-inf"), 0.0, 1.0)
         if SKIP:
             size = tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1))
@@ -299,9 +287,9 @@ def _paged_attention_kernel(
         safe = tl.where(empty, 1.0, total)
         natural = tl.where(empty, float("-inf"), (top + tl.log2(safe)) / UNIT)
         tl.store(lse_ptr + first_row + rows, natural, mask=live)
-        where = out_ptr + (first_row + rows)[:, None] * VALUE_WIDTH + value_dims[None, :]
+        ptrs = out_ptr + (first_row + rows)[:, None] * VALUE_WIDTH + value_dims[None, :]
         out = (acc / safe[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(where, out, mask=live[:, None] & (value_dims < VALUE_WIDTH)[None, :])
+        tl.store(ptrs, out, mask=live[:, None] & (value_dims < VALUE_WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=("rows", "room", "splits", "new"), do_not_specialize_on_alignment=("lengths_ptr",))
@@ -435,7 +423,7 @@ def paged_attention(
     count, per_step = batch * key_heads * row_tiles, MERGED // flags["BLOCK_V"]
     splits = _splits(count, room, n, per_step, q.device) if splits is None else splits
     parts, part_lse = _workspace(out, splits)
-    few = splits > 1 and min(rows, flags["BLOCK_M"]) * -(-splits // per_step) <= ALONE
+    few = splits > 1 and min(rows, flags["BLOCK_M"]) * -(-splits // per_step) <= MERGE_STEPS
     tickets = _tickets(count, q.device, tickets) if few else None
     visit = torch.empty(count, room, dtype=torch.int64, device=q.device) if eps else lse
     # What is never read stands in for what is not there.

@@ -48,7 +48,7 @@ def split_heads(n_q_heads, n_k_heads, Q_HEADS: tl.constexpr, K_HEADS: tl.constex
 
 
 @triton.jit
-def turns(
+def load_angles(
     cos_ptr, sin_ptr, start, n,
     ROTATED: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def prepare_heads(
     amplitude_ptr += head
     floor_ptr += head
     coming_a, coming_b = load_halves(source, inside, EDGE, EVEN)
-    cos, sin = turns(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
+    cos, sin = load_angles(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
     position = (start + first + rows).to(tl.float32)
     for step in tl.static_range(HEADS):
         a, b = coming_a.to(tl.float32), coming_b.to(tl.float32)
@@ -177,7 +177,7 @@ def _prologue_fwd_kernel(
 
 
 @triton.jit
-def turned_halves(a, b, cos, sin, half, ROTATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr):
+def rotate_halves(a, b, cos, sin, half, ROTATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr):
     """Both halves of rows, (T, HALF) each, turned; zeros beyond the content."""
     turned_a, turned_b = a, b
     if ROTATED:
@@ -188,7 +188,7 @@ def turned_halves(a, b, cos, sin, half, ROTATED: tl.constexpr, LOW: tl.constexpr
 
 
 @triton.jit
-def lengths(a, b, like):
+def row_norms(a, b, like):
     """Euclidean norms (T,) of rows as they are stored behind `like`: rounded, as they enter products."""
     a, b = a.to(like.dtype.element_ty).to(tl.float32), b.to(like.dtype.element_ty).to(tl.float32)
     return tl.sqrt(tl.sum(a * a + b * b, 1))
@@ -211,7 +211,7 @@ def bound_heads(
     x_ptr += tl.program_id(1).to(tl.int64) * x_b + start.to(tl.int64) * x_n + head * x_h + (rows * x_n + half)
     out_ptr += (row * n + start) * (2 * EDGE) + (rows * (2 * EDGE) + half)
     coming_a, coming_b = load_halves(x_ptr, inside, EDGE, EVEN)
-    cos, sin = turns(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
+    cos, sin = load_angles(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
     for step in tl.static_range(HEADS):
         a, b = coming_a.to(tl.float32), coming_b.to(tl.float32)
         if step + 1 < HEADS:
@@ -220,7 +220,7 @@ def bound_heads(
             coming_a, coming_b = load_halves(x_ptr, inside, EDGE, EVEN)
         wa, wb = load_weights(weight_ptr + (head + step) * (2 * LOW), half, LOW)
         z = tl.sum(a * wa + b * wb, 1) + tl.load(bias_ptr + head + step)
-        a, b = turned_halves(a, b, cos, sin, half, ROTATED, LOW, EDGE)
+        a, b = rotate_halves(a, b, cos, sin, half, ROTATED, LOW, EDGE)
         store_halves(out_ptr, a, b, inside, EDGE, EVEN)
         out_ptr += tl.cast(n, tl.int64) * (2 * EDGE)
         if QUERIES:
@@ -230,7 +230,7 @@ def bound_heads(
             number = 1.0 - sigmoid(z)
         tl.store(number_ptr + (row + step) * n + start + tokens, number, mask=there)
         if BOUNDED:
-            length = lengths(a, b, out_ptr) * stretch
+            length = row_norms(a, b, out_ptr) * stretch
             if QUERIES:
                 tl.store(reach_ptr + (row + step) * n + start + tokens, length, mask=there)
             else:
@@ -370,7 +370,7 @@ def undo_head(
         da, db, here = ga, gb, inside
         if GATED:
             a, b = coming_a.to(tl.float32), coming_b.to(tl.float32)
-        cos, sin = turns(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
+        cos, sin = load_angles(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
         position, in_first = (start + first + rows).to(tl.float32), start + rows < middle
         if part + 1 < PARTS:
             # Under way while this part is worked on.

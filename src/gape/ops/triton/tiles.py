@@ -132,19 +132,19 @@ def visible(
     earlier: the pairs whose key is not later than their query.
     """
     inside = (offs_i < n_q) & (offs_j < n_k)
-    seen = inside
+    pairs = inside
     if CAUSAL:
-        seen = seen & earlier
+        pairs = pairs & earlier
     if HAS_DOCUMENTS:
-        seen = seen & (q_doc == k_doc)
+        pairs = pairs & (q_doc == k_doc)
     if HAS_MASK:
         pointers = mask_ptr + offs_i.to(tl.int64) * mask_m + offs_j.to(tl.int64) * mask_n
-        seen = seen & (tl.load(pointers, mask=inside, other=0) != 0)
-    return seen
+        pairs = pairs & (tl.load(pointers, mask=inside, other=0) != 0)
+    return pairs
 
 
 @triton.jit
-def keys_seen(
+def visible_keys(
     start_m, n_q, n_k,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -166,7 +166,7 @@ def keys_seen(
 
 
 @triton.jit
-def seeing(
+def visible_queries(
     start_n, n_q, n_k,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -202,7 +202,7 @@ def nearest(position, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def needed(reach, c, low, k_reach, u_least, distance):
-    """1 where a key tile may matter to a query: its best possible logit against what the query has already seen.
+    """1 where a key tile may matter to a query: its best possible logit against what the query has attended to so far.
 
     reach: scale·‖q‖ (≥ 0); k_reach: the largest ‖k‖ of the tile; u_least: its smallest exposure; distance: to the
     tile's last key; low: what the forward pass found that this query can spare. The proof: `docs/results/proofs.md`.
