@@ -51,7 +51,7 @@ def check_promise(seed: int, length: int) -> int:
     pads = torch.tensor([0, draw.choice([3, 50]), 17]) if draw.random() < 0.5 else None
     cache = ForgettingCache(gpt, **arguments)
     with pytest.MonkeyPatch.context() as patch, witnessed(cache) as witnesses:
-        patch.setattr("gape.cache.paged.JUDGED_AT_ONCE", 3 * 260)
+        patch.setattr("gape.cache.paged.JUDGED_AT_ONCE", 260)
         read(gpt, cache, tokens(3, total, seed=seed), sizes, pads)
     judged = [witness.judged() for witness in witnesses]
     assert max(each.error for each in judged) <= 1e-9

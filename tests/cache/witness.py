@@ -37,9 +37,10 @@ class Witness:
         q, k, rate, landmark = rotate()
         positions = positions.expand(q.size(0), -1)
         real = torch.ones_like(positions, dtype=torch.bool) if real is None else real
-        self.calls.append((q.double(), k.double(), v.double(), rate.double(), landmark.double(), positions, real, out))
+        numbers = [x.double().cpu() for x in (q, k, v, rate, landmark)]
+        self.calls.append((*numbers, positions.cpu(), real.cpu(), out.cpu()))
         heads = range(k.size(1))
-        self.cached.append([self.cache.positions(self.layer.index, head) for head in heads])
+        self.cached.append([[x.cpu() for x in self.cache.positions(self.layer.index, head)] for head in heads])
         return out
 
     def judged(self) -> Judgement:
@@ -86,7 +87,7 @@ def witnessed(cache: PagedCache) -> Iterator[list[Witness]]:
 def read(gpt: gape.GPT, cache: Any, ids: Tensor, sizes: list[int], pads: Tensor | None = None) -> Tensor:
     """Logits of ids (B, N) in chunks of these sizes, rows beginning with so many pads (B,)."""
     logits = []
-    places = torch.arange(ids.size(1))
+    places = torch.arange(ids.size(1), device=ids.device)
     real = None if pads is None else places >= pads[:, None]
     for part in places.split(sizes):
         given = {}

@@ -355,6 +355,13 @@ def test_models_whose_steps_cannot_be_captured_are_told_apart(change: Any, reaso
     assert actual is None if reason is None else reason in str(actual)
 
 
+def test_hidden_states_of_an_earlier_call_are_no_obstacle() -> None:
+    """Transformers leaves hooks behind, which do nothing in other calls."""
+    model = injected("llama").bfloat16()
+    model(tokens(1, 5), output_hidden_states=True)
+    assert model_obstacle(model) is None
+
+
 @pytest.mark.parametrize("family", ["gpt2", *MIXTURES])
 def test_families_that_are_not_captured_are_named(family: str) -> None:
     assert f"of type {family}" in str(model_obstacle(injected(family).bfloat16()))

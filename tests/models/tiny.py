@@ -32,5 +32,14 @@ def model(position: str = "p-rope+gape", dtype: torch.dtype = torch.float64, **c
     return made.eval()
 
 
+def on_gpu(position: str = "p-rope+gape", dtype: torch.dtype = torch.float32, **changed: Any) -> gape.GPT:
+    """Heads of 64 as kernels know them, and attention that rounding does not turn over."""
+    made = model(position, torch.float32, **({"n_embd": 256, "context_length": 64} | changed))
+    with torch.no_grad():
+        for parameter in made.parameter_kinds()["matrices"].values():
+            parameter.mul_(0.3)
+    return made.cuda().to(dtype)
+
+
 def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))

@@ -34,6 +34,8 @@ from gape.utils.validation import flag, invalid_argument
 CAPTURED_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 #: Rotations that read positions to choose their frequencies have one of these words in their name.
 _READING_ROTATIONS = ("dynamic", "longrope")
+#: Outputs that a captured step does not have.
+_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 #: Arguments of a forward pass under which a step may be captured, and the values that change nothing.
 _PLAIN = {"use_cache": (None, True), "return_dict": (None, True), "logits_to_keep": (0, 1)}
 
@@ -190,7 +192,7 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if ids is None or ids.size(1) != 1:
             return None
-        self.pages.uncaptured = self._call_cannot(arguments)
+        self.pages.uncaptured = self._call_cannot(model, arguments)
         if self.pages.uncaptured is not None:
             return None
         if isinstance(mask, Tensor) and not bool(mask[:, -1].all()):
@@ -203,7 +205,7 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         )
         return None if logits is None else CausalLMOutputWithPast(logits=logits, past_key_values=self)
 
-    def _call_cannot(self, arguments: dict[str, Any]) -> str | None:
+    def _call_cannot(self, model: Any, arguments: dict[str, Any]) -> str | None:
         """Why a call cannot come from a captured step; None where it can."""
         if self._plain:
             return "a layer has no gates, and keeps its keys as transformers does"
@@ -212,6 +214,9 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
             return "the attention mask is no (batch, tokens)"
         if mask is not None and arguments.get("position_ids") is None and not _no_pads(mask):
             return "rows have pads, and position_ids are not given"
+        wanted = next((name for name in _OUTPUTS if getattr(model.config, name, False)), None)
+        if wanted is not None or not getattr(model.config, "return_dict", True):
+            return f"the config sets {wanted or 'return_dict'}"
         ignored = ("input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position")
         for name, value in arguments.items():
             plain = _PLAIN.get(name, (None, False))
@@ -407,7 +412,11 @@ def model_obstacle(model: Any) -> str | None:
     places = {str(x.device) for x in (*model.parameters(), *model.buffers())}
     if len(places) > 1:
         return f"the model is on {' and '.join(sorted(places))}"
-    homes = ("gape.", "torch.nn.", "transformers.activations", f"transformers.models.{kind}.", "peft.tuners.lora.")
+    homes = (
+        "gape.", "torch.nn.", "transformers.activations", f"transformers.models.{kind}.", "peft.tuners.lora.",
+        # Wraps gates that are saved with an adapter.
+        "peft.utils.other",
+    )  # fmt: skip
     return model_cannot(
         modules, model.get_input_embeddings().weight, lambda module: type(module).__module__.startswith(homes)
     )

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 #: Attributes that switch something on or off in a module: our layers' listeners, and adapters of `peft`.
 _SETTINGS = ("stepwise", "keep_landmark", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
+#: Modules whose hooks do nothing but for calls that ask for hidden states or weights, which are not captured.
+_IDLE_HOOKS = ("transformers.utils.output_capturing",)
+
 #: A step of a model: ids (B, 1) and their positions (B, 1) → logits (B, 1, V); it adds the tokens to its cache.
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -172,8 +175,9 @@ def model_cannot(modules: Sequence[nn.Module], weight: Tensor, known: Callable[[
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether a module has forward hooks."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    """Whether a module has forward hooks that may do something."""
+    hooked = (each for module in modules for each in (module._forward_hooks, module._forward_pre_hooks) if each)
+    return any(getattr(hook, "__module__", None) not in _IDLE_HOOKS for hooks in hooked for hook in hooks.values())
 
 
 def settings(module: nn.Module) -> dict[str, object]:
