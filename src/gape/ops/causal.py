@@ -110,8 +110,12 @@ def projected_attention(q: Tensor, k: Tensor, v: Tensor, step: Step, *, scale: f
 
 def _reading(step: Step, q: Tensor, k: Tensor) -> GateReading:
     """What the kernel reads gates by, made once for parameters as they are."""
-    parts = (step.raw_amplitude, step.strength, *_tensors(step.gate), *_tensors(step.landmark))
-    key = tuple((x.data_ptr(), x._version) for x in parts if x is not None)
+    parts = [step.raw_amplitude, *_tensors(step.gate), *_tensors(step.landmark)]
+    parts += [] if step.strength is None else [step.strength]
+    if any(x.is_inference() for x in parts):
+        # Nothing says when they are written to.
+        return _new_reading(step, q, k)
+    key = tuple((x.data_ptr(), x._version) for x in parts)
     stored: tuple[object, GateReading] | None = getattr(step.raw_amplitude, "_gape_reading", None)
     if stored is None or stored[0] != key:
         with torch.inference_mode(False):
