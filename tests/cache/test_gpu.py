@@ -17,7 +17,7 @@ from tests.models.tiny import on_gpu, tokens
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 #: By how much logits may be apart, beside the largest: what rounding comes to.
-NEAR = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-6}
+NEAR = {torch.float32: 1e-3, torch.bfloat16: 2**-4, torch.float16: 2**-6}
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def test_no_query_loses_more_than_eps(bounds: str, at_once: bool, monkeypatch: p
     assert max(each.error for each in judged) <= 2e-2 * max(float(w.calls[0][2].abs().max()) for w in witnesses)
 
 
-@pytest.mark.parametrize("budget", [{"max_keys": 128}, {"max_bytes": 8_000_000}])
+@pytest.mark.parametrize("budget", [{"max_keys": 128}, {"max_bytes": 1_000_000}])
 @torch.no_grad()
 def test_a_budget_holds_behind_every_call(budget: dict[str, int]) -> None:
     gpt = on_gpu(dtype=torch.bfloat16, options={"gate_floor": 32.0})

@@ -92,7 +92,7 @@ class Both:
         for at, place in enumerate(PLACES):
             cached, there = self.expected[place], valid[at]
             number = torch.tensor(cached, dtype=torch.float32)
-            assert storage.counts[place] == storage.lengths[place] == there.sum() == len(cached)
+            assert int(storage.counts[place]) == int(storage.lengths[place]) == int(there.sum()) == len(cached)
             assert torch.equal(k[at][there][:, :3], number[:, None] + torch.arange(3) / 8)
             assert torch.equal(v[at][there][:, :5], number[:, None] + torch.arange(5) / 8)
             assert torch.equal(exposure[at][there], number / 4)
