@@ -131,11 +131,12 @@ def _capture(step: Step, cache: PagedCache, ids: Tensor, positions: Tensor) -> t
     before = (storage.lengths.clone(), storage.next_position.clone())
 
     def run() -> Tensor:
-        # The layers of a step share the angles of these positions.
-        share_angles(positions)
-        logits = step(ids, positions)
+        # A tensor of this run, whose angles all layers share: those of an earlier run would never change.
+        places = positions.clone()
+        share_angles(places)
+        logits = step(ids, places)
         storage.lengths.add_(1)
-        torch.add(positions[:, 0], 1, out=storage.next_position)
+        torch.add(places[:, 0], 1, out=storage.next_position)
         return logits
 
     device = ids.device
