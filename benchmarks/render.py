@@ -19,6 +19,7 @@ from tables import forgetting, generate, language, needle, readme, smollm2, spee
 TABLES: dict[str, Callable[[], str]] = {
     "readme-results": readme.results,
     "readme-cost": readme.training_cost,
+    "readme-generate": readme.generation_cost,
     "needle-last": lambda: needle.accuracy("last"),
     "needle-first": lambda: needle.accuracy("first"),
     "needle-middle": lambda: needle.accuracy("middle"),

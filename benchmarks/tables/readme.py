@@ -10,6 +10,7 @@ import torch
 from gape.models import GPTConfig, cost
 from gape.report.schemes import label, name
 from tables.markdown import select, stored, table
+from tables.speed import load
 
 #: Rows of the table of results: a scheme of the needle task, and a language model by its name.
 SCHEMES = {
@@ -46,18 +47,36 @@ def training_cost() -> str:
         rows = stored(f"results/lm/speed/{scheme}_graphs/runtime.jsonl")
         timed = [row for row in select(rows, event="timing") if row["step"] > 15]
         config = GPTConfig(**SIZES, position=scheme)
-        steps = select(stored(f"results/niah/speed/{scheme}/runtime.jsonl"), event="timing")
         columns[label(scheme)] = [
             f"{select(rows, event='started')[0]['parameters']:,}",
             f"{median(row['tokens_per_second'] for row in timed) / 1e6:.2f} million",
             f"{max(row['peak_bytes'] for row in timed) / 2**30:.1f} GiB",
             f"{cost.cache_bytes(config, length=1, batch=1, dtype=torch.bfloat16):,}",
-            f"{1e3 * median(row['seconds_per_step'] for row in steps if row['step'] > 100):.2f} ms",
         ]
     names = [
         "`gape lm train lm/books`: parameters", "tokens per second in training", "peak GPU memory in training",
-        "`model.new_cache()`: bytes per token, bfloat16", "`gape niah train niah/paper`: time of a step",
+        "`model.new_cache()`: bytes per token, bfloat16",
     ]  # fmt: skip
     return table(
-        ["one H200", *columns], ([name, *cells] for name, *cells in zip(names, *columns.values(), strict=True))
+        ["one H200, `train.compile=graphs`", *columns],
+        ([name, *cells] for name, *cells in zip(names, *columns.values(), strict=True)),
     )
+
+
+def generation_cost() -> str:
+    """Time and bytes of `model.generate` behind a long prompt, with gates and without."""
+    heads = ("without gates", "`gape.hf.FullCache`", "`gape.hf.ForgettingCache`")
+    caches = ("ungated", "gated-full", "forgetting")
+    rows = {
+        (row["cache"], row["batch"]): row
+        for row in load("generate") if row["prompt"] == "65536" and not row["chunk"] and not row["failed"]
+    }  # fmt: skip
+    lines = []
+    for title, key, unit in (
+        ("prefill, s", "prefill_s", 1),
+        ("time of a token, ms", "ms_per_token", 1),
+        ("cache behind the prompt, GiB", "cache_bytes", 2**30),
+    ):
+        figures = [[float(rows[cache, batch][key]) / unit for batch in ("1", "8")] for cache in caches]
+        lines.append([f"{title}: batch 1 and 8", *(f"{one:.3g}, {eight:.3g}" for one, eight in figures)])
+    return table(["one H200, bfloat16", *heads], lines)
