@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Numbers of q that are made to look at.
+LARGEST = 2**32
+
+
 def doctor(
     heads: Heads = 16,
     kv_heads: KVHeads = None,
@@ -34,6 +38,8 @@ def doctor(
     sizes = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "length": length, "dim": dim}
     for name, size in {"batch": batch, **sizes}.items():
         whole(name, size)
+    if heads * length * dim > LARGEST:
+        raise invalid_argument("heads, length, dim", f"{heads}, {length}, {dim}", f"a product of up to {LARGEST:,}")
     if heads % sizes["kv_heads"]:
         raise invalid_argument("kv_heads", kv_heads, f"a divisor of heads = {heads}")
     if dtype not in ("bfloat16", "float16", "float32"):
