@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,7 +101,7 @@ class _OnItsDevice:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **flags: Any) -> None:
-            if _several_devices():
+            if torch.cuda.device_count() > 1:
                 with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
                     _launch(self.kernel, grid, arguments, flags)
             else:
@@ -135,11 +134,6 @@ def _likeness(argument: Any) -> Any:
     if type(argument) is int:
         return argument == 1, argument % 16, -(2**31) <= argument < 2**31
     return type(argument) if type(argument) is float else argument
-
-
-@functools.cache
-def _several_devices() -> bool:
-    return torch.cuda.device_count() > 1
 
 
 class _Uncapped:
