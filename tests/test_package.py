@@ -11,7 +11,8 @@ import gape
 
 
 def test_import_is_quick_and_silent() -> None:
-    script = "import torch, time; t = time.perf_counter(); import gape; print(time.perf_counter() - t)"
+    # Time of the process: a busy machine does not count.
+    script = "import torch, time; t = time.process_time(); import gape; print(time.process_time() - t)"
     # Warnings of torch's own import are not ours: errors are switched on after it.
     script = script.replace("import torch, time;", "import torch, time, warnings; warnings.simplefilter('error');")
     script = script.replace("import gape;", "import gape; gape.gated_attention; gape.GAPEAttention;")

@@ -80,7 +80,9 @@ def run(app: typer.Typer) -> None:
         code = _code(error)
         if code is None:
             raise
-        print(f"gape: {' '.join(str(error).split())}", file=sys.stderr)
+        # A path may hold bytes that no encoding has.
+        message = str(error).encode(errors="backslashreplace").decode()
+        print(f"gape: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(code)
 
 
