@@ -35,7 +35,7 @@ from cases import CONTEXT_LENGTH, GATES, Arguments, Shape, Work
 from common import UnavailableError, number
 from gape.cli.options import Device, Dim, DType, Heads, KVHeads
 from gape.ops import available_implementations, columns
-from gape.utils.timing import measured
+from gape.utils.timing import measure_time
 from gape.utils.validation import invalid_argument, weight, whole
 
 Builder = Callable[[Arguments, float], Work]
@@ -189,8 +189,8 @@ class Settings(common.Settings):
         weight("eps", self.eps)
 
 
-def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -> Iterator[common.Row]:
-    """Rows as they come; `say` is told why a candidate gave none."""
+def measure(settings: Settings, stamp: common.Row, log: Callable[[str], None]) -> Iterator[common.Row]:
+    """Rows as they come; `log` is called with the reason where a candidate gives none."""
     for length in settings.lengths:
         shape = Shape(
             batch=max(1, settings.tokens // length), heads=settings.heads, kv_heads=settings.kv_heads, length=length,
@@ -198,7 +198,7 @@ def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -
         )  # fmt: skip
         arguments = cases.draw(shape, settings.gates, settings.torch_dtype, settings.device)
         for impl in settings.impls:
-            with common.apart(impl, length, say):
+            with common.isolate(impl, length, log):
                 work = CANDIDATES[impl](arguments, settings.eps)
                 for direction in ("forward", "both")[: 1 + settings.backward]:
                     yield stamp | _one(settings, shape, impl, work, direction)
@@ -209,7 +209,7 @@ def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -
 def _one(settings: Settings, shape: Shape, impl: str, work: Work, direction: str) -> common.Row:
     """The figures of one candidate in one direction."""
     backward = direction == "both"
-    timing = measured(work.step(backward=backward), settings.device, seconds=settings.seconds)
+    timing = measure_time(work.step(backward=backward), settings.device, seconds=settings.seconds)
     operations = flops(shape) * (BOTH if backward else 1)
     errors = cases.against_float64(work, backward=backward) if settings.errors else {}
     figures = {
@@ -221,7 +221,7 @@ def _one(settings: Settings, shape: Shape, impl: str, work: Work, direction: str
         "ms": number(timing.ms),
         "tflops": number(operations / timing.ms / 1e9),
         "peak_mib": number(timing.peak_mib, 5),
-        "tiles": number(_visited(work.leaves, settings.eps) if impl == "triton" and settings.eps else None, 3),
+        "tiles": number(_visited_share(work.leaves, settings.eps) if impl == "triton" and settings.eps else None, 3),
     }
     return figures | shape.row() | {name: number(value, 3) for name, value in errors.items()}
 
@@ -232,7 +232,7 @@ def flops(shape: Shape) -> float:
 
 
 @torch.no_grad()
-def _visited(arguments: Arguments, eps: float) -> float:
+def _visited_share(arguments: Arguments, eps: float) -> float:
     """The fraction of the causal tiles that the skipping kernel visits."""
     options: dict[str, Any] = {**arguments, "context_length": CONTEXT_LENGTH, "impl": "triton", "eps": eps}
     return float(gape.detailed_attention(**options).visited)

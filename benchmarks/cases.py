@@ -214,13 +214,13 @@ def against_float64(work: Work, *, backward: bool, queries: int = QUERIES) -> di
     part = {name: _first_group(name, x.detach(), groups, rows).requires_grad_(backward) for name, x in leaves.items()}
     with torch.set_grad_enabled(backward):
         exact = _exactly(part, rows, work, leaves["k"].size(2) - leaves["q"].size(2))
-    found = {"error": relative(out.detach()[0, :groups, rows], exact.detach()[0])}
+    errors = {"error": relative(out.detach()[0, :groups, rows], exact.detach()[0])}
     if backward:
         grads = torch.autograd.grad(out, list(leaves.values()), cotangent)
-        wanted = torch.autograd.grad(exact, list(part.values()), sampled[None].double())
-        for name, grad, want in zip(leaves, grads, wanted, strict=True):
-            found[f"d{name}"] = relative(_first_group(name, grad, groups, rows), want)
-    return found
+        exact_grads = torch.autograd.grad(exact, list(part.values()), sampled[None].double())
+        for name, grad, exact_grad in zip(leaves, grads, exact_grads, strict=True):
+            errors[f"d{name}"] = relative(_first_group(name, grad, groups, rows), exact_grad)
+    return errors
 
 
 def sample(n: int, count: int) -> Tensor:

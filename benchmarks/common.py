@@ -22,7 +22,7 @@ from gape.cli.options import INTS, NAMES, numbers
 from gape.experiments.experiment import pick_device
 from gape.utils import run_info
 from gape.utils.progress import Progress
-from gape.utils.timing import measured
+from gape.utils.timing import measure_time
 from gape.utils.validation import invalid_argument, positive_number, whole
 
 Row = dict[str, str]
@@ -137,16 +137,16 @@ class OnDevice(Protocol):
 
 
 @contextmanager
-def apart(impl: str, length: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Let a candidate fail without ending the benchmark; `say` is told why."""
+def isolate(impl: str, length: int, log: Callable[[str], None]) -> Iterator[None]:
+    """Let a candidate fail without ending the benchmark; `log` is called with the reason."""
     try:
         yield
     except UnavailableError as why:
-        say(f"{impl} at {length:,}: skipped, {why}")
+        log(f"{impl} at {length:,}: skipped, {why}")
     except Exception as error:
         # Compilers and kernels of other projects fail in ways of their own, and none should end the benchmark.
         message = (str(error).strip() or "no message").splitlines()[0]
-        say(f"{impl} at {length:,}: failed, {type(error).__name__}: {message}")
+        log(f"{impl} at {length:,}: failed, {type(error).__name__}: {message}")
 
 
 def benchmark(
@@ -164,18 +164,18 @@ def benchmark(
     path = (out or DATA / f"{name}.csv") if save else None
     if path is not None:
         check_columns(path, fields)
-    say, rows = Progress().log, list[Row]()
+    log, rows = Progress().log, list[Row]()
     stamp = run_info.stamp(settings.device) | {"tests": run_tests(name, trust=trust)}
-    for row in measure(settings, stamp, say):
+    for row in measure(settings, stamp, log):
         rows.append(row)
-        say("  ".join(f"{key} {row[key]}" for key in shown if row.get(key)))
+        log("  ".join(f"{key} {row[key]}" for key in shown if row.get(key)))
         if path is not None:
             append(path, fields, row)
     if not rows:
         raise typer.Exit(1)
     show(name, rows, shown)
     if path is not None:
-        say(f"{len(rows)} rows appended to {path}")
+        log(f"{len(rows)} rows appended to {path}")
 
 
 def run_tests(name: str, *, trust: bool) -> str:
@@ -243,7 +243,7 @@ def copy_gbps(device: torch.device) -> float:
     """GB per second, read and written together, of a plain copy of a large buffer."""
     source = torch.ones(2**30 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / measured(lambda: target.copy_(source), device, seconds=0.3).ms / 1e6
+    return 2 * source.numel() / measure_time(lambda: target.copy_(source), device, seconds=0.3).ms / 1e6
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -28,7 +28,7 @@ import common
 from cases import Arguments, Shape, Work
 from common import UnavailableError, number
 from gape.cli.options import Device, Dim, DType, Heads, KVHeads
-from gape.utils.timing import measured
+from gape.utils.timing import measure_time
 from gape.utils.validation import whole
 
 FIELDS = (
@@ -117,8 +117,8 @@ class Settings(common.Settings):
         whole("lengths", min(self.lengths), at_least=self.queries)
 
 
-def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -> Iterator[common.Row]:
-    """Rows as they come; `say` is told why a candidate gave none."""
+def measure(settings: Settings, stamp: common.Row, log: Callable[[str], None]) -> Iterator[common.Row]:
+    """Rows as they come; `log` is called with the reason where a candidate gives none."""
     copied = common.copy_gbps(settings.device)
     for length in settings.lengths:
         shape = Shape(
@@ -128,7 +128,7 @@ def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -
         arguments = cases.draw(shape, "log-normal", settings.torch_dtype, settings.device)
         times: dict[str, float] = {}
         for impl in settings.impls:
-            with common.apart(impl, length, say):
+            with common.isolate(impl, length, log):
                 nbytes = cache_bytes(arguments, landmarks=impl in READS_LANDMARKS)
                 yield stamp | _one(settings, shape, impl, CANDIDATES[impl](arguments), nbytes, copied, times)
 
@@ -137,7 +137,7 @@ def _one(
     settings: Settings, shape: Shape, impl: str, work: Work, nbytes: int, copied: float, times: dict[str, float]
 ) -> common.Row:
     """The figures of one candidate; `times` keeps those that others are compared with."""
-    timing = measured(work.step(backward=False), settings.device, seconds=settings.seconds)
+    timing = measure_time(work.step(backward=False), settings.device, seconds=settings.seconds)
     times[impl] = timing.ms
     plain = times.get("sdpa-graph" if impl.endswith("-graph") else "sdpa")
     gbps = nbytes / timing.ms / 1e6

@@ -68,16 +68,16 @@ def _errors(row: Row, precision: Iterable[Row]) -> Row:
     if row["direction"] == "both":
         columns |= dict.fromkeys(GATE_GRADIENTS, name)
     alike = [other for other in precision if (other["device"], other["dtype"]) == (row["device"], row["dtype"])]
-    found = {}
+    errors = {}
     for quantity, column in columns.items():
-        told = "output" if quantity == "error" else quantity
+        stored = "output" if quantity == "error" else quantity
         by_length: dict[int, list[str]] = {}
         for other in alike:
-            if other["quantity"] == told and other.get(column) and int(other["keys"]) <= int(row["length"]):
+            if other["quantity"] == stored and other.get(column) and int(other["keys"]) <= int(row["length"]):
                 by_length.setdefault(int(other["keys"]), []).append(other[column])
         if by_length:
-            found[quantity] = max(by_length[max(by_length)], key=float)
-    return found
+            errors[quantity] = max(by_length[max(by_length)], key=float)
+    return errors
 
 
 def _counts(row: Row) -> bool:
@@ -89,7 +89,7 @@ def _as_attention(row: Row) -> Row:
 
 
 def _rules(rows: list[Row], queries_at_most: int) -> list[Rule]:
-    found: list[Rule] = []
+    rules: list[Rule] = []
     for kind, members in groupby(sorted(rows, key=_kind), key=_kind):
         at_length = _by_length(list(members))
         winners = {length: _winner(candidates) for length, candidates in sorted(at_length.items())}
@@ -105,8 +105,8 @@ def _rules(rows: list[Row], queries_at_most: int) -> list[Rule]:
         ]  # fmt: skip
         # A winner that goes on winning needs one line; the longest lengths come first.
         changes = [rule for n, rule in enumerate(rising) if n == 0 or rule.impl != rising[n - 1].impl]
-        found += reversed(changes)
-    return found
+        rules += reversed(changes)
+    return rules
 
 
 def _kind(row: Row) -> tuple[str, str, bool, bool, int]:
@@ -121,10 +121,10 @@ def _by_length(rows: list[Row]) -> dict[int, dict[str, Row]]:
     newest = {int(row["length"]): _sizes(row) for row in rows}
     rows = [row for row in rows if _sizes(row) == newest[int(row["length"])]]
     beside = {int(row["length"]): row.get("commit") for row in rows if row["impl"] in PORTABLE}
-    found: dict[int, dict[str, Row]] = {}
+    by_length: dict[int, dict[str, Row]] = {}
     for row in sorted(rows, key=lambda row: row.get("commit") == beside.get(int(row["length"]))):
-        found.setdefault(int(row["length"]), {})[row["impl"]] = row
-    return found
+        by_length.setdefault(int(row["length"]), {})[row["impl"]] = row
+    return by_length
 
 
 def _sizes(row: Row) -> tuple[str | None, ...]:
@@ -153,10 +153,10 @@ def _reason(winner: str, length: int, candidates: Mapping[str, Row]) -> str:
     """What was measured, in words."""
     row = candidates[winner]
     others = [name for name in PORTABLE if name in candidates and name != winner]
-    told = f"measured on {row['device']}: {float(row['ms']):.3g} ms at {length:,} keys"
+    text = f"measured on {row['device']}: {float(row['ms']):.3g} ms at {length:,} keys"
     if not others:
-        return told
-    return f"{told}, {others[0]} {float(candidates[others[0]]['ms']):.3g}"
+        return text
+    return f"{text}, {others[0]} {float(candidates[others[0]]['ms']):.3g}"
 
 
 def written(rules: Iterable[Rule]) -> str:

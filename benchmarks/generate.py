@@ -316,7 +316,7 @@ def figures(model: Any, case: Case, ids: Tensor, settings: Settings, deadline: f
     return row
 
 
-def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -> Iterator[common.Row]:
+def measure(settings: Settings, stamp: common.Row, log: Callable[[str], None]) -> Iterator[common.Row]:
     """Rows as they come; a case that fails is a row with the reason."""
     transformers.logging.set_verbosity_error()
     deadline = time.monotonic() + settings.time_limit
@@ -329,11 +329,11 @@ def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -
             model = models.plain if case.cache in ("ungated", "static") else models.gated
             row = {**stamp, **about, "model": models.name, **case.row()}
             ids = prompt_ids(settings, model.config.vocab_size, case.batch, case.prompt)
-            say(f"{models.name}: {case}")
+            log(f"{models.name}: {case}")
             try:
                 yield row | figures(model, case, ids, settings, deadline)
             except TimeLimitError:
-                say(f"the time limit of {settings.time_limit:g} s is over")
+                log(f"the time limit of {settings.time_limit:g} s is over")
                 return
             except Exception as error:
                 # Out of memory, a compiler that fails, a class that is not there: the next case may run.

@@ -89,9 +89,9 @@ def gradients(tensors: dict[str, Tensor], impl: str | None, cotangent: Tensor) -
     """Gradients of <output, cotangent> by argument; impl None is attention without a bias."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     out = attention(leaves["q"], leaves["k"], leaves["v"]) if impl is None else attended(leaves, impl=impl)
-    wanted = {name: x for name, x in leaves.items() if impl is not None or name in "qkv"}
-    grads = torch.autograd.grad(out, list(wanted.values()), cotangent.to(out.dtype))
-    return dict(zip(wanted, grads, strict=True))
+    inputs = {name: x for name, x in leaves.items() if impl is not None or name in "qkv"}
+    grads = torch.autograd.grad(out, list(inputs.values()), cotangent.to(out.dtype))
+    return dict(zip(inputs, grads, strict=True))
 
 
 def random_cotangent(keys: int, heads: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -106,11 +106,11 @@ def gradient_errors(keys: int, dtype: torch.dtype, strength: float, device: str)
     x = inputs(keys, keys, heads, dtype, strength, device)
     cotangent = random_cotangent(keys, heads, dtype, device)
     exact = by_head(x, "reference", cotangent)
-    found = {impl: gradients(x, impl, cotangent) for impl in implementations(device)}
+    results = {impl: gradients(x, impl, cotangent) for impl in implementations(device)}
     plain = plain_gradient_errors(keys, heads, dtype, device)
     return {
         quantity: {"plain": plain.get(name, float("nan"))}
-        | {impl: error(grads[name], exact[name]) for impl, grads in found.items()}
+        | {impl: error(grads[name], exact[name]) for impl, grads in results.items()}
         for quantity, name in GRADIENTS.items()
     }
 
@@ -126,33 +126,33 @@ def plain_gradient_errors(keys: int, heads: int, dtype: torch.dtype, device: str
 
 def by_head(x: dict[str, Tensor], impl: str | None, cotangent: Tensor) -> dict[str, Tensor]:
     """Gradients in float64, a head and some of its queries at a time so that dense logits fit."""
-    found: dict[str, list[Tensor]] = {}
+    results: dict[str, list[Tensor]] = {}
     for h in range(cotangent.size(1)):
         part = {n: t[h : h + 1] if n == "amplitude" else t[:, h : h + 1] for n, t in exactly(x).items()}
         for name, grad in by_rows(part, impl, cotangent[:, h : h + 1].double()).items():
-            found.setdefault(name, []).append(grad)
-    return {name: torch.cat(grads, dim=0 if name == "amplitude" else 1) for name, grads in found.items()}
+            results.setdefault(name, []).append(grad)
+    return {name: torch.cat(grads, dim=0 if name == "amplitude" else 1) for name, grads in results.items()}
 
 
 def by_rows(x: dict[str, Tensor], impl: str | None, cotangent: Tensor) -> dict[str, Tensor]:
     """Gradients as the sum over groups of queries, each with the keys up to its last: `PAIRS` logits at a time."""
     keys = cotangent.size(2)
     rows = max(1, PAIRS // keys)
-    found = {name: torch.zeros_like(t) for name, t in x.items() if impl is not None or name in "qkv"}
+    results = {name: torch.zeros_like(t) for name, t in x.items() if impl is not None or name in "qkv"}
     for start in range(0, keys, rows):
         stop = min(start + rows, keys)
-        seen = {"q": slice(start, stop), "gate": slice(start, stop), "amplitude": slice(None)}
-        part = {n: t[seen[n]] if n == "amplitude" else t[:, :, seen.get(n, slice(stop))] for n, t in x.items()}
+        parts = {"q": slice(start, stop), "gate": slice(start, stop), "amplitude": slice(None)}
+        part = {n: t[parts[n]] if n == "amplitude" else t[:, :, parts.get(n, slice(stop))] for n, t in x.items()}
         for name, grad in gradients(part, impl, cotangent[:, :, start:stop]).items():
-            whole = found[name] if name == "amplitude" else found[name][:, :, seen.get(name, slice(stop))]
+            whole = results[name] if name == "amplitude" else results[name][:, :, parts.get(name, slice(stop))]
             whole += grad
-    return found
+    return results
 
 
 def measure(device: str, quick: bool) -> Iterator[Row]:
     """The rows of this device, as they come; gradients of long sequences want a GPU."""
-    made = run_info.stamp(torch.device(device))
-    stamp = {name: made[name] for name in FIELDS[:3]}
+    origin = run_info.stamp(torch.device(device))
+    stamp = {name: origin[name] for name in FIELDS[:3]}
     most = 8192 if quick else 131072
     lengths = [n for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072) if n <= most]
     for label, dtype in DTYPES.items():
@@ -201,12 +201,12 @@ def verdict(rows: list[Row]) -> list[str]:
             if row["quantity"] not in GATES:
                 if float(row[impl]) > 2 * float(row["plain"]):
                     broken.append(f"{where}, more than twice plain attention's {row['plain']}")
-            elif _promised(impl, row) and float(row[impl]) >= 0.02:
+            elif _limits(impl, row) and float(row[impl]) >= 0.02:
                 broken.append(f"{where}, not under 2%")
     return broken
 
 
-def _promised(impl: str, row: Row) -> bool:
+def _limits(impl: str, row: Row) -> bool:
     """Whether a gate gradient is promised to 2%: of `triton` at every length, of the others at training lengths.
 
     The amplitude's is one sum over all queries. Under strong gates its terms cancel, and what is left may be small
@@ -229,11 +229,11 @@ def main(
         raise ValueError("save: keeps whole tables, leave out --quick")
     if keep and not DATA.is_dir():
         raise ValueError(f"save: there is no {DATA} here, expected the root of a clone")
-    place, say, rows = pick_device(device), Progress().log, list[Row]()
+    place, log, rows = pick_device(device), Progress().log, list[Row]()
     common.run_tests("precision", trust=trust)
     for row in measure(place.type, quick):
         rows.append(row)
-        say(" ".join(row.get(field, "") for field in FIELDS[3:]))
+        log(" ".join(row.get(field, "") for field in FIELDS[3:]))
     common.show("error against float64", rows, FIELDS[3:])
     if keep:
         save(rows)

@@ -31,7 +31,7 @@ from gape.cli.options import Device, Dim, DType, Heads, KVHeads
 from gape.ops import columns, prologue, sdpa
 from gape.ops.columns import significand_bits
 from gape.ops.inputs import Visibility
-from gape.utils.timing import measured
+from gape.utils.timing import measure_time
 from gape.utils.validation import invalid_argument, whole
 
 FIELDS = (
@@ -217,7 +217,7 @@ def _by_compiled_steps() -> Prepare:
 
 
 def compiled_steps(q: Tensor, k: Tensor, angles: Pair, reading: prologue.GateReading | None, scale: float) -> Pair:
-    """The steps, compiled when they are first asked for: the compiler takes seconds to import."""
+    """The steps, compiled at their first use: the compiler takes seconds to import."""
     return _by_compiled_steps()(q, k, angles, reading, scale)
 
 
@@ -265,8 +265,8 @@ class Settings(common.Settings):
             raise invalid_argument("dim", self.dim, f"an even number above {columns.COLUMNS}")
 
 
-def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -> Iterator[common.Row]:
-    """Rows as they come; `say` is told why a candidate gave none."""
+def measure(settings: Settings, stamp: common.Row, log: Callable[[str], None]) -> Iterator[common.Row]:
+    """Rows as they come; `log` is called with the reason where a candidate gives none."""
     copied = common.copy_gbps(settings.device)
     for length in settings.lengths:
         shape = Shape(
@@ -277,7 +277,7 @@ def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -
         for impl in settings.impls:
             way = CANDIDATES[impl]
             given = layer(shape, settings.torch_dtype, settings.device, gated=way.gated)
-            with common.apart(impl, length, say):
+            with common.isolate(impl, length, log):
                 for direction in ("forward", "both")[: 1 + (settings.backward and way.learns)]:
                     figures = _one(settings, way, given, impl, direction, copied, times)
                     yield stamp | figures | {"impl": impl, "direction": direction, "dtype": settings.dtype}
@@ -294,7 +294,7 @@ def _one(
     forward = way.forward(given)
     # Values do nothing before attention.
     learning = [name for name in given.leaves if way.attends or name != "v"] if direction == "both" else []
-    timing = measured(_step(forward, given.leaves, learning), settings.device, seconds=settings.seconds)
+    timing = measure_time(_step(forward, given.leaves, learning), settings.device, seconds=settings.seconds)
     times[impl, direction] = timing.ms
     figures = {"ms": number(timing.ms), "peak_mib": number(timing.peak_mib, 5)}
     figures |= given.shape.row()

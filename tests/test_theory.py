@@ -154,8 +154,8 @@ def test_theorem_2_simple_form_takes_the_smallest_discounted_distance(row):
 @for_all(rows(), st.floats(0.001, 0.999))
 def test_hidden_keys_hold_at_most_p_together_and_p_over_n_each(row, p):
     n = max(1, int(row.unprotected.sum()))
-    seen = theory.visible(row.i, row.keys, row.rate, row.s_max, n, p, row.landmarks)
-    hidden = row.attention[~seen]
+    calls = theory.visible(row.i, row.keys, row.rate, row.s_max, n, p, row.landmarks)
+    hidden = row.attention[~calls]
     assert hidden.sum() <= p + EPS
     assert (hidden <= p / n + EPS).all()
 

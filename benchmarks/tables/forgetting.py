@@ -81,11 +81,11 @@ def floors() -> str:
         for scheme in SCHEMES:
             cells = []
             for target in TARGETS:
-                found = [
+                matches = [
                     only(rows, variant=f"floor{floor}", position=scheme, target=target, factor=factor)["accuracy"]
                     for factor in (1, 2, 4)
                 ]
-                cells.append(" / ".join(f"{accuracy:.3f}" for accuracy in found))
+                cells.append(" / ".join(f"{accuracy:.3f}" for accuracy in matches))
             lines.append([f"{floor}, {label(scheme)}", *cells])
     return table(["floor, at 2,048 / 4,096 / 8,192 tokens", *TARGETS], lines)
 
@@ -98,8 +98,8 @@ def needles(length: int) -> str:
             for target in TARGETS:
                 own = select(stored(ROWS), variant=f"floor{floor}", position=scheme, target=target, length=length)
                 ways = [("dense", 0.0), ("skipping", 0.01), ("forgetting", 0.01)]
-                found = [select(own, kind="needle", how=how, eps=eps) for how, eps in ways]
-                cells = [f"{each[0]['accuracy']:.3f}" if each else "–" for each in found]
+                matches = [select(own, kind="needle", how=how, eps=eps) for how, eps in ways]
+                cells = [f"{each[0]['accuracy']:.3f}" if each else "–" for each in matches]
                 tiles = [only(own, kind="tiles", how="skipping", eps=eps)["mean"] for eps in EPS]
                 name = f"floor {floor}, {label(scheme)}, {target}"
                 lines.append([name, *cells, " / ".join(f"{mean:.3f}" for mean in tiles)])
@@ -110,8 +110,8 @@ def without_floor() -> str:
     """Tiles visited with floor 4 and without a floor, eps 1e-2."""
     lines = []
     for name, run in (("no floor (the paper)", "p-rope+gape_seed0"), ("floor 4", RUN)):
-        found = [only(stored(ROWS), run=run, kind="tiles", length=length, eps=0.01) for length in LENGTHS]
-        lines.append([name, *(f"{row['mean']:.3f}" for row in found)])
+        matches = [only(stored(ROWS), run=run, kind="tiles", length=length, eps=0.01) for length in LENGTHS]
+        lines.append([name, *(f"{row['mean']:.3f}" for row in matches)])
     return table(["tiles visited", *(f"{length:,} tokens" for length in LENGTHS)], lines)
 
 

@@ -22,14 +22,14 @@ def stored(path: str) -> tuple[Record, ...]:
         return tuple(json.loads(line) for line in file if line.strip())
 
 
-def select(rows: Iterable[Record], **wanted: Any) -> list[Record]:
+def select(rows: Iterable[Record], **values: Any) -> list[Record]:
     """The rows whose fields have these values."""
-    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+    return [row for row in rows if all(row.get(key) == value for key, value in values.items())]
 
 
-def only(rows: Iterable[Record], **wanted: Any) -> Record:
+def only(rows: Iterable[Record], **values: Any) -> Record:
     """The one row whose fields have these values."""
-    (row,) = select(rows, **wanted)
+    (row,) = select(rows, **values)
     return row
 
 

@@ -85,13 +85,13 @@ def landmarks() -> str:
     home = "results/niah/landmarks"
     lines = []
     for (variant, position), name in LANDMARKS.items():
-        wanted = {"variant": variant, "position": position, "target": "first"}
-        records = select(stored(f"{home}/analysis.jsonl"), **wanted)
+        values = {"variant": variant, "position": position, "target": "first"}
+        records = select(stored(f"{home}/analysis.jsonl"), **values)
         cells = []
         for kind in KINDS:
             heads = np.mean([np.mean(row["gates"]["landmark"][kind], axis=0)[0] for row in records], axis=0)
             cells.append(", ".join(f"{value:.2f}" for value in heads))
-        right = [row["accuracy"] for row in select(stored(f"{home}/results.jsonl"), factor=1, **wanted)]
+        right = [row["accuracy"] for row in select(stored(f"{home}/results.jsonl"), factor=1, **values)]
         lines.append([name, str(len(records)), *cells, f"{fmean(right):.2f}"])
     return table(["setting", "seeds", *KINDS.values(), "accuracy at 1×"], lines)
 

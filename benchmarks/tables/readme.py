@@ -31,9 +31,9 @@ def results() -> str:
         cells = []
         for target in ("last", "first"):
             for factor in (1, 16):
-                wanted = {"position": scheme, "evaluated": scheme, "target": target, "factor": factor}
-                found = [row["accuracy"] for row in select(needles, **wanted)]
-                cells.append(f"{fmean(found):.2f}" if found else "–")
+                values = {"position": scheme, "evaluated": scheme, "target": target, "factor": factor}
+                matches = [row["accuracy"] for row in select(needles, **values)]
+                cells.append(f"{fmean(matches):.2f}" if matches else "–")
         cells += [perplexities[model, context] if model else "–" for context in (1024, 32768)]
         lines.append([title, *cells])
     head = ["last needle, 1×", "16×", "first needle, 1×", "16×", "perplexity at 1,024", "at 32,768"]

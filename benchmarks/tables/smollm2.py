@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gape.tasks.perplexity_rows import difference
+from gape.report.statistics import window_difference
 from tables.markdown import Record, interval, only, select, signed, stored, table, thousands
 
 FIRST, SECOND, LEARNED = "smollm2", "smollm2-forgetting", "smollm2-landmarks"
@@ -24,9 +24,9 @@ LENGTHS = (65536, 131072)
 BY_QUERIES = {"forget_eps": 0.01, "bounds": "queries"}
 
 
-def rows(file: str, home: str, /, **wanted: Any) -> list[Record]:
+def rows(file: str, home: str, /, **values: Any) -> list[Record]:
     """Stored rows of a folder of results/hf."""
-    return select(stored(f"results/hf/{home}/{file}.jsonl"), **wanted)
+    return select(stored(f"results/hf/{home}/{file}.jsonl"), **values)
 
 
 def perplexity(run: str, context: int, home: str) -> str:
@@ -37,8 +37,8 @@ def perplexity(run: str, context: int, home: str) -> str:
 
 def needles(run: str, length: int, home: str, /, **way: Any) -> Record:
     """RULER's first task by a run, read in some way; densely without."""
-    found = [row for row in rows("ruler", home, length=length, **way) if row["run"].split(",")[0] == run]
-    (row,) = (row for row in found if way or not {"forget_eps", "skip_eps"} & row.keys())
+    matches = [row for row in rows("ruler", home, length=length, **way) if row["run"].split(",")[0] == run]
+    (row,) = (row for row in matches if way or not {"forget_eps", "skip_eps"} & row.keys())
     return row
 
 
@@ -75,8 +75,8 @@ def far_needles() -> str:
     lengths = (16384, 32768)
     lines = []
     for label, run in FREE.items():
-        found = [needles(run, length, FIRST)["match"] for length in lengths]
-        lines.append([label, *(f"{16 * match:.0f} of 16" for match in found)])
+        matches = [needles(run, length, FIRST)["match"] for length in lengths]
+        lines.append([label, *(f"{16 * match:.0f} of 16" for match in matches)])
     return table(["needles found at", *thousands(lengths)], lines)
 
 
@@ -114,8 +114,8 @@ def gains() -> str:
     runs, home = list(TIMED.values()), SECOND
     tiles = []
     for run in runs:
-        found = [only(rows("forgetting", home, run=run, kind="tiles", eps=0.01), length=n) for n in LENGTHS]
-        tiles.append(" / ".join(f"{row['mean']:.3f}" for row in found))
+        matches = [only(rows("forgetting", home, run=run, kind="tiles", eps=0.01), length=n) for n in LENGTHS]
+        tiles.append(" / ".join(f"{row['mean']:.3f}" for row in matches))
     lines = [
         ["tiles visited, 65,536 / 131,072 tokens", *tiles],
         ["prefill, attention alone: times the speed of dense cuDNN", *(_prefill(r, "attention", home) for r in runs)],
@@ -146,7 +146,7 @@ def decode_times() -> str:
 
 def _change(row: Record, base: Record) -> str:
     """Change of perplexity in percent; bold where the 95% interval over books leaves out zero."""
-    ends = difference(row, base)
+    ends = window_difference(row, base)
     text = signed(f"{row['perplexity'] / base['perplexity'] - 1:+.3%}")
     if ends.low is None or ends.high is None:
         return text
@@ -156,11 +156,11 @@ def _change(row: Record, base: Record) -> str:
 
 def changes(home: str) -> str:
     """Change of perplexity by every way of reading."""
-    found = rows("forgetting", home, kind="perplexity")
+    matches = rows("forgetting", home, kind="perplexity")
     lines = []
-    for run in dict.fromkeys(row["run"] for row in found):
+    for run in dict.fromkeys(row["run"] for row in matches):
         for length in LENGTHS:
-            own = select(found, run=run, length=length)
+            own = select(matches, run=run, length=length)
             dense = only(own, how="dense")
             for eps in sorted({row["eps"] for row in own} - {0.0}, reverse=True):
                 cells = [select(own, how=how, eps=eps) for how in ("skipping", "forgetting")]
@@ -176,9 +176,9 @@ def needle_changes(home: str) -> str:
         dense, skip, forget = (needles(run, 4096, home, **way) for way in ({}, {"skip_eps": 0.01}, BY_QUERIES))
         pairs = np.array([dense["sample_match"], forget["sample_match"]])
         lost, won = int((pairs[0] > pairs[1]).sum()), int((pairs[0] < pairs[1]).sum())
-        found = f"{dense['match']:.3f} / {forget['match']:.3f}"
+        matches = f"{dense['match']:.3f} / {forget['match']:.3f}"
         losses = " / ".join(f"{row['nll']:.4f}" for row in (dense, skip, forget))
-        lines.append([name, found, f"{lost}, {won}", losses])
+        lines.append([name, matches, f"{lost}, {won}", losses])
     head = ["4,096 tokens, 128 texts", "found, dense / forgetting", "lost, won", "NLL, dense / skipping / forgetting"]
     return table(head, lines)
 
@@ -212,7 +212,7 @@ def nats(home: str) -> str:
         cells = []
         for context in CONTEXTS:
             own, base = (only(rows("perplexity", home, run=name, context=context)) for name in (run, other))
-            ends = difference(own, base)
+            ends = window_difference(own, base)
             cells.append(interval(own["nll"] - base["nll"], ends.low, ends.high, "+.2f"))
         lines.append([f"{run} − {other}", *cells])
     return table(["nats per token at", *thousands(CONTEXTS)], lines)

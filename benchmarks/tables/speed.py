@@ -180,8 +180,8 @@ def _errors(quantity: str, rows: list[Row]) -> list[str]:
 
 def rank2_beside_split() -> str:
     """Errors of the output in bfloat16 on an H200, Γg = 10."""
-    wanted = {"quantity": "output", "dtype": "bfloat16", "strength": "10", "device": "NVIDIA H200"}
-    rows = [row for row in load("precision") if wanted.items() <= row.items()]
+    values = {"quantity": "output", "dtype": "bfloat16", "strength": "10", "device": "NVIDIA H200"}
+    rows = [row for row in load("precision") if values.items() <= row.items()]
     head = ["keys", "no bias", "`rank2`, the paper's form", "`split`", "`triton`"]
     names = ("plain", "rank2", "split", "triton")
     return table(head, ([f"{int(r['keys']):,}", *(f"{float(r[name]):.2g}" for name in names)] for r in rows))

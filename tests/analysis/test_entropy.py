@@ -1,4 +1,4 @@
-"""Attention statistics streamed over key blocks are those of the dense weights, for every scheme and layout."""
+"""Attention statistics in tiles are those of the dense weights, for every scheme and layout."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import gape
-from gape.analysis import attended, entropy, tap
-from gape.analysis.entropy import streamed as stream
+from gape.analysis import attended, entropy, statistics, tap
 from gape.analysis.tap import Attended
 from tests.models.tiny import model, tokens
 
@@ -26,7 +25,7 @@ def dense(record: Attended, n: int) -> torch.Tensor:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("position", gape.positions.available())
 @torch.no_grad()
-def test_streamed_equals_dense(position: str, packed: bool) -> None:
+def test_tiles_give_the_statistics_of_the_dense_weights(position: str, packed: bool) -> None:
     options = {}
     if packed:
         documents = (torch.arange(N) >= 17).long().expand(2, N)
@@ -38,7 +37,7 @@ def test_streamed_equals_dense(position: str, packed: bool) -> None:
     i = i if i.dim() == 1 else i[0]
     away = i[:, None] - i
     for blocks in ((5, 7), (N, 3), (16, None)):
-        actual = stream(record, query_block=blocks[0], key_block=blocks[1])
+        actual = statistics(record, query_block=blocks[0], key_block=blocks[1])
         entropy = torch.special.entr(w).sum(-1)
         torch.testing.assert_close(actual.entropy.double(), entropy, atol=1e-5, rtol=0)
         torch.testing.assert_close(actual.distance.double(), (w * away).sum(-1), atol=1e-4, rtol=1e-5)
@@ -51,7 +50,7 @@ def test_a_share_of_the_attention_lies_beyond_the_used_distance() -> None:
     w = dense(record, 200)[0, 0, -1]
     away = torch.arange(199, -1, -1)
     for share, used in zip(
-        (0.5, 0.1), stream(record, (0.5, 0.1), query_block=64, key_block=50).used[0, 0, -1], strict=True
+        (0.5, 0.1), statistics(record, (0.5, 0.1), query_block=64, key_block=50).used[0, 0, -1], strict=True
     ):
         beyond = [float(w[away >= distance].sum()) for distance in (float(used) * 1.13 + 1, float(used) / 1.13 - 1)]
         assert beyond[0] <= share <= beyond[1]
@@ -60,12 +59,12 @@ def test_a_share_of_the_attention_lies_beyond_the_used_distance() -> None:
 def test_uniform_attention_uses_half_of_its_keys() -> None:
     record = attended(model("nope", torch.float32), tokens(1, 300))[0]
     flat = Attended(**{**vars(record), "q": torch.zeros_like(record.q)})
-    used = stream(flat, (0.5,)).used[0, 0, :, 0]
+    used = statistics(flat, (0.5,)).used[0, 0, :, 0]
     torch.testing.assert_close(used[100:], torch.arange(100, 300) / 2, atol=1.0, rtol=0.01)
 
 
 @torch.no_grad()
-def test_no_tile_is_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tile_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     logits = entropy.reference.logits
 
@@ -76,9 +75,9 @@ def test_no_tile_is_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(entropy.reference, "logits", recorded)
     monkeypatch.setattr(entropy, "TILE_WEIGHTS", 4 * 8 * 10)
-    stream(attended(model("fox"), tokens(1, N))[0], query_block=8)
+    statistics(attended(model("fox"), tokens(1, N))[0], query_block=8)
     assert max(sizes) <= 4 * 8 * 10
-    # Keys after the last query of a block are never looked at.
+    # Keys after the last query of a block are never visited.
     assert sum(sizes) < 0.8 * 4 * N * N
 
 
@@ -86,7 +85,7 @@ def test_no_tile_is_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
 def test_shares_need_numbers_below_one_and_index_order(share: float, options: dict[str, torch.Tensor]) -> None:
     record = attended(model("rope"), tokens(1, N), **options)[0]
     with pytest.raises(ValueError, match="shares"):
-        stream(record, (share,))
+        statistics(record, (share,))
 
 
 @pytest.mark.gpu
@@ -97,6 +96,6 @@ def test_entropy_at_32k_on_a_gpu_takes_less_than_8_gib() -> None:
     gpt = gape.GPT(config).cuda().eval()
     ids = torch.randint(50304, (1, 32768), device="cuda")
     torch.cuda.reset_peak_memory_stats()
-    with tap(gpt, lambda layer, record: stream(record, (0.1,))):
+    with tap(gpt, lambda layer, record: statistics(record, (0.1,))):
         gpt(ids, logits_to_keep=1)
     assert torch.cuda.max_memory_allocated() < 8 * 2**30

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gape import theory
-from gape.analysis import attended
-from gape.analysis.entropy import streamed
+from gape.analysis import attended, statistics
 from gape.analysis.maps import mask_map, mean_mask
 from gape.analysis.routing import effective_context, routing_variables
 from gape.analysis.spectrum import pair_norms, rotary
@@ -70,7 +69,7 @@ def test_attention_uses_no_more_than_the_effective_context(position: str, option
         options |= {"learn_landmark": False, "init_landmark_bias": -40.0}
     record = attended(model(position, options=options), tokens(1, 300))[0]
     effective = effective_context(record, 0.01)
-    used = streamed(record, (0.01,)).used[..., 0]
+    used = statistics(record, (0.01,)).used[..., 0]
     assert bool((effective < 300).any())
     # The used distance is known to the spacing of its edges.
     assert bool((used <= 1.1 * effective + 1).all())

@@ -104,7 +104,7 @@ def test_a_scheme_without_gates_has_none_to_show() -> None:
     }  # fmt: skip
 
 
-def test_pictures_are_of_the_layer_asked_for() -> None:
+def test_pictures_are_of_the_given_layer() -> None:
     gpt, (passage, _) = text.gpt("p-rope+gape", torch.float32), passages()
     maps, masks = (analyse(gpt, passage, layer=1, size=5) for analyse in (lm.maps, lm.masks))
     assert np.array(maps["weights"]).shape == (2, 5, 5)

@@ -47,11 +47,11 @@ def test_attention_appends_a_row_for_each_case(capsys: pytest.CaptureFixture[str
     command = ["attention", *TINY, *sizes, "--backward", "--impl", "split,split-kept,sdpa-flash,sdpa-cudnn"]
     assert run(*command) == 0
     assert "sdpa-cudnn at 24: skipped, needs a CUDA device" in capsys.readouterr().err
-    found = stored("attention")
-    kinds = [(row["length"], row["impl"], row["direction"]) for row in found]
+    results = stored("attention")
+    kinds = [(row["length"], row["impl"], row["direction"]) for row in results]
     impls = ("split", "split-kept", "sdpa-flash")
     assert kinds == [(n, impl, way) for n in ("24", "40") for impl in impls for way in ("forward", "both")]
-    for row in found:
+    for row in results:
         assert row["batch"] == str(80 // int(row["length"]))
         assert float(row["ms"]) > 0
         assert float(row["error"]) < 1e-6
@@ -59,7 +59,7 @@ def test_attention_appends_a_row_for_each_case(capsys: pytest.CaptureFixture[str
         assert row["torch"] == torch.__version__
         assert bool(row["dgate"]) == (row["direction"] == "both" and row["impl"] != "sdpa-flash")
     assert run(*command) == 0
-    assert len(stored("attention")) == 2 * len(found)
+    assert len(stored("attention")) == 2 * len(results)
 
 
 @pytest.mark.slow
@@ -68,18 +68,20 @@ def test_decode_and_prologue() -> None:
     impls = ["sdpa", "decode", "split", "sdpa-flash"]
     sizes = ["--lengths", "40", "--dim", "16"]
     assert run("decode", *TINY, *sizes, "--kv-heads", "1", "--impl", ",".join(impls)) == 0
-    found = stored("decode")
-    assert [row["impl"] for row in found] == impls
-    assert all(float(row["error"]) < 1e-5 and float(row["of_copy"]) > 0 and float(row["of_sdpa"]) > 0 for row in found)
+    results = stored("decode")
+    assert [row["impl"] for row in results] == impls
+    assert all(
+        float(row["error"]) < 1e-5 and float(row["of_copy"]) > 0 and float(row["of_sdpa"]) > 0 for row in results
+    )
     half = ["prologue", *TINY, "--dtype", "float16", "--tokens", "40", *sizes]
     assert run(*half, "--impl", "copy,steps-gape,steps-rope+attention,steps-gape+attention", "--backward") == 0
     assert run(*half, "--impl", "fused-rope+attention,fused-gape+attention") == 0
-    found = {(row["impl"], row["direction"]): row for row in stored("prologue")}
-    assert len(found) == 9  # a copy has nothing to go back through
-    assert found["steps-gape", "both"]["of_copy"]
+    results = {(row["impl"], row["direction"]): row for row in stored("prologue")}
+    assert len(results) == 9  # a copy has nothing to go back through
+    assert results["steps-gape", "both"]["of_copy"]
     for impl in ("steps-rope", "steps-gape", "fused-rope", "fused-gape"):
-        assert float(found[f"{impl}+attention", "forward"]["error"]) < 2e-3, impl
-    assert float(found["fused-gape+attention", "forward"]["of_fused_rope"]) > 0
+        assert float(results[f"{impl}+attention", "forward"]["error"]) < 2e-3, impl
+    assert float(results["fused-gape+attention", "forward"]["of_fused_rope"]) > 0
 
 
 @pytest.mark.parametrize("gates", cases.GATES)
@@ -104,12 +106,12 @@ def test_gates_are_of_their_kind_and_nothing_is_zero(gates: str) -> None:
 def test_errors_are_those_of_the_whole() -> None:
     """A sample of the queries sees the same error as all of them do, and a wrong answer shows."""
     work = CANDIDATES["split"](cases.draw(SHAPE, "log-normal", torch.float32, CPU), 0.0)
-    found = cases.against_float64(work, backward=True, queries=10)
-    assert set(found) == {"error", "dq", "dk", "dv", "dgate", "dlandmark", "damplitude"}
-    assert max(found.values()) < 1e-5
+    results = cases.against_float64(work, backward=True, queries=10)
+    assert set(results) == {"error", "dq", "dk", "dv", "dgate", "dlandmark", "damplitude"}
+    assert max(results.values()) < 1e-5
     wrong = Work(leaves=work.leaves, forward=lambda leaves: 1.01 * work.forward(leaves))
-    told = cases.against_float64(wrong, backward=True, queries=10)
-    assert all(value == pytest.approx(0.01, rel=1e-2) for value in told.values())
+    output = cases.against_float64(wrong, backward=True, queries=10)
+    assert all(value == pytest.approx(0.01, rel=1e-2) for value in output.values())
 
 
 def test_operations_are_those_of_the_causal_half() -> None:

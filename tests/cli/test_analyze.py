@@ -78,7 +78,7 @@ def test_from_runs_to_figures(home: Path, capsys: pytest.CaptureFixture[str], mo
     assert gape_exits("reproduce", "lm-far-back") == 0
 
 
-def test_what_was_found_is_not_looked_for_again(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stored_analyses_are_not_repeated(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert analyze("maps", home, "--size", "4") == 0
     before = sets(RUNS[1], "maps")
     assert analyze("maps", home, "--size", "4") == 0

@@ -195,10 +195,10 @@ def test_the_scheme_for_evaluation_reads_the_same_weights(toy: Path) -> None:
     model = GPT(GPTConfig(position="rope", **sizes)).eval()
     ids = torch.randint(27, (2, 40))
     for factor, same in ((1.0, True), (4.0, False)):
-        other = needle.switched(model, GPTConfig(position="yarn", options={"factor": factor}, **sizes))
+        other = needle.with_scheme(model, GPTConfig(position="yarn", options={"factor": factor}, **sizes))
         assert torch.allclose(other(ids).logits, model(ids).logits, atol=1e-6) == same
     with pytest.raises(ValueError, match="fox cannot take"):
-        needle.switched(model, GPTConfig(position="fox", **sizes))
+        needle.with_scheme(model, GPTConfig(position="fox", **sizes))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,9 @@ def test_mistakes_end_with_two_and_one_line(
     assert "Traceback" not in errors
 
 
-def test_a_file_where_a_directory_should_be_is_told_in_one_line(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_where_a_directory_should_be_is_reported_in_one_line(
+    toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert gape_exits("niah", "train", toy, "model.position=rope") == 0
     assert gape_exits("report", "runs/toy", "--out", "toy.toml") == 2
     assert "File exists: 'toy.toml'" in capsys.readouterr().err
@@ -251,7 +253,7 @@ def test_a_directory_that_is_lost_on_the_way_is_work_that_failed(toy: Path, monk
     assert gape_exits("niah", "train", toy, "model.position=rope") == 1
 
 
-def test_a_directory_that_is_in_use_is_told_in_one_line(
+def test_a_directory_that_is_in_use_is_reported_in_one_line(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def busy(*arguments: object, **options: object) -> None:

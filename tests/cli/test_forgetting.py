@@ -54,25 +54,25 @@ def test_a_language_model_is_measured_reported_and_drawn(
 ) -> None:
     corpus, home = language
     assert measured(home, corpus) == 0
-    told = capsys.readouterr().out
-    assert all(title in told for title in ("Cache beside", "Perplexity beside"))
-    found = rows(home)
-    (tiles,) = [r for r in found if r["kind"] == "tiles"]
+    output = capsys.readouterr().out
+    assert all(title in output for title in ("Cache beside", "Perplexity beside"))
+    stored = rows(home)
+    (tiles,) = [r for r in stored if r["kind"] == "tiles"]
     assert len(tiles["tiles"]) == 1
     assert len(tiles["tiles"][0]) == 2
     assert tiles["mean"] < 1
-    caches = {(r["how"], r["bounds"]): r for r in found if r["kind"] == "cache"}
+    caches = {(r["how"], r["bounds"]): r for r in stored if r["kind"] == "cache"}
     assert set(caches) == {("dense", None), ("forgetting", "weights"), ("forgetting", "queries")}
     assert caches["dense", None]["num_keys"] == [[96, 96]]
     assert max(caches["forgetting", "queries"]["num_keys"][0]) < 96
     assert all(0 <= r["realised_eps"] <= 1e-3 for r in caches.values())
-    dense, *others = [r for r in found if r["kind"] == "perplexity"]
+    dense, *others = [r for r in stored if r["kind"] == "perplexity"]
     assert [r["how"] for r in others] == ["skipping", "forgetting", "forgetting"]
     assert all(r["plan"] == dense["plan"] and abs(r["nll"] - dense["nll"]) < 1e-2 for r in others)
-    assert all(r["machine"].startswith("CPU") and r["step"] == 2 for r in found)
+    assert all(r["machine"].startswith("CPU") and r["step"] == 2 for r in stored)
 
     assert measured(home, corpus) == 0
-    assert rows(home) == found
+    assert rows(home) == stored
     assert gape_exits("report", home.parent, "--out", "results/forgetting") == 0
     assert "Cache beside the full one" in Path("results/forgetting/tables.md").read_text()
     assert gape_exits("reproduce", "forgetting") == 0
@@ -105,16 +105,16 @@ def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert gape_exits("niah", "train", "niah/demo", *NEEDLE) == 0
     home = tmp_path / "runs/niah/demo/p-rope+gape_seed0"
     assert gape_exits("niah", "forgetting", home, "--factors", "1,4", "--samples", "5", *FEW) == 0
-    found = rows(home)
-    assert [(r["kind"], r["length"]) for r in found[:2]] == [("tiles", 32), ("tiles", 128)]
-    answers = {(r["factor"], r["how"], r.get("bounds")): r["hits"] for r in found if r["kind"] == "needle"}
+    stored = rows(home)
+    assert [(r["kind"], r["length"]) for r in stored[:2]] == [("tiles", 32), ("tiles", 128)]
+    answers = {(r["factor"], r["how"], r.get("bounds")): r["hits"] for r in stored if r["kind"] == "needle"}
     assert set(answers) == {
         (factor, *way)
         for factor in (1, 4)
         for way in (("dense", None), ("skipping", None), ("forgetting", "weights"), ("forgetting", "queries"))
     }
     assert all(hits == answers[factor, "dense", None] for (factor, _, _), hits in answers.items())
-    assert {r["how"] for r in found if 0 < r.get("key_share", 0) <= 1} == {"forgetting"}
+    assert {r["how"] for r in stored if 0 < r.get("key_share", 0) <= 1} == {"forgetting"}
     assert gape_exits("report", home.parent, "--out", "report") == 0
     assert "Needle accuracy beside dense attention" in Path("report/tables.md").read_text()
 
@@ -153,7 +153,7 @@ def test_all_runs_are_checked_before_one_is_measured(
         (["--lengths", "96,100000"], "at most 200"),
     ],
 )
-def test_bad_wishes_are_refused(
+def test_invalid_options_are_refused(
     language: tuple[Path, Path], capsys: pytest.CaptureFixture[str], more: list[str], match: str
 ) -> None:
     corpus, home = language

@@ -26,7 +26,7 @@ FEW = [
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus, a model with gates, and a run that fine-tuned it."""
     home = tmp_path_factory.mktemp("made")
     text.corpus(home / "books")
@@ -38,11 +38,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("gated", "run"):
-        shutil.copytree(made / name, tmp_path / name)
-    (tmp_path / "books").symlink_to(made / "books/corpus")
+        shutil.copytree(built / name, tmp_path / name)
+    (tmp_path / "books").symlink_to(built / "books/corpus")
     return tmp_path
 
 
@@ -57,23 +57,23 @@ def rows(home: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_fine_tuned_run_is_measured_resumed_and_reported(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert measured("run", "--chunk", "24") == 0
-    told = capsys.readouterr().out
-    assert all(title in told for title in ("Cache beside", "Perplexity beside"))
-    found = rows("run")
-    (tiles,) = [r for r in found if r["kind"] == "tiles"]
+    output = capsys.readouterr().out
+    assert all(title in output for title in ("Cache beside", "Perplexity beside"))
+    stored = rows("run")
+    (tiles,) = [r for r in stored if r["kind"] == "tiles"]
     assert len(tiles["tiles"][0]) == 2
     assert tiles["mean"] < 1
-    caches = {(r["how"], r["bounds"]): r for r in found if r["kind"] == "cache"}
+    caches = {(r["how"], r["bounds"]): r for r in stored if r["kind"] == "cache"}
     assert set(caches) == {("dense", None), ("forgetting", "weights"), ("forgetting", "queries")}
     assert caches["forgetting", "queries"]["num_keys"] < caches["dense", None]["num_keys"] == [[96]]
-    first, *others = [r for r in found if r["kind"] == "perplexity"]
+    first, *others = [r for r in stored if r["kind"] == "perplexity"]
     assert [r["how"] for r in others] == ["skipping", "forgetting", "forgetting"]
     assert all(r["plan"] == first["plan"] and abs(r["nll"] - first["nll"]) < 1e-2 for r in others)
-    assert all((r["run"], r["base"], r["position"], r["step"]) == ("run", "gated", "rope+gape", 2) for r in found)
-    assert all(r["device"] == "cpu" and r["machine"].startswith("CPU") for r in found)
+    assert all((r["run"], r["base"], r["position"], r["step"]) == ("run", "gated", "rope+gape", 2) for r in stored)
+    assert all(r["device"] == "cpu" and r["machine"].startswith("CPU") for r in stored)
 
     assert measured("run", "--chunk", "24") == 0
-    assert rows("run") == found
+    assert rows("run") == stored
     assert gape_exits("report", "run", "--out", "results/forgetting") == 0
     assert "gated, RoPE+GAPE" in Path("results/forgetting/tables.md").read_text()
     assert gape_exits("reproduce", "forgetting") == 0
@@ -91,7 +91,7 @@ def test_other_weights_in_a_directory_are_measured_anew(work: Path) -> None:
     assert len({row["weights"] for row in rows("gated")}) == 2
 
 
-def test_directories_of_one_name_are_told_apart(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directories_of_one_name_are_different_runs(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for floor in (4.0, 8.0):
         model = gape.hf.inject(tiny("llama", **SIZES), context_length=16, start="paper", gates={"gate_floor": floor})
         model.save_pretrained(f"{floor:g}/gated")
@@ -112,7 +112,7 @@ def test_weights_may_be_in_half_precision(work: Path) -> None:
     full, half = (
         [row for row in rows("gated") if row["precision"] == name] for name in ("float32", "bfloat16-weights")
     )
-    one, other = ({row["kind"]: row for row in found if row["how"] == "dense"} for found in (full, half))
+    one, other = ({row["kind"]: row for row in stored if row["how"] == "dense"} for stored in (full, half))
     assert one["cache"]["bytes"] > 1.5 * other["cache"]["bytes"]
     assert one["perplexity"]["nll"] != other["perplexity"]["nll"] == pytest.approx(one["perplexity"]["nll"], rel=1e-2)
 
@@ -153,7 +153,9 @@ def test_models_that_cannot_be_measured_are_refused_before_any_is(
         (["books"], "run: got 'books'"),
     ],
 )
-def test_bad_wishes_are_refused(work: Path, capsys: pytest.CaptureFixture[str], more: list[str], match: str) -> None:
+def test_invalid_options_are_refused(
+    work: Path, capsys: pytest.CaptureFixture[str], more: list[str], match: str
+) -> None:
     assert gape_exits("hf", "forgetting", *more, "--data", "books", "--device", "cpu") == 2
     assert match in capsys.readouterr().err
     assert not Path("gated/forgetting.jsonl").exists()

@@ -82,7 +82,7 @@ VALID: dict[str, tuple[str, ...]] = {
 #: Of a command on which a wrong value would let it go to work for long: options that are left as they are.
 KEPT = {
     "demo": ("jobs",), "data prepare": ("workers",), "report": ("runs",), "lm train": ("overrides", "recipe"),
-    "reproduce": ("run", "results", "listing"),
+    "reproduce": ("results", "listing"),
     "niah train": ("dry", "recipe"), "hf finetune": ("length",),
 }  # fmt: skip
 
@@ -205,7 +205,7 @@ def outcome(arguments: list[str], home: Path, capsys: pytest.CaptureFixture[str]
     return None if last.startswith(("gape: ", "Error")) and named in last else f"said {errors}"
 
 
-def test_argument_lists_of_nobody_are_refused_in_one_line(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_arguments_are_refused_in_one_line(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {}
     for number, arguments in enumerate(argument_lists(LISTS)):
         if fault := outcome(arguments, quick, capsys):
@@ -252,7 +252,7 @@ READ = {
 
 
 @pytest.mark.parametrize("place", READ)
-def test_a_file_of_nobody_is_named(place: str, quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_file_is_named(place: str, quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, wrong = quick / place, {}
     before = path.read_bytes() if path.is_file() else None
     path.parent.mkdir(exist_ok=True)

@@ -50,10 +50,10 @@ def test_from_gpt2_to_perplexity(models: Path, capsys: pytest.CaptureFixture[str
     assert all(f"{row['perplexity']:.2f}" in shown for row in rows)
     assert (rows[0]["run"], rows[0]["base"], rows[0]["position"], rows[0]["step"]) == ("run", "gpt2", "p-rope+gape", 4)
     # What a death between the rows and its end would leave.
-    Path("run/.scores-16.jsonl").touch()
+    Path("run/.scores-last-k-16.jsonl").touch()
     assert gape_exits(*command, "--device", "cpu") == 0
     assert len(Path("run/perplexity.jsonl").read_text().splitlines()) == 2
-    assert not Path("run/.scores-16.jsonl").exists()
+    assert not Path("run/.scores-last-k-16.jsonl").exists()
     _report_shows_them(capsys)
 
 
@@ -62,8 +62,8 @@ def _report_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert gape_exits("report", "run", "gpt2", "--out", "results/hf/smollm2") == 0
     drawn = {path.name for path in Path("results/hf/smollm2/figures").iterdir()}
     assert drawn == {"drawn.json", *(f"hf-perplexity.{end}" for end in ("json", "md", "pdf", "png"))}
-    told = [json.loads(line) for line in Path("results/hf/smollm2/runs.jsonl").read_text().splitlines()]
-    assert all("started" in record["manifest"] for record in told)
+    runs = [json.loads(line) for line in Path("results/hf/smollm2/runs.jsonl").read_text().splitlines()]
+    assert all("started" in record["manifest"] for record in runs)
     assert gape_exits("reproduce", "hf-perplexity") == 0
     table = Path("figures/hf-perplexity.md").read_text()
     assert "p-RoPE+GAPE − learned (not fine-tuned)" in table
@@ -160,18 +160,18 @@ def test_a_corpus_of_more_ids_is_refused_before_any_model_is_measured(
 def test_another_config_with_the_same_weights_is_measured_anew(models: Path) -> None:
     command = ("hf", "perplexity", "llama", "--data", str(text.corpus(models / "books").directory))
     command += ("--contexts", "64", "--last", "16", "--device", "cpu")
-    told = Path("llama/config.json")
+    path = Path("llama/config.json")
     for base in (10000.0, 10000.0, 10.0):
-        config = json.loads(told.read_text())
+        config = json.loads(path.read_text())
         config.get("rope_parameters", config)["rope_theta"] = base
-        told.write_text(json.dumps(config))
+        path.write_text(json.dumps(config))
         assert gape_exits(*command) == 0
     first, other = [json.loads(line) for line in Path("llama/perplexity.jsonl").read_text().splitlines()]
     assert first["weights"] != other["weights"]
     assert first["nll"] != other["nll"]
 
 
-def test_it_is_told_where_nothing_can_be_validated(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_validated_says_so(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = str(text.corpus(models / "books").directory)
     assert gape_exits("hf", "finetune", "llama", corpus, "--out", "run", *TRAIN, "--length", "250", "--steps", "1") == 0
     assert "nothing is validated: length" in capsys.readouterr().err
@@ -269,7 +269,7 @@ def test_code_that_comes_with_a_model_never_runs(models: Path, monkeypatch: pyte
     assert not Path("ran").exists()
 
 
-def test_a_tokenizer_that_cannot_be_had_is_told(tmp_path, monkeypatch, capsys):
+def test_a_tokenizer_that_cannot_be_loaded_is_reported(tmp_path, monkeypatch, capsys):
     from gape.experiments import finetune
 
     def missing(name):

@@ -54,8 +54,6 @@ def test_from_a_corpus_to_perplexity(corpus: Path, capsys: pytest.CaptureFixture
             assert {key: row[key] for key in named} == named
             assert (row["documents"], row["windows"]) == (4, len(row["window_nll"]))
             assert row["low"] < row["nll"] < row["high"]
-        (position, _) = rows(home, "positions.jsonl")
-        assert position["tokens"] == [measured[0]["tokens"]]
         assert [r["metrics"].keys() for r in rows(home, "log.jsonl") if r["event"] == "validation"] == [
             {"loss", "epochs"}
         ] * 2
@@ -103,7 +101,7 @@ def test_stopped_in_training_it_resumes_bit_for_bit(corpus: Path, monkeypatch: p
     assert train(corpus, "--out", "parts", *gated) == 0
     one, other = Path("whole/p-rope+gape"), Path("parts/p-rope+gape")
     last = "checkpoints/step-00000006/model.safetensors"
-    for name in (last, "log.jsonl", "routing.jsonl", "perplexity.jsonl", "positions.jsonl"):
+    for name in (last, "log.jsonl", "routing.jsonl", "perplexity.jsonl"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
@@ -113,7 +111,7 @@ def test_stopped_in_measuring_it_goes_on(corpus: Path, monkeypatch: pytest.Monke
 
     def stopping(path: Path, *added: dict[str, object]) -> None:
         append(path, *added)
-        if path.name == "positions.jsonl":
+        if path.name == "perplexity.jsonl":
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(jsonl, "append", stopping)
@@ -121,8 +119,7 @@ def test_stopped_in_measuring_it_goes_on(corpus: Path, monkeypatch: pytest.Monke
     assert len(rows("parts/p-rope")) == 1
     monkeypatch.setattr(jsonl, "append", append)
     assert train(corpus, "--out", "parts", "--only", "p-rope") == 0
-    for name in ("perplexity.jsonl", "positions.jsonl"):
-        assert (Path("whole/p-rope") / name).read_bytes() == (Path("parts/p-rope") / name).read_bytes()
+    assert Path("whole/p-rope/perplexity.jsonl").read_bytes() == Path("parts/p-rope/perplexity.jsonl").read_bytes()
 
 
 def test_scores_that_a_death_left_go_at_the_next_start(corpus: Path) -> None:
@@ -205,7 +202,7 @@ def test_another_corpus_is_refused(corpus: Path, tmp_path: Path, capsys: pytest.
     card["tokenizer"] |= {"name": "another", "sha256": "0"}
     path.write_text(json.dumps(card))
     assert gape_exits("lm", "perplexity", home, "--data", other, *small) == 2
-    assert "is of tokenizer another, expected a corpus of the tokenizer that" in capsys.readouterr().err
+    assert "tokenizer: got str 'another', expected bytes, the tokenizer that" in capsys.readouterr().err
     assert len(rows(home)) == 1
 
 

@@ -84,7 +84,7 @@ def test_rows_say_which_weights_they_are_of_also_of_an_unfinished_run() -> None:
     "changed",
     ["analysis.map_size=8", "analysis.traces=false", "analysis.seeds=[1]", "evaluation.seed=5"],
 )
-def test_a_look_of_another_kind_is_taken(changed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_analysis_with_other_settings_is_run(changed: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = json.loads((HOME / "analysis.json").read_text())
     assert gape_exits(*ONE, changed) == 0
     after = json.loads((HOME / "analysis.json").read_text())
@@ -107,7 +107,7 @@ def test_another_precision_and_another_device_are_other_measurements() -> None:
         assert len(rows(HOME)) == 4
 
 
-def test_rows_of_before_devices_were_told_still_count() -> None:
+def test_rows_of_before_devices_were_recorded_still_count() -> None:
     before = [{key: value for key, value in row.items() if key != "device"} for row in rows(HOME)]
     (HOME / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in before))
     assert gape_exits(*EVAL, "1,2", "--device", "cpu") == 0

@@ -106,7 +106,7 @@ def test_a_silent_command_says_where_it_is(monkeypatch: pytest.MonkeyPatch, caps
     assert "books: file 3/7, " in capsys.readouterr().err
 
 
-def test_a_board_inside_another_adds_its_bars_to_it() -> None:
+def test_a_nested_progress_table_adds_its_bars_to_the_outer_one() -> None:
     progress = Progress()
     progress.console = Console(file=io.StringIO(), force_terminal=True, width=80)  # type: ignore[assignment]
     with ProgressTable(progress, "run") as outer:

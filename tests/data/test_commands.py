@@ -82,8 +82,8 @@ def test_an_option_wins_over_a_recipe() -> None:
     ("text", "message"),
     [
         ("strat = [1]", "strat: unknown key, did you mean strata?"),
-        ("strata = 5", "strata: got 5"),
-        ("seed = true", "seed: got True"),
+        ("strata = 5", "strata: got int 5"),
+        ("seed = true", "seed: got bool True"),
         ("[", "not a TOML file"),
     ],
 )

@@ -301,11 +301,11 @@ def test_the_dtype_follows_the_vocabulary(tmp_path: Path, lines: Path, monkeypat
         ({"id_field": "key"}, "id_field: got 'key', expected a field"),
         ({"tokenizer": "./nowhere"}, "tokenizer: got './nowhere'"),
         ({"tokenizer": "empty"}, "the folder has none of these files"),
-        ({"heldout_fraction": 1.0}, "heldout_fraction: got 1.0"),
+        ({"heldout_fraction": 1.0}, "heldout_fraction: got float 1.0"),
         ({"strata": (8, 8)}, "strata: got"),
-        ({"excerpts": True}, "excerpts: got True, expected strata"),
+        ({"excerpts": True}, "excerpts: got bool True, expected strata"),
         ({"inputs": ()}, "inputs: got"),
-        ({"max_bad": -1}, "max_bad: got -1"),
+        ({"max_bad": -1}, "max_bad: got int -1"),
     ],
 )
 def test_what_is_wrong_is_named_before_any_work(

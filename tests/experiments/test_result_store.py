@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,11 @@ RUN = {"run": "a", "variant": "", "position": "rope", "seed": 0, "train_length":
 
 def test_what_has_a_row_is_not_missing(tmp_path: Path) -> None:
     store = ResultStore(tmp_path / "rows.jsonl")
-    wanted = [{"length": length, "device": "cpu"} for length in (8, 16)]
-    assert store.missing(wanted) == wanted
+    selection = [{"length": length, "device": "cpu"} for length in (8, 16)]
+    assert store.missing(selection) == selection
     store.append({"length": 8, "device": "cuda"}, {"length": 16, "nll": 1.0})
     # Rows of old files do not name their device.
-    assert store.missing(wanted) == wanted[:1]
+    assert store.missing(selection) == selection[:1]
 
 
 def test_of_rows_of_one_key_the_last_counts(tmp_path: Path) -> None:
@@ -62,7 +63,8 @@ def test_sets_are_stored_once_and_go_with_the_weights(tmp_path: Path) -> None:
     ],
 )
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, tokenizer: dict[str, object], message: str) -> None:
-    own = {"name": "bytes", "sha256": "b"}
-    opened = OpenModel(directory=tmp_path, identity=RUN, model=text.gpt("rope"), tokenizer=own)
+    config = {"extra": {"corpus": {"tokenizer": {"name": "bytes", "sha256": "b"}}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    opened = OpenModel(directory=tmp_path, identity=RUN, model=text.gpt("rope"))
     with pytest.raises(ValueError, match=message):
         opened.accept(tokenizer)

@@ -53,7 +53,6 @@ def _perplexities(add: Any, who: dict[str, Any], draw: random.Random) -> None:
             add("perplexity", who, **query, stratum=stratum, plan=f"{context}{stratum}", documents=4, windows=12,
                 tokens=6144, nll=nll, perplexity=2.718**nll, std=0.05, low=nll - 0.03, high=nll + 0.03,
                 window_nll=windows, window_document=[0, 1, 2, 3] * 3, window_tokens=512)  # fmt: skip
-        add("positions", who, **query, edges=[0, 16, 64, 256], nll=[5.0, 4.5, nll], tokens=[160, 480, 1920])
 
 
 def _far_back(add: Any, who: dict[str, Any], draw: random.Random) -> None:

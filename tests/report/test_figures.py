@@ -181,12 +181,7 @@ def test_pictures_stand_beside_each_other_as_in_the_paper() -> None:
     assert [model["label"] for model in inside.masks(results)["models"]] == ["p-RoPE+GAPE", "p-RoPE+GAPE (floor4)"]
 
 
-def test_positions_at_the_ends_of_windows_are_put_together() -> None:
-    (line,) = series.positions(lm_stored.stored(schemes=("rope",)))["lines"]
-    assert line["at"] == [8.0, 40.0, 160.0]
-
-
-def test_variants_with_gates_and_without_are_told_apart() -> None:
+def test_variants_with_gates_and_without_have_styles_of_their_own() -> None:
     drawn = lines([{"position": position} for position in ("yarn", "yarn", "yarn+gape", "yarn+gape", "yarn+gape")])
     assert len({(style["color"], style["markerfacecolor"]) for style in drawn}) == 5
 
@@ -214,13 +209,13 @@ class Links(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.links: list[str] = []
         self.images = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.images += tag == "img"
         fetching = ("src", "href", "srcset", "data", "action", "poster")
-        self.found += [v or "" for name, v in attrs if name in fetching and not (v or "").startswith("data:image/png")]
+        self.links += [v or "" for name, v in attrs if name in fetching and not (v or "").startswith("data:image/png")]
         assert tag not in ("script", "link", "iframe")
 
 
@@ -232,7 +227,7 @@ def test_the_page_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     page = write.report(results, tmp_path, title="<needles> & more").read_text(encoding="utf-8")
     links = Links()
     links.feed(page)
-    assert links.found == []
+    assert links.links == []
     assert links.images == len(list((tmp_path / "figures").glob("*.png"))) == 2
     assert not re.search(r"url\(|@import|https?://", page)
     assert "<h1>&lt;needles&gt; &amp; more</h1>" in page
@@ -253,7 +248,7 @@ def test_a_report_can_be_reported_again(tmp_path: Path, monkeypatch: pytest.Monk
 def test_without_matplotlib_there_are_tables_and_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     messages: list[str] = []
-    page = write.report(stored(), tmp_path, say=messages.append).read_text(encoding="utf-8")
+    page = write.report(stored(), tmp_path, log=messages.append).read_text(encoding="utf-8")
     assert "gape[plot]" in messages[0]
     assert "<table>" in page
     assert "<img" not in page

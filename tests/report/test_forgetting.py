@@ -45,11 +45,11 @@ def test_other_windows_weights_and_machines_are_not_compared(
     about: dict[str, Any], changed: dict[str, Any], column: int, cell: str
 ) -> None:
     (table,) = forgetting.tables([row(**about), row(**about | OTHER | changed)])
-    (found,) = [cells for cells in table.rows if "forgetting, weights" in cells]
-    assert found[column] == cell
+    (matches,) = [cells for cells in table.rows if "forgetting, weights" in cells]
+    assert matches[column] == cell
 
 
-def test_needles_stand_beside_the_tiles_looked_at_for_them() -> None:
+def test_needle_rows_show_the_tiles_that_were_visited() -> None:
     needle = {"kind": "needle", "target": "first", "samples": 9, "how": "skipping", "impl": "triton", "eps": 1e-3}
     tiles = {"kind": "tiles", "target": "first", "how": "skipping", "impl": "triton", "mean": 0.25}
     rows = [row(**needle, accuracy=0.5), row(**tiles, eps=1e-3), row(**tiles | {"mean": 0.5}, eps=1e-2)]
@@ -66,7 +66,7 @@ def test_panels_without_measurements_are_left_out() -> None:
     assert [axis.get_title() for axis in figure.axes] == ["Cost"]
 
 
-def test_a_control_is_told_but_not_drawn() -> None:
+def test_a_control_is_in_tables_but_not_in_figures() -> None:
     pytest.importorskip("matplotlib")
     rows = [row(**PERPLEXITY), row(**PERPLEXITY | OTHER), row(**PERPLEXITY | OTHER | {"eps": 1e-30})]
     (axis,) = draw_forgetting(forgetting.series(Results(measured={"forgetting": tuple(rows)}))).axes

@@ -93,7 +93,7 @@ NESTED = '{"run": ' + '{"a": ' * 200 + "1" + "}" * 200 + "}"
         "[" * 100_000,
     ],
 )
-def test_a_row_of_wrong_types_is_told_by_file_and_line(tmp_path: Path, line: str) -> None:
+def test_a_row_of_wrong_types_is_named_by_file_and_line(tmp_path: Path, line: str) -> None:
     home = run_directory(tmp_path / "a", row("rope", "last", 0, 1))
     with (home / "eval.jsonl").open("a") as file:
         file.write(f"{line}\n")

@@ -10,7 +10,7 @@ import pytest
 from gape.report import series, statistics, tables
 from gape.report.results import Results, gather, pack_hits
 from gape.report.write import tables as all_tables
-from gape.tasks import niah, perplexity_rows
+from gape.tasks import niah
 from tests.report import lm_stored
 from tests.report.stored import needles, row, stored
 
@@ -78,8 +78,8 @@ def test_differences_are_those_of_gape_lm_perplexity() -> None:
     rows = lm_stored.stored(schemes=("p-rope", "p-rope+gape")).of("perplexity")
     first = statistics.perplexity_differences(rows)[0]
     base, gated = (next(row for row in rows if row["position"] == p) for p in ("p-rope", "p-rope+gape"))
-    other = perplexity_rows.difference(gated, base)
-    assert (first.difference, first.low, first.high) == pytest.approx((other.nll, other.low, other.high))
+    other = statistics.window_difference(gated, base)
+    assert (first.difference, first.low, first.high) == (other.difference, other.low, other.high)
     assert first.documents == 4
 
 
@@ -96,7 +96,7 @@ def test_a_single_document_decides_nothing() -> None:
         rows.append(row_ | {key: row_[key][:1] for key in keys})
     differences = statistics.far_back_differences(rows)
     assert {(d.verdict, d.low, d.high) for d in differences} == {("one document", None, None)}
-    assert statistics.pooled([rows[0] | {"documents": 1}])["low"] is None
+    assert statistics.pool_seeds([rows[0] | {"documents": 1}])["low"] is None
 
 
 def test_a_variant_is_set_beside_the_plain_scheme() -> None:

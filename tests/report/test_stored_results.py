@@ -40,7 +40,7 @@ def test_a_fixed_gate_is_worse_than_p_rope_on_ruler() -> None:
     assert [each and each.verdict for each in paired] == ["worse"] * 8
 
 
-def test_a_fixed_gate_leaves_no_tile_out() -> None:
+def test_a_fixed_gate_skips_no_tile() -> None:
     stored_rows = select(stored(f"{ABLATIONS}/forgetting.jsonl"), run="gate-fixed_seed0")
     assert {(row["length"], row["eps"]) for row in stored_rows} == {
         (n, e) for n in (65536, 131072) for e in (1e-3, 1e-2, 1e-1)

@@ -43,8 +43,8 @@ def test_a_haystack_is_what_the_paper_says(config: NIAHConfig, batch: int, seed:
     assert torch.equal(ids[~fillers], expected[~fillers])
     assert bool((ids[fillers] < niah.N_FILLERS).all())
     assert bool((targets[:, :-1] == niah.IGNORED).all())
-    wanted = {"first": 0, "last": n - 1, "middle": n // 2}[config.target]
-    assert torch.equal(targets[:, -1], ids.gather(1, needles[:, wanted : wanted + 1] + 2)[:, 0])
+    selection = {"first": 0, "last": n - 1, "middle": n // 2}[config.target]
+    assert torch.equal(targets[:, -1], ids.gather(1, needles[:, selection : selection + 1] + 2)[:, 0])
 
 
 def test_needles_stand_anywhere_in_their_chunk() -> None:
@@ -178,10 +178,11 @@ def test_longer_sequences_come_in_smaller_batches() -> None:
     assert oracle.sizes == [4, 4, 1]
 
 
-def test_an_evaluation_stops_when_asked() -> None:
-    answers = iter([False, False, True])
-    right = niah.hits(Oracle("last"), NIAHConfig(length=64), samples=50, batch=10, stop=lambda: next(answers))
-    assert len(right) == 20
+def test_a_check_can_stop_an_evaluation() -> None:
+    oracle, calls = Oracle("last"), iter([None, None])
+    with pytest.raises(StopIteration):
+        niah.hits(oracle, NIAHConfig(length=64), samples=50, batch=10, check=lambda: next(calls))
+    assert oracle.sizes == [10, 10]
 
 
 def test_words_are_spread_evenly() -> None:

@@ -1,8 +1,8 @@
 """How spread the attention is: entropy, mean distance and weight on the first key.
 
-:func:`statistics` reads whole rows of weights, a block of queries at a time. :func:`streamed` reads tiles of queries
-and keys, so its memory does not grow with the length: it carries a running maximum, a running sum of exponentials and
-a running sum of −p·log p from tile to tile, rescaled when the maximum rises. Other sums over keys are carried likewise.
+:func:`statistics` reads tiles of queries and keys, so its memory does not grow with the length. It carries a running
+maximum, a running sum of exponentials and a running sum of −p·log p from tile to tile, rescaled when the maximum rises.
+Other sums over keys are carried likewise.
 """
 
 from __future__ import annotations
@@ -22,42 +22,11 @@ from gape.utils.validation import invalid_argument, whole
 
 #: Weights in memory at once, over all heads; there are a few tensors of this size.
 BLOCK_WEIGHTS = 2**24
-
-
-class Statistics(NamedTuple):
-    """Numbers of every query's attention distribution, each (B, Hq, Nq) in float32 (float64 beside float64).
-
-    Attributes:
-        entropy: −Σ_j α_ij log α_ij, in nats; 0 for a row that sees nothing.
-        distance: Σ_j α_ij · (i − j), by position.
-        sink: the weight on the first key of the tensor.
-    """
-
-    entropy: Tensor
-    distance: Tensor
-    sink: Tensor
-
-
-@torch.no_grad()
-def statistics(attended: Attended, block: int | None = None) -> Statistics:
-    """Statistics of a layer's attention without its N × N weights.
-
-    Args:
-        attended: what a layer attended with; see :func:`gape.analysis.attended`.
-        block: queries at a time; None means as many as make 2²⁴ weights over all heads. The result does not
-            depend on it.
-
-    Raises:
-        ValueError: block below 1.
-    """
-    i, j = attended.visibility.positions()
-    parts = []
-    for start, stop in blocks(attended, block):
-        weights = attended.weights(start, stop)
-        away = i[..., start:stop].unsqueeze(-1) - j[..., : weights.size(-1)].unsqueeze(-2)
-        away = (away if away.dim() == 2 else away.unsqueeze(1)).to(weights.dtype)
-        parts.append((torch.special.entr(weights).sum(-1), (weights * away).sum(-1), weights[..., 0]))
-    return Statistics(*(torch.cat(columns, dim=-1) for columns in zip(*parts, strict=True)))
+#: Weights of a tile over all heads; there are about ten tensors of this size.
+TILE_WEIGHTS = 2**22
+QUERIES = 512
+#: Edges per octave of distance, at which the attention beyond it is summed.
+EDGES_PER_OCTAVE = 8
 
 
 def blocks(attended: Attended, block: int | None = None) -> Iterator[tuple[int, int]]:
@@ -69,14 +38,7 @@ def blocks(attended: Attended, block: int | None = None) -> Iterator[tuple[int, 
         yield start, min(start + block, n_q)
 
 
-#: Weights of a tile over all heads; there are about ten tensors of this size.
-TILE_WEIGHTS = 2**22
-QUERIES = 512
-#: Edges per octave of distance, at which the attention beyond it is summed.
-EDGES_PER_OCTAVE = 8
-
-
-class Streamed(NamedTuple):
+class Statistics(NamedTuple):
     """Numbers of every query's attention distribution, each (B, Hq, Nq) in float32 (float64 beside float64).
 
     Attributes:
@@ -94,9 +56,9 @@ class Streamed(NamedTuple):
 
 
 @torch.no_grad()
-def streamed(
+def statistics(
     attended: Attended, shares: Sequence[float] = (), *, query_block: int = QUERIES, key_block: int | None = None
-) -> Streamed:
+) -> Statistics:
     """Statistics of a layer's attention in tiles of queries and keys, for every scheme.
 
     Args:
@@ -124,8 +86,8 @@ def streamed(
     ]
     if not parts:
         empty = attended.q.new_zeros(batch, heads, 0, dtype=bias_dtype(attended.q.dtype))
-        return Streamed(empty, empty, empty, empty.unsqueeze(-1).expand(-1, -1, -1, len(shares)))
-    return Streamed(*(torch.cat(columns, dim=2) for columns in zip(*parts, strict=True)))
+        return Statistics(empty, empty, empty, empty.unsqueeze(-1).expand(-1, -1, -1, len(shares)))
+    return Statistics(*(torch.cat(columns, dim=2) for columns in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +113,7 @@ _Measure = Callable[[Tensor, _Tile], Tensor]
 
 def _block(
     attended: Attended, start: int, stop: int, key_block: int, edges: Tensor | None, shares: Sequence[float]
-) -> Streamed:
+) -> Statistics:
     """All statistics of queries start … stop − 1."""
     measures: dict[str, _Measure] = {"distance": _distance, "sink": _sink}
     if edges is not None:
@@ -159,11 +121,11 @@ def _block(
     rows = _Rows(measures)
     for tile in _tiles(attended, start, stop, key_block):
         rows.add(tile)
-    sums = rows.normalised()
+    sums = rows.normalise()
     used = sums["distance"].new_zeros(*sums["distance"].shape, 0)
     if edges is not None:
         used = _crossings(sums["beyond"], edges, shares)
-    return Streamed(rows.entropy(), sums["distance"], sums["sink"], used)
+    return Statistics(rows.entropy(), sums["distance"], sums["sink"], used)
 
 
 class _Rows:
@@ -192,7 +154,7 @@ class _Rows:
                 new[name] = value + self._sums[name] * (factor if value.dim() == 3 else factor.unsqueeze(-1))
         self._top, self._sums = top, new
 
-    def normalised(self) -> dict[str, Tensor]:
+    def normalise(self) -> dict[str, Tensor]:
         """What the measures sum up to under the finished softmax."""
         total = self._sums["total"].clamp(min=torch.finfo(self._sums["total"].dtype).tiny)
         return {

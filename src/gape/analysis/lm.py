@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gape.analysis.entropy import streamed
+from gape.analysis.entropy import statistics
 from gape.analysis.maps import attention_map, mask_map, mean_mask
 from gape.analysis.passages import Passage
 from gape.analysis.routing import effective_context
@@ -23,20 +24,17 @@ from gape.models.attention import GAPEAttention
 from gape.utils.jsonl import Record
 from gape.utils.validation import invalid_argument
 
-Check = Callable[[], None]
-
 #: Shares of the attention whose distance is stored, and the share that the theory's horizon may lose.
 SHARES = (0.5, 0.1, 0.01)
 GIVEN_UP = 0.01
 
 
-def entropy(model: nn.Module, passages: Sequence[Passage], *, check: Check = lambda: None) -> Record:
+def entropy(model: nn.Module, passages: Sequence[Passage]) -> Record:
     """Attention entropy, the distances it covers, and the gates.
 
     Args:
         model: a :class:`gape.GPT` in eval mode.
         passages: read one by one.
-        check: called before each; may raise to stop.
 
     Returns:
         Lists by passage, layer and head. `entropy`, `distance` and `sink` are means over queries; `used` has the median
@@ -45,7 +43,7 @@ def entropy(model: nn.Module, passages: Sequence[Passage], *, check: Check = lam
         means of g, l and M, `correlation` is that of g_i with the entropy of row i over log(i + 1), and
         `amplitude` is Γ by layer and head. What a scheme lacks is None.
     """
-    rows = [_by_layer(model, passage, _spread, check) for passage in passages]
+    rows = [_by_layer(model, passage, _spread) for passage in passages]
     names = ("entropy", "distance", "sink", "used", "effective", "gate", "landmark", "mask", "correlation")
     results: Record = {"shares": list(SHARES), "given_up": GIVEN_UP}
     for name in names:
@@ -55,7 +53,7 @@ def entropy(model: nn.Module, passages: Sequence[Passage], *, check: Check = lam
     return results
 
 
-def spectrum(model: nn.Module, passages: Sequence[Passage], *, check: Check = lambda: None) -> Record:
+def spectrum(model: nn.Module, passages: Sequence[Passage]) -> Record:
     """Norms of queries and keys by rotary pair.
 
     Returns:
@@ -64,27 +62,27 @@ def spectrum(model: nn.Module, passages: Sequence[Passage], *, check: Check = la
     Raises:
         ValueError: the scheme does not rotate.
     """
-    rows = [_by_layer(model, passage, _norms, check) for passage in passages]
+    rows = [_by_layer(model, passage, _norms) for passage in passages]
     results: Record = {"inv_freq": rows[0][0]["inv_freq"]}
     for side in ("queries", "keys"):
         # (layers, passages, heads, pairs)
         stacked = torch.stack([torch.stack([row[layer][side] for row in rows]) for layer in range(len(rows[0]))])
         spread = stacked.std(1) if len(rows) > 1 else torch.zeros_like(stacked[:, 0])
-        results[side] = {"mean": rounded(stacked.mean(1), 5), "std": rounded(spread, 3)}
+        results[side] = {"mean": round_digits(stacked.mean(1), 5), "std": round_digits(spread, 3)}
     return results
 
 
-def maps(model: nn.Module, passage: Passage, *, layer: int, size: int = 64, check: Check = lambda: None) -> Record:
+def maps(model: nn.Module, passage: Passage, *, layer: int, size: int = 64) -> Record:
     """The attention of one layer on one passage in cells, by head.
 
     Raises:
         ValueError: no such layer.
     """
-    cells = _of_layer(model, passage, layer, check, lambda attended: attention_map(attended, size)[0])
-    return {"layer": layer, "passage": passage.id, "length": len(passage.ids), "weights": rounded(cells, 3)}
+    cells = _of_layer(model, passage, layer, lambda attended: attention_map(attended, size)[0])
+    return {"layer": layer, "passage": passage.id, "length": len(passage.ids), "weights": round_digits(cells, 3)}
 
 
-def masks(model: nn.Module, passage: Passage, *, layer: int, size: int = 64, check: Check = lambda: None) -> Record:
+def masks(model: nn.Module, passage: Passage, *, layer: int, size: int = 64) -> Record:
     """The paper's M of one layer on one passage in cells, by head, and its mean over all pairs.
 
     Raises:
@@ -92,77 +90,61 @@ def masks(model: nn.Module, passage: Passage, *, layer: int, size: int = 64, che
     """
 
     def analyse(attended: Attended) -> Record:
-        return {"masks": rounded(mask_map(attended, size)[0], 4), "mean": rounded(mean_mask(attended)[0])}
+        return {"masks": round_digits(mask_map(attended, size)[0], 4), "mean": round_digits(mean_mask(attended)[0])}
 
     about = {"layer": layer, "passage": passage.id, "length": len(passage.ids)}
-    results: Record = _of_layer(model, passage, layer, check, analyse)
+    results: Record = _of_layer(model, passage, layer, analyse)
     return about | results
 
 
-def layers(model: nn.Module) -> int:
-    """Attention layers of a model."""
-    return sum(isinstance(module, GAPEAttention) for module in model.modules())
-
-
-def rounded(x: Tensor, digits: int = 6) -> Any:
+def round_digits(x: Tensor, digits: int = 6) -> Any:
     """A tensor as nested lists of numbers of so many significant digits; None for what JSON has no number for."""
-    return _rounded(x.tolist(), digits)
+    return _round(x.tolist(), digits)
 
 
-def _rounded(x: Any, digits: int) -> Any:
+def _round(x: Any, digits: int) -> Any:
     if isinstance(x, list):
-        return [_rounded(value, digits) for value in x]
+        return [_round(value, digits) for value in x]
     return float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
 
-def _by_layer(model: nn.Module, passage: Passage, analyse: Callable[[Attended], Record], check: Check) -> list[Record]:
+@torch.no_grad()
+def _by_layer(model: nn.Module, passage: Passage, analyse: Callable[[Attended], Any]) -> list[Any]:
     """The results of `analyse` for every layer, first layer first."""
-    results: list[Record] = []
-    _read(model, passage, lambda index, attended: results.append(analyse(attended)), check)
+    results: list[Any] = []
+    ids = torch.from_numpy(passage.ids).to(next(model.parameters()).device).unsqueeze(0)
+    with tap(model, lambda _, attended: results.append(analyse(attended))):
+        model(ids, logits_to_keep=1)
     return results
 
 
-def _of_layer(model: nn.Module, passage: Passage, layer: int, check: Check, analyse: Callable[[Attended], Any]) -> Any:
-    if not 0 <= layer < layers(model):
-        raise invalid_argument("layer", layer, f"a number from 0 to {layers(model) - 1}")
-    results: list[Any] = []
-
-    def receive(index: int, attended: Attended) -> None:
-        if index == layer:
-            results.append(analyse(attended))
-
-    _read(model, passage, receive, check)
-    return results[0]
-
-
-@torch.no_grad()
-def _read(model: nn.Module, passage: Passage, receive: Callable[[int, Attended], None], check: Check) -> None:
-    check()
-    device = next(model.parameters()).device
-    ids = torch.from_numpy(passage.ids).to(device).unsqueeze(0)
-    with tap(model, receive):
-        model(ids, logits_to_keep=1)
+def _of_layer(model: nn.Module, passage: Passage, layer: int, analyse: Callable[[Attended], Any]) -> Any:
+    layers = sum(isinstance(module, GAPEAttention) for module in model.modules())
+    if not 0 <= layer < layers:
+        raise invalid_argument("layer", layer, f"a number from 0 to {layers - 1}")
+    numbers = count()
+    return _by_layer(model, passage, lambda attended: analyse(attended) if next(numbers) == layer else None)[layer]
 
 
 def _spread(attended: Attended) -> Record:
-    sums = streamed(attended, SHARES)
+    sums = statistics(attended, SHARES)
     effective = effective_context(attended, GIVEN_UP)
     row: Record = {
-        "entropy": rounded(sums.entropy[0].mean(-1)),
-        "distance": rounded(sums.distance[0].mean(-1)),
-        "sink": rounded(sums.sink[0].mean(-1)),
-        "used": rounded(sums.used[0].median(1).values, 4),
-        "effective": None if effective is None else rounded(effective[0].median(-1).values, 4),
+        "entropy": round_digits(sums.entropy[0].mean(-1)),
+        "distance": round_digits(sums.distance[0].mean(-1)),
+        "sink": round_digits(sums.sink[0].mean(-1)),
+        "used": round_digits(sums.used[0].median(1).values, 4),
+        "effective": None if effective is None else round_digits(effective[0].median(-1).values, 4),
     }
     gated: Record = dict.fromkeys(("gate", "landmark", "mask", "correlation", "amplitude"))
     if attended.gates is not None and attended.gate is not None and attended.landmark is not None:
         groups = attended.q.size(1) // attended.k.size(1)
         gated = {
-            "gate": rounded(attended.gate[0].mean(-1)),
-            "landmark": rounded(attended.landmark[0].mean(-1).repeat_interleave(groups)),
-            "mask": rounded(mean_mask(attended)[0]),
-            "correlation": rounded(_correlation(attended.gate[0], sums.entropy[0]), 4),
-            "amplitude": rounded(attended.gates.amplitude),
+            "gate": round_digits(attended.gate[0].mean(-1)),
+            "landmark": round_digits(attended.landmark[0].mean(-1).repeat_interleave(groups)),
+            "mask": round_digits(mean_mask(attended)[0]),
+            "correlation": round_digits(_correlation(attended.gate[0], sums.entropy[0]), 4),
+            "amplitude": round_digits(attended.gates.amplitude),
         }
     return row | gated
 
@@ -178,4 +160,4 @@ def _correlation(gate: Tensor, entropy: Tensor) -> Tensor:
 def _norms(attended: Attended) -> Record:
     norms, base = pair_norms(attended), rotary(attended.scheme)
     frequencies = base.inv_freq if base is not None else torch.zeros(0)
-    return {"inv_freq": rounded(frequencies), "queries": norms.queries[0].cpu(), "keys": norms.keys[0].cpu()}
+    return {"inv_freq": round_digits(frequencies), "queries": norms.queries[0].cpu(), "keys": norms.keys[0].cpu()}

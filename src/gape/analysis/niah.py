@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gape.analysis.entropy import statistics
-from gape.analysis.lm import rounded
+from gape.analysis.lm import round_digits
 from gape.analysis.maps import attention_map
 from gape.analysis.routing import horizon
 from gape.analysis.tap import Attended, attended
@@ -30,7 +30,6 @@ def inspect_model(
     seed: int = 0,
     trace: bool = True,
     map_size: int = 64,
-    check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Entropy at several lengths, gates at the training length, one sequence in full.
 
@@ -42,7 +41,6 @@ def inspect_model(
         seed: which.
         trace: whether to keep the landmarks along the first sequence.
         map_size: cells along each side of the first sequence's attention maps; 0 for none.
-        check: called before every sequence; may raise to stop.
 
     Returns:
         Plain lists and numbers of six significant digits. `spread` has an entry per factor with `entropy`, `distance`,
@@ -63,7 +61,6 @@ def inspect_model(
         at = config.at(config.length * factor)
         spread: list[dict[str, Any]] = []
         for index in range(samples):
-            check()
             drawn = niah.sample(at, 1, seed=seed, first=index, split="test", device=device)
             layers = attended(model, drawn.ids, logits_to_keep=1)
             spread.append(_spread(layers))
@@ -81,10 +78,10 @@ def _spread(layers: list[Attended]) -> dict[str, Any]:
     """By layer and head: means over the queries of one sequence, and the last query's entropy."""
     each = [statistics(layer) for layer in layers]
     return {
-        "entropy": [rounded(s.entropy[0].mean(-1)) for s in each],
-        "distance": [rounded(s.distance[0].mean(-1)) for s in each],
-        "sink": [rounded(s.sink[0].mean(-1)) for s in each],
-        "query_entropy": [rounded(s.entropy[0, :, -1]) for s in each],
+        "entropy": [round_digits(s.entropy[0].mean(-1)) for s in each],
+        "distance": [round_digits(s.distance[0].mean(-1)) for s in each],
+        "sink": [round_digits(s.sink[0].mean(-1)) for s in each],
+        "query_entropy": [round_digits(s.entropy[0, :, -1]) for s in each],
     }
 
 
@@ -98,14 +95,14 @@ def _gates(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig
         if layer.gates is None or layer.gate is None or layer.landmark is None:
             continue
         theory = horizon(layer, digit)
-        rows["amplitude"].append(rounded(layer.gates.amplitude))
-        rows["query_gate"].append(rounded(layer.gate[0, :, -1]))
-        rows["rate"].append(rounded(theory.rate[0]))
-        rows["effective"].append(rounded(theory.effective[0]))
-        rows["required"].append(rounded(theory.required[0]))
-        rows["target_landmark"].append(rounded(layer.landmark[0, :, digit[0]]))
+        rows["amplitude"].append(round_digits(layer.gates.amplitude))
+        rows["query_gate"].append(round_digits(layer.gate[0, :, -1]))
+        rows["rate"].append(round_digits(theory.rate[0]))
+        rows["effective"].append(round_digits(theory.effective[0]))
+        rows["required"].append(round_digits(theory.required[0]))
+        rows["target_landmark"].append(round_digits(layer.landmark[0, :, digit[0]]))
         for number, kind in enumerate(KINDS):
-            rows["landmark"][kind].append(rounded(layer.landmark[0, :, kinds == number].mean(-1)))
+            rows["landmark"][kind].append(round_digits(layer.landmark[0, :, kinds == number].mean(-1)))
     return rows
 
 
@@ -120,10 +117,10 @@ def _first_sequence(
     }
     landmarks = [layer.landmark[0] for layer in layers if layer.landmark is not None]
     if trace and landmarks:
-        results["trace"] = about | {"landmark": [rounded(layer, 4) for layer in landmarks]}
+        results["trace"] = about | {"landmark": [round_digits(layer, 4) for layer in landmarks]}
     if map_size:
         maps = [attention_map(layer, map_size)[0] for layer in layers]
-        results["maps"] = about | {"weights": [rounded(layer, 3) for layer in maps]}
+        results["maps"] = about | {"weights": [round_digits(layer, 3) for layer in maps]}
     return results
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.int64]
 
-#: Fields that hold a prompt, in the order they are looked for.
+#: Fields that hold a prompt, in the order tried.
 PROMPT_FIELDS = ("input", "prompt", "text")
 
 
@@ -155,7 +155,7 @@ class Reader:
         rows = list(_rows(self.path))
         chosen: list[Passage] = []
         left_out = 0
-        for number in shuffled(range(len(rows)), seed):
+        for number in shuffle(range(len(rows)), seed):
             if len(chosen) == count:
                 break
             ids = np.array(self._encoder().encode(rows[number]), dtype=np.int64)
@@ -187,7 +187,7 @@ def long_documents(
     by_text: dict[str, Document] = {}
     for document in enough:
         by_text.setdefault(text_of(document), document)
-    names = shuffled(by_text, seed)
+    names = shuffle(by_text, seed)
     return [by_text[name] for name in names]
 
 
@@ -196,7 +196,7 @@ def text_of(document: Document) -> str:
     return re.sub(r":\d+-\d+$", "", document.id)
 
 
-def shuffled(items: Iterable[Any], seed: int) -> list[Any]:
+def shuffle(items: Iterable[Any], seed: int) -> list[Any]:
     """The items in the order of hashes of their names, which does not depend on the other items."""
     return sorted(items, key=lambda item: number(seed, item))
 

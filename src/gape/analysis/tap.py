@@ -122,7 +122,7 @@ def tap(model: nn.Module, receive: Receiver) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for index, layer in enumerate(_layers(model)):
-            stack.enter_context(_tapped(layer, index, receive))
+            stack.enter_context(_tap_layer(layer, index, receive))
         yield
 
 
@@ -159,25 +159,28 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _is_injected(module: nn.Module) -> bool:
-    """Whether `gape.hf.inject` changed an attention module, asked without importing transformers."""
+    """Whether `gape.hf.inject` changed an attention module; does not import transformers."""
     return hasattr(module, "gape_wiring")
 
 
 @contextmanager
-def _tapped(layer: Any, index: int, receive: Receiver) -> Iterator[None]:
+def _tap_layer(layer: Any, index: int, receive: Receiver) -> Iterator[None]:
     """While open, `receive` gets what a layer attended with."""
     if _is_injected(layer):
         if layer.softcap is not None:
             raise invalid_argument("model", type(layer).__name__, "layers that do not cap their logits")
-        with _replaced(layer, "attend", _wrapped_layer(layer, index, receive)):
+        with _replace_attribute(layer, "attend", _wrap_layer(layer, index, receive)):
             yield
         return
-    with _replaced(layer, "stepwise", True), _replaced(layer.scheme, "attend", _wrapped(layer.scheme, index, receive)):
+    with (
+        _replace_attribute(layer, "stepwise", True),
+        _replace_attribute(layer.scheme, "attend", _wrap_scheme(layer.scheme, index, receive)),
+    ):
         yield
 
 
 @contextmanager
-def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+def _replace_attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
     """While open, an attribute of the instance hides what the name meant before."""
     own = vars(module)
     before = {name: own[name]} if name in own else {}
@@ -189,7 +192,7 @@ def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
         own.update(before)
 
 
-def _wrapped(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., Tensor]:
+def _wrap_scheme(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., Tensor]:
     attend = scheme.attend
 
     def wrapped(
@@ -198,7 +201,7 @@ def _wrapped(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., Ten
         y = attend(q, k, v, q_side, k_side, **options)
         visible = {name: value for name, value in options.items() if name not in ("scale", "impl", "eps")}
         record = Attended(
-            scheme=scheme, q=q.detach(), k=k.detach(), q_side=_detached(q_side), k_side=_detached(k_side),
+            scheme=scheme, q=q.detach(), k=k.detach(), q_side=_detach(q_side), k_side=_detach(k_side),
             scale=options["scale"], visibility=inputs.visibility(q, k, **visible),
         )  # fmt: skip
         if isinstance(scheme, Gated):
@@ -209,7 +212,7 @@ def _wrapped(scheme: Scheme, index: int, receive: Receiver) -> Callable[..., Ten
     return wrapped
 
 
-def _wrapped_layer(layer: Any, index: int, receive: Receiver) -> Callable[..., Any]:
+def _wrap_layer(layer: Any, index: int, receive: Receiver) -> Callable[..., Any]:
     """The method `attend` of an injected layer, which also gives `receive` its arguments."""
     from gape.hf import masks  # noqa: PLC0415
 
@@ -224,7 +227,7 @@ def _wrapped_layer(layer: Any, index: int, receive: Receiver) -> Callable[..., A
         in_order = mask is not None and masks.is_next_chunk(q_positions, k_positions, mask)
         visible = {} if in_order else masks.visibility(q_positions, k_positions, mask, q.size(2))
         record = Attended(
-            scheme=wiring.scheme, q=q.detach(), k=k.detach(), q_side=_detached(gate), k_side=_detached(landmark),
+            scheme=wiring.scheme, q=q.detach(), k=k.detach(), q_side=_detach(gate), k_side=_detach(landmark),
             scale=wiring.family.layout.scale(layer), visibility=inputs.visibility(q, k, **visible), gates=layer.gates,
             context_length=float(wiring.context_length),
         )  # fmt: skip
@@ -234,5 +237,5 @@ def _wrapped_layer(layer: Any, index: int, receive: Receiver) -> Callable[..., A
     return wrapped
 
 
-def _detached(side: Tensor | None) -> Tensor | None:
+def _detach(side: Tensor | None) -> Tensor | None:
     return None if side is None else side.detach()

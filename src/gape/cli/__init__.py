@@ -15,7 +15,7 @@ from gape.utils import heartbeat, signals
 
 app = typer.Typer(
     name="gape",
-    help="Gated Adaptive Positional Encoding: train, measure and look inside.",
+    help="Gated Adaptive Positional Encoding: train, measure and analyse.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -31,11 +31,11 @@ app.add_typer(lm.app, name="lm")
 app.add_typer(hf.app, name="hf")
 app.add_typer(niah.app, name="niah")
 app.add_typer(ruler.app, name="ruler")
-app.add_typer(analyze.app, name="analyze", short_help="Look into trained language models.")
+app.add_typer(analyze.app, name="analyze", short_help="Analyse trained language models.")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(show: bool) -> None:
+    if show:
         from gape import __version__  # noqa: PLC0415
 
         typer.echo(__version__)

@@ -1,4 +1,4 @@
-"""`gape analyze`: what trained language models do inside, and what they make of text far back."""
+"""`gape analyze`: attention, gates and masks of trained language models, and their loss on text far back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gape.analysis.passages import Reader
 
 app = typer.Typer(
-    help="Look into trained language models; what is found lies in each run's directory.",
+    help="Analyse trained language models; results are stored in each run's directory.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -76,44 +76,33 @@ def spectrum(
     analyses.spectrum(runs, reader, length=length, samples=samples, seed=seed, device=device)
 
 
-@app.command()
-def maps(
-    runs: Runs,
-    data: Data,
-    length: Length = None,
-    layer: Layer = None,
-    size: Size = 64,
-    tokenizer: Tokenizer = None,
-    split: Split = "heldout",
-    stratum: Stratum = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-) -> None:
-    """Attention of a layer's heads on one passage, in cells: maps.json."""
-    from gape.experiments import analyses  # noqa: PLC0415
+def _picture(name: str, text: str) -> None:
+    """Add a command that draws one layer on one passage."""
 
-    reader = _reader(data, tokenizer, split, stratum)
-    analyses.maps(runs, reader, length=length, layer=layer, size=size, seed=seed, device=device)
+    @app.command(name, help=text)
+    def picture(
+        runs: Runs,
+        data: Data,
+        length: Length = None,
+        layer: Layer = None,
+        size: Size = 64,
+        tokenizer: Tokenizer = None,
+        split: Split = "heldout",
+        stratum: Stratum = None,
+        seed: Seed = 0,
+        device: Device = "auto",
+    ) -> None:
+        from gape.experiments import analyses  # noqa: PLC0415
+
+        reader = _reader(data, tokenizer, split, stratum)
+        analyses.pictures(name, runs, reader, length=length, layer=layer, size=size, seed=seed, device=device)
 
 
-@app.command()
-def masks(
-    runs: Runs,
-    data: Data,
-    length: Length = None,
-    layer: Layer = None,
-    size: Size = 64,
-    tokenizer: Tokenizer = None,
-    split: Split = "heldout",
-    stratum: Stratum = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-) -> None:
-    """The paper's mask M of a layer's heads on one passage, in cells: masks.json. Runs without gates are left out."""
-    from gape.experiments import analyses  # noqa: PLC0415
-
-    reader = _reader(data, tokenizer, split, stratum)
-    analyses.masks(runs, reader, length=length, layer=layer, size=size, seed=seed, device=device)
+_picture("maps", "Attention of a layer's heads on one passage, in cells: maps.json.")
+_picture(
+    "masks",
+    "The paper's mask M of a layer's heads on one passage, in cells: masks.json. Runs without gates are left out.",
+)
 
 
 @app.command()

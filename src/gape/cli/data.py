@@ -1,11 +1,8 @@
-"""`gape data`: turn documents into a corpus of token shards, and look at one."""
+"""`gape data`: turn documents into a corpus of token shards, and verify one."""
 
 from __future__ import annotations
 
-import time
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,12 +11,8 @@ from gape.cli.options import INTS, numbers
 
 if TYPE_CHECKING:
     from gape.data import pipeline
-    from gape.utils.progress import Progress
 
 app = typer.Typer(help="Corpora of tokens.", no_args_is_help=True, rich_markup_mode=None)
-
-#: Lines in a log file should be readable next morning.
-SECONDS_BETWEEN_LINES = 10.0
 
 
 @app.command()
@@ -69,12 +62,17 @@ def prepare(
     # What is None was not given, and stays as the recipe or the default has it.
     given = {name: value for name, value in locals().items() if name not in ("inputs", "out", "workers")}
     from gape.data.pipeline import prepare as make  # noqa: PLC0415
-    from gape.utils.progress import Progress  # noqa: PLC0415
+    from gape.utils.progress import Progress, ProgressTable  # noqa: PLC0415
 
     config = settings(inputs or [], {name: value for name, value in given.items() if value is not None})
     progress = Progress()
-    with ReadingProgress(progress) as shown:
-        make(config, out, workers=workers, progress=shown.show, log=progress.log)
+    with ProgressTable(progress, "byte") as table:
+
+        def show(state: pipeline.Progress) -> None:
+            note = f"{state.documents:,} documents, {state.tokens:,} tokens"
+            table.show(str(out), state.position, state.total or None, note)
+
+        make(config, out, workers=workers, progress=show, log=progress.log)
     typer.echo((out / "card.md").read_text(encoding="utf-8"))
 
 
@@ -108,41 +106,3 @@ def settings(inputs: list[str], given: dict[str, Any]) -> Any:
     if "heldout" in given:
         given["heldout"] = tuple(given["heldout"])
     return PrepareConfig(**(base | given))
-
-
-class ReadingProgress(AbstractContextManager["ReadingProgress"]):
-    """Shows how far a corpus is read: a bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, progress: Progress) -> None:
-        from rich import progress as rich  # noqa: PLC0415
-
-        self._progress, self._began, self._last_line = progress, time.monotonic(), time.monotonic()
-        # Tokens there were when this process began to count: a resumed corpus has some already.
-        self._first: int | None = None
-        columns = (rich.BarColumn(), rich.TextColumn("{task.description}"), rich.TimeElapsedColumn())
-        console = progress.console
-        self._bar = rich.Progress(*columns, console=console, transient=True) if console.is_terminal else None
-        self._task = self._bar.add_task("reading", total=None) if self._bar else None
-
-    def __enter__(self) -> ReadingProgress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, state: pipeline.Progress) -> None:
-        """Show the documents and tokens that were read so far."""
-        if self._first is None:
-            self._first, self._began = state.tokens, time.monotonic()
-        now = time.monotonic()
-        rate = (state.tokens - self._first) / max(now - self._began, 1e-9)
-        line = f"{state.documents:,} documents, {state.tokens:,} tokens, {rate:,.0f} tokens/s"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=state.position, total=state.total or None, description=line)
-        elif now - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            share = f"{100 * state.position / state.total:.0f}% read, " if state.total else ""
-            self._progress.log(f"{share}{line}")

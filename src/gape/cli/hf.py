@@ -196,15 +196,18 @@ def measure(
     precision: Precision = "auto",
 ) -> None:
     """Measure models at several contexts; rows go to perplexity.jsonl in each directory."""
-    from gape.experiments import hf_perplexity  # noqa: PLC0415
+    from gape.data import open_corpus  # noqa: PLC0415
+    from gape.experiments import hf_perplexity, perplexity  # noqa: PLC0415
     from gape.experiments.run import LanguageEvaluation  # noqa: PLC0415
+    from gape.utils.progress import Progress  # noqa: PLC0415
 
     evaluation = LanguageEvaluation(
         contexts=numbers("contexts", contexts, int, "512,1024"), last=last, align=align, max_windows=max_windows,
         seed=seed, chunk=chunk,
     )  # fmt: skip
-    settings = hf_perplexity.Settings.of(data, evaluation, split=split, device=device, precision=precision)
-    typer.echo(hf_perplexity.table(models, settings, attention).text())
+    settings = perplexity.Settings.of(open_corpus(data), evaluation, split=split, device=device, precision=precision)
+    for table in perplexity.tables(hf_perplexity.measure_models(models, settings, attention, log=Progress().log)):
+        typer.echo(f"\n{table.text()}")
 
 
 app.command("forgetting")(forgetting.language)
@@ -212,7 +215,7 @@ app.command("forgetting")(forgetting.language)
 
 def _values(name: str, given: list[str] | None) -> dict[str, Any]:
     """KEY=VALUE of an option of that name, the values as in a recipe."""
-    from gape.experiments.settings import override  # noqa: PLC0415
+    from gape.utils.settings import override  # noqa: PLC0415
 
     for text in given or []:
         if not text.partition("=")[0].strip() or "=" not in text:

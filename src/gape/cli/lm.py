@@ -64,20 +64,18 @@ def measure(
 ) -> None:
     """Measure trained runs at several contexts. What was measured before is not measured again."""
     from gape.data import open_corpus  # noqa: PLC0415
-    from gape.experiments.language import measure_runs  # noqa: PLC0415
-    from gape.experiments.perplexity_tables import perplexity_tables  # noqa: PLC0415
+    from gape.experiments import perplexity  # noqa: PLC0415
     from gape.experiments.run import LanguageEvaluation  # noqa: PLC0415
     from gape.utils.progress import Progress  # noqa: PLC0415
 
-    corpus = open_corpus(data)
     evaluation = LanguageEvaluation(
         contexts=() if contexts is None else numbers("contexts", contexts, int, "512,1024"), protocol=protocol,
         last=last, stride=stride, align=align, max_windows=max_windows, seed=seed, chunk=chunk,
     )  # fmt: skip
-    rows = measure_runs(
-        runs, corpus, evaluation, split=split, stratum=stratum, device=device, precision=precision, log=Progress().log
+    settings = perplexity.Settings.of(
+        open_corpus(data), evaluation, device=device, precision=precision, split=split, stratum=stratum
     )
-    for table in perplexity_tables(rows):
+    for table in perplexity.tables(perplexity.measure_runs(runs, settings, log=Progress().log)):
         typer.echo(f"\n{table.text()}")
 
 

@@ -29,7 +29,7 @@ def train(
     only: Only = None,
     dry: Dry = False,
 ) -> None:
-    """Train, evaluate and look into every run of a recipe. Stop it and start it again as you like."""
+    """Train, evaluate and analyse every run of a recipe. Stop it and start it again as you like."""
     from gape.experiments.recipe import default_directory, load  # noqa: PLC0415
 
     loaded = load(recipe, overrides or [], kind="niah").only(only or [])

@@ -45,5 +45,5 @@ def numbers(name: str, text: str, kind: type[Number], such_as: str) -> tuple[Num
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError as error:
-        wanted = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"{name}: got {text!r}, expected {wanted} with commas, such as {such_as}") from error
+        expected = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{name}: got {text!r}, expected {expected} with commas, such as {such_as}") from error

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import types
 import typing
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,12 @@ import numpy as np
 
 from gape.data.shards import Piece
 from gape.utils import recipe_files
-from gape.utils.validation import suggestion
+from gape.utils.settings import parse_value, refuse_unknown
+from gape.utils.validation import invalid_argument
 
 DTYPES = ("uint16", "uint32")
+#: A record of the index has one byte for the stratum.
+MOST_STRATA = 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +64,23 @@ class PrepareConfig:
     max_bad: float = 0.01
 
     def __post_init__(self) -> None:
-        _expect(self.inputs or self.heldout, "inputs", self.inputs, "at least one file, folder or dataset")
-        _expect(self.tokenizer, "tokenizer", self.tokenizer, 'a name, such as "bytes" or a folder with GPT-2\'s files')
-        _expect(0 <= self.heldout_fraction < 1, "heldout_fraction", self.heldout_fraction, "a number from 0 to below 1")
-        rising = all(a < b for a, b in zip(self.strata, self.strata[1:], strict=False))
-        _expect(rising and all(s > 1 for s in self.strata), "strata", self.strata, "rising lengths above 1")
-        _expect(len(self.strata) < 256, "strata", self.strata, "at most 255 lengths")
-        _expect(not self.excerpts or self.strata, "excerpts", True, "strata, which say how long the excerpts are")
-        _expect(self.dtype in (None, *DTYPES), "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        _expect(self.shard_tokens >= 1, "shard_tokens", self.shard_tokens, "at least 1")
-        _expect(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        _expect(
-            math.isfinite(self.max_bad) and self.max_bad >= 0,
-            "max_bad",
-            self.max_bad,
-            "a number of lines, or a fraction below 1",
-        )
+        rising = all(a < b for a, b in pairwise(self.strata))
+        checks = {
+            "inputs": (self.inputs or self.heldout, "at least one file, folder or dataset"),
+            "tokenizer": (self.tokenizer, 'a name, such as "bytes" or a folder with GPT-2\'s files'),
+            "heldout_fraction": (0 <= self.heldout_fraction < 1, "a number from 0 to below 1"),
+            "strata": (rising and min(self.strata, default=2) > 1, "rising lengths above 1"),
+            "excerpts": (not self.excerpts or self.strata, "strata, which say how long the excerpts are"),
+            "dtype": (self.dtype in (None, *DTYPES), f"one of {', '.join(DTYPES)}"),
+            "shard_tokens": (self.shard_tokens >= 1, "at least 1"),
+            "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            "max_bad": (0 <= self.max_bad < math.inf, "a number of lines, or a fraction below 1"),
+        }
+        for name, (valid, expected) in checks.items():
+            if not valid:
+                raise invalid_argument(name, getattr(self, name), expected)
+        if len(self.strata) > MOST_STRATA:
+            raise invalid_argument("strata", self.strata, f"at most {MOST_STRATA} lengths")
 
     def pieces(self, tokens: int) -> list[Piece]:
         """The entries of a document of `tokens` tokens (the end of text not counted) where there are strata.
@@ -121,11 +124,6 @@ def choose_dtype(dtype: str | None, vocab_size: int) -> str:
     return dtype
 
 
-def _expect(valid: object, name: str, got: object, expected: str) -> None:
-    if not valid:
-        raise ValueError(f"{name}: got {got!r}, expected {expected}")
-
-
 #: Where recipes of a preparation lie.
 FOLDER = ("data",)
 
@@ -143,24 +141,6 @@ def load(name: str) -> dict[str, Any]:
     """
     settings = recipe_files.read(recipe_files.find(name, folders=FOLDER))
     settings.pop("description", None)
-    return {key: _typed(key, value) for key, value in settings.items()}
-
-
-def _typed(key: str, value: Any) -> Any:
-    """The value in the type of its setting: lists become tuples, whole numbers floats."""
     hints = typing.get_type_hints(PrepareConfig)
-    known = [field.name for field in dataclasses.fields(PrepareConfig)]
-    if key not in known:
-        meant = suggestion(key, known, before=", ")
-        raise ValueError(f"{key}: unknown key{meant}; known are {', '.join(known)}")
-    hint = hints[key]
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)[0]
-        if isinstance(value, list) and all(type(item) is inner for item in value):
-            return tuple(value)
-    elif float in kinds and type(value) in (int, float):
-        return float(value)
-    elif type(value) in kinds:
-        return value
-    raise ValueError(f"{key}: got {value!r}, expected {hint}")
+    refuse_unknown("", settings, list(hints))
+    return {key: parse_value(key, hints[key], value) for key, value in settings.items()}

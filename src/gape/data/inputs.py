@@ -38,7 +38,7 @@ def find(config: PrepareConfig, tick: Tick) -> list[Input]:
         if unique in known:
             raise ValueError(f"inputs: {name} is given twice, expected every input once")
         known.add(unique)
-    return [_identified(*source, tick) for source in sources]
+    return [_identify(*source, tick) for source in sources]
 
 
 def probe(sources: list[Input], fields: Fields, tick: Tick) -> None:
@@ -95,7 +95,7 @@ def _is_input(folder: Path, file: Path) -> bool:
     return not any(part.startswith(".") for part in inside.parts)
 
 
-def _identified(name: str, group: int, split: str | None, place: Path | File | None, tick: Tick) -> Input:
+def _identify(name: str, group: int, split: str | None, place: Path | File | None, tick: Tick) -> Input:
     """An input with what identifies it: a file here (a path), a file on the hub, or a whole dataset (None)."""
     facts: dict[str, Any] = {"name": name, "split": split}
     if place is None:
@@ -155,11 +155,11 @@ def revision(spec: str) -> str | None:
         ValueError: the hub does not have it, or cannot be reached.
         ImportError: the libraries are missing.
     """
-    dataset, wanted, _, _ = parse(spec)
+    dataset, given, _, _ = parse(spec)
     if Path(dataset).exists():
         return None
     try:
-        commit: str | None = _hub().HfApi().dataset_info(dataset, revision=wanted).sha
+        commit: str | None = _hub().HfApi().dataset_info(dataset, revision=given).sha
     # Errors of the network or the hub, of many kinds.
     except Exception as error:
         raise ValueError(f"inputs: got {spec!r}, which the hub does not give: {error}") from error

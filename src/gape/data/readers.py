@@ -98,7 +98,7 @@ def read_text(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[
     except UnicodeDecodeError as error:
         yield Record(1, "", None, "", source.size, f"not UTF-8: {error.reason} at byte {error.start}")
         return
-    yield _checked(Record(1, source.name, None, text, source.size))
+    yield _check_text(Record(1, source.name, None, text, source.size))
 
 
 def probe_lines(source: Input, fields: Fields) -> None:
@@ -143,8 +143,8 @@ def probe_parquet(source: Input, fields: Fields) -> None:
 def read_parquet(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
     """A record for each row."""
     with _open(source) as (_, raw):
-        wanted = {fields.text, fields.id or "id", fields.title}
-        columns = [name for name in _columns(source, raw) if name in wanted]
+        names = {fields.text, fields.id or "id", fields.title}
+        columns = [name for name in _columns(source, raw) if name in names]
         number = 0
         for batch in _parquet().ParquetFile(raw).iter_batches(batch_size=ROWS, columns=columns):
             if number + batch.num_rows <= skip:
@@ -179,7 +179,7 @@ def document(value: Mapping[str, Any], fields: Fields, name: str, number: int, p
         return Record(number, "", None, "", position, f"no field {fields.id}")
     named = identifier is not None
     identifier, title = str(identifier) if named else f"{name}:{number}", None if title is None else str(title)
-    return _checked(Record(number, identifier, title, text, position, named=named))
+    return _check_text(Record(number, identifier, title, text, position, named=named))
 
 
 def require_fields(name: str, value: Mapping[str, Any], fields: Fields) -> None:
@@ -205,7 +205,7 @@ def kind_of(file: str) -> str:
     raise ValueError(f"inputs: got {file!r}, expected a name that ends in {known}, or one of these compressed")
 
 
-def _checked(record: Record) -> Record:
+def _check_text(record: Record) -> Record:
     """The record, with a problem where its text is empty or no Unicode."""
     if not record.text.strip():
         return record._replace(text="", problem=EMPTY)

@@ -47,7 +47,7 @@ class Pool:
             self._idle.put(process)
         # A thread for each process does nothing but wait for it.
         self._threads = ThreadPoolExecutor(max_workers=workers) if workers else None
-        self._identified: set[int] = set()
+        self._identify: set[int] = set()
 
     def __enter__(self) -> Pool:
         return self
@@ -77,10 +77,10 @@ class Pool:
         process = self._idle.get()
         try:
             requests, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
-            if process.pid not in self._identified:
+            if process.pid not in self._identify:
                 if _read(answers, 32) != _identity(self._tokenizer):
                     raise RuntimeError("a tokenising process loaded another tokenizer: did its files change?")
-                self._identified.add(process.pid)
+                self._identify.add(process.pid)
             requests.write(NUMBER.pack(len(texts)))
             for text in texts:
                 requests.write(NUMBER.pack(len(text)))
@@ -139,7 +139,7 @@ def _read_number(stream: IO[bytes]) -> int:
 
 
 if __name__ == "__main__":
-    # The process that asked may be gone by the time of the answer; then there is nobody to tell.
+    # The parent process may be gone by the time of the answer.
     try:
         main(*sys.argv[1:])
     except (BrokenPipeError, EOFError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from gape.analysis import lm
 from gape.analysis.passages import Passages, Reader, lengths_of
@@ -54,9 +54,9 @@ def entropy(
     """
 
     def analyse(run: OpenModel, log: Log) -> None:
-        wanted = [_length(reader, length, run) for length in ((None,) if lengths is None else lengths)]
+        spans = [_length(reader, length, run) for length in ((None,) if lengths is None else lengths)]
         # All of them before the first is analysed: one may be longer than every document.
-        for passages in [reader.passages(length, samples, seed=seed, longest=longest) for length in wanted]:
+        for passages in [reader.passages(length, samples, seed=seed, longest=longest) for length in spans]:
             if passages.left_out:
                 log(f"{passages.left_out} prompts are empty or longer than {longest} tokens and left out")
             settings = {**_source(reader, seed), "samples": samples, "longest": longest}
@@ -84,28 +84,34 @@ def spectrum(
     _each(runs, reader, device, analyse)
 
 
-def maps(
-    runs: Sequence[Path], reader: Reader, *, length: int | None = None, layer: int | None = None, size: int = 64,
-    seed: int = 0, device: str = "auto",
+def pictures(
+    kind: str, runs: Sequence[Path], reader: Reader, *, length: int | None = None, layer: int | None = None,
+    size: int = 64, seed: int = 0, device: str = "auto",
 ) -> None:  # fmt: skip
-    """Attention of a layer's heads on one passage, in `size` × `size` cells: `maps.json`; the last layer by default."""
-    analyse = partial(_draw, "maps", lm.maps, reader, length, layer, size, seed)
-    _each(runs, reader, device, analyse)
+    """One layer's heads on one passage, in `size` × `size` cells; the last layer by default.
 
-
-def masks(
-    runs: Sequence[Path], reader: Reader, *, length: int | None = None, layer: int | None = None, size: int = 64,
-    seed: int = 0, device: str = "auto",
-) -> None:  # fmt: skip
-    """The paper's mask M of a layer's heads on one passage, in cells: `masks.json`. Needs gates."""
+    Args:
+        kind: "maps", attention, to `maps.json`; or "masks", the paper's mask M of runs with gates, to `masks.json`.
+        runs, reader, length, seed, device: as in :func:`entropy`.
+        layer: from 0.
+        size: cells along each side.
+    """
 
     def analyse(run: OpenModel, log: Log) -> None:
-        if next(_gpt(run).gates(), None) is None:
+        model = _gpt(run)
+        if kind == "masks" and next(model.gates(), None) is None:
             log(f"{run.identity['run']}: {run.identity['position']} has no gates, so it has no mask")
             return
-        _draw("masks", lm.masks, reader, length, layer, size, seed, run, log)
+        passages = reader.passages(_length(reader, length, run), 1, seed=seed)
+        number = model.config.n_layer - 1 if layer is None else layer
+        settings = {**_source(reader, seed), "layer": number, "size": size}
+        draw = partial(_PICTURES[kind], model, passages.items[0], layer=number, size=size)
+        _add(run, kind, passages, settings, draw, log)
 
     _each(runs, reader, device, analyse)
+
+
+_PICTURES: dict[str, Callable[..., Record]] = {"maps": lm.maps, "masks": lm.masks}
 
 
 def routing(runs: Sequence[Path]) -> Table:
@@ -185,25 +191,6 @@ def _add(
     texts = {"passages": [passage.id for passage in passages.items], "tokens": lengths_of(passages.items)}
     sets.add(settings, texts | analyse())
     log(f"{name} of {passages.data} → {sets.path}")
-
-
-def _draw(
-    kind: str,
-    draw: Callable[..., dict[str, Any]],
-    reader: Reader,
-    length: int | None,
-    layer: int | None,
-    size: int,
-    seed: int,
-    run: OpenModel,
-    log: Log,
-) -> None:
-    """Draw one layer on one passage."""
-    model = _gpt(run)
-    passages = reader.passages(_length(reader, length, run), 1, seed=seed)
-    number = model.config.n_layer - 1 if layer is None else layer
-    settings = {**_source(reader, seed), "layer": number, "size": size}
-    _add(run, kind, passages, settings, partial(draw, model, passages.items[0], layer=number, size=size), log)
 
 
 def _source(reader: Reader, seed: int) -> Record:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from types import ModuleType
 
 import torch
 from rich.console import Console
@@ -21,35 +21,17 @@ from gape.utils.validation import invalid_argument
 Log = Callable[[str], None]
 
 
-class Experiment(Protocol):
-    """What a kind of experiment adds: a module with these functions. All poll `stop` and keep what they have done."""
-
-    def check(self, run: Any, directory: Path) -> None:
-        """Refuse, before anything is started, what would fail later: data that are missing or do not fit."""
-        ...
-
-    def train(
-        self, run: Any, directory: Path, device: torch.device, stop: StopFlag, resume: str, console: Console | None
-    ) -> None:
-        """Train to the end, from wherever the directory stands."""
-        ...
-
-    def missing(self, run: Any, directory: Path) -> bool:
-        """Whether measurements of the trained weights are missing."""
-        ...
-
-    def measure(self, run: Any, directory: Path, device: torch.device, stop: StopFlag, log: Log) -> None:
-        """Make the missing measurements."""
-        ...
-
-
 #: The module of each kind of run.
 _MODULES = {"niah": "gape.experiments.needle", "lm": "gape.experiments.language"}
 
 
-def experiment(run: Run) -> Experiment:
-    """The experiment that a run is of."""
-    return cast(Experiment, import_module(_MODULES[run.kind]))
+def experiment(run: Run) -> ModuleType:
+    """The module with what a kind of run adds: functions `check`, `train`, `missing` and `measure`.
+
+    `check` refuses, before anything is started, data that are missing or do not fit. `train` polls `stop`. `missing`
+    says whether `measure` has anything left to do.
+    """
+    return import_module(_MODULES[run.kind])
 
 
 def perform(
@@ -75,12 +57,12 @@ def perform(
     claim(run, directory)
     device = pick_device(run.device)
     with stop:
-        if not trained(run, directory):
+        if not is_trained(run, directory):
             own.train(run, directory, device, stop, resume, console)
-        if not finished(run, directory):
+        if not is_finished(run, directory):
             # A row is kept as soon as it is measured.
             with stop.at_once():
-                own.measure(run, directory, device, stop, log)
+                own.measure(run, directory, device, log)
 
 
 def check(run: Run, directory: Path, resume: str = "auto") -> None:
@@ -115,15 +97,15 @@ def claim(run: Run, directory: Path) -> None:
     files.replace(directory / SETTINGS, files.to_json(run.to_dict()))
 
 
-def trained(run: Run, directory: Path) -> bool:
+def is_trained(run: Run, directory: Path) -> bool:
     """Whether training has come to its end."""
     summary = read_object(directory / SUMMARY)
     return bool(summary) and (summary["status"] == "stopped early" or summary["step"] >= run.train.max_steps)
 
 
-def finished(run: Run, directory: Path) -> bool:
+def is_finished(run: Run, directory: Path) -> bool:
     """Whether nothing is left to do."""
-    return trained(run, directory) and not experiment(run).missing(run, directory)
+    return is_trained(run, directory) and not experiment(run).missing(run, directory)
 
 
 def model_step(run: Run, directory: Path) -> int | None:
@@ -135,7 +117,7 @@ def model_step(run: Run, directory: Path) -> int | None:
 
 
 def conditions(run: Run, device: torch.device) -> Record:
-    """How a run is measured on a device: the keys by which rows of another precision or device are told apart."""
+    """How a run is measured on a device: the keys that distinguish rows of another precision or device."""
     return {"precision": "bfloat16" if low_precision(run.train.precision, device) else "float32", "device": device.type}
 
 
@@ -176,7 +158,7 @@ def named_device(name: str) -> torch.device:
 
 
 def wants_bfloat16(precision: str, device: torch.device, *others: str) -> bool:
-    """Whether the --precision that was asked for means bfloat16 autocast on a device.
+    """Whether a --precision means bfloat16 autocast on a device.
 
     Raises:
         ValueError: no such precision; names those there are, and `others` that a command knows itself.

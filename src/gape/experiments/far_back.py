@@ -100,8 +100,8 @@ def _decoder(config: FarBackConfig, corpus: Corpus, tokenizer: Tokenizer | None)
         name = corpus.tokenizer["name"]
         raise ValueError(f"tokenizer: got nothing, expected {name}, which the corpus was made with, to find names")
     if tokenizer.identity()["sha256"] != corpus.tokenizer["sha256"]:
-        wanted = f"{corpus.tokenizer['name']}, which the corpus was made with"
-        raise invalid_argument("tokenizer", tokenizer.identity()["name"], wanted)
+        expected = f"{corpus.tokenizer['name']}, which the corpus was made with"
+        raise invalid_argument("tokenizer", tokenizer.identity()["name"], expected)
     return tokenizer.decode
 
 

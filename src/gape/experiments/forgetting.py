@@ -39,7 +39,7 @@ from gape.utils.jsonl import Record
 from gape.utils.progress import Progress, ProgressTable
 from gape.utils.validation import invalid_argument
 
-#: What is measured of a run of each kind unless asked otherwise.
+#: What is measured of a run of each kind by default.
 DEFAULT = {"lm": ("tiles", "cache", "perplexity"), "niah": ("tiles", "needle")}
 WHAT = {"lm": "a language model", "niah": "a run of the needle task"}
 #: Measures of one kind of run only.
@@ -47,11 +47,11 @@ ONLY = {"perplexity": "lm", "needle": "niah"}
 
 
 def check(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
-    """The measures of a model, if they can be made.
+    """The measures of a model, if they can be measured.
 
     Raises:
         ValueError: the model has no gates, or none that can be measured at these lengths, a measure is unknown or not
-            one for its kind, or no text is as long as asked.
+            one for its kind, or no text is that long.
     """
     chosen = tuple(measures or DEFAULT[bench.kind])
     for name in chosen:
@@ -71,11 +71,11 @@ def tiles(bench: Bench) -> None:
         layers = call_once(partial(bench.layers, length))
         for eps in bench.settings.eps:
             about = {"kind": "tiles", "length": length, "how": "skipping", "impl": IMPL, "eps": eps}
-            bench.once(about, partial(_visited, layers, eps), lambda row: f"{row['mean']:.3f} of the tiles")
+            bench.once(about, partial(_visit_tiles, layers, eps), lambda row: f"{row['mean']:.3f} of the tiles")
 
 
 @torch.no_grad()
-def _visited(layers: Callable[[], list[Problem]], eps: float) -> Record:
+def _visit_tiles(layers: Callable[[], list[Problem]], eps: float) -> Record:
     from gape.ops.triton import attention  # noqa: PLC0415
 
     fractions = [attention.visits(problem, eps).mean(0).tolist() for problem in layers()]
@@ -88,11 +88,11 @@ def caches(bench: Bench) -> None:
     for length in bench.lengths:
         for name, new_cache in bench.caches():
             about = {"kind": "cache", "length": length, "chunk": bench.settings.chunk, **name}
-            bench.once(about, partial(_cached, bench, new_cache, about), _bytes)
+            bench.once(about, partial(_cache_size, bench, new_cache, about), _bytes)
 
 
 @torch.no_grad()
-def _cached(bench: Bench, new_cache: Callable[[], Any], about: Record) -> Record:
+def _cache_size(bench: Bench, new_cache: Callable[[], Any], about: Record) -> Record:
     cache = new_cache()
     for part in torch.split(bench.text(about["length"]), about["chunk"], dim=1):
         bench.model(part, cache=cache, logits_to_keep=1)
@@ -117,11 +117,11 @@ def perplexities(bench: Bench) -> None:
         for way in bench.ways(length):
             about = {"kind": "perplexity", "length": length, "max_windows": settings.max_windows}
             about |= protocol.settings() | way.name
-            make = partial(_scored, bench, plan, about, way)
+            make = partial(_score_windows, bench, plan, about, way)
             bench.once(about, make, lambda row: f"perplexity {row['perplexity']:.3f}, loss {row['nll']:.5f}")
 
 
-def _scored(bench: Bench, plan: perplexity.Plan, about: Record, way: Way) -> Record:
+def _score_windows(bench: Bench, plan: perplexity.Plan, about: Record, way: Way) -> Record:
     assert bench.reader is not None
     assert bench.reader.corpus is not None
     scores = bench.opened.directory / f".forgetting-{about['how']}-{about['length']}.jsonl"
@@ -145,10 +145,12 @@ def needles(bench: Bench) -> None:
         config = run.task.at(length)
         for way in bench.ways(length):
             about = {"kind": "needle", "length": length, "factor": factor, "samples": samples, **way.name}
-            bench.once(about, partial(_answered, bench, config, way), lambda row: f"accuracy {row['accuracy']:.3f}")
+            bench.once(
+                about, partial(_answer_needles, bench, config, way), lambda row: f"accuracy {row['accuracy']:.3f}"
+            )
 
 
-def _answered(bench: Bench, config: niah.NIAHConfig, way: Way) -> Record:
+def _answer_needles(bench: Bench, config: niah.NIAHConfig, way: Way) -> Record:
     with way.context():
         right = niah.hits(
             way.reader, config, samples=bench.settings.samples, seed=bench.settings.seed, device=bench.device
@@ -192,7 +194,7 @@ def measure_runs(
         ValueError: a directory without a model, no corpus for a language model, or what :func:`check` refuses.
     """
     progress, target, rows = Progress(), pick_device(device), list[Record]()
-    how, reader = Precision.named(precision, target), _corpus(directories, data)
+    how, reader = Precision.parse(precision, target), _corpus(directories, data)
     for directory in directories:
         check(_bench(directory, reader, settings, torch.device("cpu"), how, lambda _: None), measures)
     for directory in directories:

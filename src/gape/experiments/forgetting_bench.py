@@ -61,7 +61,7 @@ class Precision(NamedTuple):
         return torch.bfloat16 if self.autocast else self.weights
 
     @staticmethod
-    def named(name: str, device: torch.device) -> Precision:
+    def parse(name: str, device: torch.device) -> Precision:
         """What a name means on a device.
 
         Raises:
@@ -179,7 +179,7 @@ class Way:
 
     Attributes:
         name: how, eps and whatever else names it in rows.
-        reader: what reads a text: the model, or something that looks like it.
+        reader: what reads a text: the model, or something with its interface.
         context: in which it does.
     """
 
@@ -333,7 +333,7 @@ class Forgetful:
         self.key_shares: list[float] = []
 
     def new_cache(self, capacity: int = 0) -> Any:
-        """A forgetting cache, whatever room is asked for."""
+        """A forgetting cache; the capacity does not matter."""
         return self._make_cache()
 
     def __call__(self, ids: Tensor, *, logits_to_keep: int = 0) -> Any:

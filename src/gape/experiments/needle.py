@@ -55,14 +55,8 @@ def train(
     source = niah.NIAHSource(config=run.task, batch_size=run.batch_size, seed=run.seed, device=device)
 
     def validate(model: GPT, step: int) -> dict[str, float]:
-        samples = run.evaluation.validation_samples
-        right = niah.hits(
-            model, run.task, samples=samples, seed=run.evaluation.seed, split="validation", device=device,
-            stop=lambda: stop.requested,
-        )  # fmt: skip
-        if len(right) < samples:
-            stop.check()
-        return {"accuracy": float(right.double().mean())}
+        options = {"samples": run.evaluation.validation_samples, "seed": run.evaluation.seed, "device": device}
+        return {"accuracy": niah.accuracy(model, run.task, **options, split="validation", check=stop.check)}
 
     extra = {"run": run.name, "variant": run.variant}
     trainer = Trainer(model, run.train, source, directory, validate, stop=stop, extra=extra, console=console)
@@ -72,11 +66,11 @@ def train(
 def missing(run: NeedleRun, directory: Path) -> bool:
     """Whether a length is not measured or the model not analysed."""
     step = model_step(run, directory)
-    wanted = _measurements(run, named_device(run.device), step)
-    return bool(_store(directory).missing(wanted)) or not _analysed(run, directory, step)
+    measurements = _measurements(run, named_device(run.device), step)
+    return bool(_store(directory).missing(measurements)) or not _has_analysis(run, directory, step)
 
 
-def measure(run: NeedleRun, directory: Path, device: torch.device, stop: StopFlag, log: Log) -> None:
+def measure(run: NeedleRun, directory: Path, device: torch.device, log: Log) -> None:
     """Evaluate at the missing lengths, then analyse the model.
 
     Raises:
@@ -85,8 +79,8 @@ def measure(run: NeedleRun, directory: Path, device: torch.device, stop: StopFla
     with locks.locked(directory, "measured"):
         chosen = checkpoint.resolve(directory, log)
         model: GPT = model_of(chosen, device=device)
-        _evaluate(run, model, directory, chosen.step, stop, log)
-        _analyse(run, model, directory, chosen.step, stop)
+        _evaluate(run, model, directory, chosen.step, log)
+        _analyse(run, model, directory, chosen.step)
 
 
 def evaluate_runs(
@@ -127,7 +121,7 @@ def evaluate_runs(
         with locks.locked(directory, "measured"):
             chosen = checkpoint.resolve(directory, log)
             if _store(directory).missing(_measurements(run, target, chosen.step)):
-                _evaluate(run, model_of(chosen, device=target), directory, chosen.step, StopFlag(), log)
+                _evaluate(run, model_of(chosen, device=target), directory, chosen.step, log)
     return [row for directory, run in runs.items() for row in rows_of(run, directory, target)]
 
 
@@ -139,29 +133,24 @@ def recipe_rows(recipe: Recipe, directory: Path, without: Container[str] = ()) -
 
 def rows_of(run: NeedleRun, directory: Path, device: torch.device) -> list[Record]:
     """The rows of the measurements that a run asks for, the latest of each length, of the weights measured last."""
-    wanted = _measurements(run, device)
-    rows = [row for row in _store(directory).rows() if any(matches(row, values) for values in wanted)]
+    measurements = _measurements(run, device)
+    rows = [row for row in _store(directory).rows() if any(matches(row, values) for values in measurements)]
     newest = [row for row in rows if row.get("step") == rows[-1].get("step")]
     return list({(row["evaluated"], row["factor"]): row for row in newest}.values())
 
 
-def _evaluate(run: NeedleRun, model: GPT, directory: Path, step: int, stop: StopFlag, log: Log) -> None:
+def _evaluate(run: NeedleRun, model: GPT, directory: Path, step: int, log: Log) -> None:
     """Measure what is missing; a row is on the disk before the next measurement begins."""
     device, store = next(model.parameters()).device, _store(directory)
-    wanted = store.missing(_measurements(run, device, step))
-    for number, values in enumerate(wanted):
+    missing = store.missing(_measurements(run, device, step))
+    for number, values in enumerate(missing):
         evaluated, factor = values["evaluated"], values["factor"]
         config = run.task.at(run.task.length * factor)
-        reader = model if evaluated == run.model.position else switched(model, run.switched)
+        reader = model if evaluated == run.model.position else with_scheme(model, run.switched)
         low = values["precision"] == "bfloat16"
         with ProgressTable(unit="length") as table, torch.autocast(device.type, torch.bfloat16, enabled=low):
-            table.show(f"{run.name} at {config.length:,}", number, len(wanted))
-            right = niah.hits(
-                reader, config, samples=run.evaluation.samples, seed=run.evaluation.seed, device=device,
-                stop=lambda: stop.requested,
-            )  # fmt: skip
-        if len(right) < run.evaluation.samples:
-            stop.check()
+            table.show(f"{run.name} at {config.length:,}", number, len(missing))
+            right = niah.hits(reader, config, samples=run.evaluation.samples, seed=run.evaluation.seed, device=device)
         accuracy = float(right.double().mean())
         results = {
             "factor": factor, "length": config.length, "needles": config.needles, "samples": len(right),
@@ -172,7 +161,7 @@ def _evaluate(run: NeedleRun, model: GPT, directory: Path, step: int, stop: Stop
         log(f"{run.name}{under}: {factor}× ({config.length:,} tokens) accuracy {accuracy:.3f}")
 
 
-def switched(model: GPT, config: GPTConfig | None) -> GPT:
+def with_scheme(model: GPT, config: GPTConfig | None) -> GPT:
     """The same weights under another scheme.
 
     Raises:
@@ -196,13 +185,13 @@ def identity(run: NeedleRun) -> Record:
     }  # fmt: skip
 
 
-def _analyse(run: NeedleRun, model: GPT, directory: Path, step: int, stop: StopFlag) -> None:
-    if _analysed(run, directory, step):
+def _analyse(run: NeedleRun, model: GPT, directory: Path, step: int) -> None:
+    if _has_analysis(run, directory, step):
         return
     settings = _analysis(run)
     results = inspect_model(
         model, run.task, factors=settings["factors"], samples=settings["samples"], seed=settings["eval_seed"],
-        trace=settings["traces"], map_size=settings["map_size"], check=stop.check,
+        trace=settings["traces"], map_size=settings["map_size"],
     )  # fmt: skip
     record = identity(run) | settings | {"step": step} | results
     files.replace(directory / ANALYSIS, files.to_json(record, indent=None))
@@ -227,15 +216,15 @@ def _measurements(run: NeedleRun, device: torch.device, *step: int | None) -> li
 
 def _analysis(run: NeedleRun) -> Record:
     """The values that tell an analysis from others."""
-    wanted = run.analysis
-    traced = not wanted.seeds or run.seed in wanted.seeds
+    analysis = run.analysis
+    traced = not analysis.seeds or run.seed in analysis.seeds
     return {
-        "samples": wanted.samples, "factors": list(wanted.factors), "eval_seed": run.evaluation.seed,
-        "traces": wanted.traces and traced, "map_size": wanted.map_size if traced else 0,
+        "samples": analysis.samples, "factors": list(analysis.factors), "eval_seed": run.evaluation.seed,
+        "traces": analysis.traces and traced, "map_size": analysis.map_size if traced else 0,
     }  # fmt: skip
 
 
-def _analysed(run: NeedleRun, directory: Path, step: int | None) -> bool:
+def _has_analysis(run: NeedleRun, directory: Path, step: int | None) -> bool:
     stored = jsonl.read_object(directory / ANALYSIS)
     return run.analysis.samples == 0 or matches(stored, _analysis(run) | {"step": step})
 

@@ -40,30 +40,25 @@ class OpenModel:
         directory: where it lies, and where its rows go.
         identity: run, variant, position, seed, train_length and step, as every row carries them.
         model: in eval mode: a GPT of ours, or a model of transformers behind the same interface.
-        tokenizer: what identifies the tokenizer it was trained with; empty where that was not recorded.
-        run: the settings of a run of ours; None for a model of transformers, and where they are not asked for.
+        run: the settings of a run of ours; None for a model of transformers, and where it was opened without.
     """
 
     directory: Path
     identity: Record
     model: GPT | LanguageModel
-    tokenizer: Mapping[str, Any]
     run: Run | None = None
 
     def accept(self, tokenizer: Mapping[str, Any]) -> None:
-        """Refuse tokens that another tokenizer made.
+        """Refuse tokens of another tokenizer.
 
         Raises:
             ValueError: another tokenizer, or ids that the model has no embedding for.
         """
-        ours, theirs = self.tokenizer.get("sha256"), tokenizer.get("sha256")
-        if ours is not None and theirs is not None and ours != theirs:
-            wanted = f"{self.tokenizer.get('name')}, with which {self.directory} was trained"
-            raise invalid_argument("tokenizer", tokenizer.get("name"), wanted)
+        refuse_tokenizer(self.directory, tokenizer)
         most = self.model.config.vocab_size
         if tokenizer["vocab_size"] > most:
-            wanted = f"at most the {most} tokens of {self.directory}, not {tokenizer['vocab_size']}"
-            raise invalid_argument("tokenizer", tokenizer.get("name"), wanted)
+            expected = f"at most the {most} tokens of {self.directory}, not {tokenizer['vocab_size']}"
+            raise invalid_argument("tokenizer", tokenizer.get("name"), expected)
 
 
 def kind_of(directory: Path) -> str:
@@ -88,7 +83,7 @@ def open_model(
         directory: a run, or a saved model of transformers.
         device: where to put it.
         dtype: of its weights; as they were stored by default (float32 for models of transformers).
-        log: told why a broken checkpoint was passed over.
+        log: called with the reason why a broken checkpoint is skipped.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -115,7 +110,7 @@ def open_run(
     model: GPT = model_of(chosen, device=device)
     if dtype is not None:
         model.to(dtype)
-    settings, recorded = read_object(directory / SETTINGS), read_object(directory / CONFIG)
+    settings = read_object(directory / SETTINGS)
     task = settings.get("task")
     identity = {
         "run": settings.get("name", directory.resolve().name), "variant": settings.get("variant", ""),
@@ -125,8 +120,7 @@ def open_run(
     }  # fmt: skip
     if wrong := fault(identity):
         raise ValueError(f"{directory / SETTINGS}: {wrong}")
-    tokenizer = _tokenizer(settings) or _tokenizer(recorded)
-    return OpenModel(directory=directory, identity=identity, model=model, tokenizer=tokenizer, run=run)
+    return OpenModel(directory=directory, identity=identity, model=model, run=run)
 
 
 def _open_transformers(directory: Path, device: str | torch.device, dtype: torch.dtype) -> OpenModel:
@@ -136,7 +130,7 @@ def _open_transformers(directory: Path, device: str | torch.device, dtype: torch
     identity = transformers_identity(directory, model.config) | {"weights": digest(directory)}
     # A GPT of ours needs nothing of transformers to be measured.
     inner = model.gpt if isinstance(model, GapeForCausalLM) else LanguageModel(model)
-    return OpenModel(directory=directory, identity=identity, model=inner, tokenizer=tokenizer_of(directory))
+    return OpenModel(directory=directory, identity=identity, model=inner)
 
 
 def read_run(
@@ -189,7 +183,7 @@ def load_transformers(name: str, attention: str | None = None, dtype: torch.dtyp
 
 
 def refuse_missing(name: str) -> None:
-    """Refuse a file, and a path where there is nothing: the hub would be asked for either."""
+    """Refuse a file, and a path where there is nothing: either would be looked up on the hub."""
     path = Path(name)
     if not path.is_dir() and (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise invalid_argument("model", name, "a directory that is there, or a name on the Hugging Face hub")
@@ -240,10 +234,16 @@ def transformers_identity(directory: Path, config: Any) -> Record:
     return own | known | {"train_length": None, "step": 0}
 
 
-def tokenizer_of(directory: Path) -> Record:
-    """What identifies the tokenizer that a run was fine-tuned with; empty for a model that none of ours trained."""
-    tokenizer: Record = read_object(directory / CONFIG).get("extra", {}).get("tokenizer") or {}
-    return tokenizer
+def refuse_tokenizer(directory: Path, tokenizer: Mapping[str, Any]) -> None:
+    """Refuse tokens that mean something else than those a model was trained on.
+
+    Raises:
+        ValueError: the model records another tokenizer.
+    """
+    known = _tokenizer(read_object(directory / SETTINGS)) or _tokenizer(read_object(directory / CONFIG))
+    if known and known["sha256"] != tokenizer.get("sha256"):
+        expected = f"{known.get('name')}, the tokenizer that {directory} was trained with"
+        raise invalid_argument("tokenizer", tokenizer.get("name"), expected)
 
 
 def model_home(directory: Path) -> Path:

@@ -8,7 +8,7 @@ import torch
 
 from gape.experiments.open_model import MODEL, SETTINGS, load_transformers, open_run
 from gape.models.gpt import GPT
-from gape.tasks.ruler.readers import Check, GPTReader, TransformersReader, no_check
+from gape.tasks.ruler.readers import GPTReader, TransformersReader
 from gape.tasks.run_tokenizer import run_tokenizer
 from gape.train import checkpoint
 
@@ -21,14 +21,14 @@ def is_ours(spec: str) -> bool:
 
 def run_reader(
     directory: Path, tokenizer: str | None = None, *, device: torch.device | str = "cpu", low: bool = False,
-    chunk: int = 16384, check: Check = no_check,
+    chunk: int = 16384,
 ) -> tuple[GPTReader, int]:  # fmt: skip
     """The reader of a trained run, and the step of its weights.
 
     Args:
         directory: the run's, or a checkpoint.
         tokenizer: as :func:`gape.tasks.run_tokenizer.run_tokenizer` takes it.
-        device, low, chunk, check: as in :class:`GPTReader`.
+        device, low, chunk: as in :class:`GPTReader`.
 
     Raises:
         ValueError: no run, no tokenizer, or another than the run's.
@@ -38,19 +38,19 @@ def run_reader(
     opened = open_run(directory, device)
     opened.accept(own.identity())
     assert isinstance(opened.model, GPT)
-    return GPTReader(opened.model, own, low=low, chunk=chunk, check=check), opened.identity["step"]
+    return GPTReader(opened.model, own, low=low, chunk=chunk), opened.identity["step"]
 
 
 def transformers_reader(
-    name: str, *, device: torch.device | str = "cpu", low: bool = False, chunk: int = 16384, check: Check = no_check
-) -> TransformersReader:  # fmt: skip
+    name: str, *, device: torch.device | str = "cpu", low: bool = False, chunk: int = 16384
+) -> TransformersReader:
     """The reader of a causal model of `transformers` with its own tokenizer; code of the model's own is never run.
 
     Args:
         name: a folder, or a name on the hub.
         device: where to put it.
         low: whether its weights are read as bfloat16; float32 otherwise.
-        chunk, check: as in :class:`TransformersReader`.
+        chunk: as in :class:`TransformersReader`.
 
     Raises:
         ValueError: there is no such model, or its tokenizer lacks its files.
@@ -77,4 +77,4 @@ def transformers_reader(
     path = Path(name)
     # gape hf finetune names the folder of every model "model".
     called = path.parent.name if path.name == MODEL and path.parent.name else path.name
-    return TransformersReader(model.to(device).eval(), tokenizer, called, chunk=chunk, check=check)
+    return TransformersReader(model.to(device).eval(), tokenizer, called, chunk=chunk)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from gape.experiments.run import DEFAULT_KIND, Run, directory_name, kind_of
-from gape.experiments.settings import Settings, flatten, override, place, typed
 from gape.utils.recipe_files import available, find, read
+from gape.utils.settings import Settings, flatten, override, parse_value, set_nested
 from gape.utils.validation import invalid_argument
 
 #: Runs of a recipe at most: each is built and checked before the first is started.
@@ -46,12 +46,14 @@ class Recipe:
         Raises:
             ValueError: a pattern that no run fits; says which runs there are.
         """
-        wanted = list(patterns)
+        patterns = list(patterns)
         names = [run.name for run in self.runs]
-        for pattern in wanted:
+        for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise invalid_argument("only", pattern, f"the name of a run or a pattern of them: {', '.join(names)}")
-        chosen = [run for run in self.runs if not wanted or any(fnmatchcase(run.name, pattern) for pattern in wanted)]
+        chosen = [
+            run for run in self.runs if not patterns or any(fnmatchcase(run.name, pattern) for pattern in patterns)
+        ]
         return replace(self, runs=tuple(chosen))
 
 
@@ -72,7 +74,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), kind: str | None = Non
     file, given = find(path), dict(override(text) for text in overrides)
     settings = read(file)
     try:
-        return _expand(file, _extended(file, settings), given, kind)
+        return _expand(file, _with_base(file, settings), given, kind)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{error} (recipe {file})") from error
 
@@ -83,7 +85,7 @@ def default_directory(name: str | Path, recipe: Recipe) -> Path:
     return RUNS / known.get(find(name).resolve(), recipe.name)
 
 
-def _extended(file: Path, settings: Settings, before: tuple[Path, ...] = ()) -> Settings:
+def _with_base(file: Path, settings: Settings, before: tuple[Path, ...] = ()) -> Settings:
     """Settings with those of the recipe that they extend, and of the one which that extends, and so on.
 
     A recipe overrides the keys of a section one by one, and everything else, `variants` and `sweep` too, as a whole.
@@ -91,13 +93,13 @@ def _extended(file: Path, settings: Settings, before: tuple[Path, ...] = ()) -> 
     if "extends" not in settings:
         return settings
     own = dict(settings)
-    name = typed("extends", str, own.pop("extends"))
+    name = parse_value("extends", str, own.pop("extends"))
     beside = file.parent / name
     path = beside if beside.is_file() else find(name, "extends")
     if path.resolve() in (chain := (*before, file.resolve())):
         names = " → ".join(each.stem for each in (*chain, path))
         raise ValueError(f"extends: got {names}, expected a recipe that does not lead back to itself")
-    base = _extended(path, read(path), chain)
+    base = _with_base(path, read(path), chain)
     sections = base.keys() & own.keys() - {"sweep"}
     return {**base, **own} | {key: _over(base[key], own[key]) for key in sections}
 
@@ -112,7 +114,7 @@ def _expand(file: Path, settings: Settings, given: Settings, kind: str | None) -
     run_class = kind_of(settings.pop("kind", DEFAULT_KIND))
     if kind not in (None, run_class.kind):
         raise ValueError(f"recipe: is for gape {run_class.kind} train, expected one for gape {kind} train")
-    description = typed("description", str, settings.pop("description", ""))
+    description = parse_value("description", str, settings.pop("description", ""))
     sweep, variants = _sweep(settings.pop("sweep", {})), _variants(settings.pop("variants", []))
     for key in [key for key in given if key.removeprefix("sweep.") in sweep]:
         value = given.pop(key)
@@ -126,7 +128,7 @@ def _expand(file: Path, settings: Settings, given: Settings, kind: str | None) -
             chosen = dict(zip(sweep, values, strict=True))
             full = deepcopy(settings)
             for key, value in {**own, **chosen, **given}.items():
-                place(full, key, value)
+                set_nested(full, key, value)
             runs.append(run_class.build(_run_name(variant, chosen) or file.stem, variant, full))
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
@@ -151,7 +153,7 @@ def _variants(tables: Any) -> list[tuple[str, Settings]]:
     variants = []
     for table in tables:
         settings = flatten(table, "variants")
-        variants.append((typed("variants.name", str, settings.pop("name", None)), settings))
+        variants.append((parse_value("variants.name", str, settings.pop("name", None)), settings))
     return variants or [("", {})]
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gape.report import catalogue, ruler, write
-from gape.report.catalogue import Entry
-from gape.report.results import Results, gather, store
+from gape.report.results import gather, store
 from gape.report.series import NoData
 from gape.report.tables import FORMATS
 from gape.utils import files
@@ -31,7 +30,7 @@ def write_report(runs: Sequence[Path], out: Path, title: str | None = None, with
         table.show(str(out), 0, 1)
         results = gather(list(runs)).without(without)
         heading = title or ("Needle in a haystack" if results.of("needle") else "Language models")
-        return write.report(results, out, title=heading, say=progress.log)
+        return write.report(results, out, title=heading, log=progress.log)
 
 
 def figure_lines(results: Path) -> list[str]:
@@ -44,62 +43,30 @@ def figure_lines(results: Path) -> list[str]:
     return lines
 
 
-def figure(name: str, recipe: str | None = None) -> Entry:
-    """A figure by its name, drawn from the results of its own recipe or of another.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    entry = catalogue.figure(name)
-    return replace(entry, recipe=recipe or entry.recipe)
-
-
-def refuse_run(entry: Entry) -> None:
-    """Refuse to run the recipe of a figure that needs a corpus.
-
-    Raises:
-        ValueError: it is not of the needle task.
-    """
-    if entry.command:
-        raise ValueError(f"--run: got {entry.name}, expected a figure of the needle task; gape lm train needs data=DIR")
-
-
-def draw_figure(entry: Entry, out: Path, results: Path, runs: Path | None = None) -> list[Path]:
+def draw(name: str, results: Path, out: Path, recipe: str | None = None) -> list[Path]:
     """Draw a figure of the paper: NAME.png, NAME.pdf and NAME.json with its numbers.
 
     Args:
-        entry: the figure.
-        out: directory of the files.
+        name: of the figure.
         results: directory of stored results.
-        runs: directory of runs on the needle task to draw it from instead.
+        out: directory of the files.
+        recipe: another recipe than the figure's own, whose results to draw.
 
     Raises:
-        ValueError: there are no results for it; says which commands make them.
+        ValueError: no such figure, or no results for it; says which commands make them.
     """
+    entry = catalogue.figure(name)
+    entry = replace(entry, recipe=recipe or entry.recipe)
     home, gathered = results / entry.recipe, None
     if entry.measure is not None:
-        gathered = _stored(entry, home) if runs is None else gather([runs])
+        if not _has_results(home):
+            raise ValueError(f"{name}: there are no results in {home}; {entry.how} make them")
+        gathered = gather([home])
     try:
         with usable([home]):
             return list(catalogue.write(entry, gathered, out))
     except NoData as error:
-        train = f"gape {entry.command}" if entry.command else f"gape niah train {entry.recipe}"
-        how = entry.commands or f"{train} and then gape report runs/{entry.recipe} --out {home}"
-        raise ValueError(f"{entry.name}: {error}; {how} make them") from error
-
-
-def _stored(entry: Entry, home: Path) -> Results:
-    if _has_results(home):
-        return gather([home])
-    report = f"gape report runs/{entry.recipe} --out {home}"
-    if entry.commands:
-        how = f"{entry.commands} make them"
-    elif entry.command:
-        measure = "" if entry.command == "lm train" else f", gape {entry.command} runs/{entry.recipe}/* --data DIR"
-        how = f"gape lm train {entry.recipe} data=DIR{measure} and then {report} make them"
-    else:
-        how = f"gape reproduce {entry.name} --run makes them, or gape niah train {entry.recipe} and then {report}"
-    raise ValueError(f"{entry.name}: there are no results in {home}; {how}")
+        raise ValueError(f"{name}: {error}; {entry.how} make them") from error
 
 
 def _has_results(path: Path) -> bool:

@@ -68,7 +68,7 @@ class Settings:
         if FLOORS in self.gates:
             raise invalid_argument("gate", FLOORS, "other options: --floor gives the floors")
 
-    def stored(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """What a file of floors says of these settings; names, wherever they are."""
         data = Path(self.data).resolve().name if Path(self.data).exists() else self.data
         common = {"free": self.free, "floor": float(self.floor), "model": base_of(self.model), "data": data}
@@ -79,7 +79,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Located:
+class LocatedSample:
     """A sample as ids (N,), with the numbers of the tokens that its answer repeats and of those of the answer."""
 
     sample: Sample
@@ -89,7 +89,7 @@ class Located:
 
 
 def write(settings: Settings, out: Path, device: str) -> None:
-    """Score the heads of a model, prune them where that is asked for, print the best and write floors.
+    """Score the heads of a model, prune them where the settings say so, print the best and write floors.
 
     Raises:
         ValueError: no such model or data, a model with gates, too few heads, no sample that shows where its answer
@@ -102,23 +102,23 @@ def write(settings: Settings, out: Path, device: str) -> None:
         raise invalid_argument("model", settings.model, "one without gates; gape hf remove takes them out")
     samples, _ = sources.read([settings.data])
     reader = transformers_reader(settings.model, device=target)
-    groups = _checked(reader.model, settings)
+    groups = _check_model(reader.model, settings)
     located = locate(reader, samples, settings.samples, progress)
     score = _scores(reader, located, progress)
     record = {
         FLOORS: heads.floors(score, settings.free, settings.floor, groups),
         "score": [[round(value, 6) for value in row] for row in score.tolist()],
-        **settings.stored(), "samples": len(located),
+        **settings.to_record(), "samples": len(located),
     }  # fmt: skip
     if settings.candidates is not None:
-        best = _pruned(reader, located, heads.best(score, settings.candidates), settings, progress)
+        best = _prune(reader, located, heads.best(score, settings.candidates), settings, progress)
         record |= {FLOORS: best.floors, "loss": [round(loss, 6) for loss in best.losses]}
     _save(out, files.to_json(record, indent=None))
     _show(score, settings.free)
 
 
-def _checked(model: Any, settings: Settings) -> int:
-    """Query heads of a key head, after a look whether a model takes what is asked for."""
+def _check_model(model: Any, settings: Settings) -> int:
+    """Query heads of a key head, once a model is known to take the settings."""
     layers, n_heads, n_kv_heads = heads.sizes(model)
     groups = n_heads // n_kv_heads
     rows = heads.floors(torch.zeros(layers, n_kv_heads), settings.free, settings.floor, groups)
@@ -132,22 +132,22 @@ def _checked(model: Any, settings: Settings) -> int:
     return groups
 
 
-def locate(reader: TransformersReader, samples: Sequence[Sample], most: int, progress: Progress) -> list[Located]:
+def locate(reader: TransformersReader, samples: Sequence[Sample], most: int, progress: Progress) -> list[LocatedSample]:
     """The first samples that show where their answer stands, as many from each file and length.
 
     Raises:
-        ValueError: there is none, or the tokenizer does not tell which characters a token is made of.
+        ValueError: there is none, or the tokenizer does not give the characters of a token.
     """
     if not getattr(reader.tokenizer, "is_fast", False):
         raise invalid_argument(
-            "tokenizer", type(reader.tokenizer).__name__, "a fast one, which tells the characters of a token"
+            "tokenizer", type(reader.tokenizer).__name__, "a fast one, which gives the characters of a token"
         )
-    located: list[Located] = []
+    located: list[LocatedSample] = []
     left = Counter[str]()
     for sample in _evenly(samples):
         if len(located) == most:
             break
-        one = _located(reader, sample)
+        one = _locate_sample(reader, sample)
         if isinstance(one, str):
             left[one] += 1
         else:
@@ -171,15 +171,15 @@ def _evenly(samples: Sequence[Sample]) -> Iterator[Sample]:
         yield from (sample for sample in row if sample is not None)
 
 
-def _located(reader: TransformersReader, sample: Sample) -> Located | str:
-    """A sample with its tokens found, or why it cannot be used."""
+def _locate_sample(reader: TransformersReader, sample: Sample) -> LocatedSample | str:
+    """A sample with the places of its answer, or why it cannot be used."""
     spans = [_places(sample.input, output) for output in sample.outputs]
     if not all(spans):
         return _ABSENT
     (item,) = prompts.prepare(reader, [sample], overlength="skip", generate=False)
     if item.skipped:
         return _LONG
-    text = prompts.rendered(reader, sample, "base")
+    text = prompts.render(reader, sample, "base")
     offsets = reader.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     # What the tokenizer puts before every text is not among them.
     before = len(item.prompt) - len(offsets)
@@ -189,7 +189,7 @@ def _located(reader: TransformersReader, sample: Sample) -> Located | str:
         if any(start < last and stop > first for places in spans for first, last in places)
     ]
     ids = torch.cat([torch.from_numpy(item.prompt), torch.from_numpy(item.answer)])
-    return Located(sample=sample, ids=ids, source=source, answer=range(len(item.prompt), len(ids)))
+    return LocatedSample(sample=sample, ids=ids, source=source, answer=range(len(item.prompt), len(ids)))
 
 
 def _places(text: str, answer: str) -> list[tuple[int, int]]:
@@ -201,10 +201,10 @@ def _places(text: str, answer: str) -> list[tuple[int, int]]:
     return places
 
 
-def _scores(reader: TransformersReader, located: Sequence[Located], progress: Progress) -> Tensor:
+def _scores(reader: TransformersReader, located: Sequence[LocatedSample], progress: Progress) -> Tensor:
     """The mean over samples, (L, Hk)."""
     own = reader.model.config._attn_implementation
-    # The model's own would not tell its weights.
+    # The model's own does not return its weights.
     reader.model.set_attn_implementation("eager")
     scores = []
     with ProgressTable(progress, "sample") as table:
@@ -219,9 +219,9 @@ def _scores(reader: TransformersReader, located: Sequence[Located], progress: Pr
     return torch.stack(scores).mean(0)
 
 
-def _pruned(
+def _prune(
     reader: TransformersReader,
-    located: Sequence[Located],
+    located: Sequence[LocatedSample],
     candidates: Sequence[heads.Head],
     settings: Settings,
     progress: Progress,
@@ -262,7 +262,7 @@ def _refuse_other(out: Path, settings: Settings) -> None:
         there = files.from_json(out.read_bytes())
     except (OSError, ValueError):
         there = {}
-    if {key: there[key] for key in _KEYS if key in there} != settings.stored():
+    if {key: there[key] for key in _KEYS if key in there} != settings.to_record():
         raise invalid_argument("out", str(out), "a name that is free, or the file that the same command has written")
 
 

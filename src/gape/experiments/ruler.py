@@ -224,7 +224,7 @@ def measure(models: Sequence[str], evaluation: Evaluation, *, log: Log) -> list[
                 opened.reader, evaluation.samples, template=settings.template, overlength=settings.overlength,
                 max_length=settings.max_length, generate=settings.generate,
             )  # fmt: skip
-        rows += _measured(opened, encoded[tokenizer], evaluation, log)
+        rows += _measure_model(opened, encoded[tokenizer], evaluation, log)
     return rows
 
 
@@ -233,8 +233,8 @@ def _open(spec: str, evaluation: Evaluation) -> _Opened:
     if is_ours(spec):
         reader, step = run_reader(Path(spec), evaluation.tokenizer, device=evaluation.device, low=low, chunk=chunk)
         run = read_run(Path(spec), "lm")
-        identity = experiment.identity(run) | {"step": step}
-        return _Opened(reader, reader.identity(), _read_so(reader, identity, evaluation), evaluation.out or Path(spec))
+        identity = _apply_way(reader, experiment.identity(run) | {"step": step}, evaluation)
+        return _Opened(reader, reader.identity(), identity, evaluation.out or Path(spec))
     if Path(spec).is_dir() and not (Path(spec) / "config.json").is_file():
         raise ValueError(f"model: got {spec!r}, expected a run of gape lm train or a folder of transformers")
     other = transformers_reader(spec, device=evaluation.device, low=low, chunk=chunk)
@@ -243,10 +243,10 @@ def _open(spec: str, evaluation: Evaluation) -> _Opened:
         "run": name, "variant": "", "position": evaluation.name or _position(other) or name, "seed": 0,
         "train_length": other.limit, "step": 0,
     }  # fmt: skip
-    return _Opened(other, other.identity(), _read_so(other, about, evaluation), evaluation.out or RUNS / HOME / name)
+    return _Opened(other, other.identity(), _apply_way(other, about, evaluation), evaluation.out or RUNS / HOME / name)
 
 
-def _read_so(reader: GPTReader | TransformersReader, identity: Record, evaluation: Evaluation) -> Record:
+def _apply_way(reader: GPTReader | TransformersReader, identity: Record, evaluation: Evaluation) -> Record:
     """Let a reader read as evaluation; what names it in rows: another variant than the same model read densely."""
     way = evaluation.settings.way
     way.apply(reader)
@@ -257,7 +257,7 @@ def _read_so(reader: GPTReader | TransformersReader, identity: Record, evaluatio
     return identity | {"run": f"{identity['run']}, {words}", "variant": variant} | way.settings()
 
 
-def _measured(opened: _Opened, items: Sequence[Prepared], evaluation: Evaluation, log: Log) -> list[Record]:
+def _measure_model(opened: _Opened, items: Sequence[Prepared], evaluation: Evaluation, log: Log) -> list[Record]:
     settings = evaluation.settings
     question = scoring.question(opened.known, evaluation.sources, settings)
     question |= {"device": evaluation.device.type, "samples": [f"{i.sample.source}:{i.sample.number}" for i in items]}

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from gape.experiments.settings import Settings, listed, refuse_unknown, section, typed
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.tasks.niah import VOCAB_SIZE, NIAHConfig
 from gape.tasks.perplexity import Protocol
 from gape.train.config import TrainConfig
+from gape.utils.settings import Settings, parse_value, refuse_unknown, section, to_lists
 from gape.utils.validation import invalid_argument, suggestion, whole
 
 #: The kind of a recipe that does not say one.
@@ -85,7 +85,7 @@ class Run:
             ValueError: an unknown or missing key, or a value that is refused.
         """
         refuse_unknown("", settings, [*cls.top, *cls.sections])
-        top = {key: typed(key, kind, settings[key]) for key, kind in cls.top.items() if key in settings}
+        top = {key: parse_value(key, kind, settings[key]) for key, kind in cls.top.items() if key in settings}
         task = section("task", cls.sections["task"], settings.get("task", {}))
         taken, defaults = cls.taken(task, top.get("seed", 0)), cls.defaults(task)
         others = {}
@@ -103,7 +103,7 @@ class Run:
         settings |= {name: getattr(self, name) for name in ("name", "variant", *self.top)}
         taken = self.taken(self.task, self.seed)
         for key in self.sections:
-            values = listed(dataclasses.asdict(getattr(self, key)))
+            values = to_lists(dataclasses.asdict(getattr(self, key)))
             settings[key] = {name: value for name, value in values.items() if name not in taken.get(key, {})}
         return settings
 
@@ -116,7 +116,7 @@ class Run:
         """
         rest = {key: value for key, value in settings.items() if key not in ("name", "variant", "kind")}
         kind = kind_of(settings.get("kind", DEFAULT_KIND))
-        name, variant = (typed(key, str, settings.get(key, "")) for key in ("name", "variant"))
+        name, variant = (parse_value(key, str, settings.get(key, "")) for key in ("name", "variant"))
         return kind.build(name, variant, rest)
 
 
@@ -175,7 +175,7 @@ class NeedleEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleAnalysis:
-    """What is looked at inside a trained model.
+    """What is analysed inside a trained model.
 
     Attributes:
         samples: sequences; 0 leaves the analysis out.
@@ -304,11 +304,11 @@ class LanguageEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageAnalysis:
-    """What is looked at inside the model while it learns.
+    """What is analysed inside the model during training.
 
     Attributes:
-        routing_every: updates between looks at the gates, from 0 on; 0 never looks.
-        routing_windows: held-out windows of the training length that are looked at, the same ones every time.
+        routing_every: updates between records of the gates, from 0 on; 0 records none.
+        routing_windows: held-out windows of the training length that gates are averaged over, the same ones every time.
     """
 
     routing_every: int = 0

@@ -16,7 +16,7 @@ from typing import IO
 
 import torch
 
-from gape.experiments.experiment import check, claim, finished, perform, pick_device, trained
+from gape.experiments.experiment import check, claim, is_finished, is_trained, perform, pick_device
 from gape.experiments.open_model import read_run
 from gape.experiments.recipe import Recipe
 from gape.experiments.run import Run
@@ -62,7 +62,7 @@ def run_recipe(recipe: Recipe, directory: Path, *, jobs: int = 1, resume: str = 
         check(run, directory / run.name, resume)
     for run in runs:
         claim(run, directory / run.name)
-    waiting = [run for run in runs if not finished(run, directory / run.name)]
+    waiting = [run for run in runs if not is_finished(run, directory / run.name)]
     result = SweepResult(skipped=[run.name for run in runs if run not in waiting])
     if result.skipped:
         progress.log(f"{len(result.skipped)} of {len(runs)} runs are done already")
@@ -101,9 +101,9 @@ def _in_turn(
 
 def run_directory(directory: Path, resume: str = "auto") -> None:
     """Bring the run that a directory describes to its end: what a sweep starts for each of several at once."""
-    run, progress, stop = read_run(directory), Progress(), StopFlag()
-    _end_with_parent(stop)
-    perform(run, directory, stop=stop, resume=resume, console=progress.console, log=progress.log)
+    run, progress = read_run(directory), Progress()
+    _end_with_parent()
+    perform(run, directory, stop=StopFlag(), resume=resume, console=progress.console, log=progress.log)
 
 
 def states(recipe: Recipe, directory: Path) -> dict[Path, str]:
@@ -111,18 +111,18 @@ def states(recipe: Recipe, directory: Path) -> dict[Path, str]:
     by_directory: dict[Path, str] = {}
     for run in recipe.runs:
         home = directory / run.name
-        by_directory[home] = "done" if finished(run, home) else "trained" if trained(run, home) else "to do"
+        by_directory[home] = "done" if is_finished(run, home) else "trained" if is_trained(run, home) else "to do"
     return by_directory
 
 
-def _end_with_parent(stop: StopFlag) -> None:
+def _end_with_parent() -> None:
     """Save and stop when the process that started this one is gone, however it died: its end of the pipe closes."""
 
     def watch() -> None:
         # Not through sys.stdin: a thread that sleeps in its buffer's lock makes the interpreter abort at exit.
         while os.read(0, 4096):
             pass
-        stop.request(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     if not sys.stdin.isatty():
         threading.Thread(target=watch, daemon=True).start()

@@ -37,7 +37,7 @@ class Entry:
         recipe: the recipe whose results it shows.
         every_variant: whether it shows all variants of a recipe; others show one, and say which.
         command: of a figure of language models: what of `gape` leaves its rows in a run's directory.
-        commands: commands that make its results, where they are not those of a recipe alone.
+        commands: commands that make its results, where they are not a recipe's training, that command and a report.
         tables: makes the tables that stand beside it, in NAME.md.
     """
 
@@ -52,6 +52,15 @@ class Entry:
     command: str = ""
     commands: str = ""
     tables: Callable[[Results], list[tables.Table]] | None = None
+
+    @property
+    def how(self) -> str:
+        """The commands that make its results."""
+        if self.commands:
+            return self.commands
+        train = f"gape lm train {self.recipe} data=DIR" if self.command else f"gape niah train {self.recipe}"
+        measure = f", gape {self.command} runs/{self.recipe}/* --data DIR" if self.command else ""
+        return f"{train}{measure} and gape report runs/{self.recipe} --out results/{self.recipe}"
 
     def data(self, results: Results | None) -> Data:
         """The numbers of the figure.
@@ -94,7 +103,7 @@ _NEEDLE = (
         name="gates-entropy", paper="fig:GAPE_gate_analysis", measure=inside.gates_entropy,
         draw=inside_figures.draw_gates_entropy,
         caption="Left: the landmark gate along a sequence (layer 2, head 1), the landmark that the theory asks of the "
-        "wanted needle, and the query's effective context. Right: attention entropy, means over layers, heads and "
+        "needle in question, and the query's effective context. Right: attention entropy, means over layers, heads and "
         "queries, deviations over samples and seeds.",
     ),
     Entry(
@@ -163,20 +172,10 @@ _LANGUAGE = (
         measure=series.own_perplexity, draw=figures.draw_perplexity,
     ),
     _language(
-        name="lm-positions", paper=None, command="lm perplexity",
-        caption="Loss by position in windows of the longest context.",
-        measure=series.positions, draw=figures.draw_positions,
-    ),
-    _language(
         name="lm-entropy", paper="fig:GAPE_final_layer_analysis", command="analyze entropy",
         caption="Left: attention entropy by layer, means over heads and queries, deviations over samples. Middle: mean "
         "query gate against mean entropy of every head. Right: mean mask of the last layer's heads over training.",
         measure=inside.entropy, draw=inside_figures.draw_entropy,
-    ),
-    _language(
-        name="lm-entropy-heads", paper=None, command="analyze entropy",
-        caption="Attention entropy of every layer and head at several lengths.",
-        measure=inside.entropy_heads, draw=inside_figures.draw_entropy_heads,
     ),
     _language(
         name="lm-masks", paper="fig:GAPE_layer5_mask", command="analyze masks",
@@ -190,7 +189,7 @@ _LANGUAGE = (
         measure=inside.spectrum, draw=inside_figures.draw_spectrum,
     ),
     _language(
-        name="lm-routing", paper="fig:GAPE_routing_dynamics", command="lm train",
+        name="lm-routing", paper="fig:GAPE_routing_dynamics", command="analyze routing",
         caption="Mean mask M, landmark, query gate and amplitude over training on fixed held-out windows, by layer and "
         "head.",
         measure=inside.routing, draw=inside_figures.draw_routing,
@@ -281,7 +280,7 @@ def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
     """
     data = entry.data(results)
     with house_style():
-        shown = _escaped(data)
+        shown = _escape(data)
         drawing = entry.draw(shown)
         if data.get("variant"):
             title = " · ".join(filter(None, (drawing.get_suptitle(), f"variant {shown['variant']}")))
@@ -296,10 +295,10 @@ def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
     return [numbers, *drawn, markdown]
 
 
-def _escaped(value: Any) -> Any:
+def _escape(value: Any) -> Any:
     """Data whose names Matplotlib shows as they are, in place of taking what stands between two $ for a formula."""
     if isinstance(value, str):
         return value.replace("$", r"\$")
     if isinstance(value, dict):
-        return {_escaped(key): _escaped(inner) for key, inner in value.items()}
-    return [_escaped(inner) for inner in value] if isinstance(value, list) else value
+        return {_escape(key): _escape(inner) for key, inner in value.items()}
+    return [_escape(inner) for inner in value] if isinstance(value, list) else value

@@ -44,7 +44,7 @@ def _accuracy_panel(axes: Axes, panel: Data) -> None:
         if not by_scheme:
             colour, marker = CYCLE[number % len(CYCLE)], "os^Dv"[number % 5]
             style = {"color": colour, "marker": marker, "markerfacecolor": colour, "markeredgecolor": colour}
-        # A little to the side of one another, so that bars and dots can be told apart.
+        # A little to the side of one another, so that bars and dots do not overlap.
         shift = min(1.025, 1.1 ** (1 / len(entries))) ** (number - (len(entries) - 1) / 2)
         at = [length * shift for length in entry["lengths"]]
         for x, values in zip(at, entry["values"], strict=True):
@@ -90,21 +90,6 @@ def draw_perplexity(data: Data) -> Figure:
     # Over several powers of ten that many numbers would lie on one another.
     log_axis(axes[0, 0], "y", digits=(1, 2, 3, 5, 7) if high < 100 * low else (1, 3))
     axes[0, 0].set_ylabel("Perplexity")
-    legend_below(figure, axes)
-    return figure
-
-
-def draw_positions(data: Data) -> Figure:
-    """Loss against position in a window."""
-    figure, axes = new_figure(6.4, 3.6)
-    ax = axes[0, 0]
-    for entry, style in zip(data["lines"], lines(data["lines"]), strict=True):
-        ax.plot(entry["at"], entry["mean"], label=entry["label"], **{**style, "markersize": 3})
-    _trained_at(ax, data["train_length"])
-    log_axis(ax, "x", base=2)
-    whole = data["protocol"] != "last-k"
-    ax.set_xlabel(f"Position in windows of {data['context']:,} tokens" if whole else "Position in a window, its end")
-    ax.set_ylabel("Loss (nats per token)")
     legend_below(figure, axes)
     return figure
 

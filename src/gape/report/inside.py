@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gape.report.results import Results
-from gape.report.schemes import TARGETS, by_scheme, grouped, label, name, scheme_order, variant_of
+from gape.report.schemes import TARGETS, by_scheme, group_by, label, name, scheme_order, variant_of
 from gape.report.series import Data, NoData, language_rows, of_main_variant, train_length
 from gape.report.statistics import columns, mean_of
 from gape.utils.jsonl import Record
@@ -28,11 +28,11 @@ def needle_entropy(results: Results, target: str = "first") -> Data:
     bars = []
     for position, records in _by_position(results, target).items():
         spreads = [spread for record in records for spread in record["spread"]]
-        at = dict(sorted(grouped(spreads, lambda spread: spread["length"]).items()))
+        at = dict(sorted(group_by(spreads, lambda spread: spread["length"]).items()))
         means = [mean_of(_mean(sample) for spread in each for sample in spread["entropy"]) for each in at.values()]
         bars.append({"position": position, "label": label(position), "lengths": list(at), **columns(means)})
     if not bars:
-        raise NoData(f"entropy: got no looks inside models for the {target} needle")
+        raise NoData(f"entropy: got no analyses of models for the {target} needle")
     return {"target": target, "bars": bars}
 
 
@@ -49,18 +49,18 @@ def entropy_change(results: Results) -> Data:
         if series:
             panels.append({"target": target, "series": series})
     if not panels:
-        raise NoData("entropy change: got no scheme that was looked into both with and without gates")
+        raise NoData("entropy change: got no scheme that was analysed both with and without gates")
     return {"panels": panels}
 
 
 def query_gate(results: Results) -> Data:
     """g at the final query by layer and head, for each gated scheme and target, over samples and seeds."""
-    gated = grouped(_with(of_main_variant(results), "gates"), lambda record: record["position"])
+    gated = group_by(_with(of_main_variant(results), "gates"), lambda record: record["position"])
     if not gated:
-        raise NoData("query gate: got no looks inside models with gates")
+        raise NoData("query gate: got no analyses of models with gates")
     panels = []
     for position in sorted(gated, key=scheme_order):
-        by_target = grouped(gated[position], lambda record: record["target"])
+        by_target = group_by(gated[position], lambda record: record["target"])
         targets = {
             target: _heads([sample for record in by_target[target] for sample in record["gates"]["query_gate"]])
             for target in TARGETS
@@ -90,9 +90,9 @@ def gates_entropy(results: Results) -> Data:
 
 def landmark_kinds(results: Results) -> Data:
     """Mean landmarks of fillers, KEY, =, digits and the query, by variant, scheme, target, layer and head."""
-    groups = grouped(_with(results, "gates"), lambda r: (r["variant"], r["position"], r["target"]))
+    groups = group_by(_with(results, "gates"), lambda r: (r["variant"], r["position"], r["target"]))
     if not groups:
-        raise NoData("landmarks by token: got no looks inside models with gates")
+        raise NoData("landmarks by token: got no analyses of models with gates")
     rows = []
     for (variant, position, target), records in groups.items():
         kinds = {
@@ -139,25 +139,6 @@ def entropy(results: Results) -> Data:
         masks = {"label": tracked["label"], "layer": tracked["layers"][-1], "steps": tracked["steps"],
                  "heads": tracked["panels"]["mean_mask"][-1]}  # fmt: skip
     return {"asked": shared, "lines": lines, "scatter": scatter, "masks": masks}
-
-
-def entropy_heads(results: Results) -> Data:
-    """Entropy of every layer and head at every length, means over samples, a row per scheme."""
-    records = language_rows(results, "entropy")
-    sets = {(s["asked"]["data"], s["asked"]["length"]) for record in records for s in record["sets"]}
-    # Of the source with most lengths.
-    data = max({at[0] for at in sets}, key=lambda d: (sum(at[0] == d for at in sets), d))
-    lengths = sorted((at[1] for at in sets if at[0] == data), key=lambda length: length or 0)
-    models = []
-    for run in _first_seeds(records):
-        cells = {
-            str(s["asked"]["length"]): np.array(s["entropy"]).mean(0).tolist()
-            for s in run["sets"]
-            if s["asked"]["data"] == data
-        }
-        if cells:
-            models.append({"label": name(run), "run": run["run"], "entropy": cells})
-    return {"data": data, "lengths": lengths, "models": models}
 
 
 def context(results: Results) -> Data:
@@ -237,7 +218,7 @@ def _with(results: Results, *keys: str) -> list[Record]:
 def _by_position(results: Results, target: str) -> dict[str, list[Record]]:
     chosen = of_main_variant(results).select(target=target).of("inside")
     ordered = sorted(chosen, key=lambda record: (scheme_order(record["position"]), record["seed"]))
-    return grouped(ordered, lambda record: record["position"])
+    return group_by(ordered, lambda record: record["position"])
 
 
 def _names(record: Record) -> Data:

@@ -1,4 +1,4 @@
-"""Figures of what happens inside models, each drawn from the data that :mod:`gape.report.inside` made."""
+"""Figures of what happens inside models, each drawn from data of :mod:`gape.report.inside`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gape.report.figures import tilt
-from gape.report.schemes import TARGETS, joined
+from gape.report.schemes import TARGETS, join_names
 from gape.report.series import Data
 from gape.report.style import (
     COLOURS,
@@ -131,7 +131,7 @@ def draw_landmark_kinds(data: Data) -> Figure:
                 text, colour = ("–", INK) if value is None else (f"{value:.2f}", "white" if value < 0.55 else INK)
                 ax.text(x, y, text, ha="center", va="center", fontsize=6.5, color=colour)
         ax.set_xticks(range(len(kinds)), signs, rotation=40)
-        ax.set_yticks(range(len(rows)), [joined(row["variant"], row["label"], row["target"]) for row in rows])
+        ax.set_yticks(range(len(rows)), [join_names(row["variant"], row["label"], row["target"]) for row in rows])
         ax.grid(visible=False)
         ax.set_title(f"layer {layer + 1}, head {head + 1}")
     figure.colorbar(image, ax=axes[0, -1], label="mean landmark")
@@ -148,7 +148,7 @@ def draw_attention_maps(data: Data) -> Figure:
     for r, model in enumerate(models):
         for c, (layer, head) in enumerate(heads):
             ax = axes[r, c]
-            image = _image(ax, _clipped(model["weights"][layer][head]), model["length"], **_attention())
+            image = _image(ax, _clip(model["weights"][layer][head]), model["length"], **_attention())
             ax.set_title(f"{model['label']}: layer {layer + 1}, head {head + 1}", fontsize=8)
             ax.set_xlabel("Key" if r == len(models) - 1 else "")
             ax.set_ylabel("Query" if c == 0 else "")
@@ -165,30 +165,6 @@ def draw_entropy(data: Data) -> Figure:
     for ax, part in zip(axes[0, 1:], shown, strict=True):
         panels[part](ax, data[part])
     legend_below(figure, axes[:, :1])
-    return figure
-
-
-def draw_entropy_heads(data: Data) -> Figure:
-    """Entropy by layer and head in cells, a row per scheme, a column per length."""
-    models, lengths = data["models"], data["lengths"]
-    figure, axes = new_figure(2.1 * len(lengths) + 1.5, 1.7 * len(models) + 0.6, len(models), len(lengths))
-    values = [value for m in models for cells in m["entropy"].values() for row in cells for value in row]
-    image: Any = None
-    for r, model in enumerate(models):
-        for c, length in enumerate(lengths):
-            ax = axes[r, c]
-            cells = model["entropy"].get(str(length))
-            ax.set_visible(cells is not None)
-            if cells is None:
-                continue
-            image = ax.imshow(cells, vmin=min(values), vmax=max(values), cmap="cividis", aspect="auto")
-            ax.grid(visible=False)
-            ax.set_xticks(range(len(cells[0])))
-            ax.set_yticks(range(len(cells)))
-            ax.set_title(f"{model['label']}, {'prompts' if length is None else f'{length:,}'}", fontsize=8)
-            ax.set_ylabel("Layer" if c == 0 else "")
-            ax.set_xlabel("Head" if r == len(models) - 1 else "")
-    figure.colorbar(image, ax=axes[:, -1], label="mean entropy (nats)")
     return figure
 
 
@@ -247,7 +223,7 @@ def draw_routing(data: Data) -> Figure:
 
 def draw_maps(data: Data) -> Figure:
     """Attention in cells, a row per scheme, a column per head, on a logarithmic scale."""
-    rows = [(model["label"], list(map(_clipped, model["weights"]))) for model in data["models"]]
+    rows = [(model["label"], list(map(_clip, model["weights"]))) for model in data["models"]]
     return _pictures(data, rows, _attention(), "attention on a cell's keys")
 
 
@@ -269,13 +245,13 @@ def _bars(
 
 
 def _landmark_panel(axes: Axes, data: Data, layer: int, head: int) -> None:
-    """l along a sequence; needles marked, and what the theory asks of the needle that is wanted."""
+    """l along a sequence; needles marked, and the landmark that the theory requires of the needle in question."""
     values = data["landmark"][layer][head]
     digits = [place + 2 for place in data["needles"]]
-    wanted = data["target_at"]
+    target = data["target_at"]
     axes.plot(values, color="#B8B8B8", linewidth=0.7, label="every token")
     axes.plot(digits, [values[d] for d in digits], "o", markersize=3, color=CYCLE[0], label="digits of needles")
-    axes.plot([wanted], [values[wanted]], "D", markersize=6, color=CYCLE[3], label="the digit asked for")
+    axes.plot([target], [values[target]], "D", markersize=6, color=CYCLE[3], label="the digit asked for")
     required, horizon = data["query"]["required"][layer][head], data["query"]["effective"][layer][head]
     if required is not None:
         axes.axhline(required, color=INK, linewidth=1.0, linestyle="--", label="required landmark l*")
@@ -384,7 +360,7 @@ def _attention() -> dict[str, Any]:
     return {"norm": LogNorm(1e-4, 1), "cmap": "Greys"}
 
 
-def _clipped(weights: Any) -> Any:
+def _clip(weights: Any) -> Any:
     return np.clip(np.array(weights, dtype=float), 1e-4, None)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gape.report.schemes import grouped, scheme_order, variant_of
+from gape.report.schemes import group_by, scheme_order, variant_of
 from gape.train.config import MAY_CHANGE
 from gape.utils import files
 from gape.utils.jsonl import Record, read_lines, read_object
@@ -65,7 +65,6 @@ KINDS = {
         needed=("run", "variant", "position", "target", "seed", "spread"),
     ),
     "perplexity": _language("perplexity", (*PROTOCOL, "context", "stratum"), "context"),
-    "positions": _language("positions", (*PROTOCOL, "context"), "context edges nll tokens"),
     "routing": _language(
         "routing", ("step", "layer", "head"), "step layer head mean_mask landmark gate amplitude"
     ),
@@ -98,10 +97,10 @@ class Results:
         """The rows of a kind."""
         return self.measured.get(kind, ())
 
-    def select(self, **wanted: Any) -> Results:
-        """The rows whose keys have the wanted values."""
+    def select(self, **values: Any) -> Results:
+        """The rows that have these values."""
         measured = {
-            kind: tuple(row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
+            kind: tuple(row for row in rows if all(row.get(key) == value for key, value in values.items()))
             for kind, rows in self.measured.items()
         }
         return replace(self, measured=measured)
@@ -155,7 +154,7 @@ def collect(paths: Iterable[str | Path]) -> Results:
             for kind, records in source.items():
                 _add(known.setdefault(kind, {}), {_identity(kind, record): record for record in records}, home)
     runs = known.pop("runs", {})
-    return _arranged({kind: rows.values() for kind, rows in known.items()}, [runs[key] for key in sorted(runs)])
+    return _sort_rows({kind: rows.values() for kind, rows in known.items()}, [runs[key] for key in sorted(runs)])
 
 
 def needle_results(rows: Iterable[Record]) -> Results:
@@ -164,7 +163,7 @@ def needle_results(rows: Iterable[Record]) -> Results:
     Raises:
         ValueError: rows of runs that would be averaged as seeds of one scheme and are not.
     """
-    results = _arranged({"needle": rows})
+    results = _sort_rows({"needle": rows})
     _refuse_mixtures(results)
     return results
 
@@ -231,7 +230,7 @@ def refuse_same_seed(seeds: Mapping[str, Any], instead: str = "report them apart
             raise ValueError(f"results: {name} and {other} are both seed {seed}; {instead}")
 
 
-def _arranged(rows: Mapping[str, Iterable[Record]], runs: Iterable[Record] = ()) -> Results:
+def _sort_rows(rows: Mapping[str, Iterable[Record]], runs: Iterable[Record] = ()) -> Results:
     order = {"needle": _needle_order, "inside": _needle_order}
     measured = {kind: tuple(sorted(rows[kind], key=order.get(kind, _order))) for kind in KINDS if kind in rows}
     return Results(runs=tuple(runs), measured=measured)
@@ -301,7 +300,7 @@ def _run(home: Path) -> dict[str, list[Record]]:
     source = {
         name: [row for row in rows[name] if name == "routing" or (row.get("step") or 0) == max(steps)] for name in rows
     }
-    source = {name: _measured_alike(own) if name == "needle" else own for name, own in source.items() if own}
+    source = {name: _one_precision(own) if name == "needle" else own for name, own in source.items() if own}
     if not source:
         return {}
     parts = {"settings": "run.json", "manifest": "manifest.json", "training": "summary.json"}
@@ -322,12 +321,12 @@ def _read(kind: str, file: Path, needed: Iterable[str]) -> list[Record]:
     return [{key: float(f"{v:.6g}") if isinstance(v, float) else v for key, v in row.items()} for row in rows]
 
 
-def _measured_alike(rows: Iterable[Record]) -> list[Record]:
+def _one_precision(rows: Iterable[Record]) -> list[Record]:
     """Of each scheme that a run was measured with, the rows of one precision and one set of options."""
     chosen: list[Record] = []
-    for own in grouped(rows, lambda row: row["evaluated"]).values():
+    for own in group_by(rows, lambda row: row["evaluated"]).values():
         # Backwards: of equally many lengths the precision and options of the latest row count.
-        ways = grouped(reversed(own), lambda row: repr((row.get("precision"), row.get("options"))))
+        ways = group_by(reversed(own), lambda row: repr((row.get("precision"), row.get("options"))))
         longest = max(ways.values(), key=lambda some: len({row["factor"] for row in some}))
         chosen += reversed(longest)
     return chosen
@@ -348,7 +347,6 @@ _AVERAGED: dict[str, tuple[Callable[[Record], Hashable], Callable[[Record], Reco
         lambda row: {key: row[key] for key in ("length", "needles", "precision", "options") if key in row},
     ),
     "perplexity": (_scheme, _protocol),
-    "positions": (_scheme, _protocol),
     "far_back": (_scheme, far_back_question),
     # Figures choose among other texts and lengths themselves.
     "entropy": (_scheme, lambda row: {}),
@@ -360,11 +358,11 @@ def _refuse_mixtures(results: Results) -> None:
 
     Runs that were measured in several ways are alike where one of these is the same; that one is shown.
     """
-    settings = {(_experiment(run), run["run"]): _trained_as(run) for run in results.runs}
+    settings = {(_experiment(run), run["run"]): _training_settings(run) for run in results.runs}
     for kind, (scheme, question) in _AVERAGED.items():
         experiment = "niah" if kind == "needle" else "lm"
-        for rows in grouped(results.of(kind), scheme).values():
-            (first, own), *others = grouped(rows, lambda row: row["run"]).items()
+        for rows in group_by(results.of(kind), scheme).values():
+            (first, own), *others = group_by(rows, lambda row: row["run"]).items()
             questions = [question(row) for row in own]
             for name, more in others:
                 also = [question(row) for row in more]
@@ -387,7 +385,7 @@ def _experiment(run: Record) -> str:
     return str(run.get("settings", {}).get("kind", "niah"))
 
 
-def _trained_as(run: Record) -> Record:
+def _training_settings(run: Record) -> Record:
     """What runs of several seeds have in common, flat: the settings of training, and the corpus."""
     settings, data = run.get("settings", {}), run.get("manifest", {}).get("data")
     shared = flat({key: settings[key] for key in ("batch_size", "task", "model", "train") if key in settings})

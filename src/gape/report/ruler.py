@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gape.report.results import Results, refuse_same_seed
-from gape.report.schemes import by_scheme, grouped, name
+from gape.report.schemes import by_scheme, group_by, name
 from gape.report.series import Data, NoData
 from gape.report.statistics import verdict
 from gape.report.tables import Table, interval
@@ -68,16 +68,16 @@ def methods(rows: Iterable[Record]) -> list[Method]:
             seeds of different samples.
     """
     rows = list(rows)
-    for model, own in grouped(rows, lambda row: row["model"]).items():
+    for model, own in group_by(rows, lambda row: row["model"]).items():
         precisions = sorted({str(row.get("precision")) for row in own})
         if len(precisions) > 1:
             which = ", ".join(precisions)
             raise ValueError(f"rows: those of {model} were measured in {which}; --precision of gape ruler table picks")
     latest = {(row["run"], row["model"], row["task"], row["length"]): row for row in rows if row["samples"]}
     schemes = []
-    for model, own in sorted(grouped(latest.values(), lambda row: row["model"]).items()):
+    for model, own in sorted(group_by(latest.values(), lambda row: row["model"]).items()):
         for scheme, records in by_scheme(own).items():
-            columns_of = grouped(records, lambda row: (row["task"], row["length"]))
+            columns_of = group_by(records, lambda row: (row["task"], row["length"]))
             schemes.append(Method(model, scheme, name(records[0]), columns_of))
             _refuse_other_seeds(schemes[-1])
     return schemes
@@ -130,7 +130,7 @@ def ranking(schemes: Sequence[Method], metric: str = "nll") -> Table:
         for method, own in zip(schemes, values, strict=True)
     )
     strong, second = set[tuple[int, int]](), set[tuple[int, int]]()
-    for own in grouped(range(len(schemes)), lambda r: schemes[r].model).values():
+    for own in group_by(range(len(schemes)), lambda r: schemes[r].model).values():
         for c, column in enumerate(across):
             shown = {r: round(v.mean() * scale, digits) for r in own if (v := values[r][c]) is not None}
             ranks = sorted(set(shown.values()), reverse=metric == "match")
@@ -151,7 +151,7 @@ def difference_tables(schemes: Sequence[Method], full: tuple[str, str] | None = 
     """
     rows = []
     for method in schemes:
-        for other in (other for other in schemes if _compared(method, other, full)):
+        for other in (other for other in schemes if _is_compared(method, other, full)):
             for column in columns([method]):
                 p = difference(method, other, column)
                 if p is not None:
@@ -174,8 +174,8 @@ def ablation(schemes: Sequence[Method], full: tuple[str, str] = FULL) -> Table:
     """
     bases, others = _without_part(schemes, full)
     if not others:
-        wanted = f"rows of {full[0]}{full[1] and ' ' + full[1]} and of models without a part of it"
-        raise ValueError(f"rows: got those of {[method.label for method in schemes]}, expected {wanted}")
+        expected = f"rows of {full[0]}{full[1] and ' ' + full[1]} and of models without a part of it"
+        raise ValueError(f"rows: got those of {[method.label for method in schemes]}, expected {expected}")
     across = columns(schemes)
     rows, strong = [], set()
     for r, method in enumerate(others):
@@ -240,10 +240,10 @@ def _refuse_other_seeds(method: Method) -> None:
             raise ValueError(f"rows: seeds of {label} were measured on different samples; table them apart")
 
 
-def _compared(method: Method, other: Method, full: tuple[str, str] | None) -> bool:
+def _is_compared(method: Method, other: Method, full: tuple[str, str] | None) -> bool:
     variant = other.key[0].endswith("+gape") and other.key[1]
-    wanted = other.key == full if full else method.key[0].endswith("+gape") and not variant
-    return wanted and other is not method and other.model == method.model
+    fits = other.key == full if full else method.key[0].endswith("+gape") and not variant
+    return fits and other is not method and other.model == method.model
 
 
 def _without_part(schemes: Sequence[Method], full: tuple[str, str]) -> tuple[dict[str, Method], list[Method]]:

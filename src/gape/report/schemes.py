@@ -44,7 +44,7 @@ def name(record: Mapping[str, Any]) -> str:
     return label(record["position"]) + (f" ({variant})" if variant else "")
 
 
-def joined(*parts: str) -> str:
+def join_names(*parts: str) -> str:
     """Variant, scheme and target of the needle task in one name; empty ones left out."""
     return " · ".join(filter(None, parts))
 
@@ -55,7 +55,7 @@ def scheme_order(position: str) -> tuple[int, str, bool]:
     return (BASES.index(base) if base in BASES else len(BASES), base, base != position)
 
 
-def grouped(records: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+def group_by(records: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """Records by a key, in the order in which the keys first appear."""
     groups: dict[K, list[T]] = {}
     for record in records:
@@ -65,5 +65,5 @@ def grouped(records: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 def by_scheme(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Records by (position, variant): bases in the order of tables, gated ones after them, plain before variants."""
-    groups = grouped(records, lambda record: (record["position"], variant_of(record)))
+    groups = group_by(records, lambda record: (record["position"], variant_of(record)))
     return dict(sorted(groups.items(), key=lambda item: (scheme_order(item[0][0]), item[0][1])))

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gape.report.results import PROTOCOL, Results, far_back_question
-from gape.report.schemes import TARGETS, by_scheme, grouped, label, name, scheme_order
-from gape.report.statistics import Curve, columns, curves, mean_of, pooled
+from gape.report.schemes import TARGETS, by_scheme, group_by, label, name, scheme_order
+from gape.report.statistics import Curve, columns, curves, pool_seeds
 from gape.utils.jsonl import Record
 
 Data = dict[str, Any]
@@ -87,7 +87,7 @@ def perplexity(results: Results) -> Data:
     A panel's `documents` are those read at each context, and its `stretches` the contexts that were read on nearly the
     same ones: what fewer documents fill is another measurement, and no line leads there.
     """
-    groups = grouped(
+    groups = group_by(
         language_rows(results, "perplexity"),
         lambda row: (_unaligned(row), row.get("align") or 0, row.get("stratum") or ""),
     )
@@ -139,34 +139,12 @@ def hf_perplexity(results: Results) -> Data:
     return data | {"train_length": one, "native": native.pop() if len(native) == 1 else None}
 
 
-def positions(results: Results) -> Data:
-    """Loss by position in a window, a line per scheme.
-
-    Where windows were scored whole the longest of them are shown. Of windows that were scored at their ends, every
-    context gives the places before its end.
-    """
-    groups = grouped(language_rows(results, "positions"), _protocol)
-    best = max(groups, key=lambda protocol: (protocol[0] != "last-k", len(groups[protocol]), repr(protocol)))
-    longest = max(row["context"] for row in groups[best])
-    chosen = [row for row in groups[best] if best[0] == "last-k" or row["context"] == longest]
-    lines = []
-    for (position, variant), records in by_scheme(_latest(chosen, "context")).items():
-        at: dict[float, list[float]] = {}
-        for record in records:
-            middles = ((low + high) / 2 for low, high in zip(record["edges"], record["edges"][1:], strict=False))
-            for middle, nll in zip(middles, record["nll"], strict=True):
-                at.setdefault(middle, []).append(nll)
-        line = {"label": name(records[0]), "position": position, "variant": variant, "at": sorted(at)}
-        lines.append(line | {"mean": [mean_of(at[middle]).mean for middle in sorted(at)]})
-    return {"context": longest, "protocol": best[0], "train_length": train_length(results), "lines": lines}
-
-
 def far_back(results: Results) -> Data:
     """Loss, and what the far text was worth, by how far back the answer lies: a column per kind, a line per scheme."""
     rows = language_rows(results, "far_back")
     columns = []
     for kind, title in FAR_BACK.items():
-        chosen = measured_alike([row for row in rows if row["kind"] == kind])
+        chosen = same_settings([row for row in rows if row["kind"] == kind])
         if not chosen:
             continue
         gains = [{**row, "nll": row["gain"], "low": row["gain_low"], "high": row["gain_high"]} for row in chosen]
@@ -192,7 +170,7 @@ def language_rows(results: Results, kind: str) -> Sequence[Record]:
     return rows
 
 
-def measured_alike(rows: Sequence[Record]) -> list[Record]:
+def same_settings(rows: Sequence[Record]) -> list[Record]:
     """Far-back rows of the settings that most of them have; of equals the last."""
     questions = [far_back_question(row) for row in rows]
     most = max(reversed(questions), key=questions.count, default=None)
@@ -251,8 +229,8 @@ def _lines(rows: Iterable[Record], along: str, *, exponential: bool = False) -> 
     """A line per scheme: means over seeds, with deviations or the interval of a single seed."""
     lines = []
     for (position, variant), records in by_scheme(_latest(rows, along)).items():
-        at = dict(sorted(grouped(records, lambda record: record[along]).items()))
-        points = [pooled(each) for each in at.values()]
+        at = dict(sorted(group_by(records, lambda record: record[along]).items()))
+        points = [pool_seeds(each) for each in at.values()]
         line: Data = {"label": name(records[0]), "position": position, "variant": variant, "at": list(at)}
         for key in ("mean", "low", "high"):
             values = [point[key] for point in points]
@@ -278,7 +256,7 @@ def _unaligned(row: Record) -> tuple[str, tuple[tuple[str, Any], ...]]:
 
 def _most_windows(rows: Sequence[Record]) -> list[Record]:
     """The rows of the `max_windows` that most of them were measured with; of equals the larger."""
-    groups = grouped(rows, lambda row: row.get("max_windows") or 0)
+    groups = group_by(rows, lambda row: row.get("max_windows") or 0)
     return groups[max(groups, key=lambda count: (len(groups[count]), count))]
 
 

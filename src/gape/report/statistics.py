@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gape.report.results import Results, far_back_question, unpack_hits
-from gape.report.schemes import base_of, by_scheme, grouped, label, name, scheme_order
-from gape.tasks.perplexity_rows import RESAMPLES, Floats, paired_interval
+from gape.report.schemes import base_of, by_scheme, group_by, label, name, scheme_order
+from gape.tasks.perplexity_rows import RESAMPLES, Floats, weighted_interval
 from gape.utils.jsonl import Record
+from gape.utils.validation import invalid_argument
 
 #: Student's t at 97.5% for 1, 2, … degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -59,7 +60,7 @@ def columns(means: Iterable[Mean]) -> dict[str, list[Any]]:
     return {key: [getattr(mean, key) for mean in means] for key in ("mean", "std", "n")}
 
 
-def pooled(rows: Sequence[Record]) -> dict[str, Any]:
+def pool_seeds(rows: Sequence[Record]) -> dict[str, Any]:
     """The loss of several seeds: mean, and as low and high the deviation over seeds or the interval of the only one.
 
     A single document gives no interval: it says nothing about others.
@@ -159,11 +160,11 @@ class Curve(NamedTuple):
 
 def curves(results: Results) -> list[Curve]:
     """Accuracy by length for every scheme, variant and target, in the order of the rows."""
-    groups = grouped(
+    groups = group_by(
         results.of("needle"), lambda row: (row["variant"], row["position"], row["evaluated"], row["target"])
     )
     return [
-        Curve(*scheme, rows=dict(sorted(grouped(rows, lambda row: int(row["factor"])).items())))
+        Curve(*scheme, rows=dict(sorted(group_by(rows, lambda row: int(row["factor"])).items())))
         for scheme, rows in groups.items()
     ]
 
@@ -174,7 +175,7 @@ def accuracy_differences(results: Results) -> list[Difference]:
     The interval of one pair is a bootstrap over samples with a fixed seed.
     """
     rows = [row for row in results.of("needle") if row["position"] == row["evaluated"]]
-    groups = grouped(rows, lambda row: (row["variant"], row["target"], row["position"], row["factor"]))
+    groups = group_by(rows, lambda row: (row["variant"], row["target"], row["position"], row["factor"]))
     runs = {key: {row["seed"]: row for row in each} for key, each in groups.items()}
     differences = []
     for key in sorted(runs, key=lambda key: (key[0], key[1], scheme_order(base_of(key[2])), key[3])):
@@ -186,7 +187,7 @@ def accuracy_differences(results: Results) -> list[Difference]:
             continue
         each = [_hits(gated[seed], plain[seed]) for seed in seeds]
         means = [float(hits.mean()) for hits in each]
-        low, high = student_interval(means) if len(each) > 1 else _resampled(each[0])
+        low, high = student_interval(means) if len(each) > 1 else _bootstrap(each[0])
         differences.append(
             Difference(
                 scheme=label(position), other=label(base), variant=variant, what=target, at=factor,
@@ -205,7 +206,7 @@ def far_back_differences(rows: Iterable[Record], *, gain: bool = False) -> list[
         return row["kind"], row["distance"], row["context"], repr(sorted(far_back_question(row).items()))
 
     differences = []
-    for (kind, distance, _, _), records in grouped(rows, key).items():
+    for (kind, distance, _, _), records in group_by(rows, key).items():
         for first, second in _pairs(records):
             difference = _over_seeds(first, second, lambda one, other: _by_document(one, other, gain))
             if difference is not None:
@@ -225,7 +226,7 @@ def perplexity_differences(rows: Iterable[Record]) -> list[Difference]:
         return what, row["context"], row.get("plan"), row.get("precision")
 
     differences = []
-    for (what, context, _, _), records in grouped(rows, key).items():
+    for (what, context, _, _), records in group_by(rows, key).items():
         for first, second in _pairs(records):
             difference = _over_seeds(first, second, _by_window)
             if difference is not None:
@@ -234,7 +235,13 @@ def perplexity_differences(rows: Iterable[Record]) -> list[Difference]:
 
 
 def window_difference(row: Record, other: Record) -> Difference:
-    """One run against another at one context, on the same windows."""
+    """One run against another at one context, on the same windows.
+
+    Raises:
+        ValueError: rows of different windows.
+    """
+    if any(row[key] != other[key] for key in ("plan", "stratum")):
+        raise invalid_argument("rows", (row["run"], other["run"]), "two of the same windows of the same corpus")
     difference = _over_seeds({0: row}, {0: other}, _by_window)
     assert difference is not None
     return Difference(**difference, what=row["protocol"], at=row["context"])
@@ -251,7 +258,7 @@ def _hits(gated: Record, plain: Record) -> Floats:
     return right[:shared] - other[:shared]
 
 
-def _resampled(difference: Floats) -> tuple[float, float]:
+def _bootstrap(difference: Floats) -> tuple[float, float]:
     values = np.array([-1, 0, 1])
     # Drawing n samples with replacement is drawing how many of each value come.
     shares = (difference[:, None] == values).mean(0)
@@ -284,13 +291,13 @@ def _over_seeds(first: Runs, second: Runs, paired: Callable[[Record, Record], Do
     if not units:
         return None
     means = [float(sums.sum() / tokens.sum()) for sums, tokens in units]
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
     if len(units) > 1:
         low, high = student_interval(means)
-    else:
-        sums, tokens = units[0]
-        low, high = paired_interval(sums, tokens, np.arange(len(sums))) or (None, None)
+    # One document says nothing about others.
+    elif len(units[0][0]) > 1:
+        low, high, _ = weighted_interval(*units[0], np.arange(len(units[0][0])))
     scheme, other = (name(next(iter(runs.values()))) for runs in (first, second))
     return {
         "scheme": scheme, "other": other, "difference": mean_of(means).mean, "low": low, "high": high,

@@ -1,4 +1,4 @@
-"""How figures style: one colour per scheme everywhere, told apart without colour too, the same bytes every time."""
+"""Style of figures: one colour and one marker per scheme everywhere, and the same bytes every time."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def matplotlib() -> ModuleType:
         ImportError: it is missing; says how to install it.
     """
     try:
-        import matplotlib as found  # noqa: PLC0415
+        import matplotlib as library  # noqa: PLC0415
         import matplotlib.backends.backend_agg  # noqa: PLC0415
         import matplotlib.figure  # noqa: PLC0415
     except ImportError as error:
         raise ImportError("figures need Matplotlib: pip install 'gape[plot]'") from error
-    return found
+    return library
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def lines(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def ramp(count: int) -> list[Any]:
-    """Colours for layers or heads, in order; told apart in grey too."""
+    """Colours for layers or heads, in order; distinct in grey too."""
     if count <= len(CYCLE):
         return list(CYCLE[:count])
     from matplotlib import colormaps  # noqa: PLC0415

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gape.report import series
 from gape.report.inside import ROUTING
 from gape.report.results import Results, unpack_hits
-from gape.report.schemes import TARGETS, base_of, by_scheme, grouped, joined, label, name, scheme_order
+from gape.report.schemes import TARGETS, base_of, by_scheme, group_by, join_names, label, name, scheme_order
 from gape.report.statistics import (
     Curve,
     Difference,
@@ -51,7 +51,7 @@ class Table:
 
     def text(self) -> str:
         """Aligned columns; a star for cells that stand out, a plus for the second best."""
-        cells = [self.header, *self._marked("{} *", "{} +")]
+        cells = [self.header, *self._mark_cells("{} *", "{} +")]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
             "  ".join(
@@ -64,12 +64,12 @@ class Table:
     def markdown(self) -> str:
         """A Markdown table under a bold title; cells that stand out are bold, the second best underlined."""
         rule = tuple("---" if c == 0 else "---:" for c in range(len(self.header)))
-        lines = [self.header, rule, *self._marked("**{}**", "<u>{}</u>")]
+        lines = [self.header, rule, *self._mark_cells("**{}**", "<u>{}</u>")]
         return f"**{self.title}**\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in lines)
 
     def html(self) -> str:
         """An HTML table with the title as caption; marked as in Markdown."""
-        marked = self._marked("<strong>{}</strong>", "<u>{}</u>", escape)
+        marked = self._mark_cells("<strong>{}</strong>", "<u>{}</u>", escape)
         body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in marked)
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.header)
         caption = f"<caption>{escape(self.title)}</caption>"
@@ -77,14 +77,14 @@ class Table:
 
     def latex(self) -> str:
         """A LaTeX table as the paper has it; cells that stand out are bold, the second best underlined."""
-        marked = self._marked(r"\textbf{{{}}}", r"\underline{{{}}}")
+        marked = self._mark_cells(r"\textbf{{{}}}", r"\underline{{{}}}")
         lines = [" & ".join(map(_tex, cells)) for cells in (self.header, *marked)]
         columns = "ll" + "c" * (len(self.header) - 2)
         body = " \\\\\n".join([lines[0], "\\midrule\n" + lines[1], *lines[2:]]) if len(lines) > 1 else lines[0]
         start, end = f"\\begin{{tabular}}{{{columns}}}\n\\toprule", "\\bottomrule\n\\end{tabular}"
         return f"% {self.title}\n{start}\n{body} \\\\\n{end}"
 
-    def _marked(self, strong: str, second: str, written: Callable[[str], str] = str) -> list[tuple[str, ...]]:
+    def _mark_cells(self, strong: str, second: str, written: Callable[[str], str] = str) -> list[tuple[str, ...]]:
         def mark(r: int, c: int, cell: str) -> str:
             form = strong if (r, c) in self.strong else second if (r, c) in self.second else "{}"
             return form.format(written(cell))
@@ -132,7 +132,7 @@ def accuracy_tables(results: Results) -> list[Table]:
             fewest, most = (pick(mean.n for mean in at.values()) for pick in (min, max))
             seeds = str(most) if fewest == most else f"{fewest}–{most}"
             cells = (str(at.get(factor, "–")) for factor in factors)
-            rows.append((joined(curve.variant, label(curve.position, curve.evaluated)), seeds, *cells))
+            rows.append((join_names(curve.variant, label(curve.position, curve.evaluated)), seeds, *cells))
             best.append([round(at[factor].mean, 2) if factor in at else None for factor in factors])
         header = ("Scheme", "seeds", *(_column(factor, schemes) for factor in factors))
         title = f"Accuracy, {TARGETS[target].lower()}"
@@ -144,7 +144,7 @@ def comparison_table(results: Results) -> Table | None:
     """What gates add to each base, with a 95% interval; None where no base has both."""
     rows = tuple(
         (
-            joined(d.variant, f"{d.other} → {d.scheme}", d.what), f"{d.at}×", str(d.seeds), f"{d.difference:+.3f}",
+            join_names(d.variant, f"{d.other} → {d.scheme}", d.what), f"{d.at}×", str(d.seeds), f"{d.difference:+.3f}",
             interval(d.low, d.high, "+.3f"), "one seed" if d.seeds == 1 else d.verdict,
         )
         for d in accuracy_differences(results)
@@ -179,7 +179,7 @@ def digit_table(results: Results) -> Table | None:
         always, never = (named >= 1 - SURE).sum(), (named <= SURE).sum()
         # Of few samples none may ask for some digit.
         sometimes = np.isfinite(named).sum() - always - never
-        scheme = joined(row["variant"], label(row["position"]), TARGETS[row["target"]].lower())
+        scheme = join_names(row["variant"], label(row["position"]), TARGETS[row["target"]].lower())
         cells = (f"{row['accuracy']:.2f}", str(always), str(never), str(sometimes))
         rows.append((scheme, str(row["seed"]), *cells))
     header = ("Scheme", "seed", "accuracy", "digits always named", "never", "sometimes")
@@ -267,9 +267,9 @@ def entropy_table(records: Sequence[Record]) -> Table:
 def routing_table(rows: Sequence[Record]) -> Table:
     """The routing variables at the last step that was tracked: mean over a layer's heads, and their range."""
     cells = []
-    for run, own in grouped(rows, lambda row: row["run"]).items():
+    for run, own in group_by(rows, lambda row: row["run"]).items():
         step = max(row["step"] for row in own)
-        layers = grouped((row for row in own if row["step"] == step), lambda row: row["layer"])
+        layers = group_by((row for row in own if row["step"] == step), lambda row: row["layer"])
         for layer, heads in sorted(layers.items()):
             values = ([row[variable] for row in heads] for variable in ROUTING)
             ranges = (f"{np.mean(each):.3g} ({min(each):.2g} … {max(each):.2g})" for each in values)
@@ -283,11 +283,11 @@ def far_back_table(rows: Iterable[Record]) -> list[Table]:
     rows = list(rows)
     tables = []
     for kind, title in series.FAR_BACK.items():
-        chosen = series.measured_alike([row for row in rows if row["kind"] == kind])
+        chosen = series.same_settings([row for row in rows if row["kind"] == kind])
         distances = sorted({row["distance"] for row in chosen})
         cells = []
         for runs in by_scheme(chosen).values():
-            at = grouped(runs, lambda row: row["distance"])
+            at = group_by(runs, lambda row: row["distance"])
             cells.append((name(runs[0]), *(_loss_and_gain(at.get(distance, [])) for distance in distances)))
         if cells:
             header = ("Scheme", *(f"{distance:,}" for distance in distances))

@@ -19,7 +19,7 @@ PAGE, DRAWN = "index.html", "drawn.json"
 
 
 def report(
-    results: Results, directory: Path, *, title: str = "Report", say: Callable[[str], None] = lambda message: None
+    results: Results, directory: Path, *, title: str = "Report", log: Callable[[str], None] = lambda message: None
 ) -> Path:
     """Write everything that can be said of some results; the same results give the same bytes.
 
@@ -29,9 +29,9 @@ def report(
 
     Args:
         results: from :func:`gape.report.results.gather`.
-        directory: all_tables when missing.
+        directory: made when missing.
         title: of the page.
-        say: is told which figures could not be drawn.
+        log: called with the reason where no figure can be drawn.
 
     Returns:
         The page.
@@ -45,7 +45,7 @@ def report(
         matplotlib()
     except ImportError as error:
         notes.append(f"No figures: {error}.")
-        say(notes[-1])
+        log(notes[-1])
     else:
         drawn = _figures(results, directory / "figures")
     text = page(title, results, all_tables, drawn, notes)

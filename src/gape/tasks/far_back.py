@@ -196,13 +196,13 @@ def measure(
         control = short_losses(model, tokens, short, chunk=config.chunk)
         long_losses, short_context = (each.double().cpu().numpy() for each in (losses, control))
         for kind, distances in away.items():
-            sums += _binned(kind, distances[1:], long_losses, short_context, config)
+            sums += _bin_losses(kind, distances[1:], long_losses, short_context, config)
     if "planted" in config.kinds and passage is not None:
         sums += [_planted(model, ids, passage, distance, config) for distance in config.bins if _fits(distance, config)]
     return sums
 
 
-def _binned(kind: str, away: Ids, losses: Losses, short: Losses, config: FarBackConfig) -> list[Sums]:
+def _bin_losses(kind: str, away: Ids, losses: Losses, short: Losses, config: FarBackConfig) -> list[Sums]:
     sums = []
     for distance in config.bins:
         chosen = (away >= distance) & (away < 2 * distance)

@@ -12,7 +12,7 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from gape.tasks.ruler.readers import GPTReader, Ids, padded
+from gape.tasks.ruler.readers import GPTReader, Ids, pad
 from gape.tasks.run_tokenizer import run_tokenizer
 from gape.train import load_model
 from gape.utils.validation import invalid_argument, whole
@@ -96,7 +96,7 @@ class GapeLM(TemplateLM):  # type: ignore[misc,untyped-decorator,unused-ignore]
 
     @torch.no_grad()
     def _likelihoods(self, rows: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-        ids = torch.from_numpy(padded([np.concatenate(row) for row in rows], left=False)[:, :-1]).to(self._device)
+        ids = torch.from_numpy(pad([np.concatenate(row) for row in rows], left=False)[:, :-1]).to(self._device)
         cache = self.model.new_cache(ids.size(1)) if ids.size(1) > self.reader.chunk else None
         with self.reader.precision():
             parts = [self.model.hidden(part, cache=cache) for part in torch.split(ids, self.reader.chunk, dim=1)]

@@ -179,7 +179,7 @@ def hits(
     seed: int = 0,
     split: str = "test",
     device: torch.device | str = "cpu",
-    stop: Callable[[], bool] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Which samples the model answers, judged by the largest of the ten digits' logits at the query.
 
@@ -190,10 +190,10 @@ def hits(
         batch: sequences at a time; None means as many as make 2¹⁷ tokens. It does not change the samples.
         seed, split: which samples.
         device: the model's.
-        stop: called before every batch; True ends the evaluation.
+        check: called before every batch; may raise to stop.
 
     Returns:
-        bool (samples,) on the CPU, shorter if stopped. A sample with a logit that is NaN is wrong: taking the largest
+        bool (samples,) on the CPU. A sample with a logit that is NaN is wrong: taking the largest
         would pick a digit all the same, and a broken model would look like one that guesses.
 
     Raises:
@@ -205,23 +205,15 @@ def hits(
     batch = max(1, EVAL_TOKENS // config.length) if batch is None else whole("batch", batch)
     correct = []
     for first in range(0, samples, batch):
-        if stop is not None and stop():
-            break
+        check()
         size = min(batch, samples - first)
         drawn = sample(config, size, seed=seed, first=first, split=split, device=device)
         logits = model(drawn.ids, logits_to_keep=1).logits[:, -1, DIGIT_0 : DIGIT_0 + N_DIGITS]
         answered = logits.argmax(-1) + DIGIT_0 == drawn.targets[:, -1]
         correct.append(answered & ~logits.isnan().any(-1))
-    return torch.cat(correct).cpu() if correct else torch.zeros(0, dtype=torch.bool)
+    return torch.cat(correct).cpu()
 
 
 def accuracy(model: LanguageModel, config: NIAHConfig, **options: Any) -> float:
-    """The share of samples answered, from 0 to 1 (chance is 0.1); the options are those of :func:`hits`.
-
-    Raises:
-        ValueError: as :func:`hits`, or stopped before the first batch.
-    """
-    correct = hits(model, config, **options)
-    if len(correct) == 0:
-        raise invalid_argument("stop", True, "at least one batch before it")
-    return float(correct.double().mean())
+    """The share of samples answered, from 0 to 1 (chance is 0.1); options and errors are those of :func:`hits`."""
+    return float(hits(model, config, **options).double().mean())

@@ -12,10 +12,8 @@ Only documents that fill a window are read. At equal seed and documents last-k s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +70,7 @@ class Protocol:
                 raise invalid_argument(name, getattr(self, name), f"at most the context, {self.context}")
 
     @property
-    def needed(self) -> int:
+    def min_tokens(self) -> int:
         """Tokens that a document must have."""
         return 1 + max(self.context, self.align)
 
@@ -83,7 +81,7 @@ class Protocol:
 
     def cut(self, length: int) -> Ints:
         """The windows of a document of `length` tokens: int64 (windows, 3): start, length, tokens scored at its end."""
-        return _CUTS[self.name](self, length - 1) if length >= self.needed else np.empty((0, 3), dtype=np.int64)
+        return _CUTS[self.name](self, length - 1) if length >= self.min_tokens else np.empty((0, 3), dtype=np.int64)
 
 
 def _last_k(protocol: Protocol, predictable: int) -> Ints:
@@ -178,7 +176,7 @@ def plan(
         raise invalid_argument("max_windows", max_windows, f"a whole number from 1 to {MOST_WINDOWS:,}")
     fits(corpus, protocol, split=split, stratum=stratum)
     documents = list(corpus.documents(split, stratum))
-    chosen = [document for document in documents if document.length >= protocol.needed]
+    chosen = [document for document in documents if document.length >= protocol.min_tokens]
     cuts = [protocol.cut(document.length) for document in chosen]
     numbers = np.repeat(np.arange(len(chosen)), [len(cut) for cut in cuts])
     windows = np.column_stack([numbers, np.concatenate(cuts)])
@@ -186,7 +184,7 @@ def plan(
     sources = np.array([int(corpus.record(document.index)["name"]) for document in chosen])
     return Plan(
         protocol=protocol, documents=tuple(chosen), sources=sources, windows=windows[drawn],
-        left_out=tuple(document for document in documents if document.length < protocol.needed), of=len(windows),
+        left_out=tuple(document for document in documents if document.length < protocol.min_tokens), of=len(windows),
     )  # fmt: skip
 
 
@@ -199,13 +197,13 @@ def fits(corpus: Corpus, protocol: Protocol, *, split: str = "heldout", stratum:
     rows = corpus.rows(split, stratum)
     lengths = corpus.record(rows)["length"]
     longest = int(lengths.max(initial=0))
-    if longest >= protocol.needed:
+    if longest >= protocol.min_tokens:
         return
     which = f"{split} documents" + ("" if stratum is None else f" of stratum {stratum}")
     name = corpus.document(int(rows[lengths.argmax()])).id if len(rows) else "none"
-    wanted = f"a length that a document fills: {protocol.needed:,} tokens, and all {len(rows)} {which} of "
-    wanted += f"{corpus.directory} are shorter (the longest, {name}, has {longest:,})"
-    raise invalid_argument("context", protocol.context, wanted)
+    expected = f"a length that a document fills: {protocol.min_tokens:,} tokens, and all {len(rows)} {which} of "
+    expected += f"{corpus.directory} are shorter (the longest, {name}, has {longest:,})"
+    raise invalid_argument("context", protocol.context, expected)
 
 
 def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:
@@ -219,9 +217,8 @@ def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:
 
 @torch.no_grad()
 def window_losses(
-    model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, check: Callable[[], None] = lambda: None,
-    new_cache: Callable[[int], Any] | None = None,
-) -> Tensor:  # fmt: skip
+    model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, new_cache: Callable[[int], Any] | None = None
+) -> Tensor:
     """The loss of the last tokens of some windows.
 
     A window longer than a chunk is read chunk by chunk with a cache, so memory is that of a chunk beside L keys and
@@ -232,7 +229,6 @@ def window_losses(
         ids: int64 (B, L + 1): what is read, and the token after it.
         scored: from 1 to L, how many of the last tokens count.
         chunk: tokens that go through the model at once.
-        check: called before every chunk; may raise to stop.
         new_cache: makes an empty cache with room for so many tokens; the model's own by default.
 
     Returns:
@@ -243,7 +239,6 @@ def window_losses(
     cache = (new_cache or model.new_cache)(length) if length > chunk else None
     losses = []
     for start in range(0, length, chunk):
-        check()
         stop = min(start + chunk, length)
         x = model.hidden(inputs[:, start:stop], cache=cache)
         first = max(start, length - scored)
@@ -260,45 +255,13 @@ def eviction_chunk(length: int, chunk: int) -> int:
     return chunk if length > chunk else max(1, length // 8)
 
 
-@dataclass(frozen=True)
-class Part:
-    """The losses of a batch of windows: its number, the sum of each window, and sums by position (`edges`)."""
-
-    number: int
-    sums: list[float]
-    by_position: list[float]
-
-
-def scores(
-    model: GPT, corpus: Corpus, plan: Plan, *, first: int = 0, chunk: int = 16384,
-    check: Callable[[], None] = lambda: None,
-) -> Iterator[Part]:  # fmt: skip
-    """Score the batches of a plan, from number `first` on; arguments as in :func:`window_losses`."""
+def scores(model: GPT, corpus: Corpus, plan: Plan, *, first: int = 0, chunk: int = 16384) -> Iterator[list[float]]:
+    """The summed loss of each window, batch by batch from number `first` on; as :func:`window_losses` scores them."""
     device = next(model.parameters()).device
-    bounds = edges(plan.protocol.context)
-    for number, batch in enumerate(plan.batches()[first:], first):
+    for batch in plan.batches()[first:]:
         rows = [_tokens(corpus, plan, window) for window in plan.windows[batch].tolist()]
-        length, scored = plan.windows[batch[0], 2:].tolist()
-        losses = window_losses(model, torch.from_numpy(np.stack(rows)).to(device), scored, chunk=chunk, check=check)
-        each = losses.double().cpu().numpy()
-        bins = np.searchsorted(bounds, np.arange(length - scored, length), side="right") - 1
-        by_position = np.bincount(bins, each.sum(0), len(bounds) - 1)
-        yield Part(number, each.sum(1).tolist(), by_position.tolist())
-
-
-def edges(context: int) -> list[int]:
-    """Where the bins of positions in a window begin, and `context` at the end: 16 wide, then four to an octave."""
-    octaves = [16 * 2**n for n in range(max(0, math.ceil(math.log2(max(context, 16) / 16))))]
-    quarters = [octave + octave * quarter // 4 for octave in octaves for quarter in range(4)]
-    return [0, *(at for at in quarters if at < context), context]
-
-
-def tokens_by_position(plan: Plan) -> list[int]:
-    """Scored tokens in each bin of :func:`edges`."""
-    bounds = edges(plan.protocol.context)
-    _, _, length, scored = plan.windows.T
-    below = [np.clip(bound - (length - scored), 0, scored).sum() for bound in bounds]
-    return [int(after - before) for before, after in pairwise(below)]
+        ids, scored = torch.from_numpy(np.stack(rows)).to(device), int(plan.windows[batch[0], 3])
+        yield window_losses(model, ids, scored, chunk=chunk).double().cpu().numpy().sum(1).tolist()
 
 
 def _tokens(corpus: Corpus, plan: Plan, window: list[int]) -> Ints:

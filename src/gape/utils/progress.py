@@ -157,14 +157,15 @@ class ProgressTable:
         if self._bars is not None and self._outer is None:
             self._bars.stop()
 
-    def show(self, name: str, step: int, total: int | None = None) -> None:
-        """Show that `step` of `total` is done, None where the total is not known."""
-        state = f"{name}: {self._unit} {step}" + ("" if total is None else f"/{total}")
+    def show(self, name: str, step: int, total: int | None = None, note: str = "") -> None:
+        """Show that `step` of `total` is done, None where the total is not known; `note` says more."""
+        state = f"{name}: {self._unit} {step}" + ("" if total is None else f"/{total}") + (note and f", {note}")
         heartbeat.set_state(state)
         if self._bars is not None:
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(escape(name), total=total)
-            self._bars.update(self._tasks[name], completed=step)
+            description = escape(f"{name}: {note}" if note else name)
+            self._bars.update(self._tasks[name], completed=step, description=description)
             return
         last, before = self._lines.setdefault(name, (time.monotonic(), 0))
         if step != before and time.monotonic() - last >= TABLE_LINE_SECONDS:

@@ -84,7 +84,7 @@ def words32(name: str, n: int, *, start: int = 0, device: torch.device | str = "
     digest = hashlib.sha256(name.encode()).digest()
     x = torch.arange(start, start + n, dtype=torch.int64, device=device)
     for at in (0, 4):
-        x = _mixed(x.bitwise_xor_(int.from_bytes(digest[at : at + 4], "little")))
+        x = _mix(x.bitwise_xor_(int.from_bytes(digest[at : at + 4], "little")))
     return x
 
 
@@ -93,7 +93,7 @@ def below32(words: Tensor, bound: Tensor | int) -> Tensor:
     return (words * bound) >> 32
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit words with little bias (two rounds of multiply and shift); works in place."""
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x.bitwise_xor_(x >> shift)

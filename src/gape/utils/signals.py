@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(Exception):  # noqa: N818
-    """The work stopped because a signal asked for it, after it was made safe.
+    """The work stopped because of a signal, after everything was saved.
 
     Attributes:
         code: what the process should exit with: 130 after SIGINT, 143 after SIGTERM.

@@ -47,7 +47,7 @@ _TYPES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     ("nll tokens", "a finite number or a list of them", lambda value: _number(value) or _numbers(value)),
     (
-        "edges window_nll window_document sample_nll sample_match document_nll document_tokens document_control layers",
+        "window_nll window_document sample_nll sample_match document_nll document_tokens document_control layers",
         "a list of finite numbers", _numbers,
     ),
     ("settings manifest training asked options", "an object", lambda value: isinstance(value, dict)),

@@ -31,7 +31,7 @@ class Timing:
     peak_mib: float | None
 
 
-def measured(
+def measure_time(
     work: Callable[[], Any], device: torch.device, *, seconds: float = 1.0, least: int = 5, most: int = 100
 ) -> Timing:
     """The median time of `work` and its peak memory, after runs that warm everything up.

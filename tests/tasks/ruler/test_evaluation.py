@@ -51,7 +51,7 @@ def test_rows_say_everything(reader: GPTReader, items: list[Prepared], tmp_path:
     assert {"versions", "machine", "prompts_sha256"} <= manifest.keys()
 
 
-def test_batches_hold_one_task_and_no_more_tokens_than_asked(items: list[Prepared]) -> None:
+def test_batches_hold_one_task_and_no_more_tokens_than_the_limit(items: list[Prepared]) -> None:
     batches = evaluation.batches(items, 300)
     assert sorted(n for batch in batches for n in batch) == list(range(7))
     assert max(len(batch) for batch in batches) > 1
@@ -80,15 +80,12 @@ def test_what_is_done_is_not_done_again(reader: GPTReader, items: list[Prepared]
 
 
 def test_a_stop_keeps_what_was_scored(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
-    calls = []
-
-    def check() -> None:
-        calls.append(None)
-        if len(calls) > 2:
+    def interrupt(done: int, total: int) -> None:
+        if done > 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        score(reader, items, tmp_path / "out", check=check)
+        score(reader, items, tmp_path / "out", progress=interrupt)
     done = len((tmp_path / "out" / SAMPLES).read_text().splitlines())
     assert 0 < done < 7
 

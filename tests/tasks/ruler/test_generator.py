@@ -53,7 +53,7 @@ def checked(generator: Generator, number: int = 0) -> None:
     share = 0.98 if generator.length >= 1024 else 0.90
     assert share * generator.length <= tokens <= generator.length
     own = TASKS[generator.name]
-    assert len(generator.tokenizer.encode(" " + own.joined(sample["outputs"]))) <= sample["budget"]
+    assert len(generator.tokenizer.encode(" " + own.join(sample["outputs"]))) <= sample["budget"]
     if own.findable:
         assert all(output in sample["input"] for output in sample["outputs"])
 
@@ -78,6 +78,7 @@ def test_with_the_vocabulary_of_gpt2(
         checked(Generator(name, length, tokenizers["gpt2"], made_of), number)
 
 
+@pytest.mark.slow
 def test_no_thousand_samples_of_4k_take_a_minute(tokenizers: dict[str, Tokenizer], made_of: Ingredients) -> None:
     for name in TASKS:
         Generator(name, 4096, tokenizers["bpe"], made_of).sample(0)

@@ -159,7 +159,7 @@ def test_an_answer_has_the_tokens_it_has_behind_its_prompt(gpt2: Path) -> None:
     ],
 )
 def test_templates(template: str, prompt: str) -> None:
-    assert prompts.rendered(ours(), sample(), template) == prompt
+    assert prompts.render(ours(), sample(), template) == prompt
 
 
 def test_a_chat_template_is_the_models_own(gpt2: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_chat_template_is_the_models_own(gpt2: Path) -> None:
     with pytest.raises(ValueError, match="template: got 'chat'"):
         prompts.prepare(reader, [sample()], template="chat")
     reader.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<bot>"
-    assert prompts.rendered(reader, sample(), "chat") == "<user>The text. Q?</><bot>It is:"
+    assert prompts.render(reader, sample(), "chat") == "<user>The text. Q?</><bot>It is:"
     # The end of a chat template is the model's, also where it is a line break and no prefix follows.
     reader.tokenizer.chat_template += "{{ '\\n' }}"
     (item,) = prompts.prepare(reader, [sample(prefix="")], template="chat")

@@ -113,7 +113,7 @@ def test_a_line_that_is_no_sample_is_named(line: str, message: str, tmp_path: Pa
         read([str(path)])
 
 
-def test_what_nobody_names_may_be_said(tmp_path: Path) -> None:
+def test_task_and_length_may_be_given(tmp_path: Path) -> None:
     path = small.write_samples(tmp_path / "samples.jsonl", {"input": "T", "outputs": ["a"]})
     with pytest.raises(ValueError, match="names no task, and neither does its file; say it with --task"):
         read([str(path)])
@@ -152,9 +152,9 @@ def test_string_match_as_ruler_defines_it(output: str, references: list[str], ma
 
 def test_tasks_are_matched_as_ruler_matches_them() -> None:
     assert {name for name, one in TASKS.items() if one.match == "part"} == {"qa_1", "qa_2"}
-    assert task("cwe").joined(["a", "b"]) == "1. a 2. b"
-    assert task("qa_1").joined(["Paris", "paris, France"]) == "Paris"
-    assert task("niah_multivalue").joined(["1", "2"]) == "1, 2"
+    assert task("cwe").join(["a", "b"]) == "1. a 2. b"
+    assert task("qa_1").join(["Paris", "paris, France"]) == "Paris"
+    assert task("niah_multivalue").join(["1", "2"]) == "1, 2"
 
 
 def test_scores_are_those_of_lm_eval() -> None:

@@ -110,20 +110,20 @@ _KINDS = {"numbers": "number", "uuids": "code"}
 
 def needles(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
     """Values of names hidden in noise, in prose, or among values of other names."""
-    wanted, kind = task.settings["queries"], _KINDS[task.settings["values"]]
+    queries, kind = task.settings["queries"], _KINDS[task.settings["values"]]
     keys = _keys(task, rng, ingredients, task.settings["needles"])
     values = [_values(task, rng, task.settings["each"]) for _ in keys]
-    chosen = rng.sample(range(len(keys)), wanted)
+    chosen = rng.sample(range(len(keys)), queries)
     outputs = [value for number in chosen for value in values[number]]
     lines = [f"The secret {kind} of {key} is {value}." for key, own in zip(keys, values, strict=True) for value in own]
     depths = [rng.random() for _ in lines]
-    names = _listed([keys[number] for number in chosen])
+    names = _join_names([keys[number] for number in chosen])
     some, each = ("A", "") if len(outputs) == 1 else ("Some", "s")
     head = f"{some} secret {kind}{each} can be found in the following text. Remember what it says.\n\n"
     are = "is" if len(outputs) == 1 else "are all"
     tail = f"\n\nWhat {are} the secret {kind}{each} of {names} that the text gave?"
     prefix = f"\nThe secret {kind}{each} of {names} {'is' if len(outputs) == 1 else 'are'}"
-    room = room_for(task.joined(outputs))
+    room = room_for(task.join(outputs))
     if task.settings["haystack"] == "needle":
         context = _among_needles(task, rng, room, ingredients, lines, depths, (head, tail + prefix))
     else:
@@ -181,7 +181,7 @@ def _uuid(rng: Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
@@ -198,13 +198,13 @@ def variables(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredien
     text, hops = ingredients.noise, task.settings["hops"]
     chain, example_chain = _chain(rng, hops), _chain(rng, hops)
     depths, start = sorted(rng.random() for _ in range(hops + 1)), text.start(rng)
-    room = room_for(task.joined(chain.names))
+    room = room_for(task.join(chain.names))
 
     def draft(example: bool) -> Draft:
-        before = _worked(task, example_chain) if example else ""
+        before = _worked_example(task, example_chain) if example else ""
 
         def prompt(words: int) -> tuple[str, str]:
-            body, prefix = _tracked(chain, text.hide(start, words, chain.lines, depths))
+            body, prefix = _tracking_prompt(chain, text.hide(start, words, chain.lines, depths))
             return before + body, prefix
 
         count = room.fill(lambda n: "".join(prompt(n)), most=room.room)
@@ -229,14 +229,14 @@ def _chain(rng: Random, hops: int) -> _Chain:
     return _Chain(value, names, lines)
 
 
-def _tracked(chain: _Chain, context: str) -> tuple[str, str]:
+def _tracking_prompt(chain: _Chain, context: str) -> tuple[str, str]:
     body = f"Keep track of the variables in the following text.\n\n{context}\n\n"
     body += f"Question: Which variables have the value {chain.value} in the end?"
     return body, f"\nAnswer: The {len(chain.names)} variables with the value {chain.value} are"
 
 
-def _worked(task: Task, chain: _Chain) -> str:
-    return "".join(_tracked(chain, " ".join(chain.lines))) + f" {task.joined(chain.names)}\n\n"
+def _worked_example(task: Task, chain: _Chain) -> str:
+    return "".join(_tracking_prompt(chain, " ".join(chain.lines))) + f" {task.join(chain.names)}\n\n"
 
 
 class _Tier(NamedTuple):
@@ -255,15 +255,15 @@ _LEAST_OTHER = 5
 
 def common(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
     """A numbered list in which a few words come often; an example comes first where there is room."""
-    words, wanted, order = ingredients.words, task.settings["words"], rng.getrandbits(64)
-    drawn = rng.sample(words, min(len(words), 2 * wanted + room_for("").room // _LEAST_ENTRY))
-    often, shown, others = drawn[:wanted], drawn[wanted : 2 * wanted], drawn[2 * wanted :]
-    room, prefix = room_for(task.joined(often)), _OFTEN.format(wanted)
+    words, n_answers, order = ingredients.words, task.settings["words"], rng.getrandbits(64)
+    drawn = rng.sample(words, min(len(words), 2 * n_answers + room_for("").room // _LEAST_ENTRY))
+    often, shown, others = drawn[:n_answers], drawn[n_answers : 2 * n_answers], drawn[2 * n_answers :]
+    room, prefix = room_for(task.join(often)), _OFTEN.format(n_answers)
 
     def draft(tier: _Tier) -> Draft:
         before = ""
         if tier.shown:
-            before = _word_list(shown * tier.shown + others[-30:], order + 1) + prefix + f" {task.joined(shown)}\n\n"
+            before = _word_list(shown * tier.shown + others[-30:], order + 1) + prefix + f" {task.join(shown)}\n\n"
 
         def prompt(count: int) -> str:
             # Past the last of the other words they begin anew, and stay rarer than the common ones.
@@ -294,27 +294,27 @@ _BLANK = "---"
 
 def frequent(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
     """Made-up words, each rank rarer by a power law; the most frequent rank is a blank."""
-    wanted, exponent = task.settings["words"], task.settings["exponent"]
+    n_answers, exponent = task.settings["words"], task.settings["exponent"]
     letters = string.ascii_lowercase
     room = room_for("")
-    size = max(wanted + 2, room.room // 50)
+    size = max(n_answers + 2, room.room // 50)
     drawn = ["".join(rng.choice(letters) for _ in range(6)) for _ in range(2 * size)]
     coded, order = list(dict.fromkeys(drawn))[:size], rng.getrandbits(64)
-    outputs = coded[:wanted]
-    room = room_for(task.joined(outputs))
+    outputs = coded[:n_answers]
+    room = room_for(task.join(outputs))
     shares = [(rank + 1) ** -exponent for rank in range(size + 1)]
     total = sum(shares)
     head = (
         f"The following text is made of code words. Ignore {_BLANK} and count how often each of the others comes.\n\n"
     )
-    tail = f"\n\nQuestion: Which {wanted} code words come most often?"
-    prefix = f"\nAnswer: The {wanted} code words that come most often are"
+    tail = f"\n\nQuestion: Which {n_answers} code words come most often?"
+    prefix = f"\nAnswer: The {n_answers} code words that come most often are"
 
     def context(count: int, blanks: int = 0) -> str:
         times = [int(count * share / total) for share in shares]
         times[0] += blanks
         # The answers occur at least once, in strictly falling numbers, and more often than any other word.
-        for rank in range(wanted, 0, -1):
+        for rank in range(n_answers, 0, -1):
             times[rank] = max(times[rank], times[rank + 1] + 1)
         mixed = [word for word, n in zip([_BLANK, *coded], times, strict=True) for _ in range(n)]
         Random(order).shuffle(mixed)
@@ -330,7 +330,7 @@ def questions(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredien
     """A question whose documents stand among others, the last of which may break off."""
     source = ingredients.questions(task.settings["questions"])
     question = rng.choice(source.items)
-    room = room_for(task.joined(question.answers))
+    room = room_for(task.join(question.answers))
     others = [number for number in range(len(source.documents)) if number not in question.gold]
     others = rng.sample(others, min(len(others), room.room // 16 + 8))
     split = [source.documents[number].split(" ") for number in others]

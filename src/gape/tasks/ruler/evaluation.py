@@ -18,7 +18,7 @@ from gape.tasks.perplexity_rows import weighted_interval
 from gape.tasks.ruler.prompts import Prepared
 from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Source
-from gape.tasks.ruler.tasks import cleaned, score, task
+from gape.tasks.ruler.tasks import clean_output, score, task
 from gape.utils import files
 from gape.utils.jsonl import JSONLines, Record, read_object
 from gape.utils.run_info import manifest
@@ -152,7 +152,6 @@ def evaluate(
     directory: Path,
     *,
     question: Record,
-    check: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
     """Score all samples, resuming after those that the directory holds.
@@ -163,7 +162,6 @@ def evaluate(
         settings: how.
         directory: of this question alone; gets manifest.json and samples.jsonl.
         question: from :func:`question`.
-        check: called between batches; may raise to stop.
         progress: called with samples done and in all.
 
     Returns:
@@ -171,7 +169,6 @@ def evaluate(
 
     Raises:
         ValueError: the directory holds an evaluation of something else, or a loss is not finite.
-        Interrupted: or whatever `check` raises; finished samples are in the file.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _claim(directory, reader, items, question)
@@ -184,10 +181,9 @@ def evaluate(
                 lines.write(**done[number])
         progress(len(done), len(items))
         for batch in batches(items, settings.batch_tokens):
-            check()
             # A batch is read whole even if a part of it is done: another composition could change the last digits.
             if not all(number in done for number in batch):
-                for row in _scored(reader, items, batch, settings.generate):
+                for row in _score_batch(reader, items, batch, settings.generate):
                     if row["sample"] not in done:
                         lines.write(**row)
                         done[row["sample"]] = row
@@ -277,7 +273,7 @@ def _about(number: int, item: Prepared) -> Record:
     }  # fmt: skip
 
 
-def _scored(reader: Reader, items: Sequence[Prepared], batch: Sequence[int], generate: bool) -> list[Record]:
+def _score_batch(reader: Reader, items: Sequence[Prepared], batch: Sequence[int], generate: bool) -> list[Record]:
     chosen = [items[number] for number in batch]
     losses = reader.losses([item.prompt for item in chosen], [item.answer for item in chosen])
     rows = [_about(number, items[number]) for number in batch]
@@ -290,6 +286,6 @@ def _scored(reader: Reader, items: Sequence[Prepared], batch: Sequence[int], gen
         outputs = reader.complete([item.prompt for item in chosen], budgets)
         for row, ids in zip(rows, outputs, strict=True):
             row["output"] = reader.decode(ids)
-            row["parsed"] = cleaned(row["output"])
+            row["parsed"] = clean_output(row["output"])
             row["score"] = score(row["output"], row["references"], task(row["task"]).match)
     return rows

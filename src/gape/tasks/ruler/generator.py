@@ -135,13 +135,13 @@ class Generator:
             raise invalid_argument(
                 "length", self.length, f"at least {self._fitting(draft, number):,} for {self.name} with this tokenizer"
             )
-        return self._finished(draft, number)
+        return self._to_record(draft, number)
 
     def _draft(self, number: int) -> Draft | int:
         """A sample, or the shortest length into which one of those that were drawn would go."""
         own, shortest = task(self.name), []
         for attempt in range(TRIES):
-            # The length is no part of it: as far as the draws allow the same is asked at every length.
+            # The length is no part of it: as far as the draws allow the question is the same at every length.
             rng = Random(key("ruler", WORDING, self.name, self.seed, number, attempt))
             try:
                 return BUILDERS[own.family](own, rng, self._room_for(own), self.ingredients)
@@ -166,9 +166,9 @@ class Generator:
 
         return room_for
 
-    def _finished(self, draft: Draft, number: int) -> dict[str, Any]:
+    def _to_record(self, draft: Draft, number: int) -> dict[str, Any]:
         own = task(self.name)
-        answer = len(self.tokenizer.encode(f" {own.joined(draft.outputs)}"))
+        answer = len(self.tokenizer.encode(f" {own.join(draft.outputs)}"))
         budget = own.budget_at(self.length, answer)
         length = self.tokenizer.before + len(self.tokenizer.encode(draft.input + draft.prefix)) + budget
         if not self.least <= length <= self.length:

@@ -38,7 +38,7 @@ class Text:
             raise ValueError(f"haystack: got {name}, which has no words, expected a text")
         self.name, self.digest = name, digest or sha256(text.encode())
         ends = [place for place, word in enumerate(self.words, 1) if _END.search(word)]
-        # Without sentences that can be told, any word may end one: all lines would come first otherwise.
+        # Without recognisable sentences, any word may end one: all lines would come first otherwise.
         self.ends = ends or list(range(1, len(self.words) + 1))
 
     def start(self, rng: Random) -> int:
@@ -94,7 +94,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 class Question(NamedTuple):
-    """question: what is asked; answers: references; gold: numbers of the documents that an answer needs."""
+    """question: its text; answers: references; gold: numbers of the documents that an answer needs."""
 
     question: str
     answers: tuple[str, ...]
@@ -130,7 +130,7 @@ def read_questions(path: Path, kind: str) -> Questions:
     """
     data = _read_bytes(path)
     try:
-        entries = list(_READERS[kind](_parsed(data)))
+        entries = list(_READERS[kind](_parse_json(data)))
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{kind}: {path} is no {kind} file, {_FORMATS[kind]}: {type(error).__name__} {error}"
@@ -151,7 +151,7 @@ def read_questions(path: Path, kind: str) -> Questions:
 _Entry = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
-def _parsed(data: bytes) -> Any:
+def _parse_json(data: bytes) -> Any:
     try:
         return json.loads(data)
     except json.JSONDecodeError:

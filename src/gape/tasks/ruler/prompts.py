@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def check_template(template: str) -> str:
     return template
 
 
-def rendered(reader: Reader, sample: Sample, template: str) -> str:
+def render(reader: Reader, sample: Sample, template: str) -> str:
     """The text of a prompt, without white space at its end, which belongs to what follows; that of a chat stays."""
     if template == "chat":
         return reader.chat(sample.input) + sample.prefix.strip()
@@ -109,7 +109,7 @@ def prepare(
     limit = reader.limit if max_length is None else max_length
     prepared, long = [], []
     for sample in samples:
-        text = rendered(reader, sample, template)
+        text = render(reader, sample, template)
         prompt = np.array(reader.encode(text, start=template != "chat"), dtype=np.int64)
         answer = np.array(answer_ids(reader, text, sample.answer), dtype=np.int64)
         if not len(prompt) or not len(answer):
@@ -118,7 +118,7 @@ def prepare(
         item = Prepared(sample=sample, digest=sha256(text.encode()), prompt=prompt, answer=answer)
         if room is not None and len(prompt) > room:
             long.append(item)
-            item = _shortened(item, room, overlength)
+            item = _shorten(item, room, overlength)
         prepared.append(item)
     if long and overlength == "error":
         one = long[0]
@@ -131,13 +131,10 @@ def prepare(
     return prepared
 
 
-def _shortened(item: Prepared, room: int, overlength: str) -> Prepared:
+def _shorten(item: Prepared, room: int, overlength: str) -> Prepared:
     if overlength != "truncate":
-        return Prepared(sample=item.sample, digest=item.digest, prompt=item.prompt, answer=item.answer, skipped=True)
+        return replace(item, skipped=True)
     if room < 2:
         raise invalid_argument("max_length", room, f"room for a prompt beside the answer to {item.sample.source}")
-    head = room // 2
-    shortened = np.concatenate([item.prompt[:head], item.prompt[len(item.prompt) - (room - head) :]])
-    return Prepared(
-        sample=item.sample, digest=item.digest, prompt=shortened, answer=item.answer, cut=len(item.prompt) - room
-    )
+    head, tail = item.prompt[: room // 2], item.prompt[room // 2 - room :]
+    return replace(item, prompt=np.concatenate([head, tail]), cut=len(item.prompt) - room)

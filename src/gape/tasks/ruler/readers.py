@@ -8,8 +8,9 @@ cache, and logits exist for answers only.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,71 +25,58 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-Check = Callable[[], None]
 
 
-def no_check() -> None:
-    """Never stops a reader."""
-
-
-class Reader(Protocol):
-    """A model with its tokenizer.
+class Reader(ABC):
+    """A model with its tokenizer, which reads prompts chunk by chunk.
 
     Attributes:
         limit: tokens that it can read; None for any number.
         device: where it is.
+        chunk: tokens that go through the model at once.
+        forgetting: makes an empty cache that evicts; None for the model's own caches. See
+            :class:`gape.tasks.ruler.evaluation.Way`.
     """
 
-    limit: int | None
+    limit: int | None = None
     device: torch.device
+    chunk: int
+    forgetting: Callable[[], Any] | None = None
 
+    @abstractmethod
     def encode(self, text: str, *, start: bool = True) -> list[int]:
         """The ids of a text, with what the tokenizer puts before every text where this is the `start` of one."""
-        ...
 
+    @abstractmethod
     def decode(self, ids: list[int]) -> str:
         """The text of generated ids."""
-        ...
 
+    @abstractmethod
     def chat(self, text: str) -> str:
         """A prompt as a user's turn in the model's own chat template.
 
         Raises:
             ValueError: it has none.
         """
-        ...
 
+    @abstractmethod
     def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
         """The loss in nats of every token of each answer behind its prompt."""
-        ...
 
+    @abstractmethod
     def complete(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
         """The likeliest next tokens of each prompt, up to its budget or an end of text, which is left out."""
-        ...
 
+    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """What identifies tokenizer and weights."""
-        ...
-
-
-class _Chunked:
-    """Prompts read chunk by chunk, with the caches of the model or caches that evict.
-
-    Attributes:
-        chunk: tokens that go through the model at once.
-        forgetting: makes an empty cache that evicts; None for the model's own caches. See
-            :class:`gape.tasks.ruler.evaluation.Way`.
-    """
-
-    chunk: int
-    forgetting: Callable[[], Any] | None = None
 
     def scored_chunk(self, length: int) -> int:
         """Tokens of so many that go through the model at once where answers are scored, behind what is evicted."""
         return self.chunk if self.forgetting is None else eviction_chunk(length, self.chunk)
 
 
-class GPTReader(_Chunked):
+class GPTReader(Reader):
     """One of our models.
 
     Args:
@@ -96,15 +84,10 @@ class GPTReader(_Chunked):
         tokenizer: of its ids.
         low: whether to read in bfloat16 autocast.
         chunk: tokens that go through the model at once.
-        check: called before every chunk and token; may raise to stop.
     """
 
-    limit: int | None = None
-
-    def __init__(
-        self, model: GPT, tokenizer: Tokenizer, *, low: bool = False, chunk: int = 16384, check: Check = no_check
-    ) -> None:
-        self.model, self.tokenizer, self.low, self.chunk, self.check = model, tokenizer, low, chunk, check
+    def __init__(self, model: GPT, tokenizer: Tokenizer, *, low: bool = False, chunk: int = 16384) -> None:
+        self.model, self.tokenizer, self.low, self.chunk = model, tokenizer, low, chunk
         self.device = next(model.parameters()).device
 
     def encode(self, text: str, *, start: bool = True) -> list[int]:
@@ -121,32 +104,28 @@ class GPTReader(_Chunked):
 
     def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
         """See :class:`Reader`."""
-        ids = padded([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
+        ids = pad([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
         first = min(len(prompt) for prompt in prompts) - 1
         with self.precision():
             losses = window_losses(
                 self.model, torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first,
-                chunk=self.scored_chunk(ids.shape[1] - 1), check=self.check, new_cache=self._new_cache,
+                chunk=self.scored_chunk(ids.shape[1] - 1), new_cache=self._new_cache,
             )  # fmt: skip
         return _cut(losses, prompts, answers, first)
 
     @torch.no_grad()
     def complete(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
         """See :class:`Reader`."""
-        ids = torch.from_numpy(padded(prompts, left=True)).to(self.device)
+        ids = torch.from_numpy(pad(prompts, left=True)).to(self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        positions, documents = _left_padded(ids, lengths)
+        positions, documents = _left_pad_positions(ids, lengths)
         cache = self._new_cache(ids.size(1) + max(budgets))
         with self.precision():
             for start in range(0, ids.size(1), self.chunk):
-                self.check()
                 part = slice(start, start + self.chunk)
-                x = self.model.hidden(
-                    ids[:, part], _part(positions, part), _part(documents, part), cache=cache
-                )  # fmt: skip
+                x = self.model.hidden(ids[:, part], _part(positions, part), _part(documents, part), cache=cache)
             generated = _Generated(budgets, self.tokenizer.end_of_text)
             while generated.add(self.model.logits(x[:, -1:])[:, -1].argmax(-1)):
-                self.check()
                 positions = None if positions is None else positions[:, -1:] + 1
                 # A single token is no pad, but the model's own caches go on as they began.
                 documents = None if documents is None or self.forgetting is not None else documents[:, -1:]
@@ -171,20 +150,18 @@ class GPTReader(_Chunked):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low)
 
 
-class TransformersReader(_Chunked):
+class TransformersReader(Reader):
     """A causal model of `transformers` with its own tokenizer.
 
     Args:
         model: in eval mode; its forward takes input_ids, past_key_values and logits_to_keep.
         tokenizer: a tokenizer of `transformers`.
         name: what to call it.
-        chunk, check: as in :class:`GPTReader`.
+        chunk: tokens that go through the model at once.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any, name: str, *, chunk: int = 16384, check: Check = no_check
-    ) -> None:  # fmt: skip
-        self.model, self.tokenizer, self.name, self.chunk, self.check = model, tokenizer, name, chunk, check
+    def __init__(self, model: Any, tokenizer: Any, name: str, *, chunk: int = 16384) -> None:
+        self.model, self.tokenizer, self.name, self.chunk = model, tokenizer, name, chunk
         self.device = next(model.parameters()).device
         limit = getattr(model.config, "max_position_embeddings", None)
         # In our models it is the training length, which is no limit.
@@ -213,14 +190,13 @@ class TransformersReader(_Chunked):
     @torch.no_grad()
     def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
         """See :class:`Reader`."""
-        rows = padded([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
+        rows = pad([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
         ids = torch.from_numpy(rows).to(self.device)
         inputs, targets = ids[:, :-1], ids[:, 1:]
         length, first = inputs.size(1), min(len(prompt) for prompt in prompts) - 1
         step, losses = self.scored_chunk(length), []
         cache = None if self.forgetting is None else self.forgetting()
         for start in range(0, length, step):
-            self.check()
             stop = min(start + step, length)
             scored = max(1, stop - max(start, first))
             out = self.model(
@@ -251,8 +227,7 @@ class TransformersReader(_Chunked):
 
     def _together(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
         """What follows prompts that are read as one batch."""
-        self.check()
-        ids = torch.from_numpy(padded(prompts, left=True)).to(self.device)
+        ids = torch.from_numpy(pad(prompts, left=True)).to(self.device)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             mask[row, ids.size(1) - len(prompt) :] = 1
@@ -320,7 +295,7 @@ class _Generated:
         return not all(self._done)
 
 
-def padded(rows: Sequence[Ids], *, left: bool) -> Ids:
+def pad(rows: Sequence[Ids], *, left: bool) -> Ids:
     """Rows as one array (B, N), with zeros before or behind the shorter ones."""
     ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
     for place, row in enumerate(rows):
@@ -328,7 +303,7 @@ def padded(rows: Sequence[Ids], *, left: bool) -> Ids:
     return ids
 
 
-def _left_padded(ids: Tensor, lengths: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _left_pad_positions(ids: Tensor, lengths: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Positions and documents (B, N) of rows padded on the left; None for rows of one length."""
     if bool((lengths == ids.size(1)).all()):
         return None, None

@@ -49,7 +49,7 @@ class Sample:
     @property
     def answer(self) -> str:
         """The references as the one text whose likelihood is measured."""
-        return task(self.task).joined(self.outputs)
+        return task(self.task).join(self.outputs)
 
 
 class Source(NamedTuple):
@@ -179,7 +179,7 @@ def sample(
     """
     if not isinstance(record, dict):
         raise ValueError(f"{place} is not a JSON object")
-    name, nominal = _named(record, named, defaults, place)
+    name, nominal = _task_and_length(record, named, defaults, place)
     outputs = _outputs(record, place)
     budget = next((record[key] for key in _BUDGETS if isinstance(record.get(key), int)), None)
     prefix = next((record[key] for key in _PREFIXES if isinstance(record.get(key), str)), "")
@@ -218,7 +218,9 @@ def _outputs(record: Mapping[str, Any], place: str) -> tuple[str, ...]:
     return outputs
 
 
-def _named(record: Mapping[str, Any], named: Sequence[str], defaults: Defaults, place: str) -> tuple[str, int]:
+def _task_and_length(
+    record: Mapping[str, Any], named: Sequence[str], defaults: Defaults, place: str
+) -> tuple[str, int]:
     """The task and the nominal length of a record."""
     own = record.get("task")
     stated = [own] if isinstance(own, str) else []

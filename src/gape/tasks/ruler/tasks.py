@@ -1,4 +1,4 @@
-"""RULER's thirteen tasks: what each asks for, how long an answer may be, and RULER's string match."""
+"""RULER's thirteen tasks: what each is, how long an answer may be, and RULER's string match."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Task:
         match: "all": the share of references in the answer; "part": 1 where one of them is in it.
         findable: whether every answer stands word for word in its prompt. Questions of HotpotQA may be answered by
             yes or no.
-        joined: references as the one text whose likelihood is measured.
+        join: references as the one text whose likelihood is measured.
         settings: of the builder.
     """
 
@@ -31,7 +31,7 @@ class Task:
     budget: int
     match: str = "all"
     findable: bool = True
-    joined: Callable[[Sequence[str]], str] = field(default=", ".join)
+    join: Callable[[Sequence[str]], str] = field(default=", ".join)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def budget_at(self, length: int, answer_tokens: int) -> int:
@@ -39,7 +39,7 @@ class Task:
         return max(answer_tokens, min(self.budget, length // _SHARE))
 
 
-def numbered(outputs: Sequence[str]) -> str:
+def numbered_list(outputs: Sequence[str]) -> str:
     """1. first 2. second …, as word lists are answered."""
     return " ".join(f"{place}. {word}" for place, word in enumerate(outputs, 1))
 
@@ -53,7 +53,7 @@ def _needles(
     name: str, haystack: str, *, keys: str = "words", values: str = "numbers", needles: int = 1, each: int = 1,
     queries: int = 1,
 ) -> Task:  # fmt: skip
-    """`needles` keys with `each` values, of which `queries` keys are asked for."""
+    """`needles` keys with `each` values, of which `queries` are in the question."""
     settings = {
         "haystack": haystack, "keys": keys, "values": values, "needles": needles, "each": each, "queries": queries,
     }  # fmt: skip
@@ -69,12 +69,12 @@ _ALL = (
     _needles("niah_multikey_3", "needle", keys="uuids", values="uuids"),
     _needles("niah_multivalue", "text", each=4),
     _needles("niah_multiquery", "text", needles=4, queries=4),
-    Task(name="vt", family="variables", budget=30, joined=" ".join, settings={"hops": 4}),
-    Task(name="cwe", family="common", budget=120, joined=numbered, settings={"words": 10}),
+    Task(name="vt", family="variables", budget=30, join=" ".join, settings={"hops": 4}),
+    Task(name="cwe", family="common", budget=120, join=numbered_list, settings={"words": 10}),
     Task(name="fwe", family="frequent", budget=50, settings={"words": 3, "exponent": 2.0}),
-    Task(name="qa_1", family="questions", budget=32, match="part", joined=first, settings={"questions": "squad"}),
+    Task(name="qa_1", family="questions", budget=32, match="part", join=first, settings={"questions": "squad"}),
     Task(
-        name="qa_2", family="questions", budget=32, match="part", findable=False, joined=first,
+        name="qa_2", family="questions", budget=32, match="part", findable=False, join=first,
         settings={"questions": "hotpotqa"},
     ),
 )  # fmt: skip
@@ -105,7 +105,7 @@ def task(name: str) -> Task:
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-def cleaned(output: str) -> str:
+def clean_output(output: str) -> str:
     """A generated answer as it is compared: stripped, with line breaks for control characters."""
     return _CONTROL.sub("\n", output.strip()).strip()
 
@@ -133,4 +133,4 @@ def score(output: str, references: Sequence[str], match: str) -> float:
         references: at least one.
         match: "all" or "part", as a task says.
     """
-    return MATCHES[match](cleaned(output), references)
+    return MATCHES[match](clean_output(output), references)

@@ -38,15 +38,15 @@ def section(name: str, kind: type[Any], values: Any, taken: Mapping[str, Any] | 
     needed = [key for key, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
     for key in needed:
         if key not in values and key not in taken:
-            raise ValueError(f"{name}.{key}: got nothing, expected {described(hints[key])}")
-    checked = {key: typed(f"{name}.{key}", hints[key], value) for key, value in values.items()}
+            raise ValueError(f"{name}.{key}: got nothing, expected {describe_type(hints[key])}")
+    checked = {key: parse_value(f"{name}.{key}", hints[key], value) for key, value in values.items()}
     try:
         return kind(**(checked | dict(taken)))
     except ValueError as error:
         raise ValueError(f"{name}.{error}") from error
 
 
-def typed(path: str, hint: Any, value: Any) -> Any:
+def parse_value(path: str, hint: Any, value: Any) -> Any:
     """The value as the annotation wants it: whole numbers become floats, lists become tuples, nothing else changes.
 
     Raises:
@@ -56,28 +56,28 @@ def typed(path: str, hint: Any, value: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         # Only "this or None" occurs.
         inner = next(argument for argument in arguments if argument is not type(None))
-        return None if value is None else typed(path, inner, value)
+        return None if value is None else parse_value(path, inner, value)
     if origin is tuple and isinstance(value, (list, tuple)):
-        return tuple(typed(f"{path}[{at}]", arguments[0], item) for at, item in enumerate(value))
+        return tuple(parse_value(f"{path}[{at}]", arguments[0], item) for at, item in enumerate(value))
     if origin is Mapping and isinstance(value, Mapping):
-        return {str(key): typed(f"{path}.{key}", arguments[1], item) for key, item in value.items()}
+        return {str(key): parse_value(f"{path}.{key}", arguments[1], item) for key, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is Any or (
         isinstance(hint, type) and isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
     ):
         return value
-    raise invalid_argument(path, value, described(hint))
+    raise invalid_argument(path, value, describe_type(hint))
 
 
-def described(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """An annotation in words."""
     words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return described(next(argument for argument in arguments if argument is not type(None)))
+        return describe_type(next(argument for argument in arguments if argument is not type(None)))
     if origin is tuple:
-        return f"a list, each {described(arguments[0])}"
+        return f"a list, each {describe_type(arguments[0])}"
     return words.get(hint, "a table of settings")
 
 
@@ -94,7 +94,7 @@ def override(text: str) -> tuple[str, Any]:
         raise ValueError(f"{key.strip()}: lists nested too deeply") from error
 
 
-def place(settings: Settings, key: str, value: Any) -> None:
+def set_nested(settings: Settings, key: str, value: Any) -> None:
     """Put a value under a dotted key, making tables on the way."""
     *tables, last = key.split(".")
     for depth, name in enumerate(tables):
@@ -112,11 +112,11 @@ def refuse_unknown(prefix: str, values: Mapping[str, Any], known: Sequence[str])
             raise ValueError(f"{prefix}{key}: unknown key{meant}; known are {', '.join(known)}")
 
 
-def listed(value: Any) -> Any:
+def to_lists(value: Any) -> Any:
     """Tuples as lists, as JSON has them."""
     if isinstance(value, Mapping):
-        return {key: listed(v) for key, v in value.items()}
-    return [listed(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {key: to_lists(v) for key, v in value.items()}
+    return [to_lists(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def flatten(table: Any, path: str) -> Settings:
