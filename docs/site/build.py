@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+
 from check import problems
 
 ROOT = Path(__file__).parents[2]
