@@ -107,25 +107,27 @@ def stage_explorer() -> None:
 
 
 def build() -> list[str]:
-    """Build the site from the stage.
+    """Build the site from the stage, and print what the builder says.
 
     Returns:
-        What the builder warned of.
+        A line if it warned or failed.
     """
-    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+    command = [sys.executable, "-m", "zensical", "build", "--clean"]
     done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     print(done.stdout, end="")
-    warnings = re.findall(r"^.*(?:griffe:|warning|error).*$", done.stdout, re.MULTILINE | re.IGNORECASE)
-    return warnings or ["the build failed"] * (done.returncode != 0)
+    # Warnings of griffe, about docstrings, are not among the builder's issues.
+    silent = done.returncode == 0 and "No issues found" in done.stdout and "griffe:" not in done.stdout
+    return [] if silent else ["the build gave warnings or failed: see above"]
 
 
 def main() -> None:
     """Stage, build, check; exit with 1 if anything is wrong."""
     stage()
-    found = build() or problems(SITE)
+    shutil.rmtree(SITE, ignore_errors=True)
+    found = build() + problems(SITE)
     if found:
         sys.exit("\n".join(found))
-    print(f"{SITE.relative_to(ROOT)}/index.html: no warning, no dead link, no request to another host")
+    print(f"{SITE.relative_to(ROOT)}/index.html: no warning, no dead link, nothing loaded from another host")
 
 
 if __name__ == "__main__":
