@@ -24,6 +24,8 @@ from check import problems
 ROOT = Path(__file__).parents[2]
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 STAGE, SITE = ROOT / CONFIG["docs_dir"], ROOT / CONFIG["site_dir"]
+#: Pages that search leaves out: old names, and sections so long that they match most questions.
+UNSEARCHED = {"CHANGELOG.md"}
 #: The explorer on the front page, above its first section.
 EXPLORER = '<iframe class="explorer" src="explore/needle.html" title="Explorer" loading="lazy"></iframe>'
 
@@ -44,9 +46,10 @@ def stage_page(page: str) -> None:
         source = (ROOT / page).parent / link
         if ":" not in link and source.suffix != ".md" and source.is_file():
             copy(source.resolve())
+    front_matter = "---\nsearch:\n  exclude: true\n---\n" if page in UNSEARCHED else ""
     target = STAGE / page
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+    target.write_text(front_matter + text, encoding="utf-8")
 
 
 def copy(source: Path) -> None:
