@@ -27,7 +27,11 @@ STAGE, SITE = ROOT / CONFIG["docs_dir"], ROOT / CONFIG["site_dir"]
 #: Pages that search leaves out: old names, and sections so long that they match most questions.
 UNSEARCHED = {"CHANGELOG.md"}
 #: The explorer on the front page, above its first section.
-EXPLORER = '<iframe class="explorer" src="explore/needle.html" title="Explorer" loading="lazy"></iframe>'
+EXPLORER = """
+`gape explore` on a needle model: select a token, pick a head, move eps. <a href="explore/needle.html">Open it alone</a>.
+
+<iframe class="explorer" src="explore/needle.html" title="Explorer" loading="lazy"></iframe>
+"""
 
 
 def pages(nav: Any) -> Iterator[str]:
@@ -106,7 +110,7 @@ def stage_explorer() -> None:
     subprocess.run([sys.executable, "-m", "gape", "explore", "--export", str(target)], check=True)
     front = STAGE / "README.md"
     text = front.read_text(encoding="utf-8")
-    front.write_text(text.replace("\n## ", f"\n{EXPLORER}\n\n## ", 1), encoding="utf-8")
+    front.write_text(text.replace("\n## ", f"{EXPLORER}\n## ", 1), encoding="utf-8")
 
 
 def build() -> list[str]:
