@@ -28,7 +28,7 @@ STAGE, SITE = ROOT / CONFIG["docs_dir"], ROOT / CONFIG["site_dir"]
 UNSEARCHED = {"CHANGELOG.md"}
 #: The explorer on the front page, above its first section.
 EXPLORER = """
-`gape explore` on a needle model: select a token, pick a head, move eps. <a href="explore/needle.html">Open it alone</a>.
+`gape explore` on a needle model: select a token, move eps. <a href="explore/needle.html">Open it alone</a>.
 
 <iframe class="explorer" src="explore/needle.html" title="Explorer" loading="lazy"></iframe>
 """
