@@ -14,13 +14,14 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: help demo precision test test-all test-majors lint format clean
+.PHONY: help demo precision test test-all test-majors docs lint format clean
 
 help:
 	@echo "make demo      train small models with and without gates, and see who finds the needle at four times the length"
 	@echo "make precision what each implementation loses in bfloat16 and float16"
 	@echo "make test      the tests that fit in five minutes on two cores"
 	@echo "make test-all  the same and the slow ones, and gape.hf with both majors of transformers"
+	@echo "make docs      build the documentation site; check its links, commands and examples"
 	@echo "make lint      ruff, mypy and the import contracts"
 	@echo "make format    let ruff rewrite the files"
 
@@ -49,6 +50,14 @@ $(OTHER)/.installed: $(INSTALLED)
 
 test-majors: $(OTHER)/.installed
 	PYTHONPATH=$(OTHER) $(PYTEST) -m "not gpu and (not slow or families)" tests/hf tests/cli/test_hf.py
+
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs
+	$(PYTEST) tests/test_docs.py tests/hf/test_paged.py::test_examples_in_the_docs_run
+	$(BIN)/python docs/site/build.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from gape import positions
 from gape.cli import app
 
 ROOT = Path(__file__).parents[1]
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for path in (*(ROOT / name for name in ROOT_PAGES), *sorted((ROOT / "docs").rglob("*.md")))
 }
 GUIDE = [page for page in PAGES if page.startswith("docs/guide")]
 #: Pages whose examples `tests/hf` runs, under both majors of transformers.
@@ -42,6 +44,12 @@ def test_links_lead_somewhere(page: str) -> None:
             target = (ROOT / page).parent / path if path else ROOT / page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_the_navigation_of_the_site_names_every_page() -> None:
+    listed = re.findall(r'"([\w./-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8"))
+    assert set(PAGES) <= set(listed)
+    assert len(listed) == len(set(listed))
 
 
 def test_pages_that_code_names_exist() -> None:
@@ -87,6 +95,17 @@ def check(words: list[str]) -> None:
 def test_commands_and_their_options_exist(page: str) -> None:
     for words in command_lines(PAGES[page]):
         check(words)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_targets_of_code_exist_and_settings_parse(page: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^(?: {4}|)make ([\w-]+)", PAGES[page], re.MULTILINE):
+        assert f"\n{target}:" in makefile, target
+    for file in re.findall(r"(?:python|bash) ((?:benchmarks|examples|docs|tests)/[\w/.-]+)", PAGES[page]):
+        assert (ROOT / file).is_file(), file
+    for block in re.findall(r"```toml\n(.*?)```", PAGES[page], re.DOTALL):
+        tomllib.loads(block)
 
 
 def test_a_wrong_option_is_noticed() -> None:

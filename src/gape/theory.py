@@ -221,7 +221,7 @@ def gate_to_eliminate(
     `effective_context_length`. The limit 0 for far keys needs an s_max that does not grow with the context.
 
     Returns:
-        The gate; inf where distance, amplitude or 1 − l is 0: no gate suffices.
+        The gate; inf where distance, amplitude or 1 − l is 0, since no gate suffices.
 
     Raises:
         ValueError: an argument outside its domain.

@@ -367,6 +367,8 @@ def test_families_that_are_not_captured_are_named(family: str) -> None:
     assert f"of type {family}" in str(model_obstacle(injected(family).bfloat16()))
 
 
+# peft calls a method of transformers by its old name.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("name", ["forgetting", "hf"])
 def test_examples_in_the_docs_run(name: str) -> None:
     page = (Path(__file__).parents[2] / "docs/guide" / f"{name}.md").read_text(encoding="utf-8")

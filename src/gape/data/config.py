@@ -26,7 +26,7 @@ class PrepareConfig:
     """The settings of a preparation.
 
     Args:
-        inputs: files, folders, or "hf:DATASET[@REVISION][:CONFIG]" or "hf:DATASET[@REVISION]#FILES".
+        inputs: files, folders, or `hf:DATASET[@REVISION][:CONFIG]` or `hf:DATASET[@REVISION]#FILES`.
         heldout: the same, for documents that are all held out.
         tokenizer: as :func:`gape.data.load_tokenizer` takes it.
         text_field, id_field, title_field: names in JSON lines, Parquet columns or a dataset. An id_field of None takes

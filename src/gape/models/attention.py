@@ -224,8 +224,8 @@ class GAPEAttention(Skips, nn.Module):
         """Say what :meth:`forward` would run for these arguments without a cache, and do not attend.
 
         Returns:
-            The plan that :func:`gape.explain` gives for the operator. Its `prologue` says how q and k are made ready:
-            "fused" in one pass over memory, "steps" by the scheme's own steps.
+            The plan that :func:`gape.explain` gives for the operator. Its `prologue` says how q and k are made ready,
+            "fused" in one pass over memory or by the scheme's own "steps".
 
         Raises:
             ValueError: as :meth:`forward`, and for a scheme without gates.

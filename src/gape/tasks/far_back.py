@@ -233,9 +233,9 @@ def summary(sums: Mapping[str, list[Sums]]) -> list[dict[str, Any]]:
         sums: by document, as :func:`measure` gives them.
 
     Returns:
-        A row per kind and distance: tokens, documents, `nll` and `control` in nats per token, `gain` = control − nll,
-        the deviation of nll over documents, 95% intervals of nll (low, high) and of gain (gain_low, gain_high), and the
-        sums of every document, from which runs are compared pair by pair.
+        A row per kind and distance with tokens, documents, `nll` and `control` in nats per token, `gain` = control −
+        nll, the deviation of nll over documents, 95% intervals of nll (low, high) and of gain (gain_low, gain_high),
+        and the sums of every document, from which runs are compared pair by pair.
     """
     groups: dict[tuple[str, int, int], dict[str, Sums]] = {}
     for document, entries in sums.items():

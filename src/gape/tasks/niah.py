@@ -193,7 +193,7 @@ def hits(
         check: called before every batch; may raise to stop.
 
     Returns:
-        bool (samples,) on the CPU. A sample with a logit that is NaN is wrong: taking the largest
+        bool (samples,) on the CPU. A sample with a logit that is NaN is wrong. Taking the largest
         would pick a digit all the same, and a broken model would look like one that guesses.
 
     Raises:

@@ -96,8 +96,8 @@ class Trainer:
                 anew and refuses a directory with checkpoints; a path is that checkpoint of this run.
 
         Returns:
-            What `summary.json` holds: status ("finished" or "stopped early"), step, loss, validation, tokens and the
-            name of the last checkpoint.
+            What `summary.json` holds. These are status ("finished" or "stopped early"), step, loss, validation, tokens
+            and the name of the last checkpoint.
 
         Raises:
             Interrupted: after SIGINT or SIGTERM; everything is saved.

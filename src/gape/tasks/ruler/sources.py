@@ -76,8 +76,8 @@ def read(
     """All samples of some files and datasets.
 
     Args:
-        specs: files of JSON lines, also `.gz` and `.xz`; folders of them; or hf:DATASET[@REVISION][:CONFIG], a dataset
-            of the Hugging Face hub or a folder that holds one.
+        specs: files of JSON lines, also `.gz` and `.xz`; folders of them; or `hf:DATASET[@REVISION][:CONFIG]`, a
+            dataset of the Hugging Face hub or a folder that holds one.
         task_name, length: of samples that do not say it.
 
     Raises:
