@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import gape
-from gape.cache.paged import ForgettingCache, FullCache
+from gape.cache.gpt import ForgettingCache, FullCache
 from tests.cache.witness import read, witnessed
 from tests.models.tiny import on_gpu, tokens
 
@@ -61,7 +61,7 @@ def test_eviction_changes_no_more_than_eps(bounds: str, padded: bool) -> None:
 @pytest.mark.parametrize("bounds", ["weights", "queries"])
 @pytest.mark.parametrize("at_once", [False, True])
 def test_no_query_loses_more_than_eps(bounds: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gape.cache.paged.JUDGED_AT_ONCE", 256 if at_once else 10**6)
+    monkeypatch.setattr("gape.cache.paged.EARLY_TOKENS", 256 if at_once else 10**6)
     gpt = on_gpu(dtype=torch.bfloat16, options={"gate_floor": 32.0, "init_landmark_bias": -2.0})
     cache, pads = ForgettingCache(gpt, eps=1e-2, bounds=bounds), torch.tensor([0, 64, 131], device=DEVICE)
     with witnessed(cache) as witnesses:

@@ -11,7 +11,8 @@ import torch
 
 import gape
 from gape.cache.bounds import limits_of_weights
-from gape.cache.paged import ForgettingCache
+from gape.cache.gpt import ForgettingCache, gpt_specs
+from gape.cache.layer import gate_readings
 from tests.cache.witness import Witness, read, witnessed
 from tests.models.tiny import model, tokens
 
@@ -51,7 +52,7 @@ def check_promise(seed: int, length: int) -> int:
     pads = torch.tensor([0, draw.choice([3, 50]), 17]) if draw.random() < 0.5 else None
     cache = ForgettingCache(gpt, **arguments)
     with pytest.MonkeyPatch.context() as patch, witnessed(cache) as witnesses:
-        patch.setattr("gape.cache.paged.JUDGED_AT_ONCE", 260)
+        patch.setattr("gape.cache.paged.EARLY_TOKENS", 260)
         read(gpt, cache, tokens(3, total, seed=seed), sizes, pads)
     judged = [witness.judged() for witness in witnesses]
     assert max(each.error for each in judged) <= 1e-9
@@ -154,3 +155,22 @@ def test_what_a_budget_costs_is_realised(budget: dict[str, int], floor: float) -
     lost, error = witnesses[0].judged()
     assert error <= 1e-9
     assert 0 < lost <= cache.realised_eps <= 1
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@torch.no_grad()
+def test_kernels_read_gates_as_they_are_now(learned: bool) -> None:
+    """Also after a write to `data`, which torch does not count."""
+    gpt = model(options={"gate_floor": [1.0, 2.0, 3.0, 4.0], "learn_gate": learned, "learn_landmark": learned})
+    specs = gpt_specs(gpt, None)
+    gate_readings(specs)
+    for parameter in gpt.parameters():
+        parameter.data.add_(0.3)
+    for spec, reading in zip(specs, gate_readings(specs), strict=True):
+        q, k = torch.randn(1, 4, 5, spec.gates.head_dim), torch.randn(1, 2, 5, spec.gates.head_dim)
+        gate = (q * reading.gate_weight[:, None]).sum(-1) + reading.gate_bias[:, None]
+        gate = torch.nn.functional.softplus(gate) + reading.floor[:, None]
+        landmark = ((k * reading.landmark_weight[:, None]).sum(-1) + reading.landmark_bias[:, None]).sigmoid()
+        expected = spec.gates(q.double(), k.double())
+        torch.testing.assert_close((gate.double(), landmark.double()), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(reading.amplitude.double(), spec.gates.amplitude, atol=1e-6, rtol=1e-6)

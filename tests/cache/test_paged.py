@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import gape
-from gape.cache.paged import ForgettingCache, FullCache, PagedCache
-from tests.cache.witness import read
+from gape.cache.gpt import ForgettingCache, FullCache
+from gape.cache.layer import PagedLayer
+from gape.cache.paged import PagedCache
+from tests.cache.witness import read, witnessed
 from tests.models.tiny import SCHEMES, T, model, tokens
 
 N = 4 * T + 7
@@ -203,6 +205,12 @@ def test_a_fresh_cache_may_have_another_eps() -> None:
     torch.testing.assert_close(actual, read(gpt, ForgettingCache(gpt, eps=1e-6), ids, [100, 100]), **EXACT)
     with pytest.raises(ValueError, match=r"^eps: "):
         used.fresh(eps=1.0)
+    evicting = FullCache(gpt).fresh(eps=0.5)
+    read(gpt, evicting, ids, [100, 100])
+    assert max(max(keys) for keys in evicting.num_keys) < 200
+    bare = model()
+    with pytest.raises(ValueError, match="nothing fades"):
+        FullCache(bare).fresh(eps=0.5)
 
 
 @each_cache
@@ -255,6 +263,57 @@ def test_after_a_call_that_broke_off(kind: str, new: int, place: str) -> None:
     torch.testing.assert_close(read(gpt, cache, ids, [100, 50])[:, 100:], expected, **EXACT)
 
 
+@torch.no_grad()
+def test_eviction_after_a_call_that_broke_off_is_for_tokens_that_really_come() -> None:
+    gpt, ids = model(options=FLOOR), tokens(1, 300)
+    cache = ForgettingCache(gpt, eps=1e-2)
+    with witnessed(cache) as witnesses:
+        gpt(ids[:, :100], cache=cache)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PagedLayer, "_prefill", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                gpt(ids[:, 100:], cache=cache)
+        cache.evict()
+        gpt(ids[:, 100:110], cache=cache)
+    assert max(witness.judged().lost for witness in witnesses) <= 1e-2
+
+
+@pytest.mark.parametrize("empty", [lambda cache: cache.fresh(), lambda cache: cache.reset() or cache])
+@torch.no_grad()
+def test_bounds_are_those_of_the_weights_when_a_text_begins(empty: Callable[[PagedCache], PagedCache]) -> None:
+    gpt, ids = model(options=FLOOR), tokens(1, 200)
+    cache = ForgettingCache(gpt, eps=1e-2)
+    read(gpt, cache, ids, [200])
+    for block in gpt.blocks():
+        block.attention.qkv.weight.data.mul_(3)
+        block.attention.scheme.gates.raw_amplitude.data.fill_(-2)
+    cache = empty(cache)
+    with witnessed(cache) as witnesses:
+        read(gpt, cache, ids, [100, 60, *[1] * 40])
+    assert max(witness.judged().lost for witness in witnesses) <= 1e-2
+
+
+@pytest.mark.parametrize("rule", [{"eps": 1e-2}, {"max_keys": 128}])
+@torch.no_grad()
+def test_nothing_is_known_after_a_query_that_is_not_a_number(rule: dict[str, Any]) -> None:
+    gpt, ids = model(options=FLOOR), tokens(1, 300).clamp(min=1)
+    gpt.embedding.weight[0] = torch.nan
+    cache = ForgettingCache(gpt, bounds="queries", **rule)
+    read(gpt, cache, ids[:, :200], [150, 50])
+    gpt(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+    assert cache.realised_eps == 1.0
+    read(gpt, cache, ids, [50, 50, *[10] * 20])
+    assert cache.realised_eps == 1.0
+    assert max(sum(keys) / 2 for keys in cache.num_keys) <= rule.get("max_keys", 501)
+
+
+@torch.no_grad()
+def test_autocast_leaves_float64_alone() -> None:
+    gpt, ids = model(options=FLOOR), tokens(1, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(read(gpt, FullCache(gpt), ids, [10, 10]), gpt(ids).logits, **EXACT)
+
+
 @each_cache
 @torch.no_grad()
 def test_what_does_not_go_with_a_cache_is_refused(kind: str) -> None:
@@ -275,9 +334,12 @@ def test_what_does_not_go_with_a_cache_is_refused(kind: str) -> None:
         gpt(tokens(2, 8), cache=cache)
     with pytest.raises(ValueError, match="empty"):
         gpt.generate(ids, 1, cache=cache)
-    if kind != "full":
-        with pytest.raises(ValueError, match="go back"):
-            gpt(ids, positions=torch.arange(7, 15), cache=cache)
+    with pytest.raises(ValueError, match="go back"):
+        gpt(ids, positions=torch.arange(7, 15), cache=cache)
+    with pytest.raises(ValueError, match="2³¹"):
+        gpt(ids, positions=2**31 - 4 + torch.arange(8), cache=cache)
+    with pytest.raises(ValueError, match=r"^documents: .*behind a token"):
+        gpt(ids, positions=torch.arange(5, 13), documents=torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]), cache=cache)
     with pytest.raises(ValueError, match=r"^k: .* in torch.float64"):
         gpt.float()(ids, cache=cache)
     assert cache.length == 8

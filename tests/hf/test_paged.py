@@ -64,6 +64,7 @@ def test_greedy_text_is_that_of_a_dynamic_cache(name: str, kind: str) -> None:
 SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "top_k": 5},
     "in chunks": {"prefill_chunk_size": 13},
+    "token by token": {"prefill_chunk_size": 1},
     "states": {"output_hidden_states": True, "output_logits": True, "return_dict_in_generate": True},
     "several of each": {"do_sample": True, "num_return_sequences": 2},
     "penalised": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
@@ -148,6 +149,26 @@ def test_the_body_of_a_model_may_be_called(name: str) -> None:
         states.append((first[mask.bool()], body(**more, past_key_values=cache).last_hidden_state))
     for actual, expected in zip(*states, strict=True):
         torch.testing.assert_close(actual, expected, **EXACT)
+
+
+@pytest.mark.parametrize("positions", [True, False])
+@pytest.mark.parametrize("name", ["gape", "llama", "body"])
+@torch.no_grad()
+def test_a_row_may_begin_with_pads_that_come_one_by_one(name: str, positions: bool) -> None:
+    """Given to a model, or to its body with the mask that transformers makes."""
+    model, prompts = made("llama" if name == "body" else name).double(), padded(12, 5)
+    mask, outputs = prompts["attention_mask"], []
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    for cache in (FullCache(model), DynamicCache()):
+        parts = []
+        for at in range(12):
+            token = slice(at, at + 1)
+            given = {"position_ids": places[:, token]} if positions else {}
+            given |= {"attention_mask": mask[:, : at + 1], "past_key_values": cache}
+            called = model.model if name == "body" else model
+            parts.append(called(prompts["input_ids"][:, token], **given)[0])
+        outputs.append(torch.cat(parts, dim=1)[mask.bool()])
+    torch.testing.assert_close(*outputs, **EXACT)
 
 
 @torch.no_grad()
@@ -287,6 +308,24 @@ def test_masks_that_hide_more_than_pads_on_the_left_are_refused(name: str) -> No
             model.model(ids, attention_mask=whole.triu(-3), past_key_values=FullCache(model))
     with pytest.raises(ValueError, match="attention_mask"):
         model.generate(ids, attention_mask=behind, past_key_values=FullCache(model), max_new_tokens=2)
+    cache, pads = FullCache(model), torch.ones_like(ids)
+    model(ids[:, :8], past_key_values=cache)
+    pads[0, :3] = 0
+    with pytest.raises(ValueError, match=r"^attention_mask: hides cached tokens"):
+        model(ids[:, 8:], attention_mask=pads, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"^attention_mask: .* 12\)"):
+        model(ids[:, 8:], attention_mask=pads[:, :4], past_key_values=cache)
+
+
+@each_model
+@torch.no_grad()
+def test_a_single_token_may_have_labels(name: str) -> None:
+    model, ids = made(name).double(), tokens(2, 9)
+    cache = FullCache(model)
+    model(ids[:, :8], past_key_values=cache)
+    output = model(ids[:, 8:], past_key_values=cache, labels=ids[:, 8:], shift_labels=ids[:, 8:])
+    expected = torch.nn.functional.cross_entropy(output.logits[:, 0].float(), ids[:, 8])
+    torch.testing.assert_close(output.loss.float(), expected)
 
 
 @pytest.mark.parametrize("kind", ["full", "forgetting"])

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import gape
-from gape.cache.paged import ForgettingCache, FullCache, PagedCache
-from gape.models.cuda_graphs import captured_logits
+from gape.cache.gpt import ForgettingCache, FullCache
+from gape.cache.paged import PagedCache
+from gape.models.cuda_graphs import ModelState, captured_logits
 from gape.models.generate import capture_obstacle
 from gape.models.gpt import MLP
 from tests.models.tiny import model, on_gpu, tokens
@@ -52,6 +53,57 @@ def test_models_whose_steps_cannot_be_captured_are_told_apart(change: Any, reaso
     change(gpt)
     actual = capture_obstacle(gpt)
     assert actual is None if reason is None else reason in str(actual)
+
+
+class Around(torch.nn.Module):
+    """A module around another, as adapters are."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+
+def moved(x: Tensor) -> None:
+    x.data = x.data.clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (lambda gpt: gpt.norm.weight.mul_(2), True),
+        (lambda gpt: setattr(gpt.layers[0].mlp, "up", Around(gpt.layers[0].mlp.up).eval()), False),
+        (lambda gpt: gpt.layers[0].add_module("adapter", torch.nn.Identity().eval()), False),
+        (lambda gpt: setattr(gpt.layers[0], "mlp", gpt.layers[1].mlp), False),
+        (lambda gpt: moved(gpt.norm.weight), False),
+        (lambda gpt: setattr(gpt.norm, "weight", torch.nn.Parameter(gpt.norm.weight.clone())), False),
+        (lambda gpt: gpt.norm.register_buffer("offset", torch.ones(1)), False),
+        (lambda gpt: setattr(gpt.norm, "forward", gpt.norm.forward), False),
+        (lambda gpt: gpt.norm.register_forward_hook(lambda *_: None), False),
+        (lambda gpt: gpt.layers[1].train(), False),
+        (lambda gpt: setattr(gpt.layers[0].attention, "stepwise", True), False),
+    ],
+    ids=[
+        "written to",
+        "around",
+        "added",
+        "shared",
+        "moved",
+        "replaced",
+        "buffer",
+        "forward",
+        "hook",
+        "training",
+        "set",
+    ],
+)
+@torch.no_grad()
+def test_a_step_is_captured_anew_where_a_replay_would_do_something_else(change: Any, same: bool) -> None:
+    gpt = model()
+    kept, state = [*gpt.modules(), *gpt.parameters()], ModelState(gpt)
+    assert state.is_that_of(gpt)
+    change(gpt)
+    assert state.is_that_of(gpt) is same
+    assert kept
 
 
 @pytest.mark.parametrize("position", ["alibi", "fox", "t5"])

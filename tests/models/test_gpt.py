@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gape
-from gape.cache.paged import ForgettingCache
+from gape.cache.gpt import ForgettingCache
 from gape.models import gpt as module
 from gape.models import loss
 from tests.models.tiny import GATED, SCHEMES, VOCAB, config, model, tokens

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gape.cache.gpt import ForgettingCache, FullCache
 from gape.cache.kv import ModelCache
-from gape.cache.paged import ForgettingCache, FullCache, PagedCache
+from gape.cache.paged import PagedCache
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.models.skipping import skip, skipping

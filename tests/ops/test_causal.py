@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gape.cache.gpt import gpt_specs
+from gape.cache.layer import gate_readings
 from gape.ops.causal import causal_attention, projected_attention
 from tests.models.tiny import model
 
@@ -57,11 +59,12 @@ def test_output_and_log_sum_exp_are_those_of_the_definition(run: Any, dtype: tor
 @torch.no_grad()
 def test_projected_tokens_are_read_and_rotated_as_the_scheme_does(position: str) -> None:
     """Heads as wide as the kernel takes them whole, at positions behind others."""
-    attention = next(model(position, torch.float16, n_embd=256, reserve=0).to(DEVICE).blocks()).attention
+    gpt = model(position, torch.float16, n_embd=256, reserve=0).to(DEVICE)
+    attention, reading = next(gpt.blocks()).attention, gate_readings(gpt_specs(gpt, None))[0]
     positions = torch.arange(50, 120, device=DEVICE)
     random = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, heads, 70, 64, generator=random).to(DEVICE).half() for heads in (4, 2, 2))
-    found = projected_attention(q, k, v, attention.step(positions), scale=SCALE, eps=0.0)
+    found = projected_attention(q, k, v, attention.step(positions).angles, reading, scale=SCALE, eps=0.0)
     rotated_q, gate = attention.scheme.queries(q, positions)
     rotated_k, landmark = attention.scheme.keys(k, positions)
     rate = attention.gates.amplitude[:, None] * gate / attention.context_length

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gape.utils.validation import finite, invalid_argument, whole
+from gape.utils.validation import finite, flag, invalid_argument, whole
 
 #: What bounds on future queries may come from.
 BOUNDS = ("weights", "queries")
@@ -30,16 +30,22 @@ class EvictionRule:
     """When keys are evicted.
 
     Attributes:
-        eps: the attention that a query may lose, above 0 and below 1; None goes by a budget.
-        max_keys: keys of a key head at most, on average over the heads of a layer; None goes by eps.
-        max_bytes: bytes of the cache at most; None for the others.
-        bounds: where bounds on future queries come from, one of BOUNDS.
+        eps: the attention that a query may lose, above 0 and below 1. Exactly one of these three is given.
+        max_keys: keys of a key head at most, on average over the heads of a layer.
+        max_bytes: bytes of the cache at most.
+        bounds: what is known of future queries. "weights" bounds them by the weights and is proven for all inputs.
+            "queries" takes the largest query so far and an eighth more; `realised_eps` says what that came to.
+        partial: allow heads without a floor and layers without gates, whose keys are all kept under eps.
+
+    Raises:
+        ValueError: a value is out of range; names it.
     """
 
     eps: float | None = None
     max_keys: int | None = None
     max_bytes: int | None = None
     bounds: str = "weights"
+    partial: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in ("eps", "max_keys", "max_bytes") if getattr(self, name) is not None]
@@ -50,6 +56,7 @@ class EvictionRule:
         for name in ("max_keys", "max_bytes"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 128)
+        flag("partial", self.partial)
         if self.bounds not in BOUNDS:
             raise invalid_argument("bounds", self.bounds, f"one of {BOUNDS}")
 
@@ -121,14 +128,15 @@ class Account:
         self.realised_eps = self.realised_under(bounds)
         mass, new = self._log_mass(bounds)[sequences], Bounds(*(x[sequences] for x in bounds))
         passed = (first - self._at[sequences])[:, None, None]
-        self._mass[sequences] = (mass - new.rate.unsqueeze(-1) * passed * self._least).exp()
+        self._mass[sequences] = (mass - new.rate.unsqueeze(-1) * passed * self._least).exp().nan_to_num(1.0)
         self._at[sequences] = first.double()
         for stored, part in zip(self._bounds, new, strict=True):
             stored[sequences] = part
 
     def realised_under(self, bounds: Bounds) -> Tensor:
         """`realised_eps` if queries since the last eviction were as large as bounds (S, G) allow."""
-        return torch.maximum(self.realised_eps, self._log_mass(bounds).exp().sum(-1).clamp(max=1.0))
+        # Of a query that is not a number nothing is known.
+        return torch.maximum(self.realised_eps, self._log_mass(bounds).exp().sum(-1).nan_to_num(1.0).clamp(max=1.0))
 
     def _log_mass(self, bounds: Bounds) -> Tensor:
         """Logarithms of the mass, (S, G, octaves), under bounds that may be wider than those it has."""
@@ -176,7 +184,7 @@ class Account:
         """Add the costs of evicted keys to the account."""
         chosen, n = keys.sequences, gone.size(-1)
         # No key can have more than all of the attention.
-        cost = logs.clamp(max=0).exp().masked_fill(~gone.unsqueeze(1), 0.0)
+        cost = logs.clamp(max=0).exp().nan_to_num(1.0).masked_fill(~gone.unsqueeze(1), 0.0)
         octave = (-torch.log2(keys.exposure.double())).floor().clamp(0, _OCTAVES - 1).nan_to_num(_OCTAVES - 1).long()
         place = octave + _OCTAVES * (torch.arange(n, device=gone.device) % _PARTS)
         sums = cost.new_zeros(*cost.shape[:2], _PARTS * _OCTAVES)
@@ -189,6 +197,7 @@ class Account:
 
 def _cheapest(cost: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     """Of each group of sequences the `count` cheapest of cost (s, N), whatever sequence they are of, bool (s, N)."""
-    flat = cost.masked_fill(~valid, torch.inf).view(count.numel(), -1)
+    # What is not a number would come behind keys that are not there.
+    flat = cost.nan_to_num(torch.finfo(cost.dtype).max).masked_fill(~valid, torch.inf).view(count.numel(), -1)
     rank = flat.argsort(-1).argsort(-1)
     return (rank < count[:, None]).view_as(valid) & valid

@@ -144,7 +144,9 @@ class Evictor:
         )
         return Bounds(rate, reach, own)
 
-    def judge(self, layer: int, k: Tensor, exposure: Tensor, positions: Tensor, keep: Tensor, first: Tensor) -> Tensor:
+    def keys_to_store(
+        self, layer: int, k: Tensor, exposure: Tensor, positions: Tensor, keep: Tensor, first: Tensor
+    ) -> Tensor:
         """The new keys of a layer that have to be stored, bool (B, Hk, n), for queries from positions `first` (B,) on.
 
         Args:

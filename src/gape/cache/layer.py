@@ -10,11 +10,12 @@ Shapes: B rows, Hq / Hk query / key heads, n new tokens, D and Dv widths of keys
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gape.cache.bounds import Limits
@@ -23,6 +24,7 @@ from gape.ops.causal import causal_attention, projected_attention, projects
 from gape.ops.decode_prologue import Step, decode_prologue, prologue_runs
 from gape.ops.paged import paged_attention, write_keys
 from gape.ops.plain import attention
+from gape.ops.prologue import GateReading
 
 if TYPE_CHECKING:
     from gape.cache.paged import PagedCache
@@ -37,17 +39,23 @@ class LayerSpec:
 
     Attributes:
         owner: the module that the cache serves; no other may use it.
+        number: of the layer in its model, from 0.
         n_heads, n_kv_heads: Hq and Hk.
         scale: softmax scale.
-        least_rate: float64 (Hq,), what no query's rate falls below; None without gates.
-        limits: bounds on its queries from weights; None where they are measured.
+        gates: of the layer; None without.
+        context_length: T.
+        least_rate: float64 (Hq,), what no query's rate falls below; None where nothing is evicted.
+        limits: bounds on its queries from weights; None where they are measured, or nothing is evicted.
         impl: the implementation of the operator that the layer uses where no kernel of the cache runs.
     """
 
     owner: Any
+    number: int
     n_heads: int
     n_kv_heads: int
     scale: float
+    gates: Any = None
+    context_length: float = 1.0
     least_rate: Tensor | None = None
     limits: Limits | None = None
     impl: str = "auto"
@@ -59,7 +67,7 @@ class PagedLayer:
     Attributes:
         index: its number among the layers of the cache.
         spec: the layer.
-        length: tokens that have come, cached or not.
+        length: tokens so far, cached or evicted.
         stored: those of them that the pages count. The tokens of a call are counted for all layers at its end, but for
             calls with pads or many tokens.
     """
@@ -98,18 +106,21 @@ class PagedLayer:
         """
         if owner is not self.spec.owner:
             raise ValueError("cache: made for another model, expected one of this layer")
-        cache, n, width = self._cache, q.size(2), v.size(-1)
-        if cache.capturing:
-            return self._decode(q, k, v, positions, rotate, step)[..., :width]
-        cache.prepare(self, k, v, positions, real)
-        if not n:
-            return v.new_empty(*q.shape[:3], width)
-        if n == 1 and real is None:
+        cache, width = self._cache, v.size(-1)
+        if not cache.capturing:
+            if self.index == 0:
+                cache.begin(k, v, positions, real)
+            if not q.size(2):
+                return v.new_empty(*q.shape[:3], width)
+            if cache.call is None:
+                raise ValueError("cache: a layer was called alone, expected all of a model, first to last")
+        if cache.capturing or (q.size(2) == 1 and real is None):
             out = self._decode(q, k, v, positions, rotate, step)
         else:
             out = self._prefill(q, k, v, positions, rotate, step, real)
-        cache.end(self, n)
-        return out[..., :width]
+        if not cache.capturing:
+            cache.end(self)
+        return out if out.size(-1) == width else out[..., :width]
 
     def _decode(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotate: Callable[[], Rotated], step: Step | None
@@ -152,7 +163,7 @@ class PagedLayer:
         storage, eps = cache.storage, cache.skip_eps / 2
         v = v.to(storage.layout.dtype)
         if step is not None and real is None and storage.in_kernels and projects(q, k, v, step):
-            new = projected_attention(q, k, v, step, scale=scale, eps=eps)
+            new = projected_attention(q, k, v, step.angles, cache.reading(self.index), scale=scale, eps=eps)
             out = new.out
             if storage.counts[self.index].any():
                 out = self._with_pages(new.q, new.rate, positions, out, new.lse)
@@ -178,7 +189,7 @@ class PagedLayer:
         cache, spec = self._cache, self.spec
         storage = cache.storage
         if not storage.in_kernels and not storage.counts[self.index].any():
-            if spec.least_rate is None:
+            if spec.gates is None:
                 return attention(q, k, v, scale=spec.scale)
             ones = rate.new_ones(q.size(1))
             return gated_attention(q, k, v, rate, landmark, ones, context_length=1, scale=spec.scale, impl=spec.impl)
@@ -194,24 +205,60 @@ class PagedLayer:
         return paged_attention(q, rate, positions, pages, scale=self.spec.scale, prior=(out, lse), eps=eps)[0]
 
     def _store(self, q: Tensor, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, real: Tensor | None) -> None:
-        """Write new keys, without pads and without those that can be evicted at once."""
-        cache, storage = self._cache, self._cache.storage
+        """Write new keys, without pads and without those that can be evicted early."""
+        cache, storage, call = self._cache, self._cache.storage, self._cache.call
+        assert call is not None
         if cache.measures:
             cache.evictor.include(self.index, q, k, self.spec.scale, real)
-        if cache.counts_together:
+        if call.together:
             storage.write(self.index, k, v, exposure, positions)
             return
         keep = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
         if real is not None:
             keep = keep & real[:, None]
-        at_once, by_eps = cache.judges_at_once(k.size(2)), cache.rule is not None and cache.rule.eps is not None
-        if at_once and by_eps:
-            keep = cache.evictor.judge(self.index, k, exposure, positions, keep, storage.next_position)
+        by_eps = cache.rule is not None and cache.rule.eps is not None
+        if call.early and by_eps:
+            keep = cache.evictor.keys_to_store(self.index, k, exposure, positions, keep, call.next_position)
         with cache.writing():
             storage.append(self.index, k, v, exposure, positions, keep)
             self.stored += k.size(2)
-            if at_once and not by_eps:
-                cache.evictor.evict(storage.next_position, cache.evictor.interval, self.index)
+            if call.early and not by_eps:
+                cache.evictor.evict(call.next_position, cache.evictor.interval, self.index)
+
+
+def gate_readings(specs: Sequence[LayerSpec]) -> list[GateReading]:
+    """What kernels read the gates of all layers by, in a few launches whatever the number of layers.
+
+    Read anew for every call: weights may be written to in ways that no counter of torch shows.
+    """
+    gates = [spec.gates for spec in specs]
+    weights, biases, landmark_weights, landmark_biases = (
+        torch.stack(parts).float().unbind()
+        for parts in (
+            *zip(*(_weights(x.gate_projection, x.n_heads, x.init_gate_bias, x) for x in gates), strict=True),
+            *zip(*(_weights(x.landmark_projection, x.n_kv_heads, x.init_landmark_bias, x) for x in gates), strict=True),
+        )
+    )
+    amplitude = F.softplus(torch.stack([x.raw_amplitude for x in gates]).float())
+    strengths = [strength for x in gates if (strength := getattr(x, "strength", None)) is not None]
+    if strengths:
+        amplitude = amplitude * torch.stack(strengths).float().abs()
+    return [
+        GateReading(
+            gate_weight=weights[i], gate_bias=biases[i], landmark_weight=landmark_weights[i],
+            landmark_bias=landmark_biases[i], amplitude=amplitude[i], floor=gates[i].floors(amplitude.device),
+            context_length=spec.context_length,
+        )
+        for i, spec in enumerate(specs)
+    ]  # fmt: skip
+
+
+def _weights(projection: Any, heads: int, fixed: float, gates: Any) -> tuple[Tensor, Tensor]:
+    """Weights (H, D) and biases (H,) of a gate; one that is fixed has zeros and its number."""
+    if projection is not None:
+        return projection.weight, projection.bias
+    zeros = gates.raw_amplitude.new_zeros(heads, gates.head_dim, dtype=torch.float32)
+    return zeros, zeros.new_full((heads,), fixed)
 
 
 def _rolls(real: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,6 @@
-"""KV caches in pages for all layers of a model: one that keeps everything, one that evicts.
+"""A KV cache in pages for all layers of a model: it keeps everything, or evicts by a rule.
+
+:mod:`gape.cache.gpt` has those of a GPT, :mod:`gape.hf.paged` those of other models.
 
 Shapes: B rows, Hk key heads, n new tokens.
 """
@@ -6,67 +8,89 @@ Shapes: B rows, Hk key heads, n new tokens.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gape.cache.bounds import least_rates, limits_of_weights
-from gape.cache.eviction import BOUNDS, EvictionRule
+from gape.cache.eviction import EvictionRule
 from gape.cache.evictor import Evictor
-from gape.cache.layer import LayerSpec, PagedLayer
+from gape.cache.layer import LayerSpec, PagedLayer, gate_readings
 from gape.cache.pages import PagedStorage
+from gape.ops.inputs import working_dtype
 from gape.ops.paged import PAGE, page_layout
-from gape.utils.validation import flag, invalid_argument, whole
+from gape.ops.prologue import GateReading
+from gape.utils.validation import invalid_argument, whole
 
-if TYPE_CHECKING:
-    from gape.models.gpt import GPT
-
-#: Tokens of a row, and of all rows together, from which keys are judged before they are stored, and not at the next
-#: eviction: that costs time for each layer, and saves the memory of a whole prompt.
-JUDGED_AT_ONCE = 32_768
-JUDGED_TOGETHER = 131_072
-_NO_TOKEN = "no single token has come yet"
+#: Tokens of a row, and of all rows together, from which keys of a call are evicted before they are stored, and not at
+#: the next eviction: that takes time in each layer, and saves the memory of a whole prompt.
+EARLY_TOKENS = 32_768
+EARLY_TOKENS_OF_BATCH = 131_072
+#: Positions are stored as int32.
+_POSITIONS_END = 2**31
+_NO_TOKEN = "there was no single token yet"
 #: Attention that a full cache may lose to skipped tiles, by dtype: far below what rounding does to it.
 _FULL_EPS = {torch.bfloat16: 2.0**-20, torch.float16: 2.0**-20, torch.float32: 2.0**-30}
+
+
+class Call(NamedTuple):
+    """A call that adds tokens to all layers.
+
+    Attributes:
+        n: tokens of a row, pads included.
+        next_position: int64 (B,), behind the last token of each row.
+        early: whether keys are evicted before they are stored.
+        together: whether the pages count its tokens at its end, for all layers at once.
+    """
+
+    n: int
+    next_position: Tensor
+    early: bool
+    together: bool
 
 
 class PagedCache:
     """The caches of a model's layers, in pages.
 
     Args:
-        specs: the layers, first to last.
         model: whose tokens are cached; no other may use the cache.
+        specs: called as specs(model, rule), gives the layers, first to last, with bounds for weights as they are.
         rule: when keys are evicted; None keeps everything.
 
     Attributes:
         rule: as given.
         layers: one cache for each layer.
+        call: the call that is adding tokens, None between calls.
+        capturing: whether a step is being captured: then nothing is counted on the host.
+        uncaptured: why the last single token was not replayed from a captured graph; None if it was.
+
+    Raises:
+        ValueError: what `specs` refuses.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], model: Any, rule: EvictionRule | None = None) -> None:
-        self.rule = rule
+    def __init__(
+        self, model: Any, specs: Callable[[Any, EvictionRule | None], list[LayerSpec]], rule: EvictionRule | None = None
+    ) -> None:
+        self.rule, self._specs = rule, specs
         self._model = weakref.ref(model)
-        self.layers = [PagedLayer(self, index, spec) for index, spec in enumerate(specs)]
-        #: Whether a step is being captured: then nothing is counted on the host.
+        self.layers = [PagedLayer(self, index, spec) for index, spec in enumerate(specs(model, rule))]
         self.capturing = False
-        #: Why the last single token was not replayed from a captured graph; None if it was.
         self.uncaptured: str | None = _NO_TOKEN
-        self._storage: PagedStorage | None = None
-        self._evictor: Evictor | None = None
-        self._give_back: Any = None
         self._forget_tokens()
 
     def _forget_tokens(self) -> None:
-        #: Tokens since the last eviction, tokens that it was for, and tokens that the next positions count: more than
-        #: layers have where a call broke off.
-        self._since = self._evicted_at = self._begun = 0
+        self.call: Call | None = None
+        self._readings: list[GateReading] | None = None
+        #: Tokens since the last eviction, and tokens that it was for.
+        self._since = self._evicted_at = 0
         self._broken = False
-        #: Whether the tokens of the current call are counted for all layers at its end.
-        self.counts_together = True
+        self._storage: PagedStorage | None = None
+        self._evictor: Evictor | None = None
+        self._give_back: Any = None
         for layer in self.layers:
             layer.length = layer.stored = 0
 
@@ -83,21 +107,21 @@ class PagedCache:
         return clone
 
     def fresh(self, eps: float | None = None) -> PagedCache:
-        """An empty cache of the same model. Bounds are not worked out again: weights have to be the same.
+        """An empty cache of the same model, with bounds for its weights as they are now.
 
         Args:
             eps: the attention that a query may lose; None keeps the rule.
 
         Raises:
-            ValueError: eps is out of range.
+            ValueError: eps is out of range, or the model is not one whose keys a tolerance evicts.
         """
-        clone = copy(self)
+        rule = self.rule
         if eps is not None:
-            clone.rule = EvictionRule(eps=eps, bounds=BOUNDS[0] if self.rule is None else self.rule.bounds)
-        clone._storage = clone._evictor = clone._give_back = None
-        clone.capturing, clone.uncaptured = False, _NO_TOKEN
-        clone.layers = [PagedLayer(clone, layer.index, layer.spec) for layer in self.layers]
-        clone._forget_tokens()
+            rule = EvictionRule(eps=eps) if rule is None else replace(rule, eps=eps, max_keys=None, max_bytes=None)
+        clone, model = copy(self), self._model()
+        if model is None:
+            raise ValueError("cache: its model is gone")
+        PagedCache.__init__(clone, model, self._specs, rule)
         return clone
 
     @property
@@ -105,7 +129,7 @@ class PagedCache:
         """The pages.
 
         Raises:
-            ValueError: no token has come yet.
+            ValueError: the cache is empty.
         """
         if self._storage is None:
             raise ValueError("cache: it is empty")
@@ -116,7 +140,7 @@ class PagedCache:
         """What evicts keys.
 
         Raises:
-            ValueError: no token has come yet, or nothing is ever evicted.
+            ValueError: the cache is empty, or keeps everything.
         """
         if self._evictor is None:
             raise ValueError("cache: it is empty, or keeps everything")
@@ -124,12 +148,12 @@ class PagedCache:
 
     @property
     def measures(self) -> bool:
-        """Whether bounds come from the queries, which are measured as they come."""
+        """Whether bounds come from the queries, which are measured."""
         return self.rule is not None and self.rule.bounds == "queries"
 
     @property
     def length(self) -> int:
-        """Tokens that have come, cached or not.
+        """Tokens so far, cached or evicted.
 
         Raises:
             ValueError: an earlier call broke off.
@@ -179,7 +203,7 @@ class PagedCache:
         return [row[there] for row, there in zip(positions, valid, strict=True)]
 
     def enter(self, model: Any) -> None:
-        """Refuse a model other than the one the cache was made for.
+        """Refuse a model other than the one that the cache serves.
 
         Raises:
             ValueError: the model is another one, or an earlier call broke off.
@@ -188,107 +212,118 @@ class PagedCache:
             raise ValueError("cache: made for another model, expected its own")
         _ = self.length
 
-    def prepare(self, layer: PagedLayer, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> None:
-        """Get ready for new tokens of a layer; the first layer of a call evicts for all where that is due.
+    def begin(self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> None:
+        """Get ready for the tokens of a call, which the first layer announces: evict where that is due, make room.
+
+        Args:
+            k, v: (B, Hk, n, D) and (B, Hk, n, Dv) of the first layer.
+            positions: integer (n,) or (B, n).
+            real: bool (B, n), False for pads; None where there are none.
 
         Raises:
             ValueError: another batch or dtype than cached, positions that do not rise by one, or a call broke off.
         """
         if self._storage is None:
             self._open(k, v)
-        rows, dtype = self.storage.shape[1], self.storage.layout.dtype
-        if k.size(0) != rows or _dtype(k) != dtype:
-            raise invalid_argument("k", k, f"a batch of {rows} in {dtype}, as cached")
-        if layer.index == 0 and k.size(2):
-            self._begin(k.size(2), positions, real)
-
-    def _begin(self, n: int, positions: Tensor, real: Tensor | None) -> None:
-        """Take the tokens of a call into account: evict where that is due, and remember the next position."""
-        length, following = self.length, self.storage.next_position
-        self._rewind(length)
-        rows = positions.to(torch.int64).expand(following.size(0), n)
-        last, first = rows[:, -1] + 1, rows[:, 0]
+        batch, n, length = k.size(0), k.size(2), self.length
+        if batch != self.storage.shape[1] or working_dtype(k) != self.storage.layout.dtype:
+            expected = f"a batch of {self.storage.shape[1]} in {self.storage.layout.dtype}, as cached"
+            raise invalid_argument("k", k, expected)
+        if not n:
+            return
+        cached = self.storage.next_position
+        rows = positions.to(torch.int64).expand(batch, n)
+        first, last = rows[:, 0], rows[:, -1] + 1
         if real is not None:
             tokens = real.sum(1)
-            last, first = (torch.where(tokens > 0, x, following) for x in (last, last - tokens))
+            first, last = (torch.where(tokens > 0, x, cached) for x in (last - tokens, last))
         self._check_positions(rows, first, real)
-        at_once = self.judges_at_once(n)
+        early = self._evicts_early(n)
         if self.rule is not None and length and self._since + min(n, 4 * PAGE) > self.evictor.interval:
-            self.evict(torch.maximum(first, following), incoming=0 if at_once else n)
-        following.copy_(last)
-        self._begun, self._since = length + n, self._since + n
-        if at_once:
-            self._evicted_at, self._since = self._begun, 0
-        self.counts_together = real is None and not at_once
-        if self.counts_together and self.storage.room() < n:
+            self.evict(torch.maximum(first, cached), incoming=0 if early else n)
+        if early:
+            self._evicted_at = length + n
+        self.call, self._readings = Call(n, last, early, together=real is None and not early), None
+        if self.call.together and self.storage.room() < n:
             # Room for tokens to come, too, where they come one by one.
             self.storage.reserve(max(n, self._room) if n == 1 else n)
+
+    def reading(self, layer: int) -> GateReading:
+        """What kernels read the gates of a layer by in the current call."""
+        if self._readings is None:
+            self._readings = gate_readings([each.spec for each in self.layers])
+        return self._readings[layer]
 
     @property
     def _room(self) -> int:
         """Keys that pages are reserved for where tokens come one by one."""
         return 4 * PAGE if self._evictor is None else self._evictor.interval
 
-    def end(self, layer: PagedLayer, n: int) -> None:
+    def end(self, layer: PagedLayer) -> None:
         """Count the tokens of a call for a layer that has written them; the last layer counts for all."""
-        layer.length += n
-        if self.counts_together and layer is self.layers[-1]:
-            with self.writing():
-                self.storage.advance(n)
+        call = self.call
+        assert call is not None
+        if layer is not self.layers[-1]:
+            layer.length += call.n
+            return
+        with self.writing():
+            layer.length += call.n
+            self.storage.next_position.copy_(call.next_position)
+            if call.together:
+                self.storage.advance(call.n)
                 for each in self.layers:
-                    each.stored += n
+                    each.stored += call.n
+            self._since = 0 if call.early else self._since + call.n
+            self.call = None
 
     def _check_positions(self, rows: Tensor, first: Tensor, real: Tensor | None) -> None:
-        """Refuse positions (B, n) that do not rise by one or go back behind those cached, and pads behind a token."""
-        wrong = torch.zeros(3, dtype=torch.bool, device=rows.device)
-        if self.rule is not None:
-            wrong[0] = (first < self.storage.next_position).any()
+        """Refuse positions (B, n) that do not rise by one or are not behind those cached, and pads behind a token."""
+        cached = self.storage.next_position
+        wrong = torch.zeros(4, dtype=torch.bool, device=rows.device)
+        wrong[0] = (first < cached).any()
+        wrong[1] = (rows[:, -1] >= _POSITIONS_END).any()
         if rows.size(1) > 1:
             uneven = rows.diff(dim=1) != 1
-            wrong[1] = (uneven if real is None else uneven & real[:, :-1]).any()
+            wrong[2] = (uneven if real is None else uneven & real[:, :-1]).any()
         if real is not None:
-            wrong[2] = (real[:, :-1] & ~real[:, 1:]).any()
-        # Asked together, for the device has to be waited for.
-        back, uneven_rows, pads = wrong.tolist()
+            before = torch.cat([cached[:, None] > 0, real[:, :-1]], dim=1)
+            wrong[3] = (before & ~real).any()
+        # Read together, for the device has to be waited for.
+        back, far, uneven_rows, pads = wrong.tolist()
         if back:
             raise ValueError("positions: got some that go back, expected each behind those that are cached")
+        if far:
+            raise ValueError("positions: got some of 2³¹ or more, expected less with a cache in pages")
         if uneven_rows:
             raise ValueError("positions: expected those of a call to rise by one in every row")
         if pads:
             raise ValueError("documents: got pads behind a token, expected padding on the left")
 
-    def _rewind(self, length: int) -> None:
-        """Take positions back to so many tokens: of some that are dropped, or of a call that broke off."""
-        taken_back = self._begun - length
-        if taken_back and self._storage is not None:
-            self.storage.next_position.sub_(taken_back).clamp_(min=0)
-            self._since = max(0, self._since - taken_back)
-        self._begun = length
-
-    def judges_at_once(self, n: int) -> bool:
-        """Whether the keys of n tokens are judged when they are stored: many, or more than a budget has room for."""
+    def _evicts_early(self, n: int) -> bool:
+        """Whether keys of n tokens are evicted before they are stored: many, or more than a budget has room for."""
         if self.rule is None:
             return False
-        many = n >= JUDGED_AT_ONCE or self.storage.shape[1] * n >= JUDGED_TOGETHER
+        many = n >= EARLY_TOKENS or self.storage.shape[1] * n >= EARLY_TOKENS_OF_BATCH
         return many if self.rule.eps is not None else n > self.evictor.interval
 
     def evict(self, first: Tensor | None = None, incoming: int = 0) -> None:
         """Evict now what queries from positions `first` (B,) on can do without; by default those that come next.
 
         Args:
-            first: int64 (B,).
+            first: int64 (B,); no query may come before them from now on.
             incoming: keys that are about to come, for which a budget leaves room.
         """
         if self._evictor is None:
             return
-        first, length = self.storage.next_position if first is None else first, self.length
+        cached, length = self.storage.next_position, self.length
         with self.writing():
-            self._evictor.evict(first, max(incoming, self._evictor.interval))
+            if first is not None:
+                torch.maximum(cached, first, out=cached)
+            self._evictor.evict(cached, max(incoming, self._evictor.interval))
             self._evicted_at, self._since = length, 0
 
     def ready_for_step(self, positions: Tensor) -> None:
         """Make sure that a captured step can add one token: room everywhere, eviction where it is due."""
-        self._rewind(self.length)
         if self._evictor is not None and self._since + 1 > self._evictor.interval:
             self.evict(positions[:, 0].to(torch.int64))
         if self.storage.room() < 1:
@@ -306,17 +341,17 @@ class PagedCache:
         """A context in which a captured step adds one token; if it breaks off, the cache has to be emptied."""
         with self.writing():
             yield
-            self.storage.advance_host()
+            self.storage.counts += 1
             for layer in self.layers:
                 layer.length, layer.stored = layer.length + 1, layer.stored + 1
-            self._since, self._begun = self._since + 1, self._begun + 1
+            self._since += 1
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens.
 
         Raises:
-            ValueError: length is negative or beyond what has come, keys were evicted that a token there could see, or a
-                call broke off while it wrote.
+            ValueError: length is negative or beyond the tokens so far, keys were evicted that a token there could see,
+                or a call broke off while it wrote.
         """
         current = min(layer.length for layer in self.layers)
         if whole("length", length, 0) > current:
@@ -331,128 +366,38 @@ class PagedCache:
         if self._broken:
             raise self._broken_off()
         with self.writing():
+            # The last layer has the tokens of whole calls alone.
+            removed = self.layers[-1].length - length
             for layer in self.layers:
                 # A call that broke off left some layers with tokens that the pages do not count.
                 self.storage.drop_last(layer.index, max(0, layer.stored - length))
                 layer.length = layer.stored = length
-            self._rewind(length)
+            self.storage.next_position.sub_(removed).clamp_(min=0)
+            self._since, self.call = max(0, self._since - removed), None
 
     def reset(self) -> None:
-        """Forget everything and give the pages back."""
+        """Forget everything, give the pages back, and work out bounds for weights as they are now."""
         if self._give_back is not None:
             self._give_back()
-        self._storage = self._evictor = self._give_back = None
         self._forget_tokens()
+        model = self._model()
+        if model is not None and self.rule is not None:
+            for layer, spec in zip(self.layers, self._specs(model, self.rule), strict=True):
+                layer.spec = spec
 
     def _open(self, k: Tensor, v: Tensor) -> None:
         """Make the pages for a batch like k and v, or take those that an earlier cache of the model has left."""
-        layout = page_layout(k.size(-1), v.size(-1), _dtype(k))
-        shape, device = (len(self.layers), k.size(0), self.layers[0].spec.n_kv_heads), k.device
-        idle = _IDLE.pop(self._model(), None)
-        fits = idle is not None and (idle.shape, idle.layout, idle.device) == (shape, layout, device)
-        query_heads = self.layers[0].spec.n_heads
-        storage = idle if idle is not None and fits else PagedStorage(*shape, query_heads, layout, device)
+        layout, spec = page_layout(k.size(-1), v.size(-1), working_dtype(k)), self.layers[0].spec
+        shape, device = (len(self.layers), k.size(0), spec.n_kv_heads), k.device
+        model = self._model()
+        storage = None if model is None else _IDLE.pop(model, None)
+        if storage is None or (storage.shape, storage.layout, storage.device) != (shape, layout, device):
+            storage = PagedStorage(*shape, spec.n_heads, layout, device)
         if self.rule is not None:
             self._evictor = Evictor(self.rule, [layer.spec for layer in self.layers], storage)
         self._storage = storage
         self._give_back = weakref.finalize(self, _park, self._model, storage)
         self._give_back.atexit = False
-
-
-class FullCache(PagedCache):
-    """The cache of a GPT that keeps every key, in pages.
-
-    Args:
-        model: whose scheme rotates q and k, with gates or without.
-
-    Raises:
-        ValueError: the scheme has a bias of its own.
-    """
-
-    def __init__(self, model: GPT) -> None:
-        super().__init__(gpt_specs(model, None), model)
-
-
-class ForgettingCache(PagedCache):
-    """The cache of a GPT that evicts keys for good once no future query can attend to them: `docs/results/proofs.md`.
-
-    Every query of every layer and head attends within eps, in total variation, of what it would with all keys. Made
-    for one model and its weights as they are; for any batch size, chunked prefill and left padding. Positions may
-    not go back, and there are no masks.
-
-    Args:
-        model: whose scheme has gates with a floor.
-        eps: the attention that a query may lose, above 0 and below 1.
-        bounds: what is known of future queries. "weights" bounds them by the weights and is proven for all inputs.
-            "queries" takes the largest query so far and an eighth more; `realised_eps` says what that came to.
-        partial: allow heads without a floor, whose keys are all kept.
-        max_keys: in place of eps: keys of a key head at most, on average over the heads of a layer.
-        max_bytes: in place of eps: bytes of the cache at most. `realised_eps` says what a budget cost.
-
-    Raises:
-        ValueError: an argument is out of range, the scheme has no gates, or a head has no floor (or none has, under
-            `partial`); names layer and head.
-    """
-
-    def __init__(
-        self,
-        model: GPT,
-        *,
-        eps: float | None = None,
-        bounds: str = "weights",
-        partial: bool = False,
-        max_keys: int | None = None,
-        max_bytes: int | None = None,
-    ) -> None:
-        rule = EvictionRule(eps=eps, max_keys=max_keys, max_bytes=max_bytes, bounds=bounds)
-        specs = gpt_specs(model, rule)
-        refuse_without_floors(specs, rule, partial=flag("partial", partial))
-        super().__init__(specs, model, rule)
-
-
-def gpt_specs(model: GPT, rule: EvictionRule | None) -> list[LayerSpec]:
-    """The layers of a GPT as a cache sees them, with the bounds that a rule needs."""
-    specs = []
-    for block in model.blocks():
-        attention = block.attention
-        if attention.has_own_bias:
-            raise invalid_argument("model", attention.position, "a scheme that rotates q and k, with gates or without")
-        gated = attention.gates is not None
-        if rule is not None and not gated:
-            raise invalid_argument("position", attention.position, "a scheme with gates, which alone fades")
-        limited = rule is not None and rule.bounds == "weights"
-        specs.append(
-            LayerSpec(
-                owner=attention, n_heads=attention.n_heads, n_kv_heads=attention.n_kv_heads, scale=attention.scale,
-                least_rate=least_rates(attention) if gated else None, impl=attention.impl,
-                limits=limits_of_weights(attention, block.attention_norm) if limited else None,
-            )
-        )  # fmt: skip
-    return specs
-
-
-def refuse_without_floors(specs: Sequence[LayerSpec], rule: EvictionRule, *, partial: bool) -> None:
-    """Refuse layers whose keys never fade, where a tolerance should evict them.
-
-    Raises:
-        ValueError: a head has no floor, or none has, under `partial`; names layer and head.
-    """
-    if rule.eps is None:
-        return
-    rates = [torch.zeros(1) if spec.least_rate is None else spec.least_rate for spec in specs]
-    bare = [(layer, head) for layer, each in enumerate(rates) for head in torch.nonzero(each <= 0).flatten().tolist()]
-    if bare and not (partial and any(bool((each > 0).any()) for each in rates)):
-        hint = "in some head" if partial else "in every head, or partial=True"
-        raise ValueError(
-            f"model: nothing fades in layer {bare[0][0]}, head {bare[0][1]}; expected gates with a gate_floor and an "
-            f"amplitude above 0 {hint}"
-        )
-
-
-def _dtype(k: Tensor) -> torch.dtype:
-    """What keys are cached in: their own dtype, or that of autocast."""
-    kind = k.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else k.dtype
 
 
 #: Pages of caches that are gone, one for each model: a new cache of the same batch takes them with their captured step.
@@ -462,6 +407,9 @@ _IDLE: weakref.WeakKeyDictionary[Any, PagedStorage] = weakref.WeakKeyDictionary(
 def _park(model: Any, storage: PagedStorage) -> None:
     """Keep the tables and the captured step of a cache that is gone, and free its pages."""
     owner = model()
+    if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # Clearing would become a part of the graph.
+        return
     storage.clear()
     if owner is not None:
         _IDLE[owner] = storage

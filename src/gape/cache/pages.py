@@ -248,10 +248,6 @@ class PagedStorage:
         self._assign(room, layer)
         self._upload(layer)
 
-    def advance_host(self) -> None:
-        """Count one key more in every sequence on the host; a captured step has counted it on the device."""
-        self.counts += 1
-
     def drop_last(self, layer: int, tokens: int) -> None:
         """Forget so many of the last keys of every sequence of a layer."""
         self._take_counts()

@@ -19,7 +19,7 @@ from torch import Tensor
 from gape.analysis.passages import Reader
 from gape.analysis.tap import attended
 from gape.cache.eviction import BOUNDS
-from gape.cache.paged import ForgettingCache, FullCache
+from gape.cache.gpt import ForgettingCache, FullCache
 from gape.experiments.experiment import Log, wants_bfloat16
 from gape.experiments.open_model import OpenModel
 from gape.experiments.result_store import ResultStore
@@ -82,7 +82,7 @@ class Subject:
         impl: the implementation that its attention runs dense.
         attended: ids (B, N) → what each layer with gates attends with.
         full_cache: makes an empty cache in pages that keeps everything.
-        forgetting_cache: called as :class:`gape.cache.paged.ForgettingCache` is, without the model.
+        forgetting_cache: called as :class:`gape.cache.gpt.ForgettingCache` is, without the model.
         check: refuses, with a ValueError, a model that cannot be measured on texts of so many tokens.
     """
 

@@ -30,9 +30,9 @@ from gape.hf.implementations import (
 )
 from gape.hf.paged import PagesForTransformers
 from gape.hf.save_load import rebuild
-from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
 from gape.ops.decode_prologue import Step
+from gape.ops.inputs import working_dtype
 from gape.positions.base import Scheme
 from gape.positions.gated import step_under
 from gape.positions.rotary import NoPE

@@ -7,6 +7,7 @@ answer to equal numbers, and a projection is affine. Shapes: E width, H heads, D
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -74,28 +75,51 @@ def has_window(module: Any) -> bool:
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, Limits]] = WeakKeyDictionary()
 
 
-def injected_limits(model: Any, parent: Any, layer: InjectedLayer) -> Limits:
-    """Bounds on the queries of an injected layer, worked out once for weights as they are.
+def injected_limits(model: Any, layers: Sequence[tuple[Any, InjectedLayer]]) -> list[Limits]:
+    """Bounds on the queries of injected layers, worked out once for weights as they are.
 
     Args:
         model: the whole model, for its rotations.
-        parent: the module that the layer is a child of, which has the norm before it.
-        layer: the layer.
+        layers: each with the module that it is a child of, which has the norm before it.
 
     Raises:
         ValueError: there is no norm that bounds q and k.
     """
-    stretch, evenly = _stretch(model, layer.module)
-    if any(x.is_inference() for x in parent.parameters()):
-        # Nothing says when such weights change.
-        return _limits(parent, layer, stretch, evenly)
-    weights = tuple((x.data_ptr(), x._version, x.dtype) for x in parent.parameters())
-    adapters = [settings(module) for module in parent.modules()]
-    key = (weights, adapters, stretch, evenly, layer.gates.gate_floor)
-    known = _KNOWN.get(layer.module)
-    if known is None or known[0] != key:
-        known = _KNOWN[layer.module] = key, _limits(parent, layer, stretch, evenly)
-    return known[1]
+    own = _own_stretch(model)
+    weights = [[x for m in (layer.module, *_norms(parent)) for x in m.parameters()] for parent, layer in layers]
+    limits = []
+    for (parent, layer), contents in zip(layers, _contents(weights), strict=True):
+        scheme = layer.module.gape_wiring.scheme
+        stretch = own if scheme is None else (float(getattr(scheme, "attention_scale", 1.0)), True)
+        adapters = [settings(module) for module in layer.module.modules()]
+        key = (contents, adapters, stretch, layer.gates.gate_floor)
+        known = _KNOWN.get(layer.module)
+        if known is None or known[0] != key:
+            known = _KNOWN[layer.module] = key, _limits(parent, layer, *stretch)
+        limits.append(known[1])
+    return limits
+
+
+@torch.no_grad()
+def _contents(groups: Sequence[Sequence[Tensor]]) -> list[list[object]]:
+    """What tells the contents of groups of tensors from others: where they lie, how often they were written, norms.
+
+    Writing to `x.data` is counted nowhere, so that norms are needed too. They are read together.
+    """
+    floating = [x for group in groups for x in group if x.is_floating_point()]
+    norms = [x.to(floating[0].device) for x in torch._foreach_norm(floating, 2, dtype=torch.float64)]
+    sizes = iter(torch.stack(norms).tolist())
+
+    def content(x: Tensor) -> object:
+        version = None if x.is_inference() else x._version
+        return x.data_ptr(), version, x.dtype, next(sizes) if x.is_floating_point() else None
+
+    return [[content(x) for x in group] for group in groups]
+
+
+def _norms(parent: Any) -> list[nn.Module]:
+    """The norms that attention may read from."""
+    return [getattr(parent, name) for name in _NORMS if hasattr(parent, name)]
 
 
 @torch.no_grad()
@@ -107,7 +131,7 @@ def _limits(parent: Any, layer: InjectedLayer, stretch: float, evenly: bool) -> 
         reach = layer.scale * stretch * query * width**0.5 * torch.ones(layer.n_heads, dtype=torch.float64)
         product = reach * stretch * key * width**0.5
         return Limits(rate=least_rates(layer), reach=reach, own=product, jitter=product)
-    norm = next((getattr(parent, name) for name in _NORMS if hasattr(parent, name)), None)
+    norm = next(iter(_norms(parent)), None)
     if norm is None:
         raise invalid_argument(
             "model", type(parent).__name__, "a norm before the projections; bounds='queries' needs none"
@@ -126,10 +150,8 @@ def _limits(parent: Any, layer: InjectedLayer, stretch: float, evenly: bool) -> 
     return limits_of_maps(layer, queries, keys, stretch=stretch, evenly=evenly)
 
 
-def _stretch(model: Any, module: Any) -> tuple[float, bool]:
-    """The most that the rotation of a layer multiplies q and k by, and whether all coordinates alike, by 1 or more."""
-    if module.gape_wiring.scheme is not None:
-        return float(getattr(module.gape_wiring.scheme, "attention_scale", 1.0)), True
+def _own_stretch(model: Any) -> tuple[float, bool]:
+    """The most that a model's own rotation multiplies q and k by, and whether all coordinates alike, by 1 or more."""
     # A model may have several rotations, with names before the word; the one that stretches most bounds all.
     attributes = (item for rotation in model.modules() for item in vars(rotation).items())
     factors = [1.0, *(float(value) for name, value in attributes if name.endswith("attention_scaling"))]

@@ -21,14 +21,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from gape.cache.bounds import least_rates
 from gape.cache.eviction import EvictionRule
+from gape.cache.gpt import gpt_specs, refuse_without_floors
 from gape.cache.layer import LayerSpec, PagedLayer
-from gape.cache.paged import PagedCache, gpt_specs, refuse_without_floors
+from gape.cache.paged import PagedCache
 from gape.hf.bounds import InjectedLayer, injected_limits
 from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import warn_of_idle
 from gape.hf.masks import memoized, real_tokens, refuse_pads_behind
 from gape.models.cuda_graphs import captured_logits, model_cannot
-from gape.utils.validation import flag, invalid_argument
+from gape.utils.validation import invalid_argument
 
 #: Families whose forward pass launches the same kernels for every token. Mixtures of experts do not.
 CAPTURED_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
@@ -90,24 +91,29 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
 
     Args:
         model: whose tokens are cached.
-        specs: its layers; None for those without gates, which keep their keys as `transformers` does.
         rule: when keys are evicted; None keeps everything.
+
+    Attributes:
+        pages: the keys of layers with gates.
+        real: which of the tokens of the current call are no pads, bool (B, n); None: all.
     """
 
-    def __init__(self, model: Any, specs: list[LayerSpec | None], rule: EvictionRule | None) -> None:
-        self.pages = PagedCache([spec for spec in specs if spec is not None], model, rule)
-        #: Which of the tokens of the current call are no pads, bool (B, n); None: all.
+    def __init__(self, model: Any, rule: EvictionRule | None) -> None:
+        self.pages = PagedCache(model, layer_specs, rule)
         self.real: Tensor | None = None
-        super().__init__(layers=self._layers([spec is not None for spec in specs]))
+        #: Pads of each row among the tokens so far, int64 (B,); None: there are none.
+        self._pads: Tensor | None = None
+        super().__init__(layers=self._layers(_layer_count(model, self.pages)))
 
-    def _layers(self, gated: list[bool]) -> list[Any]:
-        layers = iter(self.pages.layers)
-        return [PagedCacheLayer(next(layers)) if paged else DynamicLayer() for paged in gated]
+    def _layers(self, count: int) -> list[Any]:
+        """Layers with gates in pages; others keep their keys as `transformers` does."""
+        paged = {layer.spec.number: PagedCacheLayer(layer) for layer in self.pages.layers}
+        return [paged.get(number) or DynamicLayer() for number in range(count)]
 
     def _with_pages(self, pages: PagedCache) -> Any:
         clone = copy(self)
-        clone.pages = pages
-        clone.layers = clone._layers([isinstance(layer, PagedCacheLayer) for layer in self.layers])
+        clone.pages, clone.real = pages, None
+        clone.layers = clone._layers(len(self.layers))
         return clone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -173,6 +179,7 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything."""
         self.pages.reset()
+        self.real = self._pads = None
         for layer in self._plain:
             layer.reset()
 
@@ -188,15 +195,12 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
             run: called as run(ids, positions), gives the logits (B, 1, V) of a step.
             arguments: of the forward pass, by name.
         """
-        self.real = None
-        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        ids = arguments.get("input_ids")
         if ids is None or ids.size(1) != 1:
             return None
         self.pages.uncaptured = self._call_cannot(model, arguments)
         if self.pages.uncaptured is not None:
             return None
-        if isinstance(mask, Tensor) and not bool(mask[:, -1].all()):
-            raise ValueError("attention_mask: got pads behind a token, expected padding on the left")
         positions = arguments.get("position_ids")
         if positions is None:
             positions = torch.full_like(ids, self.pages.length)
@@ -210,17 +214,19 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         if self._plain:
             return "a layer has no gates, and keeps its keys as transformers does"
         mask = arguments.get("attention_mask")
-        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-            return "the attention mask is no (batch, tokens)"
-        if mask is not None and arguments.get("position_ids") is None and not _no_pads(mask):
-            return "rows have pads, and position_ids are not given"
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dim() != 2:
+                return "the attention mask is no (batch, tokens)"
+            positions = arguments.get("position_ids")
+            if not (_no_pads(mask) if positions is None else bool(mask[:, -1].all())):
+                return "rows have pads, and position_ids are not given or the token is a pad"
         wanted = next((name for name in _OUTPUTS if getattr(model.config, name, False)), None)
         if wanted is not None or not getattr(model.config, "return_dict", True):
             return f"the config sets {wanted or 'return_dict'}"
         ignored = ("input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position")
         for name, value in arguments.items():
             plain = _PLAIN.get(name, (None, False))
-            if name not in ignored and not any(value is each or value == each for each in plain):
+            if name not in ignored and (isinstance(value, Tensor) or value not in plain):
                 return f"{name} is given"
         return None
 
@@ -234,20 +240,34 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         Raises:
             ValueError: a mask of another kind, or pads behind a token.
         """
-        self.real = None
+        self.real, n = None, tokens.size(1)
         if mask is None:
             return self._no_mask(mask, tokens)
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            raise invalid_argument("attention_mask", mask, "(batch, tokens), 0 for pads, with a cache in pages")
+        length = self.pages.layers[0].length
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.size(1) != length + n:
+            expected = f"(batch, {length + n}), 0 for pads, with a cache in pages of {length} tokens"
+            raise invalid_argument("attention_mask", mask, expected)
         if not _no_pads(mask):
             there = mask != 0
             refuse_pads_behind(there)
-            self.real = None if tokens.size(1) == 1 else there[:, -tokens.size(1) :]
+            self._refuse_hidden_tokens(there[:, :length])
+            self._pads, real = (~there).sum(1), there[:, length:]
+            self.real = None if bool(real.all()) else real
         return self._no_mask(mask, tokens)
+
+    def _refuse_hidden_tokens(self, there: Tensor) -> None:
+        """Refuse a mask (B, tokens so far) that hides other tokens than the pads among them."""
+        length = there.size(1)
+        pads = 0 if self._pads is None or not length else self._pads.clamp(max=length)
+        if bool(((~there).sum(1) != pads).any()):
+            raise ValueError(
+                "attention_mask: hides cached tokens that were no pads, expected the mask of earlier calls"
+            )
 
     def real_tokens(self, mask: Tensor | None, n: int, batch: int) -> Tensor | None:
         """Which of the n new tokens are no pads, bool (B, n), by the mask that a layer got; None: all."""
-        if mask is not None and mask.size(-1) == 1:
+        ours = mask is not None and mask.size(-1) == 1
+        if ours and (self.real is not None or n > 1 or self.pages.layers[-1].length):
             return self.real
         # Somebody called the model's body, with a mask of transformers.
         return real_tokens(mask, n, batch)
@@ -270,7 +290,7 @@ class FullCache(PagesForTransformers):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, layer_specs(model, None), None)
+        super().__init__(model, None)
 
 
 class ForgettingCache(PagesForTransformers):
@@ -281,7 +301,7 @@ class ForgettingCache(PagesForTransformers):
     Args:
         model: a :class:`gape.hf.GapeForCausalLM`, or a model that :func:`gape.hf.inject` was called on; its gates have
             a floor.
-        eps, bounds, partial, max_keys, max_bytes: as in :class:`gape.cache.paged.ForgettingCache`. With `partial`,
+        eps, bounds, partial, max_keys, max_bytes: as in :class:`gape.cache.gpt.ForgettingCache`. With `partial`,
             heads without a floor and layers without gates keep all their keys.
 
     Raises:
@@ -299,17 +319,12 @@ class ForgettingCache(PagesForTransformers):
         max_keys: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        rule = EvictionRule(eps=eps, max_keys=max_keys, max_bytes=max_bytes, bounds=bounds)
-        specs = layer_specs(model, rule)
-        bare = next((number for number, spec in enumerate(specs) if spec is None), None)
-        if bare is not None and not flag("partial", partial):
-            raise ValueError(f"model: layer {bare} has no gates and evicts nothing; expected some, or partial=True")
-        refuse_without_floors([spec for spec in specs if spec is not None], rule, partial=flag("partial", partial))
+        rule = EvictionRule(eps=eps, max_keys=max_keys, max_bytes=max_bytes, bounds=bounds, partial=partial)
+        super().__init__(model, rule)
         warn_of_idle(model)
-        super().__init__(model, specs, rule)
 
     def fresh(self, eps: float | None = None) -> ForgettingCache:
-        """An empty cache of the same model and rule. Bounds are not worked out again: weights have to be the same.
+        """An empty cache of the same model and rule, with bounds for its weights as they are now.
 
         Args:
             eps: another tolerance; None keeps the rule.
@@ -356,39 +371,58 @@ def with_pages(forward: Callable[..., Any]) -> Callable[..., Any]:
             mask = arguments.pop("attention_mask", None)
             # A model that counts positions by the mask begins by itself.
             mask = mask if getattr(self, "counts_by_mask", False) else cache.begin(mask, tokens)
-            output = forward(self, attention_mask=mask, **arguments)
+            try:
+                output = forward(self, attention_mask=mask, **arguments)
+            finally:
+                cache.real = None
         return output
 
     return call
 
 
-def layer_specs(model: Any, rule: EvictionRule | None) -> list[LayerSpec | None]:
-    """The layers of a model as a cache sees them, with the bounds that a rule needs; None without gates.
+def layer_specs(model: Any, rule: EvictionRule | None) -> list[LayerSpec]:
+    """The layers of a model with gates as a cache sees them, with the bounds that a rule needs.
 
     Raises:
-        ValueError: no layer has gates, or one that has caps its logits or has a window.
+        ValueError: no layer has gates, one that has caps its logits or has a window, or the rule needs gates or floors
+            that are not there.
     """
     from gape.hf.attention import InjectedAttention  # noqa: PLC0415
     from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
 
     if isinstance(model, GapeForCausalLM):
-        return list(gpt_specs(model.gpt, rule))
-    specs: dict[int, LayerSpec] = {}
-    for parent in model.modules():
-        for module in parent.children():
-            if isinstance(module, InjectedAttention) and module.gape is not None:
-                layer = InjectedLayer.of(module)
-                limited = rule is not None and rule.bounds == "weights"
-                specs[layer.number] = LayerSpec(
-                    owner=module.gape, n_heads=layer.n_heads, n_kv_heads=layer.n_kv_heads, scale=layer.scale,
-                    least_rate=least_rates(layer), impl=module.impl,
-                    limits=injected_limits(model, parent, layer) if limited else None,
-                )  # fmt: skip
-    if not specs:
+        return gpt_specs(model.gpt, rule)
+    gated = ((name, module) for name, module in model.named_modules() if isinstance(module, InjectedAttention))
+    layers = [
+        (model.get_submodule(name.rpartition(".")[0]), InjectedLayer.of(module))
+        for name, module in gated
+        if module.gape is not None
+    ]
+    if not layers:
         raise invalid_argument(
             "model", type(model).__name__, "one with gates: of gape.hf.inject, or a gape.hf.GapeForCausalLM"
         )
-    return [specs.get(number) for number in range(model.config.num_hidden_layers)]
+    numbers = {layer.number for _, layer in layers}
+    bare = next((number for number in range(model.config.num_hidden_layers) if number not in numbers), None)
+    if rule is not None and bare is not None and not rule.partial:
+        raise ValueError(f"model: layer {bare} has no gates and evicts nothing; expected some, or partial=True")
+    limited = rule is not None and rule.bounds == "weights"
+    limits = injected_limits(model, layers) if limited else [None] * len(layers)
+    specs = [
+        LayerSpec(
+            owner=layer.gates, number=layer.number, n_heads=layer.n_heads, n_kv_heads=layer.n_kv_heads,
+            scale=layer.scale, gates=layer.gates, context_length=layer.context_length, impl=layer.module.impl,
+            least_rate=None if rule is None else least_rates(layer), limits=each,
+        )
+        for (_, layer), each in zip(layers, limits, strict=True)
+    ]  # fmt: skip
+    refuse_without_floors(specs, rule)
+    return specs
+
+
+def _layer_count(model: Any, pages: PagedCache) -> int:
+    """Layers of a model, with gates or without."""
+    return max(int(getattr(model.config, "num_hidden_layers", 0)), len(pages.layers))
 
 
 def model_obstacle(model: Any) -> str | None:
@@ -404,8 +438,6 @@ def model_obstacle(model: Any) -> str | None:
         reading = next((name for name in rotations if any(word in name for word in _READING_ROTATIONS)), None)
         if reading is not None:
             return f"rotations of type {reading} read positions"
-    if any("forward" in vars(module) for module in modules):
-        return "the forward of a module was replaced"
     kinds = {type(weight) for weight in model.parameters()} - {nn.Parameter}
     if kinds:
         return f"it is not known whether a {kinds.pop().__qualname__} can be captured"

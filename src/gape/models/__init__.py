@@ -1,7 +1,7 @@
 """Layers and models."""
 
+from gape.cache.gpt import ForgettingCache, FullCache
 from gape.cache.kv import KVCache, ModelCache
-from gape.cache.paged import ForgettingCache, FullCache
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT, Output

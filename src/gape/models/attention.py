@@ -14,13 +14,12 @@ from gape import positions as schemes
 from gape.cache.kv import KVCache
 from gape.cache.layer import PagedLayer, Rotated
 from gape.gates import GAPEGates
-from gape.models.loss import working_dtype
 from gape.models.skipping import Skips
 from gape.ops import Plan, available_implementations, explain, inputs, prologue
 from gape.ops.api import explain_fused
 from gape.ops.decode_prologue import Step
 from gape.ops.implementations import FusedChoice, choose_fused
-from gape.ops.inputs import learning
+from gape.ops.inputs import learning, working_dtype
 from gape.ops.prologue import OnePass, Projection
 from gape.positions.base import counted
 from gape.utils import validation

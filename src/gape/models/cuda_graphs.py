@@ -8,7 +8,7 @@ device, so it stays valid while the cache grows and evicts, and for the next cac
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING
@@ -82,11 +82,54 @@ def _not_now(cache: PagedCache, ids: Tensor) -> str | None:
     return "gradients are on" if torch.is_grad_enabled() else None
 
 
-class CapturedStep:
-    """One step of a model as a CUDA graph, with all that it depends on.
+class ModelState:
+    """All of a model that a captured step depends on: its modules and how they are set, and where its tensors lie.
 
-    It holds the model weakly: the pages that own it may outlive the model.
+    It refers to the model weakly: pages that own a captured step may outlive the model.
     """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(_walk(model))
+        self._modules = [weakref.ref(module) for module in modules]
+        self._settings = {number: found for number, module in enumerate(modules) if (found := settings(module))}
+        self._tensors = [(weakref.ref(x), x.data_ptr()) for x in _tensors(modules)]
+
+    def is_that_of(self, model: nn.Module) -> bool:
+        """Whether a replay would still do what the model does. Asked for every token."""
+        modules = list(_walk(model))
+        if len(modules) != len(self._modules):
+            return False
+        if any(ref() is not module for ref, module in zip(self._modules, modules, strict=True)):
+            return False
+        if has_hooks(modules) or any(m.training or "forward" in vars(m) for m in modules):
+            return False
+        if any(settings(modules[number]) != earlier for number, earlier in self._settings.items()):
+            return False
+        tensors = list(_tensors(modules))
+        same = len(tensors) == len(self._tensors)
+        return same and all(
+            ref() is x and x.data_ptr() == at for (ref, at), x in zip(self._tensors, tensors, strict=True)
+        )
+
+
+def _walk(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all below it, in less time than `modules()` takes."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _walk(child)
+
+
+def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Parameters and buffers of modules."""
+    for module in modules:
+        for x in (*module._parameters.values(), *module._buffers.values()):
+            if x is not None:
+                yield x
+
+
+class CapturedStep:
+    """One step of a model as a CUDA graph, with all that it depends on."""
 
     def __init__(self, model: nn.Module, cache: PagedCache, step: Step, ids: Tensor, positions: Tensor) -> None:
         # Tensors that a graph reads must outlive this call, also under inference mode.
@@ -94,27 +137,16 @@ class CapturedStep:
             self._ids, self._positions = ids.clone(), positions.to(torch.int64).clone()
             self._graph, self._logits = _capture(step, cache, self._ids, self._positions)
         self.tables = cache.storage.addresses
-        self._model = weakref.ref(model)
-        self._modules = [weakref.ref(module) for module in model.modules()]
-        self._weights = [(weakref.ref(weight), weight.data_ptr()) for weight in model.parameters()]
-        self._settings = [(weakref.ref(module), found) for module in model.modules() if (found := settings(module))]
-        self._measures, self._mode = cache.measures, _mode()
+        self._state, self._measures, self._mode = ModelState(model), cache.measures, _mode()
 
     def fits(self, model: nn.Module, cache: PagedCache, ids: Tensor) -> bool:
-        """Whether a replay would still do what the model does. Checked for every token."""
+        """Whether a replay would do what the model does with these tokens."""
         old = self._ids
         if (old.shape, old.dtype, old.device) != (ids.shape, ids.dtype, ids.device) or self._mode != _mode():
             return False
-        if self._model() is not model or self.tables is not cache.storage.addresses:
+        if self.tables is not cache.storage.addresses or (cache.measures and not self._measures):
             return False
-        if cache.measures and not self._measures:
-            return False
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        if len(modules) != len(self._modules) or any(m.training for m in modules) or has_hooks(modules):
-            return False
-        if any((module := ref()) is None or settings(module) != old for ref, old in self._settings):
-            return False
-        return all((weight := ref()) is not None and weight.data_ptr() == place for ref, place in self._weights)
+        return self._state.is_that_of(model)
 
     def replay(self, cache: PagedCache, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits (B, 1, V) of a token, which is added to the cache; no later replay writes to them."""
@@ -169,6 +201,8 @@ def model_cannot(modules: Sequence[nn.Module], weight: Tensor, known: Callable[[
         return f"the model works in {low}, and steps are captured in half precision"
     if has_hooks(modules):
         return "a module has hooks, which a replay would not call"
+    if any("forward" in vars(module) for module in modules):
+        return "the forward of a module was replaced"
     if any(module._compiled_call_impl is not None for module in modules):
         return "a module is compiled"
     foreign = next((type(module) for module in modules if not known(module)), None)
@@ -176,7 +210,9 @@ def model_cannot(modules: Sequence[nn.Module], weight: Tensor, known: Callable[[
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether a module has forward hooks that may do something."""
+    """Whether a module, or all of them, have forward hooks that may do something."""
+    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+        return True
     hooked = (each for module in modules for each in (module._forward_hooks, module._forward_pre_hooks) if each)
     return any(getattr(hook, "__module__", None) not in _IDLE_HOOKS for hooks in hooked for hook in hooks.values())
 

@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gape.cache.paged import FullCache, PagedCache
+from gape.cache.gpt import FullCache
+from gape.cache.paged import PagedCache
 from gape.models.cuda_graphs import captured_logits, model_cannot
 from gape.utils.validation import invalid_argument, whole
 
@@ -54,7 +55,7 @@ def generate(
             vocabulary.
         eos_id: a row that has generated it is complete, and the call ends when all are. Its rest is filled with
             pad_id, or with eos_id where that is None.
-        cache: an empty cache of the model to fill, such as a :class:`gape.cache.paged.ForgettingCache`; None makes one
+        cache: an empty cache of the model to fill, such as a :class:`gape.cache.gpt.ForgettingCache`; None makes one
             that keeps everything.
 
     Returns:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gape.ops import limits
+from gape.ops.inputs import working_dtype
 from gape.utils.validation import invalid_argument
 
 #: A target that does not count.
@@ -90,13 +91,6 @@ def token_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     rows = x.flatten(0, -2).to(dtype)
     losses: Tensor = _losses(rows, _padded(weight, dtype), targets.flatten(), weight.size(0), LOSS_ROWS)
     return losses.view(targets.shape)
-
-
-def working_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matrix product of x here: autocast's where that would cast x."""
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
 
 
 class _Sliced(torch.autograd.Function):

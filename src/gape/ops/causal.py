@@ -6,10 +6,9 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gape.ops.decode_prologue import Reading, Step
+from gape.ops.decode_prologue import Step
 from gape.ops.inputs import learning
 from gape.ops.limits import triton_cannot
 from gape.ops.prologue import GateReading, ready, whole_rows
@@ -94,54 +93,25 @@ def projects(q: Tensor, k: Tensor, v: Tensor, step: Step) -> bool:
 
 
 @torch.no_grad()
-def projected_attention(q: Tensor, k: Tensor, v: Tensor, step: Step, *, scale: float, eps: float) -> Projected:
+def projected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    reading: GateReading,
+    *,
+    scale: float,
+    eps: float,
+) -> Projected:
     """Read gates off q and k, rotate both and attend in index order: two launches.
 
     Args:
         q, k, v: (B, Hq, n, D), (B, Hk, n, D) and (B, Hk, n, Dv) as projected, for which :func:`projects` says yes.
-        step: what the scheme does to them.
+        angles: cosines and sines of the tokens, as in :class:`gape.ops.decode_prologue.Step`.
+        reading: the gates.
         scale: the softmax scale.
         eps: attention that a query may lose to tiles that are not read.
     """
     from gape.ops.triton.attention import attend_projected  # noqa: PLC0415
 
-    return Projected(*attend_projected(q, k, v, step.angles, _reading(step, q, k), scale=scale, eps=eps))
-
-
-def _reading(step: Step, q: Tensor, k: Tensor) -> GateReading:
-    """What the kernel reads gates by, made once for parameters as they are."""
-    parts = [step.raw_amplitude, *_tensors(step.gate), *_tensors(step.landmark)]
-    parts += [] if step.strength is None else [step.strength]
-    if any(x.is_inference() for x in parts):
-        # Nothing says when they are written to.
-        return _new_reading(step, q, k)
-    key = tuple((x.data_ptr(), x._version) for x in parts)
-    stored: tuple[object, GateReading] | None = getattr(step.raw_amplitude, "_gape_reading", None)
-    if stored is None or stored[0] != key:
-        with torch.inference_mode(False):
-            stored = key, _new_reading(step, q, k)
-        step.raw_amplitude._gape_reading = stored  # type: ignore[attr-defined]
-    return stored[1]
-
-
-def _tensors(reading: Reading) -> tuple[Tensor, ...]:
-    return reading if isinstance(reading, tuple) else ()
-
-
-def _new_reading(step: Step, q: Tensor, k: Tensor) -> GateReading:
-    amplitude = F.softplus(step.raw_amplitude.float())
-    if step.strength is not None:
-        amplitude = amplitude * step.strength.float().abs()
-    gate, landmark = (_weights(part, x) for part, x in ((step.gate, q), (step.landmark, k)))
-    return GateReading(
-        gate_weight=gate[0], gate_bias=gate[1], landmark_weight=landmark[0], landmark_bias=landmark[1],
-        amplitude=amplitude, floor=step.floor, context_length=step.context_length,
-    )  # fmt: skip
-
-
-def _weights(reading: Reading, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (H, D) and biases (H,) of a gate; a fixed one has zeros and its number."""
-    if isinstance(reading, tuple):
-        return reading[0].float(), reading[1].float()
-    zeros = torch.zeros(x.size(1), x.size(3), dtype=torch.float32, device=x.device)
-    return zeros, torch.full((x.size(1),), reading, dtype=torch.float32, device=x.device)
+    return Projected(*attend_projected(q, k, v, angles, reading, scale=scale, eps=eps))

@@ -118,6 +118,13 @@ def _cut(mask: Tensor | None, dim: int, start: int, stop: int) -> Tensor | None:
     return mask.narrow(dim, start, stop - start)
 
 
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a matrix product of x here: autocast's where that would cast x."""
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
 def bias_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of gates, rate and bias beside content of `dtype`: float32, or float64 beside float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

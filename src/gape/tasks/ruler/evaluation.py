@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gape.cache.eviction import BOUNDS
-from gape.cache.paged import ForgettingCache
+from gape.cache.gpt import ForgettingCache
 from gape.models.skipping import IMPL, skip
 from gape.tasks.perplexity_rows import weighted_interval
 from gape.tasks.ruler.prompts import Prepared
