@@ -19,6 +19,7 @@ from gape.cache.bounds import Limits, least_rates, limits_of_maps
 from gape.gates import GAPEGates
 from gape.hf.families import rotated_part
 from gape.models.cuda_graphs import settings
+from gape.positions.rotary import Rotary
 from gape.utils.validation import invalid_argument
 
 #: What decoder layers call the norm that their attention reads from.
@@ -92,10 +93,11 @@ def injected_limits(model: Any, layers: Sequence[tuple[Any, InjectedLayer]]) -> 
         scheme = layer.module.gape_wiring.scheme
         stretch = own if scheme is None else (float(getattr(scheme, "attention_scale", 1.0)), True)
         adapters = [settings(module) for module in layer.module.modules()]
-        key = (contents, adapters, stretch, layer.gates.gate_floor)
+        growth = tuple(scheme.growth) if isinstance(scheme, Rotary) else (1.0,) * layer.n_heads
+        key = (contents, adapters, stretch, growth, layer.gates.gate_floor)
         known = _KNOWN.get(layer.module)
         if known is None or known[0] != key:
-            known = _KNOWN[layer.module] = key, _limits(parent, layer, *stretch)
+            known = _KNOWN[layer.module] = key, _limits(parent, layer, *stretch).grown(growth)
         limits.append(known[1])
     return limits
 
