@@ -152,6 +152,11 @@ def train(
     validate_every: Annotated[int, typer.Option(help="Updates between validations; 0 never validates.")] = 100,
     checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 500,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more time.")] = False,
+    recall: Annotated[float, typer.Option(help="Share of windows with facts put in and asked for at the end.")] = 0.0,
+    recall_weight: Annotated[float, typer.Option(help="Weight of the tokens of their answers in the loss.")] = 4.0,
+    skip_to: Annotated[
+        int, typer.Option(help="Half of the windows skip positions at random, up to this one; 0 skips none.")
+    ] = 0,
     attention: Attention = None,
     variant: Annotated[str, typer.Option(help="Name in tables that tells the run from others of its scheme.")] = "",
     seed: Annotated[int, typer.Option(help="Of the order of the data, a number from 0.")] = 0,
@@ -160,6 +165,7 @@ def train(
     resume: Resume = "auto",
 ) -> None:
     """Fine-tune a model on text, with gates or without. Stop it and start it again as you like."""
+    from gape.data import RecallConfig  # noqa: PLC0415
     from gape.experiments import finetune  # noqa: PLC0415
     from gape.train import TrainConfig  # noqa: PLC0415
 
@@ -173,7 +179,7 @@ def train(
     written = finetune.finetune(
         model, data, out, config, length=length, batch_size=batch_size, learn=learn, device=device, resume=resume,
         heldout_fraction=heldout_fraction, gradient_checkpointing=gradient_checkpointing, attention=attention,
-        variant=variant,
+        variant=variant, recall=RecallConfig(share=recall, weight=recall_weight, skip_to=skip_to),
     )  # fmt: skip
     typer.echo(written)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 from collections import Counter
@@ -13,7 +14,17 @@ import torch
 import transformers
 
 import gape.hf
-from gape.data import Corpus, PrepareConfig, Tokenizer, WindowSource, load_tokenizer, open_corpus, prepare
+from gape.data import (
+    Corpus,
+    PrepareConfig,
+    RecallConfig,
+    RecallSource,
+    Tokenizer,
+    WindowSource,
+    load_tokenizer,
+    open_corpus,
+    prepare,
+)
 from gape.experiments.experiment import pick_device
 from gape.experiments.open_model import MODEL, SETTINGS, base_of, describe, load_transformers, refuse_length
 from gape.hf.formats import MAGIC, read_gguf, read_llama2c
@@ -34,10 +45,22 @@ TOKENIZER = (
 )  # fmt: skip
 CARD, CORPUS, PART = "card.json", "corpus", ".part"
 VALIDATION_WINDOWS = 64
+NO_RECALL = RecallConfig()
 #: Tokens that tell a corpus of another tokenizer.
 _COMPARED = 512
 #: Fewer tokens say nothing.
 _LEAST_COMPARED = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Texts, as ids, that fill a share of the training windows, so that a model stays what it was."""
+
+    texts: Sequence[Sequence[int]] = ()
+    share: float = 0.0
+
+
+NO_TEXTS = Kept()
 
 
 def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
@@ -156,8 +179,12 @@ def finetune(
     gradient_checkpointing: bool,
     attention: str | None = None,
     variant: str = "",
+    recall: RecallConfig = NO_RECALL,
+    kept: Kept = NO_TEXTS,
 ) -> Path:
     """Fine-tune a model in a run directory and save it to model/ in it.
+
+    Args are the options of `gape hf finetune`; `kept` are other texts that some windows are filled with.
 
     Returns:
         The directory of the model.
@@ -176,15 +203,18 @@ def finetune(
         "length": length, "batch_size": batch_size, "seed": config.seed, "device": target,
         "accumulation": config.accumulation,
     }  # fmt: skip
-    source = _source(name, model.config, out, lambda: _corpus(name, data, out, heldout_fraction, progress), windows)
+    text = _source(name, model.config, out, lambda: _corpus(name, data, out, heldout_fraction, progress), windows)
+    source = _mixed(text, name, recall, kept)
     about = describe(model.config, name) | {"learn": learn}
     settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
     settings |= {"task": {"length": length}, "model": about, "train": config.to_dict()}
+    if recall.active:
+        settings["recall"] = dataclasses.asdict(recall)
     wrapped = gape.hf.LanguageModel(model.to(target))
     with StopFlag() as stop:
         trainer = Trainer(
-            wrapped, config, source, out, _validation(source, progress, stop, config), stop=stop,
-            console=progress.console, extra={"base": name, "learn": learn, "tokenizer": source.corpus.tokenizer},
+            wrapped, config, source, out, _validation(text, progress, stop, config), stop=stop,
+            console=progress.console, extra={"base": name, "learn": learn, "tokenizer": text.corpus.tokenizer},
         )  # fmt: skip
         trainer.run(resume)
     chosen = checkpoint.resolve(out, progress.log)
@@ -193,6 +223,13 @@ def finetune(
     # Last: a run that has it is done.
     files.replace(out / SETTINGS, files.to_json(settings))
     return out / MODEL
+
+
+def _mixed(text: WindowSource, name: str, recall: RecallConfig, kept: Kept) -> WindowSource | RecallSource:
+    """Windows of text, of which some become recall texts or kept texts."""
+    if not (recall.active or kept.share):
+        return text
+    return RecallSource(text, load_tokenizer(name), recall, kept=kept.texts, kept_share=kept.share)
 
 
 def _source(
