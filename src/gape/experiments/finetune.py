@@ -27,6 +27,7 @@ from gape.data import (
 )
 from gape.experiments.experiment import pick_device
 from gape.experiments.open_model import MODEL, SETTINGS, base_of, describe, load_transformers, refuse_length
+from gape.hf.adapters import add_lora
 from gape.hf.formats import MAGIC, read_gguf, read_llama2c
 from gape.hf.gates import LEARN, freeze, has_gates
 from gape.hf.gpt2 import extend_positions
@@ -180,6 +181,7 @@ def finetune(
     attention: str | None = None,
     variant: str = "",
     recall: RecallConfig = NO_RECALL,
+    lora: int = 0,
     kept: Kept = NO_TEXTS,
 ) -> Path:
     """Fine-tune a model in a run directory and save it to model/ in it.
@@ -199,17 +201,22 @@ def finetune(
     if resume != "auto":
         choose(out / "checkpoints", resume, progress.log)
     model = _learner(name, attention, learn, length, gradient_checkpointing=gradient_checkpointing)
+    adapters = add_lora(model, lora, config.seed) if lora else None
     windows = {
         "length": length, "batch_size": batch_size, "seed": config.seed, "device": target,
         "accumulation": config.accumulation,
     }  # fmt: skip
-    text = _source(name, model.config, out, lambda: _corpus(name, data, out, heldout_fraction, progress), windows)
+    text = window_source(
+        name, model.config, out, lambda: corpus_of(name, data, out, heldout_fraction, progress), windows
+    )
     source = _mixed(text, name, recall, kept)
     about = describe(model.config, name) | {"learn": learn}
     settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
     settings |= {"task": {"length": length}, "model": about, "train": config.to_dict()}
     if recall.active:
         settings["recall"] = dataclasses.asdict(recall)
+    if lora:
+        settings["lora"] = lora
     wrapped = gape.hf.LanguageModel(model.to(target))
     with StopFlag() as stop:
         trainer = Trainer(
@@ -219,6 +226,8 @@ def finetune(
         trainer.run(resume)
     chosen = checkpoint.resolve(out, progress.log)
     checkpoint.load_model_tensors(wrapped, chosen.model, chosen.state["aliases"])
+    if adapters is not None:
+        adapters.merge_and_unload()
     save(model.cpu(), name, out / MODEL)
     # Last: a run that has it is done.
     files.replace(out / SETTINGS, files.to_json(settings))
@@ -232,7 +241,7 @@ def _mixed(text: WindowSource, name: str, recall: RecallConfig, kept: Kept) -> W
     return RecallSource(text, load_tokenizer(name), recall, kept=kept.texts, kept_share=kept.share)
 
 
-def _source(
+def window_source(
     name: str, config: Any, out: Path, corpus: Callable[[], Corpus], windows: Mapping[str, Any]
 ) -> WindowSource:
     """Windows of a corpus that fits a model; one that was made here and does not is taken away again."""
@@ -293,7 +302,7 @@ def _validation(training: WindowSource, progress: Progress, stop: StopFlag, conf
     return validate
 
 
-def _corpus(name: str, data: Sequence[str], out: Path, heldout_fraction: float, progress: Progress) -> Corpus:
+def corpus_of(name: str, data: Sequence[str], out: Path, heldout_fraction: float, progress: Progress) -> Corpus:
     """The prepared corpus, or one made of text with the model's own tokenizer."""
     if len(data) == 1 and (Path(data[0]) / CARD).is_file():
         return open_corpus(data[0])
