@@ -56,10 +56,11 @@ def extend(
 ) -> None:
     """Make a model read, and find, at many times its context; measure it before and after. Stop it as you like."""
     from gape.cli.hf import values  # noqa: PLC0415
-    from gape.experiments import extend as experiment  # noqa: PLC0415
     from gape.experiments.experiment import pick_device, wants_bfloat16  # noqa: PLC0415
+    from gape.experiments.extend import Job, perform  # noqa: PLC0415
+    from gape.experiments.extend_settings import Settings  # noqa: PLC0415
 
-    settings = experiment.Settings(
+    settings = Settings(
         model=model, data=tuple(data), to=to, method=method, steps=steps, length=length, update_tokens=update_tokens,
         batch_size=batch_size, learning_rate=learning_rate, free=free, plan=values("plan", plan), log_scale=log_scale,
         floors=None if floors is None else str(floors), factor=factor, recall=recall, recall_weight=recall_weight,
@@ -71,6 +72,8 @@ def extend(
     target = pick_device(device)
     wants_bfloat16(precision, target)
     if dry_run:
-        typer.echo(experiment.Job(settings, out, target, precision).describe())
+        from gape.experiments.extend_dry_run import describe  # noqa: PLC0415
+
+        typer.echo(describe(Job(settings, out, target, precision)))
         return
-    typer.echo(experiment.perform(settings, out, device=device, precision=precision))
+    typer.echo(perform(settings, out, device=device, precision=precision))

@@ -8,9 +8,9 @@ same model.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -25,13 +25,13 @@ from gape.experiments import extend_measures as measures
 from gape.experiments import finetune, ruler
 from gape.experiments.experiment import low_precision, pick_device
 from gape.experiments.extend_measures import AFTER, BEFORE, Measures
-from gape.experiments.extend_settings import Settings
+from gape.experiments.extend_settings import SCORED_TEXTS, Settings
 from gape.experiments.open_model import MODEL, base_of, load_transformers, refuse_missing
 from gape.experiments.open_reader import transformers_reader
 from gape.experiments.result_store import ResultStore
 from gape.experiments.retrieval_heads import with_floors
 from gape.hf import extension
-from gape.hf.extension import METHODS
+from gape.hf.heads import sizes
 from gape.report import extend as report
 from gape.tasks import recall
 from gape.tasks.ruler import sources
@@ -50,8 +50,8 @@ NEEDLES, HAYSTACK = "needles", "haystack.txt"
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1")
 #: Tokens of the shortest context that is measured.
 SHORT = 1024
-#: Texts that heads are scored on, and tokens on which logits are measured.
-SCORED_TEXTS, LOGIT_TOKENS = 15, 8192
+#: Tokens on which logits are measured.
+LOGIT_TOKENS = 8192
 #: Answers to each prompt of those that are tuned on, and tokens of each.
 KEPT_ANSWERS, KEPT_TOKENS = 4, 128
 #: Characters of the haystack of prose.
@@ -172,7 +172,7 @@ class Job:
         model = load_transformers(settings.model)
         self.native = extension.native_context(model)
         extension.refuse_target(self.native, settings.to)
-        layers, _, n_kv_heads = extension.sizes(model)
+        layers, _, n_kv_heads = sizes(model)
         most = layers * n_kv_heads
         if settings.free is not None and whole("free", settings.free, 0) > most:
             raise invalid_argument("free", settings.free, f"at most {most}, the key heads of the model")
@@ -369,59 +369,6 @@ class Job:
         steps = sorted(timing)
         seconds = sum((step - before) * timing[step] for before, step in zip([0, *steps], steps, strict=False))
         return seconds / 60 if steps else None
-
-    def describe(self) -> str:
-        """What would be done, how long the tuning would take here and how much memory; writes nothing.
-
-        The time of an update is measured: one micro-batch, there and back.
-        """
-        settings = self.settings
-        self.check()
-        model = load_transformers(settings.model)
-        n_parameters, window = sum(p.numel() for p in model.parameters()), settings.window(self.native)
-        free = extension.default_free(model) if settings.free is None else settings.free
-        layers, _, n_kv_heads = extension.sizes(model)
-        config = settings.train_config(self.native, self.precision)
-        lines = [
-            f"model        {base_of(settings.model)}: {n_parameters:,} parameters, {self.native:,} → {settings.to:,} "
-            "tokens",
-            f"method       {settings.method}: {METHODS[settings.method]}",
-        ]
-        if settings.method == "ours":
-            lines.append(f"heads        {free} of {layers * n_kv_heads} key heads free, by {SCORED_TEXTS} recall texts")
-        if settings.method != "plain":
-            tokens = config.accumulation * settings.batch_size * window
-            seconds, peak = _trial(model, settings, window, self.device, low=self.low)
-            total = seconds * config.accumulation * settings.steps
-            lines += [
-                f"tuning       {settings.steps} updates of {tokens:,} tokens, windows of {window:,}, "
-                f"{settings.recall:.0%} recall texts, {settings.keep:.0%} answers of the original",
-                f"time         {total / 60:,.1f} min on {self.device}, {total / settings.steps:.2f} s an update",
-                f"memory       {peak / 2**30:,.1f} GiB in tuning",
-            ]
-        lines.append(f"measured     perplexity and needles by length up to {settings.to:,}, generate, short answers")
-        lines.append(f"written to   {self.out}: model, rows, card, page")
-        return "\n".join(lines)
-
-
-def _trial(model: Any, settings: Settings, window: int, device: torch.device, *, low: bool) -> tuple[float, int]:
-    """Seconds of a micro-batch, and bytes of tuning: weights, gradients, two averages and what the pass needs."""
-    own = sum(p.nbytes for p in model.parameters())
-    states = own if settings.lora else 4 * own
-    wrapped = gape.hf.LanguageModel(model.to(device).train())
-    ids = torch.zeros(settings.batch_size, window, dtype=torch.int64, device=device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(2 if device.type == "cuda" else 1):
-        began = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=low):
-            wrapped(ids, targets=ids).loss.backward()  # type: ignore[union-attr]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - began
-    # Weights and gradients are in the peak already.
-    peak = torch.cuda.max_memory_allocated(device) + 2 * own if device.type == "cuda" else 0
-    return seconds, max(states, peak)
 
 
 def _doubling(first: int, last: int) -> Iterator[int]:

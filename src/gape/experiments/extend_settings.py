@@ -18,6 +18,8 @@ from gape.utils.validation import invalid_argument, positive_number, whole
 
 #: Tokens of the longest default window and of an update.
 WINDOW, UPDATE = 4096, 65536
+#: Texts that heads are scored on, a third of them at each distance.
+SCORED_TEXTS = 15
 
 
 @dataclass(frozen=True, kw_only=True)

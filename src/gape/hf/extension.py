@@ -128,7 +128,8 @@ def put_in(
     if method == "ours":
         if plan is None:
             raise invalid_argument("plan", None, "a plan of floors")
-        inject(model, plan=plan, start="paper", gates=GATES, **({"log_scale": True} if log_scale else {}))
+        options: dict[str, Any] = {"log_scale": True} if log_scale else {}
+        inject(model, plan=plan, start="paper", gates=GATES, **options)
     elif method == "floors":
         inject(model, context_length=native, start="paper", gates={**GATES, "gate_floor": floors})
     elif method == "yarn":
