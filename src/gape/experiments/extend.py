@@ -209,7 +209,8 @@ class Job:
         settings, store = self.settings, ResultStore(self.out / ROWS)
         wanted = self.measures()
         original = partial(self._reader, settings.model)
-        measures.measure(store, BEFORE, wanted, self.corpus, original)
+        if settings.before:
+            measures.measure(store, BEFORE, wanted, self.corpus, original)
         if settings.method != "plain":
             self._start()
             self._tune()

@@ -24,7 +24,10 @@ SCORED_TEXTS = 15
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is done; see the options of `gape hf extend`. None means: chosen from the model."""
+    """What is done; see the options of `gape hf extend`. None means: chosen from the model.
+
+    Without `before` only the result is measured, not the model that it came from.
+    """
 
     model: str
     data: tuple[str, ...]
@@ -54,6 +57,7 @@ class Settings:
     windows: int = 16
     new_tokens: int = 64
     prompts: int = MEASURED_PROMPTS
+    before: bool = True
     gradient_checkpointing: bool = False
     checkpoint_every: int = 50
     seed: int = 0
