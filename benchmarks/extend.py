@@ -11,8 +11,8 @@ summary.json anew.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
+import tarfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: Small files of a run that tell what happened.
 KEPT = (MARK, ROWS, SUMMARY, "README.md", "report.html", "plan.json", "heads.json")
+LOGS = ("log.jsonl", "runtime.jsonl")
 #: Lengths at which everything is measured.
 LENGTHS = "1024,4096,8192,16384,32768,65536,131072"
 
@@ -67,7 +68,7 @@ def main(
     batch_size: Annotated[int, typer.Option(help="Windows of a micro-batch.")] = 8,
     lengths: Annotated[str, typer.Option(metavar=INTS, help="Tokens at which it is measured.")] = LENGTHS,
     home: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/extend"),
-    collect: Annotated[Path | None, typer.Option(help="Copy small files to a folder METHOD-SEED here.")] = None,
+    collect: Annotated[Path | None, typer.Option(help="Folder for METHOD-SEED.tar.gz of the small files.")] = None,
     device: Device = "auto",
     precision: Precision = "auto",
     store: Annotated[
@@ -94,15 +95,16 @@ def main(
     finally:
         alarm.cancel()
         if collect is not None and place.is_dir():
-            _collect(place, collect / place.name)
+            _collect(place, collect)
 
 
 def _collect(place: Path, target: Path) -> None:
-    """Copy what is small; the log of the tuning as well."""
+    """Pack what is small, the log of the tuning among it, into one archive."""
     target.mkdir(parents=True, exist_ok=True)
-    for source in (*(place / name for name in KEPT), place / TUNING / "log.jsonl", place / TUNING / "runtime.jsonl"):
-        if source.is_file():
-            shutil.copyfile(source, target / source.name)
+    with tarfile.open(target / f"{place.name}.tar.gz", "w:gz") as archive:
+        for source in (*(place / name for name in KEPT), *(place / TUNING / name for name in LOGS)):
+            if source.is_file():
+                archive.add(source, f"{place.name}/{source.name}")
 
 
 def gather(folders: Sequence[Path]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import gape.hf
-from gape.data import Corpus, WindowSource, load_tokenizer
+from gape.data import Corpus, RecallSource, WindowSource, load_tokenizer
 from gape.experiments import extend_measures as measures
 from gape.experiments import finetune, ruler
 from gape.experiments.experiment import low_precision, pick_device
@@ -196,9 +196,11 @@ class Job:
             corpus = finetune.corpus_of(
                 settings.model, settings.data, self.out, settings.heldout_fraction, self.progress
             )
-            if "heldout" not in corpus.splits:
-                raise invalid_argument("data", str(corpus.directory), "some held-out documents: more text is needed")
-            WindowSource(corpus, split="heldout", length=min(window, SHORT))
+            _refuse_short(corpus, window)
+            if settings.method != "plain":
+                # What the tuning would refuse.
+                train = WindowSource(corpus, length=window)
+                RecallSource(train, load_tokenizer(settings.model), settings.recall_config())
             return corpus
 
         windows = {"length": window, "batch_size": settings.batch_size}
@@ -370,6 +372,15 @@ class Job:
         steps = sorted(timing)
         seconds = sum((step - before) * timing[step] for before, step in zip([0, *steps], steps, strict=False))
         return seconds / 60 if steps else None
+
+
+def _refuse_short(corpus: Corpus, window: int) -> None:
+    """Refuse a corpus whose documents do not fill a window to train on, or one to measure on."""
+    for split, needed in (("train", window + 1), ("heldout", min(window, SHORT) + 1)):
+        lengths = [document.length for document in corpus.documents(split)] if split in corpus.splits else []
+        if max(lengths, default=0) < needed:
+            got = f"{len(lengths)} {split} documents of at most {max(lengths, default=0):,} tokens"
+            raise invalid_argument("data", got, f"more text: one of at least {needed:,} tokens")
 
 
 def _doubling(first: int, last: int) -> Iterator[int]:
