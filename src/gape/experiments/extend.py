@@ -229,7 +229,8 @@ class Job:
             self.progress.log(f"perplexity beyond {longest:,} tokens is left out: no held-out document is longer")
         return Measures(
             contexts=contexts, windows=settings.windows, needles=self._needles(lengths),
-            last=min(512, contexts[0]), generate=tuple(length for length in lengths if length >= self.native),
+            last=min(512, contexts[0]),
+            generate=tuple(length for length in lengths if length in (self.native, settings.to, lengths[-1])),
             new_tokens=settings.new_tokens, answer_tokens=32 if settings.prompts else 0, prompts=settings.prompts,
         )  # fmt: skip
 

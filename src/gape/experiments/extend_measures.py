@@ -22,6 +22,7 @@ import gape.hf
 from gape.data import Corpus
 from gape.experiments.result_store import ResultStore
 from gape.hf.gates import has_gates
+from gape.models.skipping import skip
 from gape.tasks import perplexity, recall
 from gape.tasks.ruler import prompts
 from gape.tasks.ruler.readers import TransformersReader
@@ -35,7 +36,7 @@ BEFORE, AFTER = "before", "after"
 PERPLEXITY, NEEDLE, GENERATE, ANSWERS = "perplexity", "needle", "generate", "answers"
 #: Of the shipped prompts so many are measured on; the others may be tuned on.
 MEASURED_PROMPTS = 100
-#: What a query of a model with gates may lose to a forgetting cache where `generate` is timed.
+#: What a query of a model with gates may lose to skipped tiles and to a forgetting cache.
 EPS = 1e-2
 #: Any length: learned limits are for those who keep to them.
 _ANY = 2**31
@@ -93,11 +94,24 @@ def measure(
     if not left:
         return
     reader = open_reader()
+    skipping = _skip(reader)
     with ProgressTable(unit="measurement") as table:
         for number, name in enumerate(left, len(names) - len(left)):
             table.show(f"{stage}: {name['kind']}", number, len(names))
-            store.append(name | _measured(name, reader, measures, corpus, original))
+            store.append(name | _measured(name, reader, measures, corpus, original) | skipping)
             _free(reader.device)
+
+
+def _skip(reader: TransformersReader) -> Record:
+    """Let kernels skip what gates prove negligible, where there are kernels; what rows say of it."""
+    if reader.device.type != "cuda" or not has_gates(reader.model):
+        return {}
+    try:
+        skip(reader.model, EPS)
+    except ValueError:
+        # Logits that are capped, for instance.
+        return {}
+    return {"skip_eps": EPS}
 
 
 def _names(measures: Measures, stage: str, *, compares: bool) -> Iterator[Record]:
@@ -258,7 +272,7 @@ def _distribution(reader: TransformersReader, ids: Tensor, count: int) -> Tensor
 
 
 def answer(
-    reader: TransformersReader, texts: Sequence[str], most: int, *, seed: int | None = None, batch: int = 32
+    reader: TransformersReader, texts: Sequence[str], most: int, *, seed: int | None = None, batch: int = 128
 ) -> list[tuple[Tensor, int]]:
     """A model's answers to prompts, in its chat template where it has one.
 
