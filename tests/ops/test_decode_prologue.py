@@ -24,6 +24,9 @@ CASES: dict[str, tuple[str, dict[str, Any], torch.Tensor]] = {
     "int32": ("yarn+gape", {"factor": 4.0}, EACH.int()),
     "no rotation": ("nope+gape", {}, torch.arange(5, 6)),
     "a floor for each head": ("rope+gape", {"gate_floor": [0.0, 0.5, 2.0, 80.0]}, EACH),
+    "two rotations": ("rope+gape", {"head_positions": ["rope", "hope"]}, EACH),
+    "two rotations, one position": ("rope+gape", {"head_positions": ["nope", "rope"]}, torch.arange(5, 6)),
+    "scores grow": ("rope+gape", {"head_positions": ["rope", "hope"], "log_scale": [False, True]}, EACH),
     "fixed gates": ("p-rope+gape", {"learn_gate": False, "learn_landmark": False}, EACH),
 }
 # The interpreter cuts numbers off where they become bfloat16.

@@ -27,7 +27,11 @@ WIDTH = 32
 
 
 def layer(base: str, n_heads: int = 4, n_kv_heads: int = 2, head_dim: int = 26, **options: object) -> Gated:
+    """A scheme with gates; "mixed" rotates its key heads in turn by rope and by hope, the latter with log_scale."""
     torch.manual_seed(0)
+    if base == "mixed":
+        base, turns = "rope", [bool(head % 2) for head in range(n_kv_heads)]
+        options |= {"head_positions": ["hope" if other else "rope" for other in turns], "log_scale": turns}
     scheme = build(
         f"{base}+gape", n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, context_length=64, **options
     )
@@ -82,7 +86,7 @@ def by_steps(scheme: Gated, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("base", "n", "width"), [("rope", 33, 32), ("p-rope", 32, 32), ("nope", 1, 32), ("nope", 16, 40)]
+    ("base", "n", "width"), [("rope", 33, 32), ("p-rope", 32, 32), ("nope", 1, 32), ("nope", 16, 40), ("mixed", 80, 32)]
 )
 def test_writes_what_the_steps_write(base: str, n: int, width: int, dtype: torch.dtype, grad: bool) -> None:
     scheme = layer(base, gate_floor=[0.0, 1.0, 2.0, 0.0])
@@ -98,7 +102,10 @@ def test_writes_what_the_steps_write(base: str, n: int, width: int, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("base", "n", "heads"), [("rope", 33, (4, 2)), ("p-rope", 32, (6, 3)), ("nope", 20, (3, 1))])
+@pytest.mark.parametrize(
+    ("base", "n", "heads"),
+    [("rope", 33, (4, 2)), ("p-rope", 32, (6, 3)), ("nope", 20, (3, 1)), ("mixed", 80, (6, 3))],
+)
 def test_gradients_are_those_of_the_steps(base: str, n: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
     scheme = layer(base, *heads, gate_floor=1.0)
     parameters = list(scheme.parameters())
@@ -170,7 +177,7 @@ def test_angles_are_kept_for_the_next_layer_and_only_where_they_last() -> None:
     assert other.one_pass(19, device).angles[0] is cos
     torch.testing.assert_close(cos[:, :13], one.cos_sin(torch.arange(19, device=device))[0])
     # A capture, which cannot copy to its device, finds the frequencies of every layer there.
-    assert all((device, torch.float64) in scheme._padded._tensors for scheme in (one, other))
+    assert all((device, torch.float64) in scheme._padded._frequencies[0]._tensors for scheme in (one, other))
     with FakeTensorMode():
         assert isinstance(one.one_pass(19, device).angles[0], FakeTensor)
         assert isinstance(one.one_pass(18, device).angles[0], FakeTensor)
@@ -216,13 +223,14 @@ def test_kernels_take_a_float_of_either_length() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from gape.ops.triton import prologue_kernels
-flags = dict(ROTATED=True, GATED=True, LOW=13, EDGE=16, COLUMNS=16, Q_HEADS=1, K_HEADS=1, PARTS=1, T=16, HALF=16)
-flags |= dict(EVEN=True, ANCHORS=2, LIMIT=1.0, BITS=8, BOUNDED=True)
+flags = dict(ROTATED=True, GATED=True, LOW=13, EDGE=16, COLUMNS=16, Q_HEADS=2, K_HEADS=2, PARTS=1, T=16, HALF=16)
+flags |= dict(EVEN=True, ANCHORS=2, LIMIT=1.0, BITS=8, BOUNDED=True, BY_HEAD=True)
 names = ("_prologue_fwd_kernel", "_prologue_bwd_kernel", "_prologue_bounded_kernel")
 for kernel in (getattr(prologue_kernels, name) for name in names):
     arguments = kernel.arg_names
     types = {x: "*fp32" if x.endswith("_ptr") else "constexpr" if x in flags else "i32" for x in arguments}
     types |= {x: "fp64" for x in ("factor", "q_stretch", "k_stretch") if x in arguments}
+    types["which_ptr"] = "*i32"
     constants = {(arguments.index(x),): value for x, value in flags.items() if x in arguments}
     source = triton.compiler.ASTSource(kernel, types, constants)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})

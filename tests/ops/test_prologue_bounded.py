@@ -46,7 +46,13 @@ def by_steps(scheme: Gated, q: Tensor, k: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("base", "n", "heads", "width"),
-    [("rope", 63, (4, 2), 32), ("p-rope", 127, (4, 4), 32), ("yarn", 1000, (4, 1), 26), ("nope", 1, (4, 2), 48)],
+    [
+        ("rope", 63, (4, 2), 32),
+        ("p-rope", 127, (4, 4), 32),
+        ("yarn", 1000, (4, 1), 26),
+        ("nope", 1, (4, 2), 48),
+        ("mixed", 127, (4, 4), 32),
+    ],
 )
 @torch.no_grad()
 def test_makes_what_the_steps_make(base: str, n: int, heads: tuple[int, int], width: int, dtype: torch.dtype) -> None:

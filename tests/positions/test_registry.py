@@ -8,8 +8,8 @@ import torch
 import gape
 from gape.positions import Gated, Rotary, Scheme, available, build, register, unregister
 
-BASES = ["nope", "rope", "p-rope", "pi", "ntk", "yarn", "longrope", "alibi", "kerple", "fire", "t5", "fox"]
-TAKE_GATES = BASES[:7]
+BASES = ["nope", "rope", "p-rope", "hope", "pi", "ntk", "yarn", "longrope", "alibi", "kerple", "fire", "t5", "fox"]
+TAKE_GATES = BASES[:8]
 
 
 def make(name: str, **arguments: object) -> Scheme:
@@ -32,7 +32,7 @@ def test_every_name_builds_with_defaults(name: str) -> None:
         assert "beta" not in parameter
 
 
-@pytest.mark.parametrize("base", BASES[7:])
+@pytest.mark.parametrize("base", BASES[8:])
 def test_gates_are_refused_with_the_reason(base: str) -> None:
     with pytest.raises(ValueError, match=r"^name: .*gape may follow") as refusal:
         make(f"{base}+gape")
@@ -55,7 +55,9 @@ def test_unknown_option_names_scheme_and_options() -> None:
         make("nope", theta=1.0)
     with pytest.raises(ValueError, match=r"gate_floor: rope does not take this"):
         make("rope", gate_floor=1.0)
-    with pytest.raises(ValueError, match=r"fraction: rope\+gape does not take this.*theta, learn_gate"):
+    with pytest.raises(
+        ValueError, match=r"fraction: rope\+gape does not take this.*theta, head_positions, log_scale, learn_gate"
+    ):
         make("rope+gape", fraction=0.5)
 
 
@@ -89,6 +91,15 @@ def test_options_reach_base_and_gates() -> None:
         ("pi", {"factor": 0.0}),
         ("pi", {"factor": None}),
         ("p-rope", {"fraction": -0.1}),
+        ("p-rope", {"fraction": "most"}),
+        ("hope", {"context_length": None}),
+        ("rope", {"head_positions": ["rope", "hope"]}),
+        ("rope", {"head_positions": ["rope", "hope", "alibi", "rope"]}),
+        ("rope", {"head_positions": "rope+gape"}),
+        ("rope", {"head_positions": 3}),
+        ("rope", {"log_scale": "yes"}),
+        ("rope", {"log_scale": [True]}),
+        ("rope", {"context_length": 1, "log_scale": True}),
         ("kerple", {"variant": "cubic"}),
         ("fire", {"hidden": 0}),
         ("fire", {"init_c": 0.0}),
@@ -122,7 +133,7 @@ def registered() -> Iterator[None]:
 @pytest.mark.usefixtures("registered")
 def test_a_scheme_of_your_own_trains_under_its_name_with_gates_and_without() -> None:
     assert {"steep", "steep+gape"} < set(available())
-    assert make("steep", theta=100.0).options() == {"theta": 1e4}
+    assert make("steep", theta=100.0).options()["theta"] == 1e4
     for name in ("steep", "steep+gape"):
         model = gape.GPT(gape.GPTConfig(vocab_size=9, n_layer=1, n_head=2, n_embd=16, context_length=8, position=name))
         ids = torch.randint(9, (2, 12))

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from gape.positions import Rotary, available, build
 
-ROTARY = ["rope", "p-rope", "pi", "ntk", "yarn", "longrope"]
+ROTARY = ["rope", "p-rope", "hope", "pi", "ntk", "yarn", "longrope"]
 
 
 def make(name: str, head_dim: int = 16, **options: object) -> Rotary:

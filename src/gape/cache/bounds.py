@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from gape.positions.rotary import Rotary
 from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ class Limits:
             self, rate=self.rate * (1 - part), reach=self.reach * (1 + part), own=self.own + part * self.jitter
         )
 
+    def grown(self, factors: Sequence[float]) -> Limits:
+        """The same for queries that are multiplied by a factor from 1 up to these, one for each query head."""
+        most = torch.tensor(factors, dtype=torch.float64)
+        own = torch.maximum(self.own, self.own * most)
+        return replace(self, reach=self.reach * most, own=own, jitter=self.jitter * most)
+
     def horizon(self, eps: float, norm: float, exposure: float = 1.0) -> Tensor:
         """Tokens after which no query of a head misses a key of this norm and exposure, (Hq,); inf without a floor.
 
@@ -84,8 +91,10 @@ def limits_of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
     Raises:
         ValueError: `norm` is neither a LayerNorm nor an RMSNorm over the last dimension.
     """
-    stretch = float(getattr(getattr(attention.scheme, "base", None), "attention_scale", 1.0))
-    return limits_of_maps(attention, *_maps(attention, norm), stretch=stretch)
+    rotation = getattr(attention.scheme, "base", None)
+    stretch = float(getattr(rotation, "attention_scale", 1.0))
+    limits = limits_of_maps(attention, *_maps(attention, norm), stretch=stretch)
+    return limits.grown(rotation.growth) if isinstance(rotation, Rotary) else limits
 
 
 def limits_of_maps(

@@ -19,6 +19,7 @@ from gape.hf.save_load import register
 if TYPE_CHECKING:
     from gape.experiments.extend import extend
     from gape.hf.adapters import lora_config
+    from gape.hf.floors import FloorPlan, plan_floors
     from gape.hf.formats import read_gguf, read_llama2c
     from gape.hf.gates import parameter_groups, parameters
     from gape.hf.gpt2 import extend_positions
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from gape.hf.save_load import gate_checksum
 
 _MODULES = {
+    "FloorPlan": "floors",
     "ForgettingCache": "paged",
     "FullCache": "paged",
     "GapeConfig": "modeling_gape",
@@ -47,12 +49,14 @@ _MODULES = {
     "parameter_groups": "gates",
     "parameters": "gates",
     "plan": "injection",
+    "plan_floors": "floors",
     "read_gguf": "formats",
     "read_llama2c": "formats",
     "remove": "injection",
 }
 
 __all__ = [
+    "FloorPlan",
     "ForgettingCache",
     "FullCache",
     "GapeConfig",
@@ -69,6 +73,7 @@ __all__ = [
     "parameter_groups",
     "parameters",
     "plan",
+    "plan_floors",
     "read_gguf",
     "read_llama2c",
     "register",

@@ -147,7 +147,7 @@ def attend_layer(
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """What an injected module needs besides its parameters; one for all layers of a model.
+    """What an injected module needs besides its parameters.
 
     Attributes:
         family: of the model.

@@ -18,6 +18,7 @@ from gape.cache.bounds import Limits, least_rates, limits_of_maps
 from gape.gates import GAPEGates
 from gape.hf.families import rotated_part
 from gape.models.cuda_graphs import settings
+from gape.positions.rotary import Rotary
 from gape.utils.validation import invalid_argument
 
 #: What decoder layers call the norm that their attention reads from.
@@ -86,15 +87,17 @@ def injected_limits(model: Any, parent: Any, layer: InjectedLayer) -> Limits:
         ValueError: there is no norm that bounds q and k.
     """
     stretch, evenly = _stretch(model, layer.module)
+    scheme = layer.module.gape_wiring.scheme
+    growth = tuple(scheme.growth) if isinstance(scheme, Rotary) else (1.0,) * layer.n_heads
     if any(x.is_inference() for x in parent.parameters()):
         # Nothing says when such weights change.
-        return _limits(parent, layer, stretch, evenly)
+        return _limits(parent, layer, stretch, evenly).grown(growth)
     weights = tuple((x.data_ptr(), x._version, x.dtype) for x in parent.parameters())
     adapters = [settings(module) for module in parent.modules()]
-    key = (weights, adapters, stretch, evenly, layer.gates.gate_floor)
+    key = (weights, adapters, stretch, evenly, growth, layer.gates.gate_floor)
     known = _KNOWN.get(layer.module)
     if known is None or known[0] != key:
-        known = _KNOWN[layer.module] = key, _limits(parent, layer, stretch, evenly)
+        known = _KNOWN[layer.module] = key, _limits(parent, layer, stretch, evenly).grown(growth)
     return known[1]
 
 

@@ -134,7 +134,9 @@ def _plain(value: Any) -> Any:
 
 
 #: Schemes that need nothing from a layer but q and k.
-_POSITIONS = tuple(name for base in ("nope", "rope", "p-rope", "pi", "ntk", "yarn") for name in (base, f"{base}+gape"))
+_POSITIONS = tuple(
+    name for base in ("nope", "rope", "p-rope", "hope", "pi", "ntk", "yarn") for name in (base, f"{base}+gape")
+)
 
 
 #: Γ·(1 + floor) below which a key loses less than a hundredth of a nat over T tokens.

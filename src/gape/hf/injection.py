@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from gape.hf.save_load import InjectedModel, config_class, family_config, model_
 from gape.models.config import of_layer
 from gape.utils.validation import invalid_argument, whole
 
+if TYPE_CHECKING:
+    from gape.hf.floors import FloorPlan
+
 log = logging.getLogger("gape.hf")
 
 
@@ -34,6 +37,7 @@ def inject(
     learn: str = "all",
     start: str = "identity",
     gates: Mapping[str, Any] | None = None,
+    floors: FloorPlan | None = None,
     dry_run: bool = False,
     **options: Any,
 ) -> Any:
@@ -49,11 +53,15 @@ def inject(
             takes all.
         learn: "gates" freezes everything else, "gates+qk" all but gates and projections of q and k; "all" freezes
             nothing that was not frozen.
-        start: "identity" begins with exactly the model's own logits (of its own positions), "paper" with Γ = 1.
+        start: "identity" begins with exactly the model's own logits (of its own positions), "paper" with Γ = 1. Heads
+            that rotate in another way than the model's change its logits, whatever the start.
         gates: options of :class:`gape.GAPEGates`, such as {"gate_floor": 1.0}; floors may be a list for each layer of
             the model, as :func:`gape.models.config.of_layer` says.
+        floors: a plan of :func:`gape.hf.plan_floors`, which gives context_length, position, gate_floor and
+            head_positions.
         dry_run: print what would be done, and do nothing.
-        **options: options of the scheme, such as fraction or theta; theta is the model's own by default.
+        **options: options of the scheme, such as fraction or theta; theta is the model's own by default. Lists of
+            `head_positions` and `log_scale` may be given for each layer, as floors.
 
     Returns:
         The model.
@@ -62,6 +70,8 @@ def inject(
         ValueError: another family, gates there already, quantised q and k that should learn, no context length, one
             beyond the positions that the model has learned, or a value out of range. The model is then as it was.
     """
+    if floors is not None:
+        context_length, position, gates, options = _planned(floors, context_length, position, gates, options)
     settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
     _warn_of_native(model, family, settings)
     if dry_run:
@@ -71,7 +81,7 @@ def inject(
     _own_config(model)
     model.config.gape = settings.to_dict()
     if settings.native is not None:
-        factor = _factor(_scheme(family, settings, model), settings)
+        factor = _factor(_scheme(family, settings, model, 0), settings)
         model.config.max_position_embeddings = int(settings.native * factor)
     model.__class__, model.config.__class__ = model_class(model.__class__), config_class(model.config.__class__)
     install(model, settings)
@@ -91,6 +101,7 @@ def plan(
     learn: str = "all",
     start: str = "identity",
     gates: Mapping[str, Any] | None = None,
+    floors: FloorPlan | None = None,
     **options: Any,
 ) -> InjectionPlan:
     """What :func:`inject` would do with these arguments, as an object to print or to read.
@@ -98,6 +109,8 @@ def plan(
     Raises:
         ValueError: as :func:`inject`.
     """
+    if floors is not None:
+        context_length, position, gates, options = _planned(floors, context_length, position, gates, options)
     settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
     return injection_plan(model, family, settings)
 
@@ -110,9 +123,9 @@ def install(model: Any, settings: Settings) -> None:
         undo |= gpt2.limit_positions(model, replaced=settings.position is not None)
     modules = family.modules(model)
     numbers = settings.layers if settings.layers is not None else range(len(modules))
-    scheme = _scheme(family, settings, model)
-    wiring = wire(family.model_type, settings.context_length, numbers[0], scheme, settings.softcap)
     for number in numbers:
+        scheme = _scheme(family, settings, model, number)
+        wiring = wire(family.model_type, settings.context_length, numbers[0], scheme, settings.softcap)
         _wrap(modules[number], wiring, settings, of_layer(settings.gates, number, len(modules)))
     _warn_of_dropout(modules[numbers[0]])
     model.config._attn_implementation = supported_name(model.config._attn_implementation)
@@ -191,12 +204,15 @@ def _checked(
         # There, sdpa does not cap logits, and the model stays as it was.
         settings = replace(settings, softcap=False)
     _refuse_model(model, family, settings, learn)
-    if _factor(_scheme(family, settings, model), settings) > 1:
+    if _factor(_scheme(family, settings, model, 0), settings) > 1:
         settings = replace(settings, native=model.config.max_position_embeddings)
     # Only to check the options: without memory, and without drawing numbers.
     with torch.device("meta"):
         for number, module in enumerate(family.modules(model)):
             _gates(module, family, settings, of_layer(settings.gates, number, count))
+            scheme = _scheme(family, settings, model, number)
+            if not getattr(module, "use_rope", True) and any(getattr(scheme, "log_scale", ())):
+                raise ValueError(f"log_scale: layer {number} has no rotation to carry it, expected False")
     return settings, family
 
 
@@ -238,14 +254,33 @@ def _layers(layers: Iterable[int], count: int) -> tuple[int, ...]:
     return tuple(sorted(set(numbers)))
 
 
-def _scheme(family: Family, settings: Settings, model: Any) -> schemes.Scheme | None:
-    """The scheme that takes the place of the model's own rotation, or None."""
+def _planned(
+    floors: FloorPlan,
+    context_length: int | None,
+    position: str | None,
+    gates: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> tuple[int, str | None, dict[str, Any], dict[str, Any]]:
+    """T, position, options of the gates and of the scheme, with those of a plan of floors."""
+    given = {"context_length": context_length, "position": position, **(gates or {}), **options}
+    for name in ("context_length", "position", "gate_floor", "head_positions"):
+        if given.get(name) is not None:
+            raise invalid_argument(name, given[name], "none beside a plan of floors, which gives it")
+    own_gates, own_options = {**(gates or {}), "gate_floor": floors.gate_floor}, dict(options)
+    if floors.head_positions is not None:
+        own_options["head_positions"] = floors.head_positions
+    return floors.context_length, floors.position, own_gates, own_options
+
+
+def _scheme(family: Family, settings: Settings, model: Any, layer: int) -> schemes.Scheme | None:
+    """The scheme that takes the place of the model's own rotation in a layer, or None."""
     if settings.base is None:
         if settings.options:
             raise ValueError(f"{next(iter(settings.options))}: an option of a scheme, expected position= beside it")
         return None
-    n_heads, n_kv_heads, width = family.layout.sizes(family.modules(model)[0])
-    options = dict(settings.options)
+    modules = family.modules(model)
+    n_heads, n_kv_heads, width = family.layout.sizes(modules[layer])
+    options = of_layer(settings.options, layer, len(modules))
     if family.layout.rotary and settings.base != "nope":
         if rotated_part(model.config) != 1.0:
             raise ValueError("position: the model rotates a part of each head, expected None, which keeps that")

@@ -110,14 +110,15 @@ class GPTConfig:
 
 
 #: Options that may be given as one list for each layer.
-BY_LAYER = ("gate_floor",)
+BY_LAYER = ("gate_floor", "head_positions", "log_scale")
 
 
 def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, Any]:
     """The options of one layer.
 
-    A number is used for all heads of all layers, a list for the heads of every layer. A list of lists has one list for
-    each layer: one number per head, or one number for all heads.
+    A value is used for all heads of all layers, a list for the heads of every layer. A list of lists has one list for
+    each layer: one value per head, or one value for all heads. Floors are those of query heads, positions and scales
+    those of key heads.
 
     Args:
         options: of a model.
@@ -125,7 +126,7 @@ def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, 
         n_layer: how many there are.
 
     Raises:
-        ValueError: lists for another number of layers, or numbers among them.
+        ValueError: lists for another number of layers, or values among them.
     """
     chosen = dict(options)
     for name in BY_LAYER:
@@ -133,7 +134,7 @@ def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, 
         if not isinstance(value, list | tuple) or not any(isinstance(each, list | tuple) for each in value):
             continue
         if len(value) != n_layer or not all(isinstance(each, list | tuple) and each for each in value):
-            raise invalid_argument(name, value, f"a list of numbers for each of the {n_layer} layers")
+            raise invalid_argument(name, value, f"a list for each of the {n_layer} layers")
         own = value[layer]
         chosen[name] = own[0] if len(own) == 1 else list(own)
     return chosen

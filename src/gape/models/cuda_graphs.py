@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gape.ops import limits
-from gape.positions.rotary import share_angles
+from gape.positions.angles import share_angles
 
 if TYPE_CHECKING:
     from gape.cache.paged import PagedCache

@@ -14,7 +14,7 @@ from torch import Tensor
 from gape.ops import implementations, inputs, sdpa
 from gape.ops.implementations import IMPLEMENTATIONS, Choice, Details, FusedChoice
 from gape.ops.inputs import Problem, bias_dtype
-from gape.ops.prologue import GateReading
+from gape.ops.prologue import Angles, GateReading
 from gape.utils import validation
 
 
@@ -201,7 +201,7 @@ def explain_fused(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles | None,
     reading: GateReading | None,
     *,
     scale: float,

@@ -88,7 +88,8 @@ def projects(q: Tensor, k: Tensor, v: Tensor, step: Step) -> bool:
     """Whether :func:`projected_attention` can run: half precision on a GPU, rows that share positions, no gradient."""
     if torch.compiler.is_compiling() or any(type(x) is not Tensor for x in (q, k, v)) or learning(q, k, v):
         return False
-    shared = step.positions.dim() == 1 and (step.angles is None or step.angles[0].dim() == 2)
+    # Two dimensions, and one more where heads rotate in several ways.
+    shared = step.positions.dim() == 1 and (step.angles is None or step.angles[0].dim() == len(step.angles))
     whole = whole_rows(q.size(-1), q.size(1), v.size(-1)) == q.size(-1)
     return shared and whole and q.is_cuda and q.dtype == k.dtype == v.dtype and ready(q.device, q.dtype)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from gape.ops.inputs import learning
 from gape.ops.limits import HALVES, HAS_TRITON, TRITON_WIDTH
 from gape.ops.paged import Pages
+from gape.ops.prologue import Angles
 from gape.utils.validation import invalid_argument
 
 #: How a gate reads content: weights (H, C) and biases (H,), or the number that a fixed one takes in their place.
@@ -27,7 +28,8 @@ class Step:
     Attributes:
         positions: integer (N,) or (B, N).
         angles: cosines and sines of the tokens, each (N, C/2) or (B, N, C/2), laid out alike, in float32 or half
-            precision, or None to rotate nothing. They may be wider: what follows is not read.
+            precision, or None to rotate nothing. They may be wider: what follows is not read. Where heads rotate in R
+            ways, each has a first axis of R, and the way of each head follows: :data:`gape.ops.prologue.Angles`.
         gate, landmark: how they are read, before softplus and sigmoid; in float32 or half precision.
         raw_amplitude: (Hq,), Γ before its softplus.
         floor: least gate, (Hq,) in float32.
@@ -36,7 +38,7 @@ class Step:
     """
 
     positions: Tensor
-    angles: tuple[Tensor, Tensor] | None
+    angles: Angles | None
     gate: Reading
     landmark: Reading
     raw_amplitude: Tensor

@@ -25,6 +25,10 @@ from gape.utils.validation import invalid_argument, weight
 #: each.
 PIECE = 16
 
+#: Cosines and sines, each (N, pairs). Where heads rotate in R ways, each is (R, N, pairs), and a third tensor has the
+#: way of each query head, then of each key head, int32 (Hq + Hk,).
+Angles = tuple[Tensor, ...]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GateReading:
@@ -51,11 +55,11 @@ class OnePass(NamedTuple):
     """What a positional scheme does to q and k, where that is no more than turning them and reading gates.
 
     Attributes:
-        angles: cosines and sines, each (N, D/2 or more) in float32, or None. Columns beyond D/2 are padding.
+        angles: cosines and sines, D/2 columns or more in float32, or None. Columns beyond D/2 are padding.
         reading: the gates, or None.
     """
 
-    angles: tuple[Tensor, Tensor] | None
+    angles: Angles | None
     reading: GateReading | None
 
 
@@ -143,7 +147,7 @@ def whole_width(projection: Projection) -> int | None:
 def prologue(
     q: Tensor,
     k: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles | None,
     reading: GateReading | None,
     *,
     scale: float,
@@ -153,8 +157,8 @@ def prologue(
     Args:
         q, k: (B, Hq, N, W) and (B, Hk, N, W), bfloat16 or float16, any strides: content as :func:`spread` lays it out
             (a projection whose weights are laid out so gives it at once). Without gates there are no gaps.
-        angles: cosines and sines, each (N, C/2) in float32; pair m of the content is (x_m, x_{m+C/2}). Further
-            columns are padding, which lets rows begin where they are read fast. None turns nothing.
+        angles: :data:`Angles` with C/2 columns in float32; pair m of the content is (x_m, x_{m+C/2}). Further columns
+            are padding, which lets rows begin where they are read fast. None turns nothing.
         reading: the gates; None leaves q and k without a bias.
         scale: the softmax scale.
 
@@ -167,7 +171,7 @@ def prologue(
     _check(q, k, angles, reading)
     from gape.ops.triton.prologue import prepare  # noqa: PLC0415
 
-    turning = (None, None) if angles is None else angles
+    turning = tables_of(angles)
     gates: tuple[Tensor | None, ...] = (None,) * 6
     factor, anchors = 1.0, (1, 0, 0, 0)
     if reading is not None:
@@ -184,7 +188,7 @@ def fused_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles | None,
     reading: GateReading | None,
     *,
     scale: float,
@@ -205,7 +209,7 @@ def bounded_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles | None,
     reading: GateReading,
     *,
     scale: float,
@@ -241,6 +245,12 @@ SPLIT = Fused(
 TRITON = Fused(width=whole_width, run=bounded_attention)
 
 
+def tables_of(angles: Angles | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Cosines, sines and the row of each head as kernels take them; None for what there is not."""
+    cos, sin, rows = (*(angles or ()), None, None, None)[:3]
+    return cos, sin, rows
+
+
 def _anchors(q: Tensor) -> tuple[int, int, int, int]:
     """Anchors, token 0 from the first anchor, first token of the second group, and how far anchors are apart.
 
@@ -258,7 +268,7 @@ def _anchors(q: Tensor) -> tuple[int, int, int, int]:
 def _check(
     q: Tensor,
     k: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles | None,
     reading: GateReading | None,
     least: int = columns.COLUMNS,
 ) -> None:
@@ -287,9 +297,12 @@ def _check(
             _float32(f"reading.{name}", getattr(reading, name), shape, q.device)
     if angles is not None:
         # Both may be padded, by as much.
-        most = max(content // 2, angles[0].size(-1))
-        for name, x in zip(("cosines", "sines"), angles, strict=True):
-            _float32(f"angles: {name}", x, (n, most), q.device)
+        cos, sin, *rows = angles
+        shape = (n, max(content // 2, cos.size(-1)))
+        for name, x in (("cosines", cos), ("sines", sin)):
+            _float32(f"angles: {name}", x, (cos.size(0), *shape) if rows else shape, q.device)
+        if rows and (rows[0].dtype != torch.int32 or rows[0].shape != (n_heads + k.size(1),)):
+            raise invalid_argument("angles: rows", rows[0], f"an int32 tensor ({n_heads + k.size(1)},)")
 
 
 def _float32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

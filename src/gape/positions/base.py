@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gape.ops import attention
 from gape.ops.inputs import INTEGERS
-from gape.ops.prologue import OnePass
+from gape.ops.prologue import Angles, OnePass
 from gape.utils.validation import invalid_argument, positive_number, whole
 
 #: One number per head and token that a scheme needs in `attend`, (B, H, N), or None.
@@ -108,10 +108,11 @@ class Scheme(nn.Module):
         """
         return None
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    def angles(self, positions: Tensor) -> Angles | None:
         """Cosines and sines by which `queries` and `keys` rotate tokens at `positions`; None where they do not rotate.
 
-        Each is (..., N, D/2) in float32, and not to be written to. Layers that pass the same tensor share them.
+        Each is (..., N, D/2) in float32, and not to be written to; :data:`gape.ops.prologue.Angles` says what follows
+        where heads rotate in several ways. Layers that pass the same tensor share them.
         """
         return None
 

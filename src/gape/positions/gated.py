@@ -10,7 +10,7 @@ from torch import Tensor
 from gape.gates import GAPEGates, HeadProjection
 from gape.ops import gated_attention
 from gape.ops.decode_prologue import Reading, Step
-from gape.ops.prologue import GateReading, OnePass
+from gape.ops.prologue import Angles, GateReading, OnePass
 from gape.positions.base import Scheme, Side
 from gape.positions.rotary import NoPE
 from gape.utils.validation import invalid_argument
@@ -111,7 +111,7 @@ class Gated(Scheme):
 def step_under(
     gates: GAPEGates,
     positions: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles | None,
     *,
     context_length: float,
     strength: Tensor | None = None,

@@ -12,13 +12,14 @@ from gape.positions.base import Scheme, keyword_defaults
 from gape.positions.biases import FIRE, T5, ALiBi, Kerple
 from gape.positions.fox import FoX
 from gape.positions.gated import Gated
-from gape.positions.rotary import NTK, PI, LongRoPE, NoPE, PRoPE, RoPE, Rotary, YaRN
+from gape.positions.rotary import NTK, PI, HoPE, LongRoPE, NoPE, PRoPE, RoPE, Rotary, YaRN
 from gape.utils.validation import even, invalid_argument, positive_number, suggestion
 
 _SCHEMES: dict[str, type[Scheme]] = {
     "nope": NoPE,
     "rope": RoPE,
     "p-rope": PRoPE,
+    "hope": HoPE,
     "pi": PI,
     "ntk": NTK,
     "yarn": YaRN,
@@ -98,7 +99,7 @@ def build(
         n_heads: query heads.
         head_dim: coordinates of q and k that carry content.
         n_kv_heads: key heads, a divisor of n_heads; n_heads when None.
-        context_length: the length the model is (or was) trained at; `+gape`, yarn and longrope need it.
+        context_length: the length the model is (or was) trained at; `+gape`, hope, yarn and longrope need it.
         n_embd: width of the layer input; fox needs it.
         **options: options of the scheme and, after `+gape`, of :class:`gape.GAPEGates`.
 
@@ -109,6 +110,8 @@ def build(
     scheme, gated = _find(name)
     gate_options = keyword_defaults(GAPEGates) if gated else {}
     _refuse_unknown(name, options, [*scheme.options(), *gate_options])
+    if options.get("head_positions") is not None:
+        options["head_positions"] = _head_schemes(options["head_positions"])
     base = scheme(
         n_heads=n_heads,
         head_dim=head_dim,
@@ -126,7 +129,7 @@ def rotary_frequencies(
     name: str,
     head_dim: int,
     theta: float = 10000.0,
-    fraction: float = 0.75,
+    fraction: float | str = 0.75,
     context_length: float | None = None,
     factor: float | None = None,
     **options: Any,
@@ -137,8 +140,8 @@ def rotary_frequencies(
         name: a rotary scheme, with or without `+gape`, which changes nothing here.
         head_dim: D, even.
         theta: the base of the frequencies.
-        fraction: share of the pairs that p-rope rotates; elsewhere only the default is accepted.
-        context_length: the length the model was trained at; yarn needs it, longrope above factor 1.
+        fraction: share of the pairs that p-rope rotates, or "auto"; elsewhere only the default is accepted.
+        context_length: the length the model was trained at; hope and yarn need it, longrope above factor 1.
         factor: by how much the context is extended; None means 4 for pi, ntk and yarn and 1 for longrope.
         **options: yarn's fast_rotations, slow_rotations and truncate, longrope's factors.
 
@@ -155,11 +158,23 @@ def rotary_frequencies(
     defaults = {"fraction": 0.75, "factor": None}
     values = {"fraction": fraction, "factor": factor}
     options |= {option: value for option, value in values.items() if value != defaults[option]}
-    _refuse_unknown(name, options, [*scheme.options()])
+    _refuse_unknown(name, options, [*keyword_defaults(scheme.frequencies)])
     if context_length is not None:
         positive_number("context_length", context_length)
     frequencies, scale = scheme.frequencies(even("head_dim", head_dim), context_length, theta=theta, **options)
     return torch.tensor(frequencies, dtype=torch.float64, device="cpu"), scale
+
+
+def _head_schemes(names: Any) -> type[Scheme] | list[type[Scheme]]:
+    """The schemes of heads by name, one or several."""
+    several = isinstance(names, list | tuple)
+    found = []
+    for name in names if several else [names]:
+        rotates = [known for known, kind in _SCHEMES.items() if issubclass(kind, NoPE | Rotary)]
+        if name not in rotates:
+            raise invalid_argument("head_positions", name, f"one of {', '.join(rotates)}{suggestion(name, rotates)}")
+        found.append(_SCHEMES[name])
+    return found if several else found[0]
 
 
 def _find(name: str) -> tuple[type[Scheme], bool]:

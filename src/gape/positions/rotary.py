@@ -7,36 +7,21 @@ Rotary schemes differ in their frequencies alone. Pair k of a head is (x_k, x_{k
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from gape.ops import inputs
-from gape.ops.prologue import OnePass
-from gape.positions.base import Scheme, Side, cacheable, keyword_defaults, stream_of
+from gape.ops.prologue import Angles, OnePass
+from gape.positions.angles import LARGEST_POSITION, AngleTable, Row
+from gape.positions.base import Scheme, Side, keyword_defaults
 from gape.utils.constant import Constant
-from gape.utils.validation import above, even, finite, invalid_argument, positive_number
+from gape.utils.validation import above, even, finite, flag, invalid_argument, positive_number
 
 #: Inverse frequencies, one per pair, and the factor on cos and sin.
 Spectrum = tuple[list[float], float]
-
-#: Most tokens whose angles are cached for the next layer. Beside attention over more, computing them again is cheap.
-LONGEST_CACHED = 65_536
-
-#: Angles by the tensor of positions, as long as that exists: the version of the positions, cosines and sines by
-#: frequencies, scale and stream.
-_Angles = dict[tuple[tuple[float, ...], float, int], tuple[int, tuple[Tensor, Tensor]]]
-_angles: MutableMapping[Tensor, _Angles] = WeakTensorKeyDictionary()
-_shared_positions: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
-
-
-def share_angles(positions: Tensor) -> None:
-    """Let the layers of one step share the angles of these positions, also while the step is captured."""
-    _shared_positions[positions] = True
 
 
 class Rotary(Scheme):
@@ -46,11 +31,20 @@ class Rotary(Scheme):
     options of the scheme. It is called once: the frequencies never depend on the length at hand, so keys
     rotated earlier and cached stay right.
 
+    Args:
+        head_positions: for each key head the scheme that rotates it and its query heads, by name in :func:`build`, as a
+            class here; one stands for all heads, None for this scheme. Other schemes take those of the options that
+            they know.
+        log_scale: whether scores of queries at positions i > T are multiplied by log i / log T, for all heads or one
+            for each key head (after SSMax, arXiv 2501.19399). A bias, such as that of gates, is not multiplied.
+        **options: those of `frequencies`, and the sizes of :class:`gape.positions.Scheme`.
+
     Attributes:
-        attention_scale: factor on both cos and sin, 1 for most schemes.
+        attention_scale: factor on both cos and sin, the largest of all heads; 1 for most schemes.
 
     Raises:
-        ValueError: head_dim is odd, or an option is out of its range.
+        ValueError: head_dim is odd, an option is out of its range, a list has not one entry for each key head, or
+            log_scale without a context_length above 1.
     """
 
     #: Maps (head_dim, context_length) and the options to a Spectrum.
@@ -64,6 +58,8 @@ class Rotary(Scheme):
         n_kv_heads: int | None = None,
         context_length: float | None = None,
         n_embd: int | None = None,
+        head_positions: type[Scheme] | Sequence[type[Scheme]] | None = None,
+        log_scale: bool | Sequence[bool] = False,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -73,108 +69,123 @@ class Rotary(Scheme):
             context_length=context_length,
             n_embd=n_embd,
         )
-        values, self.attention_scale = type(self).frequencies(head_dim, context_length, **options)
-        self._spectrum = Constant(values)
-        # Rows of a multiple of eight columns are read fast; the pairs added are not rotated.
-        self._padded = Constant([*values, *[0.0] * (-len(values) % 8)])
+        own = self._row(type(self), options)
+        self._spectrum = Constant(own.frequencies)
+        kinds = _of_heads("head_positions", head_positions, self.n_kv_heads)
+        keys = [own if kind is None else self._row(kind, options) for kind in kinds]
+        self.log_scale = tuple(flag("log_scale", x) for x in _of_heads("log_scale", log_scale, self.n_kv_heads))
+        base = above("context_length", context_length, 1.0) if any(self.log_scale) else 0.0
+        queries = [
+            row._replace(log_base=base) if grows else row for row, grows in zip(keys, self.log_scale, strict=True)
+        ]
+        self.attention_scale = max(row.scale for row in keys)
+        self._table = AngleTable([*queries, *keys])
+        self._padded = AngleTable([row.padded() for row in self._table.rows])
+        groups = self.n_heads // self.n_kv_heads
+        self._query_rows = Constant(self._table.rows.index(row) for row in queries for _ in range(groups))
+        self._key_rows = Constant(self._table.rows.index(row) for row in keys)
+        self._rows = Constant([*self._query_rows.values, *self._key_rows.values])
+
+    def _row(self, kind: type[Scheme], options: Mapping[str, Any]) -> Row:
+        """How heads under a scheme rotate, with those of the options that it knows."""
+        if issubclass(kind, NoPE):
+            return Row((0.0,) * (self.head_dim // 2))
+        if not issubclass(kind, Rotary):
+            raise invalid_argument("head_positions", kind.__name__, "schemes that rotate, or nope")
+        known = keyword_defaults(kind.frequencies)
+        given = options if kind is type(self) else {name: x for name, x in options.items() if name in known}
+        values, scale = kind.frequencies(self.head_dim, self.context_length, **given)
+        return Row(tuple(values), scale)
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """Names and defaults of the options, read off `frequencies`."""
-        return keyword_defaults(cls.frequencies)
+        """Names and defaults of the options: those of `frequencies`, and those of all rotary schemes."""
+        return {**keyword_defaults(cls.frequencies), "head_positions": None, "log_scale": False}
 
     @property
     def inv_freq(self) -> Tensor:
-        """Inverse frequencies (D/2,), float64 on the CPU whatever dtype or device the module went to."""
+        """Inverse frequencies (D/2,), float64 on the CPU whatever dtype or device the module went to.
+
+        Those of the scheme itself, where `head_positions` gives some heads another.
+        """
         return self._spectrum.on(torch.device("cpu"))
 
+    @property
+    def growth(self) -> list[float]:
+        """The most that log_scale multiplies the queries of each query head by at any position of a cache, (Hq,)."""
+        groups, base = self.n_heads // self.n_kv_heads, self.context_length
+        most = [math.log(LARGEST_POSITION) / math.log(base) if x and base else 1.0 for x in self.log_scale]
+        return [max(factor, 1.0) for factor in most for _ in range(groups)]
+
     def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Side]:
-        """Rotate q (B, Hq, N, D) at `positions` (N,) or (B, N); no side."""
-        return self.rotate(q, positions), None
+        """Rotate q (B, Hq, N, D) at `positions` (N,) or (B, N), times the growth of log_scale; no side."""
+        return self._rotated(q, positions, self._query_rows), None
 
     def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
         """Rotate k (B, Hk, N, D) at `positions` (N,) or (B, N); no side."""
-        return self.rotate(k, positions), None
+        return self._rotated(k, positions, self._key_rows), None
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the angles, times `attention_scale`, each (..., N, D/2) in `dtype`.
 
-        The angles are float64: in float32, position 131,072 times frequency 1 is already off by 0.004.
+        (R, ..., N, D/2) where heads rotate in R ways.
         """
-        return _cos_sin(positions, self._spectrum, self.attention_scale, dtype)
+        return self._table.at(positions, dtype)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (B, H, N, D) at `positions` (N,) or (B, N); returns x's shape and dtype.
 
         Raises:
-            ValueError: x has another last dimension than head_dim.
+            ValueError: x has another last dimension than head_dim, or not all heads rotate alike.
         """
+        if len(self._table.rows) > 1:
+            raise ValueError(
+                "head_positions, log_scale: rotate is for heads that turn alike; expected queries and keys"
+            )
+        return self._rotated(x, positions, self._key_rows)
+
+    def _rotated(self, x: Tensor, positions: Tensor, rows: Constant) -> Tensor:
+        """x (B, H, N, D) rotated, head by head as the rows of the table say."""
         if not isinstance(x, Tensor) or x.dim() != 4 or x.size(-1) != self.head_dim:
             raise invalid_argument("x", x, f"a tensor (batch, heads, tokens, {self.head_dim})")
         inputs.positions("positions", positions, x.size(0), x.size(2), x.device)
-        cos, sin = self.cos_sin(positions, inputs.bias_dtype(x.dtype))
-        if positions.dim() == 2:
+        cos, sin = self._table.at(positions, inputs.bias_dtype(x.dtype))
+        if len(self._table.rows) > 1:
+            if x.size(1) != len(rows):
+                raise invalid_argument("x", x, f"{len(rows)} heads")
+            # (H, ..., N, D/2), before heads go behind the batch.
+            cos, sin = (part[rows.on(x.device, torch.int64)].movedim(0, -3) for part in (cos, sin))
+        elif positions.dim() == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         first, second = x.to(cos.dtype).chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:
         """The angles of n tokens in index order, with columns that rotate nothing up to a multiple of eight."""
-        padded, scale = self._padded, self.attention_scale
-        if torch.compiler.is_compiling():
-            return OnePass(_in_order(padded, scale, n, device), None)
-        if type(torch.empty(0, device=device)) is not Tensor:
-            # A fake tensor is valid only in the trace it was made in.
-            return OnePass(_in_order(Constant(padded.values), scale, n, device), None)
-        # Also for a capture that comes later, which makes its angles itself and can copy nothing to its device.
-        padded.on(device)
-        if n > LONGEST_CACHED or not cacheable(device):
-            return OnePass(_in_order(padded, scale, n, device), None)
-        return OnePass(_cached(padded.values, scale, n, device, stream_of(device)), None)
+        return OnePass(self._with_rows(self._padded.in_order(n, device), device), None)
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor) -> Angles:
         """:meth:`cos_sin` in float32, computed once for all layers that pass the same tensor."""
-        # A tensor of inference_mode has no version that tells whether it was written to.
-        if positions.is_inference() or not (cacheable(positions.device) or positions in _shared_positions):
-            return self.cos_sin(positions)
-        cached = _angles.setdefault(positions, {})
-        key = (self._spectrum.values, self.attention_scale, stream_of(positions.device))
-        if key not in cached or cached[key][0] != positions._version:
-            cached[key] = (positions._version, self.cos_sin(positions))
-        return cached[key][1]
+        return self._with_rows(self._table.shared(positions), positions.device)
+
+    def _with_rows(self, angles: tuple[Tensor, Tensor], device: torch.device) -> Angles:
+        """Angles as kernels take them: with the row of each query head and key head where there are several."""
+        return angles if len(self._table.rows) == 1 else (*angles, self._rows.on(device, torch.int32))
 
     def extra_repr(self) -> str:
         """What `print` shows."""
-        return f"head_dim={self.head_dim}, attention_scale={self.attention_scale:g}"
+        ways = f", {len(set(self._key_rows.values))} rotations" if len(set(self._key_rows.values)) > 1 else ""
+        grows = ", log_scale" if any(self.log_scale) else ""
+        return f"head_dim={self.head_dim}, attention_scale={self.attention_scale:g}{ways}{grows}"
 
 
-def _cos_sin(
-    positions: Tensor, frequencies: Constant, scale: float, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of `positions` times each frequency, times `scale`: (..., N, frequencies) in `dtype`."""
-    device = positions.device
-    # Apple's GPUs have no float64 at all.
-    wide_device = torch.device("cpu") if device.type == "mps" else device
-    angles = positions.to(wide_device, torch.float64).unsqueeze(-1) * frequencies.on(wide_device)
-    cos, sin = angles.cos(), angles.sin()
-    if scale != 1.0:
-        cos, sin = cos * scale, sin * scale
-    return cos.to(dtype).to(device), sin.to(dtype).to(device)
-
-
-def _in_order(frequencies: Constant, scale: float, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The angles of n tokens in index order."""
-    return _cos_sin(torch.arange(n, device=device), frequencies, scale)
-
-
-@lru_cache(maxsize=4)
-def _cached(
-    frequencies: tuple[float, ...], scale: float, n: int, device: torch.device, stream: int
-) -> tuple[Tensor, Tensor]:
-    """The angles of n tokens, shared by layers and passes; not to be written to. Each stream has its own."""
-    # A tensor first made under inference_mode could not be saved for a later backward pass.
-    with torch.inference_mode(False):
-        return _in_order(Constant(frequencies), scale, n, device)
+def _of_heads(name: str, value: Any, heads: int) -> list[Any]:
+    """One entry for each key head: a list as it is, anything else for all of them."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [value] * heads
+    if len(value) != heads:
+        raise invalid_argument(name, list(value), f"one for all heads, or one for each of {heads} key heads")
+    return list(value)
 
 
 def spectrum(head_dim: int, theta: float) -> list[float]:
@@ -201,22 +212,44 @@ class RoPE(Rotary):
         return spectrum(head_dim, theta), 1.0
 
 
+class HoPE(Rotary):
+    """HoPE (Chen et al., arXiv 2410.21216): rotates RoPE's pairs that complete a turn in T tokens, and no others.
+
+    Slower pairs would meet angles beyond T that training never showed.
+    """
+
+    @staticmethod
+    def frequencies(head_dim: int, context_length: float | None = None, *, theta: float = 10000.0) -> Spectrum:
+        """RoPE's spectrum with zeros where the wavelength 2π/f exceeds `context_length`, scale 1.
+
+        Raises:
+            ValueError: context_length is None, or theta is not positive.
+        """
+        if context_length is None:
+            raise invalid_argument("context_length", None, "the training length, within which pairs must turn")
+        slowest = 2 * math.pi / positive_number("context_length", context_length)
+        return [f if f >= slowest else 0.0 for f in spectrum(head_dim, theta)], 1.0
+
+
 class PRoPE(Rotary):
     """p-RoPE (Barbero et al., arXiv 2410.06205): rotates the fastest `fraction` of RoPE's pairs, and no others."""
 
     @staticmethod
     def frequencies(
-        head_dim: int, context_length: float | None = None, *, theta: float = 10000.0, fraction: float = 0.75
+        head_dim: int, context_length: float | None = None, *, theta: float = 10000.0, fraction: float | str = 0.75
     ) -> Spectrum:
-        """RoPE's spectrum with zeros from pair int(fraction · D // 2) on, scale 1.
+        """RoPE's spectrum with zeros from pair int(fraction · D // 2) on, scale 1; "auto" chooses pairs as HoPE does.
 
         Raises:
-            ValueError: fraction lies outside [0, 1].
+            ValueError: fraction lies outside [0, 1], or is "auto" without a context_length.
         """
-        if not 0 <= finite("fraction", fraction) <= 1:
-            raise invalid_argument("fraction", fraction, "a number from 0 to 1")
+        if fraction == "auto":
+            return HoPE.frequencies(head_dim, context_length, theta=theta)
+        expected = 'a number from 0 to 1, or "auto"'
+        if not 0 <= finite("fraction", fraction, expected) <= 1:
+            raise invalid_argument("fraction", fraction, expected)
         full = spectrum(head_dim, theta)
-        rotated = int(fraction * head_dim // 2)
+        rotated = int(float(fraction) * head_dim // 2)
         return full[:rotated] + [0.0] * (len(full) - rotated), 1.0
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gape.ops.inputs import Problem
-from gape.ops.prologue import PIECE, GateReading
+from gape.ops.prologue import PIECE, Angles, GateReading, tables_of
 from gape.ops.triton import attention_bwd, attention_fwd
 from gape.ops.triton.configs import tiles_for
 from gape.ops.triton.custom_ops import in_parts, operator, traceable, untraced
@@ -100,7 +100,7 @@ def projected(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles | None,
     reading: GateReading,
     *,
     scale: float,
@@ -121,7 +121,7 @@ def attend_projected(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles | None,
     reading: GateReading,
     *,
     scale: float,
@@ -140,12 +140,12 @@ def attend_projected(
 
 
 def _bounded_arguments(
-    q: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, reading: GateReading, scale: float, eps: float
+    q: Tensor, v: Tensor, angles: Angles | None, reading: GateReading, scale: float, eps: float
 ) -> tuple[tuple[Tensor | None, ...], tuple[float, float, float, int]]:
     """Tables and numbers that :func:`prepare_bounded` takes after q and k."""
     columns = tiles_for(q, v, "fwd", skip=True)["BLOCK_N"] if eps else 0
     tables = (
-        *((None, None) if angles is None else angles), reading.gate_weight, reading.gate_bias, reading.amplitude,
+        *tables_of(angles), reading.gate_weight, reading.gate_bias, reading.amplitude,
         reading.floor, reading.landmark_weight, reading.landmark_bias,
     )  # fmt: skip
     return tables, (LOG2E / reading.context_length, scale * LOG2E * SLACK, SLACK, columns)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gape.ops.decode_prologue import Reading, Step
 from gape.ops.paged import Pages
+from gape.ops.prologue import tables_of
 from gape.ops.triton.custom_ops import direct
 from gape.ops.triton.paged import DTYPES, PAGE, integers, room_of, slot_addresses, tile_widths
 from gape.ops.triton.split_bias import sigmoid, softplus
@@ -58,22 +59,25 @@ def or_infinite(x):
 
 # Nothing here differs from token to token: layers and tokens share one kernel.
 @triton.jit(
-    do_not_specialize=("room", "positions_b", "angles_b"),
+    do_not_specialize=("room", "positions_b", "angles_b", "angles_r"),
     do_not_specialize_on_alignment=(
         "positions_ptr", "addresses_ptr", "lengths_ptr", "norm_ptr", "reach_ptr", "own_ptr",
     ),
 )  # fmt: skip
 def _decode_prologue_kernel(
-    q_out_ptr, rate_ptr, q_ptr, k_ptr, v_ptr, positions_ptr, cos_ptr, sin_ptr,
+    q_out_ptr, rate_ptr, q_ptr, k_ptr, v_ptr, positions_ptr, cos_ptr, sin_ptr, which_ptr,
     gate_weight_ptr, gate_bias_ptr, landmark_weight_ptr, landmark_bias_ptr, amplitude_ptr, strength_ptr, floor_ptr,
     addresses_ptr, lengths_ptr, norm_ptr, reach_ptr, own_ptr,
-    q_b, q_h, k_b, k_h, v_b, v_h, positions_b, angles_b, heads, key_heads, room, d, d_v,
+    q_b, q_h, k_b, k_h, v_b, v_h, positions_b, angles_b, angles_r, heads, key_heads, room, d, d_v,
     fixed_gate, fixed_landmark, context_length, scale,
-    ROTATED: tl.constexpr, GATE_LEARNED: tl.constexpr, LANDMARK_LEARNED: tl.constexpr, STRONG: tl.constexpr,
-    MEASURED: tl.constexpr, DTYPE: tl.constexpr,
+    ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, GATE_LEARNED: tl.constexpr, LANDMARK_LEARNED: tl.constexpr,
+    STRONG: tl.constexpr, MEASURED: tl.constexpr, DTYPE: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """q_out (B, Hq, d) and rates (B, Hq), contiguous; keys and values go to their pages."""
+    """q_out (B, Hq, d) and rates (B, Hq), contiguous; keys and values go to their pages.
+
+    BY_HEAD: which_ptr has the table of cosines and sines of each head of q, then of k, angles_r apart.
+    """
     VALUES_AT: tl.constexpr = PAGE * KEY_WIDTH * (DTYPE.primitive_bitwidth // 8)
     EXPOSURES_AT: tl.constexpr = VALUES_AT + PAGE * VALUE_WIDTH * (DTYPE.primitive_bitwidth // 8)
     batch = (tl.program_id(0) // (heads + key_heads)).to(tl.int64)
@@ -81,6 +85,9 @@ def _decode_prologue_kernel(
     dims = tl.arange(0, BLOCK_D)
     cos_ptr += batch * angles_b
     sin_ptr += batch * angles_b
+    own = 0
+    if BY_HEAD:
+        own = tl.load(which_ptr + head).to(tl.int64) * angles_r
     if head < heads:
         q_ptr += batch * q_b + head * q_h
         q = load_row(q_ptr, d, BLOCK_D)
@@ -91,11 +98,15 @@ def _decode_prologue_kernel(
         gate = softplus(z) + tl.load(floor_ptr + head)
         row = batch * heads + head
         tl.store(rate_ptr + row, tl.div_rn(amplitude * gate, single(context_length)))
-        q = rotate_row(q, q_ptr, cos_ptr, sin_ptr, d, ROTATED, BLOCK_D).to(DTYPE)
+        q = rotate_row(q, q_ptr, cos_ptr + own, sin_ptr + own, d, ROTATED, BLOCK_D).to(DTYPE)
         tl.store(q_out_ptr + row * d + dims, q, mask=dims < d)
         if MEASURED:
-            k_ptr += batch * k_b + head // (heads // key_heads) * k_h
-            k = rotate_row(load_row(k_ptr, d, BLOCK_D), k_ptr, cos_ptr, sin_ptr, d, ROTATED, BLOCK_D).to(DTYPE)
+            key_head = head // (heads // key_heads)
+            k_ptr += batch * k_b + key_head * k_h
+            if BY_HEAD:
+                own = tl.load(which_ptr + heads + key_head).to(tl.int64) * angles_r
+            k = load_row(k_ptr, d, BLOCK_D)
+            k = rotate_row(k, k_ptr, cos_ptr + own, sin_ptr + own, d, ROTATED, BLOCK_D).to(DTYPE)
             q, k = q.to(tl.float32), k.to(tl.float32)
             tl.atomic_max(reach_ptr + head, or_infinite(single(scale) * tl.sqrt(tl.sum(q * q, 0))))
             tl.atomic_max(own_ptr + head, or_infinite(-single(scale) * tl.sum(q * k, 0)))
@@ -110,7 +121,7 @@ def _decode_prologue_kernel(
         z = read_gate(
             k, landmark_weight_ptr, landmark_bias_ptr, single(fixed_landmark), head, d, LANDMARK_LEARNED, BLOCK_D
         )
-        k = rotate_row(k, k_ptr, cos_ptr, sin_ptr, d, ROTATED, BLOCK_D).to(DTYPE)
+        k = rotate_row(k, k_ptr, cos_ptr + own, sin_ptr + own, d, ROTATED, BLOCK_D).to(DTYPE)
         tl.store(
             address.to(tl.pointer_type(DTYPE)) + place * KEY_WIDTH + dims, k, mask=dims < tl.where(there, KEY_WIDTH, 0)
         )
@@ -142,21 +153,23 @@ def decode_prologue(
     out = torch.empty(batch, heads, 1, d, dtype=pages.layout.dtype, device=q.device)
     rate = torch.empty(batch, heads, 1, dtype=torch.float32, device=q.device)
     # What is never read stands in for what is not there.
-    cos, sin = (q, q) if step.angles is None else step.angles
+    cos, sin, which = (q if x is None else x for x in tables_of(step.angles))
+    by_head = step.angles is not None and len(step.angles) == 3
+    angles_r, *of_rows = cos.stride() if by_head else (0, *cos.stride())
     gate_weight, gate_bias, fixed_gate = _reading(step.gate, q)
     landmark_weight, landmark_bias, fixed_landmark = _reading(step.landmark, k)
     reach, own = (rate, rate) if measured is None else measured
     positions = integers(step.positions)
     direct(_decode_prologue_kernel)[(batch * (heads + key_heads),)](
-        out, rate, q, k, v, positions, cos, sin, gate_weight, gate_bias, landmark_weight, landmark_bias,
+        out, rate, q, k, v, positions, cos, sin, which, gate_weight, gate_bias, landmark_weight, landmark_bias,
         step.raw_amplitude, q if step.strength is None else step.strength, step.floor,
         pages.addresses, pages.lengths, pages.key_norm, reach, own,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        0 if positions.dim() == 1 else positions.stride(0), 0 if cos.dim() == 2 else cos.stride(0),
+        0 if positions.dim() == 1 else positions.stride(0), of_rows[0] if len(of_rows) == 3 else 0, angles_r,
         heads, key_heads, room, d, v.size(-1), fixed_gate, fixed_landmark, float(step.context_length), float(scale),
-        ROTATED=step.angles is not None, GATE_LEARNED=gate_weight is not q, LANDMARK_LEARNED=landmark_weight is not k,
-        STRONG=step.strength is not None, MEASURED=measured is not None, DTYPE=DTYPES[pages.layout.dtype],
-        **tile_widths(pages), num_warps=1 if max(pages.layout[:2]) <= 128 else 2,
+        ROTATED=step.angles is not None, BY_HEAD=by_head, GATE_LEARNED=gate_weight is not q,
+        LANDMARK_LEARNED=landmark_weight is not k, STRONG=step.strength is not None, MEASURED=measured is not None,
+        DTYPE=DTYPES[pages.layout.dtype], **tile_widths(pages), num_warps=1 if max(pages.layout[:2]) <= 128 else 2,
         # A product and a difference in one instruction would give other numbers than torch's.
         enable_fp_fusion=False,
     )  # fmt: skip

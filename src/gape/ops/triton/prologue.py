@@ -11,7 +11,7 @@ from gape.ops.columns import significand_bits
 from gape.ops.triton import prologue_kernels
 from gape.ops.triton.custom_ops import in_parts, operator, traceable
 
-#: Cosines, sines, and the gates' parameters in the operators' order.
+#: Cosines, sines, the row of each head in them, and the gates' parameters in the operators' order.
 Tables = tuple[Tensor | None, ...]
 
 
@@ -42,6 +42,7 @@ def prepare(
     k: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    rows: Tensor | None,
     gate_weight: Tensor | None,
     gate_bias: Tensor | None,
     amplitude: Tensor | None,
@@ -60,7 +61,8 @@ def prepare(
         q, k: (B, Hq, N, W) and (B, Hk, N, W) in half precision, laid out as :mod:`gape.ops.triton.prologue_kernels`
             says.
         cos, sin: (N, C/2 or more) in float32, or None to turn nothing. With a multiple of 4 columns, W/2 at best,
-            they are read faster.
+            they are read faster. With `rows` (R, N, C/2 or more).
+        rows: int32 (Hq + Hk,), which of R each query head and then each key head is turned by; None for all alike.
         gate_weight, gate_bias: (Hq, C) and (Hq,) of the gate that reads q, in float32. None, like all that follow, for
             no gates: C is W then.
         amplitude, floor: (Hq,) in float32, what the gate is multiplied with and the least gate.
@@ -73,7 +75,7 @@ def prepare(
     """
     parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
     outputs: tuple[Tensor, Tensor] = in_parts(
-        _prepare, (q, k), q.size(0), 1, (cos, sin, *parameters), factor, anchors, first, middle, apart
+        _prepare, (q, k), q.size(0), 1, (cos, sin, rows, *parameters), factor, anchors, first, middle, apart
     )
     return outputs
 
@@ -82,11 +84,11 @@ def _prepare(
     q: Tensor, k: Tensor, tables: Tables, factor: float, anchors: int, first: int, middle: int, apart: int
 ) -> tuple[Tensor, Tensor]:
     q, k = _rows(q), _rows(k)
-    cos, _, gate_weight = tables[:3]
+    cos, _, rows, gate_weight = tables[:4]
     outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if q.numel():
         tile = _tile("fwd", gate_weight)
-        flags = _flags(q, cos, gate_weight, tile) | _split_flags(q, gate_weight, anchors)
+        flags = _flags(q, cos, rows, gate_weight, tile) | _split_flags(q, gate_weight, anchors)
         flags |= {"Q_HEADS": _heads(q, tile), "K_HEADS": _heads(k, tile), "BITS": significand_bits(q)}
         traceable(prologue_kernels._prologue_fwd_kernel)[_grid(q, k, tile)](
             q, k, *_given(q, *tables), *outs, *q.stride()[:3], *k.stride()[:3],
@@ -103,6 +105,7 @@ def prepare_backward(
     k: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    rows: Tensor | None,
     gate_weight: Tensor | None,
     gate_bias: Tensor | None,
     amplitude: Tensor | None,
@@ -118,7 +121,7 @@ def prepare_backward(
     """The gradients of q and k, (B, H, N, W), and the sums (blocks, Hq + Hk, C + 2) over tokens for the parameters."""
     parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
     outputs: tuple[Tensor, Tensor, Tensor] = in_parts(
-        _prepare_backward, (q_grad, k_grad, q, k), q.size(0), 1, (cos, sin, *parameters),
+        _prepare_backward, (q_grad, k_grad, q, k), q.size(0), 1, (cos, sin, rows, *parameters),
         factor, anchors, first, middle, apart,
     )  # fmt: skip
     return outputs
@@ -137,7 +140,7 @@ def _prepare_backward(
     apart: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_grad, k_grad, q, k = (_rows(x) for x in (q_grad, k_grad, q, k))
-    cos, _, gate_weight = tables[:3]
+    cos, _, rows, gate_weight = tables[:4]
     (batch, q_heads, n, width), k_heads = q.shape, k.size(1)
     dq, dk = (torch.empty(batch, n, heads, width, dtype=q.dtype, device=q.device) for heads in (q_heads, k_heads))
     tile = _tile("bwd", gate_weight)
@@ -146,7 +149,7 @@ def _prepare_backward(
     sums = torch.empty(blocks, q_heads + k_heads, columns, dtype=torch.float32, device=q.device)
     if q.numel():
         strides = (stride for x in (q_grad, k_grad, q, k) for stride in x.stride()[:3])
-        flags = _flags(q, cos, gate_weight, tile) | _split_flags(q, gate_weight, anchors) | {"PARTS": tile.parts}
+        flags = _flags(q, cos, rows, gate_weight, tile) | _split_flags(q, gate_weight, anchors) | {"PARTS": tile.parts}
         traceable(prologue_kernels._prologue_bwd_kernel)[_grid(q, k, tile)](
             q_grad, k_grad, q, k, *_given(q, *tables), dq, dk, sums, *strides,
             q_heads, k_heads, n, first, middle, apart, factor, **flags,
@@ -155,21 +158,21 @@ def _prepare_backward(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:10])
-    ctx.settings = inputs[10:]
+    ctx.save_for_backward(*inputs[:11])
+    ctx.settings = inputs[11:]
 
 
 def _backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Any, ...]:
-    gate_weight = ctx.saved_tensors[4]
+    gate_weight = ctx.saved_tensors[5]
     dq, dk, sums = torch.ops.gape.prepare_backward(q_grad, k_grad, *ctx.saved_tensors, *ctx.settings)
     settings = (None,) * len(ctx.settings)
     if gate_weight is None:
-        return (dq, dk, *(None,) * 8, *settings)
+        return (dq, dk, *(None,) * 9, *settings)
     heads, content = gate_weight.shape
     total = sums.sum(0)
     queries, keys = total[:heads], total[heads:]
     gate = (queries[:, :content], queries[:, content], queries[:, content + 1], None)
-    return (dq, dk, None, None, *gate, keys[:, :content], keys[:, content], *settings)
+    return (dq, dk, None, None, None, *gate, keys[:, :content], keys[:, content], *settings)
 
 
 prepare.register_autograd(_backward, setup_context=_setup)
@@ -181,6 +184,7 @@ def prepare_bounded(
     k: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    rows: Tensor | None,
     gate_weight: Tensor,
     gate_bias: Tensor,
     amplitude: Tensor,
@@ -195,8 +199,8 @@ def prepare_bounded(
     """Turn q and k, read the gates, and measure what tiles of keys are judged by. Without a gradient.
 
     Args:
-        q, k, cos, sin, gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias: as :func:`prepare` has
-            them; with as many coordinates as the weights have there are no gaps.
+        q, k, cos, sin, rows, gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias: as
+            :func:`prepare` has them; with as many coordinates as the weights have there are no gaps.
         factor: times which amplitude · gate is the rate.
         q_stretch, k_stretch: times which a norm is a reach.
         columns: keys of a tile, a power of two; 0 to measure nothing.
@@ -208,7 +212,7 @@ def prepare_bounded(
     """
     parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
     outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(
-        _prepare_bounded, (q, k), q.size(0), 1, (cos, sin, *parameters), factor, q_stretch, k_stretch, columns
+        _prepare_bounded, (q, k), q.size(0), 1, (cos, sin, rows, *parameters), factor, q_stretch, k_stretch, columns
     )
     return outputs
 
@@ -224,7 +228,7 @@ def _prepare_bounded(
     rows = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     numbers = tuple(torch.empty(batch, *size, dtype=torch.float32, device=q.device) for size in sizes)
     if q.numel():
-        flags = _flags(q, tables[0], tables[2], tile) | {"BOUNDED": columns > 0}
+        flags = _flags(q, tables[0], tables[2], tables[3], tile) | {"BOUNDED": columns > 0}
         flags |= {"Q_HEADS": _heads(q, tile), "K_HEADS": _heads(k, tile)}
         traceable(prologue_kernels._prologue_bounded_kernel)[_grid(q, k, tile)](
             q, k, *_given(q, *tables), *rows, *numbers, *q.stride()[:3], *k.stride()[:3],
@@ -271,12 +275,14 @@ def _grid(q: Tensor, k: Tensor, tile: Tile) -> tuple[int, int]:
     return groups * _blocks(q.size(2), tile), q.size(0)
 
 
-def _flags(q: Tensor, cos: Tensor | None, gate_weight: Tensor | None, tile: Tile) -> dict[str, Any]:
+def _flags(
+    q: Tensor, cos: Tensor | None, rows: Tensor | None, gate_weight: Tensor | None, tile: Tile
+) -> dict[str, Any]:
     edge = q.size(-1) // 2
     half = 1 << (edge - 1).bit_length()
     return {
         "ROTATED": cos is not None, "LOW": edge if gate_weight is None else gate_weight.size(1) // 2, "EDGE": edge,
-        "COLUMNS": 0 if cos is None else cos.size(1),
+        "COLUMNS": 0 if cos is None else cos.size(-1), "BY_HEAD": rows is not None,
         "T": tile.tokens, "HALF": half, "EVEN": half == edge and not q.size(2) % (tile.tokens * tile.parts),
         "num_warps": max(1, tile.warps * half // 32),
     }  # fmt: skip

@@ -49,14 +49,20 @@ def split_heads(n_q_heads, n_k_heads, Q_HEADS: tl.constexpr, K_HEADS: tl.constex
 
 @triton.jit
 def load_angles(
-    cos_ptr, sin_ptr, start, n,
-    ROTATED: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+    cos_ptr, sin_ptr, which_ptr, start, n,
+    ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Cosines and sines (T, HALF) of the tokens from `start` on; what is beyond the content is not to be used."""
+    """Cosines and sines (T, HALF) of the tokens from `start` on; what is beyond the content is not to be used.
+
+    BY_HEAD: of several tables, n tokens each, the one that is named behind which_ptr.
+    """
     cos, sin = 0.0, 0.0
     if ROTATED:
         rows, half = tl.arange(0, T)[:, None], tl.arange(0, HALF)[None, :]
         at = start.to(tl.int64) * COLUMNS + (rows * COLUMNS + half)
+        if BY_HEAD:
+            at += tl.load(which_ptr).to(tl.int64) * n * COLUMNS
         if EVEN and COLUMNS >= HALF:
             cos, sin = tl.load(cos_ptr + at), tl.load(sin_ptr + at)
         else:
@@ -100,10 +106,10 @@ def load_weights(weight_ptr, half, LOW: tl.constexpr):
 @triton.jit
 def prepare_heads(
     x_ptr, weight_ptr, bias_ptr, amplitude_ptr, floor_ptr, out_ptr, x_b, x_h, x_n,
-    cos_ptr, sin_ptr, start, head, n_heads, n, first, middle, apart, factor,
-    QUERIES: tl.constexpr, ROTATED: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
-    COLUMNS: tl.constexpr, HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
-    BITS: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
+    cos_ptr, sin_ptr, which_ptr, start, head, n_heads, n, first, middle, apart, factor,
+    QUERIES: tl.constexpr, ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr,
+    EDGE: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
+    EVEN: tl.constexpr, BITS: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of x from `head` on, T tokens from `start` on."""
     batch = tl.program_id(1).to(tl.int64)
@@ -116,8 +122,9 @@ def prepare_heads(
     bias_ptr += head
     amplitude_ptr += head
     floor_ptr += head
+    which_ptr += head
     coming_a, coming_b = load_halves(source, inside, EDGE, EVEN)
-    cos, sin = load_angles(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
+    cos, sin = load_angles(cos_ptr, sin_ptr, which_ptr, start, n, ROTATED, BY_HEAD, COLUMNS, T, HALF, EVEN)
     position = (start + first + rows).to(tl.float32)
     for step in tl.static_range(HEADS):
         a, b = coming_a.to(tl.float32), coming_b.to(tl.float32)
@@ -126,6 +133,10 @@ def prepare_heads(
             source += x_h
             coming_a, coming_b = load_halves(source, inside, EDGE, EVEN)
         turned_a, turned_b = a, b
+        if BY_HEAD and step > 0:
+            cos, sin = load_angles(
+                cos_ptr, sin_ptr, which_ptr + step, start, n, ROTATED, BY_HEAD, COLUMNS, T, HALF, EVEN
+            )  # fmt: skip
         if ROTATED:
             turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
         if GATED:
@@ -146,18 +157,19 @@ def prepare_heads(
 
 @triton.jit
 def _prologue_fwd_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, which_ptr,
+    q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr,
     q_out_ptr, k_out_ptr, q_b, q_h, q_n, k_b, k_h, k_n, n_q_heads, n_k_heads, n, first, middle, apart, factor,
-    ROTATED: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr, COLUMNS: tl.constexpr,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
-    ANCHORS: tl.constexpr, LIMIT: tl.constexpr, BITS: tl.constexpr,
+    ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
+    COLUMNS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
+    EVEN: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """q and k (B, H, N, W) → the same, contiguous: content turned, the bias's coordinates in the gaps.
 
     LOW: coordinates of half the content. EDGE: W / 2. COLUMNS: of the cosines and sines, LOW or more. EVEN: blocks and
     halves fill their tiles. first: position of token 0 from the first anchor. middle: tokens before it count from the
     first anchor, those from it on from the second, `apart` further on. factor: times which amplitude · g is the scaled
-    rate.
+    rate. BY_HEAD: which_ptr has the table of cosines and sines of each head of q, then of k.
     """
     # Compilers hand a Python float over in float64, and all that it touches would be.
     factor = tl.cast(factor, tl.float32)
@@ -165,14 +177,14 @@ def _prologue_fwd_kernel(
     if of_queries:
         prepare_heads(
             q_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, q_out_ptr, q_b, q_h, q_n,
-            cos_ptr, sin_ptr, block * T, head, n_q_heads, n, first, middle, apart, factor,
-            True, ROTATED, GATED, LOW, EDGE, COLUMNS, Q_HEADS, T, HALF, EVEN, BITS, ANCHORS, LIMIT,
+            cos_ptr, sin_ptr, which_ptr, block * T, head, n_q_heads, n, first, middle, apart, factor,
+            True, ROTATED, BY_HEAD, GATED, LOW, EDGE, COLUMNS, Q_HEADS, T, HALF, EVEN, BITS, ANCHORS, LIMIT,
         )  # fmt: skip
     else:
         prepare_heads(
             k_ptr, k_weight_ptr, k_bias_ptr, amplitude_ptr, floor_ptr, k_out_ptr, k_b, k_h, k_n,
-            cos_ptr, sin_ptr, block * T, head, n_k_heads, n, first, middle, apart, factor,
-            False, ROTATED, GATED, LOW, EDGE, COLUMNS, K_HEADS, T, HALF, EVEN, BITS, ANCHORS, LIMIT,
+            cos_ptr, sin_ptr, which_ptr + n_q_heads, block * T, head, n_k_heads, n, first, middle, apart, factor,
+            False, ROTATED, BY_HEAD, GATED, LOW, EDGE, COLUMNS, K_HEADS, T, HALF, EVEN, BITS, ANCHORS, LIMIT,
         )  # fmt: skip
 
 
@@ -197,9 +209,10 @@ def row_norms(a, b, like):
 @triton.jit
 def bound_heads(
     x_ptr, weight_ptr, bias_ptr, amplitude_ptr, floor_ptr, out_ptr, number_ptr, reach_ptr, least_ptr, x_b, x_h, x_n,
-    cos_ptr, sin_ptr, block, head, n_heads, n, factor, stretch,
-    QUERIES: tl.constexpr, ROTATED: tl.constexpr, BOUNDED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
-    COLUMNS: tl.constexpr, HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+    cos_ptr, sin_ptr, which_ptr, block, head, n_heads, n, factor, stretch,
+    QUERIES: tl.constexpr, ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, BOUNDED: tl.constexpr, LOW: tl.constexpr,
+    EDGE: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of x from `head` on, T tokens of block `block`."""
     start = block * T
@@ -210,8 +223,9 @@ def bound_heads(
     inside = there[:, None] & (half < EDGE)
     x_ptr += tl.program_id(1).to(tl.int64) * x_b + start.to(tl.int64) * x_n + head * x_h + (rows * x_n + half)
     out_ptr += (row * n + start) * (2 * EDGE) + (rows * (2 * EDGE) + half)
+    which_ptr += head
     coming_a, coming_b = load_halves(x_ptr, inside, EDGE, EVEN)
-    cos, sin = load_angles(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
+    cos, sin = load_angles(cos_ptr, sin_ptr, which_ptr, start, n, ROTATED, BY_HEAD, COLUMNS, T, HALF, EVEN)
     for step in tl.static_range(HEADS):
         a, b = coming_a.to(tl.float32), coming_b.to(tl.float32)
         if step + 1 < HEADS:
@@ -220,6 +234,10 @@ def bound_heads(
             coming_a, coming_b = load_halves(x_ptr, inside, EDGE, EVEN)
         wa, wb = load_weights(weight_ptr + (head + step) * (2 * LOW), half, LOW)
         z = tl.sum(a * wa + b * wb, 1) + tl.load(bias_ptr + head + step)
+        if BY_HEAD and step > 0:
+            cos, sin = load_angles(
+                cos_ptr, sin_ptr, which_ptr + step, start, n, ROTATED, BY_HEAD, COLUMNS, T, HALF, EVEN
+            )  # fmt: skip
         a, b = rotate_halves(a, b, cos, sin, half, ROTATED, LOW, EDGE)
         store_halves(out_ptr, a, b, inside, EDGE, EVEN)
         out_ptr += tl.cast(n, tl.int64) * (2 * EDGE)
@@ -243,11 +261,13 @@ def bound_heads(
 
 @triton.jit
 def _prologue_bounded_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, which_ptr,
+    q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr,
     q_out_ptr, k_out_ptr, c_ptr, u_ptr, reach_ptr, k_reach_ptr, u_least_ptr, q_b, q_h, q_n, k_b, k_h, k_n,
     n_q_heads, n_k_heads, n, factor, q_stretch, k_stretch,
-    ROTATED: tl.constexpr, BOUNDED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr, COLUMNS: tl.constexpr,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+    ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, BOUNDED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
+    COLUMNS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """q and k (B, H, N, W) → the same, contiguous: turned, zeros in the gaps; and beside them rates and exposures.
 
@@ -262,14 +282,14 @@ def _prologue_bounded_kernel(
     if of_queries:
         bound_heads(
             q_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, q_out_ptr, c_ptr, reach_ptr, u_least_ptr,
-            q_b, q_h, q_n, cos_ptr, sin_ptr, block, head, n_q_heads, n, factor, q_stretch,
-            True, ROTATED, BOUNDED, LOW, EDGE, COLUMNS, Q_HEADS, T, HALF, EVEN,
+            q_b, q_h, q_n, cos_ptr, sin_ptr, which_ptr, block, head, n_q_heads, n, factor, q_stretch,
+            True, ROTATED, BY_HEAD, BOUNDED, LOW, EDGE, COLUMNS, Q_HEADS, T, HALF, EVEN,
         )  # fmt: skip
     else:
         bound_heads(
             k_ptr, k_weight_ptr, k_bias_ptr, amplitude_ptr, floor_ptr, k_out_ptr, u_ptr, k_reach_ptr, u_least_ptr,
-            k_b, k_h, k_n, cos_ptr, sin_ptr, block, head, n_k_heads, n, factor, k_stretch,
-            False, ROTATED, BOUNDED, LOW, EDGE, COLUMNS, K_HEADS, T, HALF, EVEN,
+            k_b, k_h, k_n, cos_ptr, sin_ptr, which_ptr + n_q_heads, block, head, n_k_heads, n, factor, k_stretch,
+            False, ROTATED, BY_HEAD, BOUNDED, LOW, EDGE, COLUMNS, K_HEADS, T, HALF, EVEN,
         )  # fmt: skip
 
 
@@ -348,10 +368,10 @@ def store_sums(sums_ptr, a, b, half, LOW: tl.constexpr):
 @triton.jit
 def undo_head(
     grad_ptr, x_ptr, weight_ptr, bias_ptr, amplitude_ptr, floor_ptr, dx_ptr, sums_ptr, g_b, g_h, g_n, x_b, x_h, x_n,
-    cos_ptr, sin_ptr, start, head, n_heads, n, first, middle, apart, factor,
-    QUERIES: tl.constexpr, ROTATED: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
-    COLUMNS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
-    ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
+    cos_ptr, sin_ptr, which_ptr, start, head, n_heads, n, first, middle, apart, factor,
+    QUERIES: tl.constexpr, ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr,
+    EDGE: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
+    EVEN: tl.constexpr, ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of `prepare_heads` for one head and PARTS · T tokens from `start` on, and sums over them."""
     batch = tl.program_id(1).to(tl.int64)
@@ -370,7 +390,7 @@ def undo_head(
         da, db, here = ga, gb, inside
         if GATED:
             a, b = coming_a.to(tl.float32), coming_b.to(tl.float32)
-        cos, sin = load_angles(cos_ptr, sin_ptr, start, n, ROTATED, COLUMNS, T, HALF, EVEN)
+        cos, sin = load_angles(cos_ptr, sin_ptr, which_ptr + head, start, n, ROTATED, BY_HEAD, COLUMNS, T, HALF, EVEN)
         position, in_first = (start + first + rows).to(tl.float32), start + rows < middle
         if part + 1 < PARTS:
             # Under way while this part is worked on.
@@ -397,12 +417,12 @@ def undo_head(
 
 @triton.jit
 def _prologue_bwd_kernel(
-    q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr,
+    q_grad_ptr, k_grad_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, which_ptr,
     q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr, dq_ptr, dk_ptr, sums_ptr,
     qg_b, qg_h, qg_n, kg_b, kg_h, kg_n, q_b, q_h, q_n, k_b, k_h, k_n,
     n_q_heads, n_k_heads, n, first, middle, apart, factor,
-    ROTATED: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+    ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, GATED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
     ANCHORS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of `_prologue_fwd_kernel`: dq and dk (B, N, H, W), contiguous, zero in the gaps.
@@ -419,13 +439,15 @@ def _prologue_bwd_kernel(
     if of_queries:
         undo_head(
             q_grad_ptr, q_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, dq_ptr, sums_ptr,
-            qg_b, qg_h, qg_n, q_b, q_h, q_n, cos_ptr, sin_ptr, start, head, n_q_heads, n, first, middle, apart, factor,
-            True, ROTATED, GATED, LOW, EDGE, COLUMNS, PARTS, T, HALF, EVEN, ANCHORS, LIMIT,
+            qg_b, qg_h, qg_n, q_b, q_h, q_n,
+            cos_ptr, sin_ptr, which_ptr, start, head, n_q_heads, n, first, middle, apart, factor,
+            True, ROTATED, BY_HEAD, GATED, LOW, EDGE, COLUMNS, PARTS, T, HALF, EVEN, ANCHORS, LIMIT,
         )  # fmt: skip
     else:
         undo_head(
             k_grad_ptr, k_ptr, k_weight_ptr, k_bias_ptr, amplitude_ptr, floor_ptr, dk_ptr,
             sums_ptr + n_q_heads * (2 * LOW + 2),
-            kg_b, kg_h, kg_n, k_b, k_h, k_n, cos_ptr, sin_ptr, start, head, n_k_heads, n, first, middle, apart, factor,
-            False, ROTATED, GATED, LOW, EDGE, COLUMNS, PARTS, T, HALF, EVEN, ANCHORS, LIMIT,
+            kg_b, kg_h, kg_n, k_b, k_h, k_n,
+            cos_ptr, sin_ptr, which_ptr + n_q_heads, start, head, n_k_heads, n, first, middle, apart, factor,
+            False, ROTATED, BY_HEAD, GATED, LOW, EDGE, COLUMNS, PARTS, T, HALF, EVEN, ANCHORS, LIMIT,
         )  # fmt: skip
