@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nope": {"method": "nope"},
     "floors": {"method": "floors", "floors": FLOORS},
     "ours": {},
-    "ours-hope": {"plan": {"position": "hope"}},
+    "ours-hope": {"plan": {"position": "hope", "least": 8.0}},
     "ours-rope": {"plan": {"free_position": "rope"}},
     "ours-log": {"log_scale": True},
     "ours-skip": {"skip_to": 65536},

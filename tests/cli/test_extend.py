@@ -24,7 +24,7 @@ NATIVE, TO = 640, 1280
 SMALL = [
     "--to", str(TO), "--steps", "3", "--batch-size", "1", "--update-tokens", str(2 * NATIVE), "--windows", "1",
     "--samples", "0", "--prompts", "2", "--keep", "0", "--checkpoint-every", "1", "--heldout-fraction", "0.3",
-    "--lengths", f"{NATIVE},{TO}", "--device", "cpu",
+    "--lengths", f"{NATIVE},{TO}", "--new-tokens", "2", "--device", "cpu",
 ]  # fmt: skip
 
 
@@ -36,9 +36,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = json.loads(Path("small/config.json").read_text())
     Path("small/config.json").write_text(json.dumps(config | {"max_position_embeddings": NATIVE}))
     rng, words = random.Random(0), ["abc", "def", "words", "and", "more", "rain", "sun"]
-    sentences = [" ".join(rng.choices(words, k=6)).capitalize() + "." for _ in range(600)]
-    books = [{"id": f"b{n}", "text": " ".join(sentences[60 * n : 60 * n + 60])} for n in range(10)]
+    sentences = [" ".join(rng.choices(words, k=6)).capitalize() + "." for _ in range(1200)]
+    books = [{"id": f"b{n}", "text": " ".join(sentences[120 * n : 120 * n + 120])} for n in range(10)]
     Path("books.jsonl").write_text("".join(json.dumps(book) + "\n" for book in books))
+    # Few and short answers.
+    monkeypatch.setattr(extend_measures, "short_prompts", lambda: ["abc"] * 102)
+    monkeypatch.setattr(extend, "KEPT_TOKENS", 4)
     return tmp_path
 
 
@@ -82,9 +85,9 @@ class Killed(BaseException):
 def test_killed_anywhere_it_resumes_to_the_same_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {
         "to": TO, "steps": 3, "batch_size": 1, "update_tokens": 2 * NATIVE, "windows": 1, "samples": 0, "prompts": 1,
-        "keep": 0.1, "checkpoint_every": 1, "heldout_fraction": 0.3, "lengths": (NATIVE,), "device": "cpu",
+        "keep": 0.1, "checkpoint_every": 1, "heldout_fraction": 0.3, "lengths": (NATIVE,), "new_tokens": 1,
+        "before": False, "device": "cpu",
     }  # fmt: skip
-    monkeypatch.setattr(extend_measures, "short_prompts", lambda: ["abc"] * 102)
     gape.hf.extend("small", "books.jsonl", out="whole", **options)
 
     def dies(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +108,9 @@ def test_killed_anywhere_it_resumes_to_the_same_model(home: Path, monkeypatch: p
 
 
 def test_lora_changes_projections_alone_and_is_merged(home: Path) -> None:
-    assert gape_exits("hf", "extend", "small", "books.jsonl", *SMALL, "--out", "out", "--lora", "2") == 0
+    assert (
+        gape_exits("hf", "extend", "small", "books.jsonl", *SMALL, "--out", "out", "--lora", "2", "--prompts", "0") == 0
+    )
     before, after = load_file("small/model.safetensors"), weights("out")
     changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}

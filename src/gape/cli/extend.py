@@ -42,6 +42,7 @@ def extend(
     samples: Annotated[int, typer.Option(help="Needles of a task and length that are made here; 0: none.")] = 16,
     windows: Annotated[int, typer.Option(help="Windows of a perplexity.")] = 16,
     prompts: Annotated[int, typer.Option(help="Short prompts whose answers are compared; 0: none.")] = 100,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that the time of a token is the mean of.")] = 64,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more time.")] = False,
     heldout_fraction: Annotated[
         float, typer.Option(help="Where DATA is text: share of its documents held out.")
@@ -67,7 +68,7 @@ def extend(
         skip_to=skip_to, keep=keep, lora=lora, needles=needles, samples=samples, windows=windows, prompts=prompts,
         lengths=None if lengths is None else numbers("lengths", lengths, int, "1024,4096"),
         gradient_checkpointing=gradient_checkpointing, heldout_fraction=heldout_fraction,
-        checkpoint_every=checkpoint_every, seed=seed,
+        checkpoint_every=checkpoint_every, new_tokens=new_tokens, seed=seed,
     )  # fmt: skip
     target = pick_device(device)
     wants_bfloat16(precision, target)

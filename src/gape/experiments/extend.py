@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-import gape.hf
 from gape.data import Corpus, RecallSource, WindowSource, load_tokenizer
 from gape.experiments import extend_measures as measures
 from gape.experiments import finetune, ruler
@@ -31,6 +30,7 @@ from gape.experiments.open_reader import transformers_reader
 from gape.experiments.result_store import ResultStore
 from gape.experiments.retrieval_heads import with_floors
 from gape.hf import extension
+from gape.hf.floors import FloorPlan
 from gape.hf.heads import sizes
 from gape.report import extend as report
 from gape.tasks import recall
@@ -48,8 +48,8 @@ MARK, ROWS, PLAN, HEADS, KEPT, START, TUNING = (
 NEEDLES, HAYSTACK = "needles", "haystack.txt"
 #: Tasks of RULER that are measured.
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1")
-#: Tokens of the shortest context that is measured.
-SHORT = 1024
+#: Tokens of the shortest context that is measured, and of those that are scored at the end of each.
+SHORT, LAST = 1024, 512
 #: Tokens on which logits are measured.
 LOGIT_TOKENS = 8192
 #: Answers to each prompt of those that are tuned on, and tokens of each.
@@ -222,14 +222,17 @@ class Job:
     def measures(self) -> Measures:
         """What is measured: lengths up to the target that held-out documents fill, and needles."""
         settings = self.settings
-        lengths = settings.lengths or tuple(_doubling(min(SHORT, self.settings.window(self.native)), settings.to))
+        doubling = _doubling(min(SHORT, settings.window(self.native)), settings.to)
+        lengths = tuple(sorted(settings.lengths or doubling))
         longest = max(document.length for document in self.corpus.documents("heldout")) - 1
-        contexts = tuple(length for length in lengths if length <= longest)
+        last = min(LAST, lengths[0])
+        # Windows end at multiples of the tokens that are scored.
+        contexts = tuple(length for length in lengths if -(-length // last) * last <= longest)
         if len(contexts) < len(lengths):
             self.progress.log(f"perplexity beyond {longest:,} tokens is left out: no held-out document is longer")
         return Measures(
             contexts=contexts, windows=settings.windows, needles=self._needles(lengths),
-            last=min(512, contexts[0]),
+            last=last,
             generate=tuple(length for length in lengths if length in (self.native, settings.to, lengths[-1])),
             new_tokens=settings.new_tokens, answer_tokens=32 if settings.prompts else 0, prompts=settings.prompts,
         )  # fmt: skip
@@ -286,17 +289,17 @@ class Job:
         path = self.settings.floors
         return None if path is None else list(with_floors({}, Path(path))["gate_floor"])
 
-    def _plan(self, model: Any) -> Any:
+    def _plan(self, model: Any) -> FloorPlan:
         """The plan of floors, stored."""
         path = self.out / PLAN
         if path.is_file():
-            return gape.hf.FloorPlan.from_dict(files.from_json(path.read_bytes()))
+            return FloorPlan.from_dict(files.from_json(path.read_bytes()))
         plan = self.planned(model, self._scores(model))
         self.progress.log(str(plan))
         files.replace(path, files.to_json(plan.to_dict()))
         return plan
 
-    def planned(self, model: Any, scores: torch.Tensor) -> Any:
+    def planned(self, model: Any, scores: torch.Tensor) -> FloorPlan:
         """Floors for a model by the scores of its heads (L, Hk)."""
         settings = self.settings
         free = extension.default_free(model) if settings.free is None else settings.free

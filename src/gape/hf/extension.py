@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gape.hf
 from gape.hf.families import family_of, rope_theta
+from gape.hf.floors import FloorPlan, plan_floors
 from gape.hf.heads import scores, sizes
 from gape.hf.injection import inject
 from gape.utils.validation import invalid_argument, whole
@@ -79,7 +79,7 @@ def head_scores(model: Any, texts: list[tuple[Tensor, range, int]]) -> Tensor:
     return torch.stack(each).mean(0)
 
 
-def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options: Any) -> Any:
+def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options: Any) -> FloorPlan:
     """Floors by theorem for a model without gates; logits are bounded by those measured on a text.
 
     Args:
@@ -89,9 +89,7 @@ def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options
         ids: (B, N), the text, on the model's device.
         **options: of :func:`gape.hf.plan_floors`, in place of those chosen here.
     """
-    return gape.hf.plan_floors(
-        model, **({"free": free, "scores": head_score, "bounds": "scores", "ids": ids} | options)
-    )
+    return plan_floors(model, **({"free": free, "scores": head_score, "bounds": "scores", "ids": ids} | options))
 
 
 def put_in(
@@ -99,7 +97,7 @@ def put_in(
     method: str,
     *,
     to: int,
-    plan: Any = None,
+    plan: FloorPlan | None = None,
     floors: list[list[float]] | None = None,
     factor: float | None = None,
     log_scale: bool = False,
@@ -129,7 +127,7 @@ def put_in(
         if plan is None:
             raise invalid_argument("plan", None, "a plan of floors")
         options: dict[str, Any] = {"log_scale": True} if log_scale else {}
-        inject(model, plan=plan, start="paper", gates=GATES, **options)
+        inject(model, floors=plan, start="paper", gates=GATES, **options)
     elif method == "floors":
         inject(model, context_length=native, start="paper", gates={**GATES, "gate_floor": floors})
     elif method == "yarn":
