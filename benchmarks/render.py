@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import common
-from tables import forgetting, generate, language, needle, readme, smollm2, speed
+from tables import extend, forgetting, generate, language, needle, readme, smollm2, speed
 
 #: What draws a table, by its name in a page.
 TABLES: dict[str, Callable[[], str]] = {
@@ -71,6 +71,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "forgetting-needles": lambda: forgetting.needles(8192),
     "forgetting-needles-short": lambda: forgetting.needles(2048),
     "generate": generate.generation,
+    "extend-needles": extend.needles,
+    "extend-differences": extend.differences,
+    "extend-perplexity": extend.perplexity,
+    "extend-cost": extend.cost,
     "speed-layer": speed.layer_cost,
     "speed-skipping": speed.skipping,
     "speed": speed.benchmarks,

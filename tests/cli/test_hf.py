@@ -252,6 +252,19 @@ def test_a_corpus_of_the_same_tokenizer_in_another_file_is_taken(models: Path) -
     assert gape_exits("hf", "finetune", "worded", "corpus", "--out", "run", *TRAIN) == 0
 
 
+def test_recall_texts_are_tuned_on(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_words("worded")
+    Path("text.txt").write_text("abc def words. " * 2000)
+    options = ("--length", "900", "--steps", "2", "--recall", "0.5", "--skip-to", "4096", "--device", "cpu")
+    assert gape_exits("hf", "inject", "worded", "--context-length", "16", "--out", "gated") == 0
+    assert gape_exits("hf", "finetune", "gated", "text.txt", "--out", "run", *options, "--heldout-fraction", "0") == 0
+    assert json.loads(Path("run/run.json").read_text())["recall"]["share"] == 0.5
+    command = ("hf", "finetune", "gated", "run/corpus", "--out", "other", *options, "--length", "100")
+    assert gape_exits(*command) == 2
+    assert "length: " in capsys.readouterr().err
+    assert not Path("other").exists()
+
+
 def test_a_corpus_of_bytes_with_a_short_first_document_is_refused(models: Path) -> None:
     with_words("worded")
     Path("rows.jsonl").write_text('{"text": "A"}\n' + json.dumps({"text": "abc def words " * 40}) + "\n")

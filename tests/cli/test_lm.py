@@ -69,6 +69,16 @@ def test_from_a_corpus_to_perplexity(corpus: Path, capsys: pytest.CaptureFixture
     assert len(rows("runs/lm/toy/p-rope")) == 2
 
 
+def test_recall_texts_are_trained_on_and_belong_to_the_run(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    longer = text.corpus(Path("long"), lengths=(700, 800), train_length=700).directory
+    options = ("recall.share=0.5", "recall.skip_to=4096", "task.length=600", "model.position=p-rope+gape")
+    assert train(longer, *options, "train.max_steps=2", "evaluation.contexts=[]") == 0
+    assert train(longer, *options, "train.max_steps=2", "evaluation.contexts=[]", "recall.weight=2") == 2
+    assert "recall was" in capsys.readouterr().err
+    assert train(corpus, "recall.share=0.5", "--out", "other") == 2
+    assert "recall.length" in capsys.readouterr().err
+
+
 def test_measured_further_and_compared(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(corpus, "evaluation.contexts=[]") == 0
     homes = [f"runs/lm/toy/{run}" for run in RUNS]

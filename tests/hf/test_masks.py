@@ -10,7 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+import gape.hf
 from gape.hf import masks
+from tests.hf.tiny import opened, tiny, tokens
 
 ROWS, KEYS = 7, 11
 
@@ -64,3 +66,20 @@ def test_a_tensor_is_read_once_until_it_is_written_to() -> None:
     positions[2] = 9
     masks.memoized(positions, "_gape_test", lambda: values.append(int(positions[2])))
     assert values == [2, 9]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_positions_that_skip_are_those_of_one_document(gated: bool) -> None:
+    """Every token sees all earlier ones, at distances by position; a definition with a dense mask gives the same."""
+    model = opened(tiny("llama")) if gated else tiny("llama")
+    ids, positions = tokens(2, 20), torch.arange(20).repeat(2, 1)
+    positions[0, 7:] += 30
+    with torch.no_grad():
+        ours = gape.hf.LanguageModel(model).hidden(ids, positions)
+        model.set_attn_implementation("gape_reference" if gated else "eager")
+        real = torch.ones(2, 20, dtype=torch.int64)
+        theirs = model.model(input_ids=ids, position_ids=positions, attention_mask=real).last_hidden_state
+        plain = gape.hf.LanguageModel(model).hidden(ids)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours[1], plain[1], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(ours[0, 8:], plain[0, 8:], atol=1e-2)

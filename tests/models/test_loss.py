@@ -39,6 +39,26 @@ def test_it_is_the_plain_loss(rows: int, vocabulary: int, ignored: float, monkey
     torch.testing.assert_close(each.sum(), theirs, atol=1e-9, rtol=1e-9)
 
 
+def test_weights_multiply_each_term_and_their_sum_divides_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "LOSS_ROWS", 7)
+    x, weight, targets = drawn(20, 101)
+    weights = torch.rand(20, dtype=torch.float64) * 4
+    each = F.cross_entropy(F.linear(x, weight), targets, ignore_index=-100, reduction="none") * weights
+    theirs = each.sum() / weights[targets != -100].sum()
+    totals = (
+        loss.sliced_cross_entropy(x, weight, targets, weights),
+        loss.summed_cross_entropy(F.linear(x, weight), targets, weights),
+    )
+    for total in totals:
+        ours = loss.mean_loss(total, targets, weights)
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+        for a, b in zip(*(torch.autograd.grad(y, (x, weight), retain_graph=True) for y in (ours, theirs)), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    with torch.no_grad():
+        total = loss.sliced_cross_entropy(x, weight, targets, weights)
+    torch.testing.assert_close(total, each.sum(), atol=1e-9, rtol=1e-9)
+
+
 def test_nothing_costs_nothing() -> None:
     x, weight, targets = drawn(0, 10)
     total = loss.sliced_cross_entropy(x, weight, targets)

@@ -23,10 +23,12 @@ def passage(length: int, seed: int) -> str:
     return "".join("abc def"[i] for i in letters.tolist())
 
 
-def corpus(directory: Path, *, lengths: tuple[int, ...] = LENGTHS, train: int = 12, **settings: object) -> Corpus:
+def corpus(
+    directory: Path, *, lengths: tuple[int, ...] = LENGTHS, train: int = 12, train_length: int = 300, **settings: object
+) -> Corpus:
     """Training documents of 300 tokens and held-out ones of `lengths`."""
     directory.mkdir(parents=True, exist_ok=True)
-    read = [{"id": f"train-{i}", "text": passage(299, i)} for i in range(train)]
+    read = [{"id": f"train-{i}", "text": passage(train_length - 1, i)} for i in range(train)]
     heldout_rows = [{"id": f"held-{i}", "text": passage(n - 1, 100 + i)} for i, n in enumerate(lengths)]
     heldout = write_lines(directory / "held.jsonl", heldout_rows)
     training = write_lines(directory / "train.jsonl", read)

@@ -29,13 +29,18 @@ def gradient(batches, **changes):
 
 
 def pieces(whole, n):
-    return [Batch(ids, targets) for ids, targets in zip(whole.ids.chunk(n), whole.targets.chunk(n), strict=True)]
+    weights = [None] * n if whole.weights is None else whole.weights.chunk(n)
+    parts = zip(whole.ids.chunk(n), whole.targets.chunk(n), weights, strict=True)
+    return [Batch(ids, targets, weights=weights) for ids, targets, weights in parts]
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("lambda_l1", [0.0, 0.7])
 @pytest.mark.parametrize("accumulation", [2, 4, 8])
-def test_accumulation_does_not_change_the_gradient(accumulation, lambda_l1):
+def test_accumulation_does_not_change_the_gradient(accumulation, lambda_l1, weighted):
     whole = Numbers(batch_size=8).batch(1, 0)
+    if weighted:
+        whole = whole._replace(weights=torch.linspace(0.5, 4, 64).view(8, 8))
     # Ragged to the extreme: some pieces count nothing at all, one counts everything.
     whole.targets[2:5] = -100
     whole.targets[5] = 3

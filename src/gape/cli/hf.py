@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gape.cli import forgetting
+from gape.cli import extend, forgetting
 from gape.cli.options import INTS, Device, Precision, Resume, Split, numbers
 
 app = typer.Typer(help="Models of transformers.", no_args_is_help=True, rich_markup_mode=None)
@@ -61,11 +61,11 @@ def inject(
     from gape.experiments import finetune, retrieval_heads  # noqa: PLC0415
 
     chosen = None if layers is None else numbers("layers", layers, int, "0,1,2")
-    gates = _values("gate", gate)
+    gates = values("gate", gate)
     finetune.retrofit(
         model, out, context_length=context_length, position=position, layers=chosen, start=start, seed=seed,
         gates=gates if floors is None else retrieval_heads.with_floors(gates, floors),
-        options=_values("option", option), dry_run=dry_run,
+        options=values("option", option), dry_run=dry_run,
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def heads(
 
     settings = retrieval_heads.Settings(
         model=model, data=data, free=free, floor=floor, samples=samples, candidates=candidates,
-        context_length=context_length, gates=_values("gate", gate),
+        context_length=context_length, gates=values("gate", gate),
     )  # fmt: skip
     retrieval_heads.write(settings, out, device)
 
@@ -128,7 +128,7 @@ def convert(
         return
     finetune.retrofit(
         model, out, context_length=context_length, position=position, layers=None, start=start, seed=seed,
-        gates=_values("gate", gate), options=_values("option", option), dry_run=dry_run, learned_positions=True,
+        gates=values("gate", gate), options=values("option", option), dry_run=dry_run, learned_positions=True,
     )  # fmt: skip
 
 
@@ -152,14 +152,21 @@ def train(
     validate_every: Annotated[int, typer.Option(help="Updates between validations; 0 never validates.")] = 100,
     checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 500,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more time.")] = False,
+    recall: Annotated[float, typer.Option(help="Share of windows with facts put in and asked for at the end.")] = 0.0,
+    recall_weight: Annotated[float, typer.Option(help="Weight of the tokens of their answers in the loss.")] = 4.0,
+    skip_to: Annotated[
+        int, typer.Option(help="Half of the windows skip positions at random, up to this one; 0 skips none.")
+    ] = 0,
     attention: Attention = None,
     variant: Annotated[str, typer.Option(help="Name in tables that tells the run from others of its scheme.")] = "",
+    lora: Annotated[int, typer.Option(help="Rank of LoRA matrices that learn in place of the weights; 0: none.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the order of the data, a number from 0.")] = 0,
     device: Device = "auto",
     precision: Precision = "auto",
     resume: Resume = "auto",
 ) -> None:
     """Fine-tune a model on text, with gates or without. Stop it and start it again as you like."""
+    from gape.data import RecallConfig  # noqa: PLC0415
     from gape.experiments import finetune  # noqa: PLC0415
     from gape.train import TrainConfig  # noqa: PLC0415
 
@@ -173,7 +180,8 @@ def train(
     written = finetune.finetune(
         model, data, out, config, length=length, batch_size=batch_size, learn=learn, device=device, resume=resume,
         heldout_fraction=heldout_fraction, gradient_checkpointing=gradient_checkpointing, attention=attention,
-        variant=variant,
+        variant=variant, recall=RecallConfig(share=recall, weight=recall_weight, skip_to=skip_to),
+        lora=lora,
     )  # fmt: skip
     typer.echo(written)
 
@@ -211,9 +219,10 @@ def measure(
 
 
 app.command("forgetting")(forgetting.language)
+app.command("extend")(extend.extend)
 
 
-def _values(name: str, given: list[str] | None) -> dict[str, Any]:
+def values(name: str, given: list[str] | None) -> dict[str, Any]:
     """KEY=VALUE of an option of that name, the values as in a recipe."""
     from gape.utils.settings import override  # noqa: PLC0415
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gape.data.config import PrepareConfig
     from gape.data.corpus import Corpus, Document, open_corpus
     from gape.data.pipeline import prepare
+    from gape.data.recall import RecallConfig, RecallSource
     from gape.data.tokenizer import Tokenizer, load_tokenizer
     from gape.data.windows import WindowSource
 
@@ -19,6 +20,8 @@ _HOMES = {
     "Corpus": "corpus",
     "Document": "corpus",
     "PrepareConfig": "config",
+    "RecallConfig": "recall",
+    "RecallSource": "recall",
     "Tokenizer": "tokenizer",
     "WindowSource": "windows",
     "load_tokenizer": "tokenizer",
@@ -30,6 +33,8 @@ __all__ = [
     "Corpus",
     "Document",
     "PrepareConfig",
+    "RecallConfig",
+    "RecallSource",
     "Tokenizer",
     "WindowSource",
     "load_tokenizer",

@@ -18,13 +18,15 @@ class Batch(NamedTuple):
     """One micro-batch, on the model's device.
 
     ids: integer (B, N). targets: int64 (B, K), those of the last K ≤ N tokens, -100 where nothing is counted; not every
-    model takes K < N. documents, positions: as the model's forward takes them, or None.
+    model takes K < N. documents, positions: as the model's forward takes them, or None. weights: float32 like targets,
+    how much each counts in the mean loss, or None for all alike; not every model takes them.
     """
 
     ids: Tensor
     targets: Tensor
     documents: Tensor | None = None
     positions: Tensor | None = None
+    weights: Tensor | None = None
 
 
 @runtime_checkable
@@ -117,20 +119,28 @@ class WindowSource:
         Raises:
             ValueError: a step before 1 or a micro-batch that a step does not have.
         """
+        batch = moved(self.tokens(self.numbers(step, micro)), self.device)
+        return Batch(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+
+    def numbers(self, step: int, micro: int) -> Places:
+        """The numbers of the windows of a micro-batch, int64 (B,), counted through all epochs.
+
+        Raises:
+            ValueError: as :meth:`batch`.
+        """
         whole("step", step)
         if not 0 <= micro < self.accumulation:
             raise invalid_argument("micro", micro, f"a number from 0 to {self.accumulation - 1}")
         first = ((step - 1) * self.accumulation + micro) * self.batch_size
-        shards, offsets = self.places(np.arange(first, first + self.batch_size))
-        tokens = np.empty((self.batch_size, self.length + 1), dtype=np.int64)
+        return np.arange(first, first + self.batch_size)
+
+    def tokens(self, numbers: Places) -> Places:
+        """The tokens of windows by number, int64 (len(numbers), N + 1)."""
+        shards, offsets = self.places(numbers)
+        tokens = np.empty((len(numbers), self.length + 1), dtype=np.int64)
         for row, shard, offset in zip(tokens, shards.tolist(), offsets.tolist(), strict=True):
             row[:] = self.corpus.shard(shard)[offset : offset + self.length + 1]
-        batch = torch.from_numpy(tokens)
-        if self.device.type == "cuda":
-            batch = batch.pin_memory().to(self.device, non_blocking=True)
-        else:
-            batch = batch.to(self.device)
-        return Batch(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+        return tokens
 
     def places(self, numbers: Places) -> tuple[Places, Places]:
         """The shards and the offsets in them of windows by number, counted through all epochs; int64 like `numbers`."""
@@ -160,3 +170,11 @@ class WindowSource:
             "accumulation": self.accumulation,
             "seed": self.seed,
         }
+
+
+def moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """An array as a tensor on a device; the copy to a GPU does not wait."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ from types import ModuleType
 import torch
 from rich.console import Console
 
+from gape.data.recall import RecallConfig
 from gape.experiments.open_model import SETTINGS, SUMMARY
 from gape.experiments.run import Run
 from gape.train import StopFlag, checkpoint
@@ -19,6 +21,8 @@ from gape.utils.jsonl import Record, read_object
 from gape.utils.validation import invalid_argument
 
 Log = Callable[[str], None]
+#: Sections that settings of older runs lack.
+DEFAULTS: Record = {"recall": asdict(RecallConfig())}
 
 
 #: The module of each kind of run.
@@ -83,9 +87,11 @@ def check(run: Run, directory: Path, resume: str = "auto") -> None:
     if before:
         now = run.to_dict()
         lines = [f"train.{line}" for line in changes(before.get("train", {}), now["train"])]
-        for key in ("kind", "seed", "batch_size", "task", "model"):
-            if before.get(key) != now.get(key):
-                lines.append(f"{key} was {before.get(key)} and is now {now.get(key)}")
+        for key in ("kind", "seed", "batch_size", "task", "recall", "model"):
+            # Runs from before there were recall texts had none.
+            was = before.get(key, DEFAULTS.get(key))
+            if was != now.get(key, DEFAULTS.get(key)):
+                lines.append(f"{key} was {was} and is now {now.get(key)}")
         if lines:
             raise ValueError(f"{directory}: holds another run: {'; '.join(lines)}")
     experiment(run).check(run, directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 from collections import Counter
@@ -13,9 +14,20 @@ import torch
 import transformers
 
 import gape.hf
-from gape.data import Corpus, PrepareConfig, Tokenizer, WindowSource, load_tokenizer, open_corpus, prepare
+from gape.data import (
+    Corpus,
+    PrepareConfig,
+    RecallConfig,
+    RecallSource,
+    Tokenizer,
+    WindowSource,
+    load_tokenizer,
+    open_corpus,
+    prepare,
+)
 from gape.experiments.experiment import pick_device
 from gape.experiments.open_model import MODEL, SETTINGS, base_of, describe, load_transformers, refuse_length
+from gape.hf.adapters import add_lora
 from gape.hf.formats import MAGIC, read_gguf, read_llama2c
 from gape.hf.gates import LEARN, freeze, has_gates
 from gape.hf.gpt2 import extend_positions
@@ -34,10 +46,22 @@ TOKENIZER = (
 )  # fmt: skip
 CARD, CORPUS, PART = "card.json", "corpus", ".part"
 VALIDATION_WINDOWS = 64
+NO_RECALL = RecallConfig()
 #: Tokens that tell a corpus of another tokenizer.
 _COMPARED = 512
 #: Fewer tokens say nothing.
 _LEAST_COMPARED = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Texts, as ids, that fill a share of the training windows, so that a model stays what it was."""
+
+    texts: Sequence[Sequence[int]] = ()
+    share: float = 0.0
+
+
+NO_TEXTS = Kept()
 
 
 def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
@@ -156,8 +180,13 @@ def finetune(
     gradient_checkpointing: bool,
     attention: str | None = None,
     variant: str = "",
+    recall: RecallConfig = NO_RECALL,
+    lora: int = 0,
+    kept: Kept = NO_TEXTS,
 ) -> Path:
     """Fine-tune a model in a run directory and save it to model/ in it.
+
+    Args are the options of `gape hf finetune`; `kept` are other texts that some windows are filled with.
 
     Returns:
         The directory of the model.
@@ -172,30 +201,47 @@ def finetune(
     if resume != "auto":
         choose(out / "checkpoints", resume, progress.log)
     model = _learner(name, attention, learn, length, gradient_checkpointing=gradient_checkpointing)
+    adapters = add_lora(model, lora, config.seed) if lora else None
     windows = {
         "length": length, "batch_size": batch_size, "seed": config.seed, "device": target,
         "accumulation": config.accumulation,
     }  # fmt: skip
-    source = _source(name, model.config, out, lambda: _corpus(name, data, out, heldout_fraction, progress), windows)
+    text = window_source(
+        name, model.config, out, lambda: corpus_of(name, data, out, heldout_fraction, progress), windows
+    )
+    source = _mixed(text, name, recall, kept)
     about = describe(model.config, name) | {"learn": learn}
     settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
     settings |= {"task": {"length": length}, "model": about, "train": config.to_dict()}
+    if recall.active:
+        settings["recall"] = dataclasses.asdict(recall)
+    if lora:
+        settings["lora"] = lora
     wrapped = gape.hf.LanguageModel(model.to(target))
     with StopFlag() as stop:
         trainer = Trainer(
-            wrapped, config, source, out, _validation(source, progress, stop, config), stop=stop,
-            console=progress.console, extra={"base": name, "learn": learn, "tokenizer": source.corpus.tokenizer},
+            wrapped, config, source, out, _validation(text, progress, stop, config), stop=stop,
+            console=progress.console, extra={"base": name, "learn": learn, "tokenizer": text.corpus.tokenizer},
         )  # fmt: skip
         trainer.run(resume)
     chosen = checkpoint.resolve(out, progress.log)
     checkpoint.load_model_tensors(wrapped, chosen.model, chosen.state["aliases"])
+    if adapters is not None:
+        adapters.merge_and_unload()
     save(model.cpu(), name, out / MODEL)
     # Last: a run that has it is done.
     files.replace(out / SETTINGS, files.to_json(settings))
     return out / MODEL
 
 
-def _source(
+def _mixed(text: WindowSource, name: str, recall: RecallConfig, kept: Kept) -> WindowSource | RecallSource:
+    """Windows of text, of which some become recall texts or kept texts."""
+    if not (recall.active or kept.share):
+        return text
+    return RecallSource(text, load_tokenizer(name), recall, kept=kept.texts, kept_share=kept.share)
+
+
+def window_source(
     name: str, config: Any, out: Path, corpus: Callable[[], Corpus], windows: Mapping[str, Any]
 ) -> WindowSource:
     """Windows of a corpus that fits a model; one that was made here and does not is taken away again."""
@@ -256,7 +302,7 @@ def _validation(training: WindowSource, progress: Progress, stop: StopFlag, conf
     return validate
 
 
-def _corpus(name: str, data: Sequence[str], out: Path, heldout_fraction: float, progress: Progress) -> Corpus:
+def corpus_of(name: str, data: Sequence[str], out: Path, heldout_fraction: float, progress: Progress) -> Corpus:
     """The prepared corpus, or one made of text with the model's own tokenizer."""
     if len(data) == 1 and (Path(data[0]) / CARD).is_file():
         return open_corpus(data[0])

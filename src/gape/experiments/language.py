@@ -14,6 +14,7 @@ from rich.console import Console
 
 from gape.analysis.routing import routing_variables
 from gape.data import Corpus, WindowSource, open_corpus
+from gape.data.recall import RecallConfig, RecallSource, recall_source
 from gape.experiments import experiment, perplexity
 from gape.experiments.experiment import Log, low_precision, model_step, named_device
 from gape.experiments.result_store import ResultStore
@@ -120,7 +121,9 @@ def _corpus(run: LanguageRun) -> Corpus:
     return open_corpus(run.data)
 
 
-def _sources(run: LanguageRun, corpus: Corpus, device: torch.device) -> tuple[WindowSource, WindowSource, WindowSource]:
+def _sources(
+    run: LanguageRun, corpus: Corpus, device: torch.device
+) -> tuple[WindowSource | RecallSource, WindowSource, WindowSource]:
     """Windows to train on, to validate on and to watch the gates on."""
     length, stratum = run.task.length, run.task.stratum
     train = WindowSource(
@@ -135,4 +138,16 @@ def _sources(run: LanguageRun, corpus: Corpus, device: torch.device) -> tuple[Wi
         )
         for size in sizes
     )  # fmt: skip
-    return train, validation, watched
+    return _recall_source(train, run.recall), validation, watched
+
+
+def _recall_source(windows: WindowSource, config: RecallConfig) -> WindowSource | RecallSource:
+    """Windows some of which are recall texts, if a run wants them.
+
+    Raises:
+        ValueError: names the key of the section.
+    """
+    try:
+        return recall_source(windows, config)
+    except ValueError as error:
+        raise ValueError(f"recall.{error}") from error

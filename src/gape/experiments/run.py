@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from gape.data.recall import RecallConfig
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.tasks.niah import VOCAB_SIZE, NIAHConfig
@@ -325,14 +326,15 @@ class LanguageRun(Run):
 
     Attributes:
         data: directory of the corpus, as `gape data prepare` writes it; "" while it is not said.
-        task, model, train, evaluation, analysis: the sections. The model's `context_length` is the task's length
-            unless it is set.
+        task, recall, model, train, evaluation, analysis: the sections. The model's `context_length` is the task's
+            length unless it is set.
     """
 
     kind: ClassVar[str] = "lm"
     top: ClassVar[Mapping[str, type[Any]]] = {**Run.top, "data": str}
     sections: ClassVar[Mapping[str, type[Any]]] = {
         "task": TextTask,
+        "recall": RecallConfig,
         "model": GPTConfig,
         "train": TrainConfig,
         "evaluation": LanguageEvaluation,
@@ -341,6 +343,7 @@ class LanguageRun(Run):
 
     data: str = ""
     task: TextTask = field(default_factory=TextTask)
+    recall: RecallConfig = field(default_factory=RecallConfig)
     evaluation: LanguageEvaluation = field(default_factory=LanguageEvaluation)
     analysis: LanguageAnalysis = field(default_factory=LanguageAnalysis)
 

@@ -17,6 +17,7 @@ except ImportError as error:
 from gape.hf.save_load import register
 
 if TYPE_CHECKING:
+    from gape.experiments.extend import extend
     from gape.hf.adapters import lora_config
     from gape.hf.floors import FloorPlan, plan_floors
     from gape.hf.formats import read_gguf, read_llama2c
@@ -39,6 +40,8 @@ _MODULES = {
     "LanguageModel": "language",
     "ModelPlan": "plans",
     "explain": "plans",
+    # Of a layer above, which nothing here imports.
+    "extend": ".experiments.extend",
     "extend_positions": "gpt2",
     "gate_checksum": "save_load",
     "inject": "injection",
@@ -62,6 +65,7 @@ __all__ = [
     "LanguageModel",
     "ModelPlan",
     "explain",
+    "extend",
     "extend_positions",
     "gate_checksum",
     "inject",
@@ -79,7 +83,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(import_module(f"gape.hf.{_MODULES[name]}"), name)
+        return getattr(import_module(f".{_MODULES[name]}", "gape.hf"), name)
     raise AttributeError(f"module 'gape.hf' has no attribute {name!r}")
 
 

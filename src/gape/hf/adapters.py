@@ -28,6 +28,7 @@ from gape.hf.gates import (
     refuse_other_length,
     refuse_other_settings,
 )
+from gape.utils.validation import whole
 
 #: Where the pattern in an adapter's config names the gates.
 _COMMENT = "(?# gates of gape.hf.inject, which the base of this adapter needs: "
@@ -64,6 +65,35 @@ def lora_config(model: Any, **options: Any) -> Any:
         pattern = _exclude_pattern(Settings.from_config(model.config))
         defaults |= {"modules_to_save": [MODULE], "exclude_modules": pattern}
     return LoraConfig(**(defaults | options))
+
+
+def add_lora(model: Any, rank: int, seed: int = 0) -> Any:
+    """Put LoRA matrices beside the projections of a model, in place; these and its gates learn, all else is frozen.
+
+    The model keeps its class, so whatever trained it before trains it now.
+
+    Args:
+        model: of a family in `gape.hf.families`, with gates or without.
+        rank: of the matrices, which count twice their product.
+        seed: of their first values.
+
+    Returns:
+        The tuner of peft; its `merge_and_unload()` adds the matrices to the weights and takes them out again.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: a rank below 1.
+    """
+    config = lora_config(model, r=whole("lora", rank), lora_alpha=2 * rank, modules_to_save=None)
+    from peft.tuners.lora import LoraModel  # noqa: PLC0415
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        tuner = LoraModel(model, config, "default")
+    for name, parameter in model.named_parameters():
+        if f".{MODULE}." in name:
+            parameter.requires_grad_(True)
+    return tuner
 
 
 def _exclude_pattern(settings: Settings, others: Any = None) -> str:

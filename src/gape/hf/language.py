@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from gape.gates import GAPEGates
+from gape.hf import masks
 from gape.hf.attention import InjectedAttention
 from gape.hf.bounds import has_window
 from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import MODULE
 from gape.hf.modeling_gape import GapeForCausalLM
 from gape.models.gpt import GPT, Output
-from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
+from gape.models.loss import IGNORED, mean_loss, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
 from gape.ops import inputs
 from gape.ops.inputs import Problem, bias_dtype
 from gape.utils.validation import invalid_argument
@@ -69,6 +70,7 @@ class LanguageModel(nn.Module):
         documents: Tensor | None = None,
         cache: Any = None,
         logits_to_keep: int | None = None,
+        weights: Tensor | None = None,
     ) -> Output:
         """Logits, or the mean loss over targets that count and no logits; arguments as in :meth:`gape.GPT.forward`.
 
@@ -82,14 +84,13 @@ class LanguageModel(nn.Module):
             return Output(self.logits(x[:, -(logits_to_keep or 0) :]), None)
         if targets.size(1) != x.size(1):
             x = x[:, x.size(1) - targets.size(1) :]
-        counted = (targets != IGNORED).sum().clamp(min=1)
         weight = self._plain_head()
         total = (
-            summed_cross_entropy(self.logits(x), targets)
+            summed_cross_entropy(self.logits(x), targets, weights)
             if weight is None
-            else sliced_cross_entropy(x, weight, targets)
+            else sliced_cross_entropy(x, weight, targets, weights)
         )
-        return Output(x.new_empty(x.size(0), 0, self.config.vocab_size), total / counted)
+        return Output(x.new_empty(x.size(0), 0, self.config.vocab_size), mean_loss(total, targets, weights))
 
     def hidden(
         self, ids: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: Any = None
@@ -99,8 +100,10 @@ class LanguageModel(nn.Module):
             raise invalid_argument("documents", documents, "None; positions that restart keep documents apart")
         if positions is not None and positions.dim() == 1:
             positions = positions.unsqueeze(0)
-        # Without a mask of pads, transformers 4 makes a dense mask for positions that it counted itself.
-        real = torch.ones_like(ids) if TRANSFORMERS_4 and positions is None and cache is None else None
+        # Without a mask of pads, transformers 4 makes a dense mask for positions that it counted itself, and
+        # transformers 5 takes positions that skip for those of packed documents.
+        counts = TRANSFORMERS_4 if positions is None else masks.rising(positions)
+        real = torch.ones_like(ids) if counts and cache is None else None
         read = self.model.base_model if self._gpt is None else self.model.states
         output = read(
             input_ids=ids,

@@ -77,8 +77,11 @@ def visibility(q_positions: Tensor, k_positions: Tensor | None, mask: Tensor | N
         # The only query attends to every key; without causality, positions cost no mask.
         return {**explicit, "is_causal": False}
     # No mask and as many keys as queries: the keys are these tokens.
-    if consecutive(q_positions):
+    if k_positions is None or consecutive(q_positions):
         return {}
+    if rising(q_positions):
+        # Causality by position is that by index, and kernels need no mask for it.
+        return explicit
     index = torch.ones(n_q, n_q, dtype=torch.bool, device=q_positions.device).tril()
     return {"q_positions": q_positions, "k_positions": q_positions, "attn_mask": index}
 
@@ -162,6 +165,16 @@ def consecutive(positions: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return memoized(positions, "_gape_consecutive", lambda: bool((positions.diff(dim=-1) == 1).all()))
+
+
+def rising(positions: Tensor) -> bool:
+    """Whether positions (N,) or (B, N) only rise, by one or more: one document, parts of which may be skipped.
+
+    False in a compiled graph, which cannot read values.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return memoized(positions, "_gape_rising", lambda: bool((positions.diff(dim=-1) >= 1).all()))
 
 
 def memoized(tensor: Tensor, name: str, compute: Callable[[], Value]) -> Value:

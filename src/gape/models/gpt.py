@@ -24,7 +24,7 @@ from gape.gates import GAPEGates
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig, of_layer
 from gape.models.generate import generate
-from gape.models.loss import IGNORED, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
+from gape.models.loss import mean_loss, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
 from gape.utils.validation import invalid_argument, whole
 
 #: Vocabularies above this many tokens are trained without whole logits.
@@ -140,6 +140,7 @@ class GPT(nn.Module):
         documents: Tensor | None = None,
         cache: ModelCache | PagedCache | None = None,
         logits_to_keep: int | None = None,
+        weights: Tensor | None = None,
     ) -> Output:
         """Predict the next token of every position.
 
@@ -154,6 +155,7 @@ class GPT(nn.Module):
                 vocabulary above 8,192. The loss is that of all targets in any case; where not all their logits are
                 returned, no more than 8,192 rows of them exist at once. The last layer skips tokens that need
                 neither logits nor a loss.
+            weights: float32 like targets, how much each counts in the mean loss; None for all alike.
 
         Returns:
             (logits, loss). Where no target counts the loss is 0.
@@ -170,10 +172,10 @@ class GPT(nn.Module):
         if targets is None:
             return Output(logits, None)
         if sliced:
-            total = sliced_cross_entropy(_last(x, counted), self.output_weight, targets)
+            total = sliced_cross_entropy(_last(x, counted), self.output_weight, targets, weights)
         else:
-            total = summed_cross_entropy(_last(logits, counted), targets)
-        return Output(logits, total / (targets != IGNORED).sum().clamp(min=1))
+            total = summed_cross_entropy(_last(logits, counted), targets, weights)
+        return Output(logits, mean_loss(total, targets, weights))
 
     def _rows(self, ids: Tensor, targets: Tensor | None, logits_to_keep: int | None) -> tuple[int, int]:
         """How many of the last tokens have their logits returned, and how many have targets."""

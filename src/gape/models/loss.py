@@ -32,24 +32,41 @@ LOSS_ROWS = 8192
 ALIGNED = 64
 
 
-def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def summed_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """The sum over targets that count, in float32 (float64 beside float64).
 
     Args:
         logits: (..., V).
         targets: int64 (...), −100 where none counts.
+        weights: like targets, what each term is multiplied by; None for 1.
 
     Raises:
         ValueError: on a CPU, for a target outside the vocabulary.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
+    reduction = "sum" if weights is None else "none"
     try:
-        return F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        losses = F.cross_entropy(
+            logits.flatten(0, -2).to(wide), targets.flatten(), ignore_index=IGNORED, reduction=reduction
+        )
     except IndexError:
         raise _unknown_target(targets, logits.size(-1)) from None
+    return losses if weights is None else (losses * weights.flatten()).sum()
 
 
-def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def loss_weight(targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """What a summed loss is divided by to be a mean: the number of targets that count, or the sum of their weights."""
+    counted = targets != IGNORED
+    return counted.sum() if weights is None else weights.masked_fill(~counted, 0).sum()
+
+
+def mean_loss(total: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The mean of a summed loss over the targets that count; 0 where none does."""
+    weight = loss_weight(targets, weights)
+    return total / (weight.clamp(min=1) if weights is None else torch.where(weight > 0, weight, 1))
+
+
+def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """The summed cross entropy of logits x·weightᵀ, of which at most :data:`LOSS_ROWS` rows exist at once.
 
     Logits are computed in autocast's dtype, their softmax in float32 (float64 beside float64), and the
@@ -59,6 +76,7 @@ def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         x: (..., E).
         weight: (V, E).
         targets: int64 (...), −100 where none counts.
+        weights: float32 like targets, what each term is multiplied by; None for 1.
 
     Returns:
         A single number in float32 or float64. NaN where a row that counts has a logit that is NaN or +inf, or, on a
@@ -68,10 +86,13 @@ def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         ValueError: targets of another shape than x's rows; on a CPU, a target outside the vocabulary.
     """
     _check(x, targets)
+    if weights is not None and weights.shape != targets.shape:
+        raise invalid_argument("weights", weights, f"{tuple(targets.shape)}, one for each target")
     if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
-        return token_cross_entropy(x, weight, targets).sum()
+        losses = token_cross_entropy(x, weight, targets)
+        return losses.sum() if weights is None else (losses * weights).sum()
     total: Tensor = _Sliced.apply(  # type: ignore[no-untyped-call]
-        x.flatten(0, -2), weight, targets.flatten(), working_dtype(x)
+        x.flatten(0, -2), weight, targets.flatten(), None if weights is None else weights.flatten(), working_dtype(x)
     )
     return total
 
@@ -94,24 +115,26 @@ def token_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 class _Sliced(torch.autograd.Function):
-    """(x (R, E), weight (V, E), targets (R,), dtype of the products) → the sum."""
+    """(x (R, E), weight (V, E), targets (R,), weights (R,) or None, dtype of the products) → the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         ctx.dtypes, ctx.vocabulary, ctx.learned = (x.dtype, weight.dtype), weight.size(0), ctx.needs_input_grad[1]
         table = _padded(weight, dtype)
-        losses, of_x, of_table = _derived(x.to(dtype), table, targets, weight.size(0), LOSS_ROWS, ctx.learned)
+        losses, of_x, of_table = _derived(x.to(dtype), table, targets, weights, weight.size(0), LOSS_ROWS, ctx.learned)
         ctx.save_for_backward(of_x, of_table)
         total: Tensor = losses.sum()
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         of_x, of_table = ctx.saved_tensors
         first, second = ctx.dtypes
         of_weight = (of_table[: ctx.vocabulary] * grad).to(second) if ctx.learned else None
-        return of_x.to(first) * grad, of_weight, None, None
+        return of_x.to(first) * grad, of_weight, None, None, None
 
 
 @torch.library.custom_op("gape::vocabulary_losses", mutates_args=())
@@ -125,7 +148,7 @@ def _losses(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: in
 
 @torch.library.custom_op("gape::vocabulary_losses_and_gradients", mutates_args=())
 def _derived(
-    x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int, learned: bool
+    x: Tensor, table: Tensor, targets: Tensor, weights: Tensor | None, vocabulary: int, rows: int, learned: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same and the gradients of their sum: of x, (R, E) in its dtype, and of the table, (P, E) in float32 at least.
 
@@ -134,6 +157,10 @@ def _derived(
     losses, of_x, of_table = _empty_losses(x), torch.empty_like(x), _empty_gradient(table, learned).zero_()
     for part, logits in _slices(x, table, targets, vocabulary, rows):
         losses[part] = _score(logits, targets[part], vocabulary, gradient=True)
+        if weights is not None:
+            losses[part] *= weights[part]
+            # The buffer holds the gradients now.
+            logits.mul_(weights[part].unsqueeze(1).to(logits.dtype))
         torch.mm(logits, table, out=of_x[part])
         if learned:
             _add_product(of_table, logits.t(), x[part])
@@ -147,7 +174,7 @@ def _(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int) -> 
 
 @_derived.register_fake
 def _(
-    x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int, learned: bool
+    x: Tensor, table: Tensor, targets: Tensor, weights: Tensor | None, vocabulary: int, rows: int, learned: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_losses(x), torch.empty_like(x), _empty_gradient(table, learned)
 

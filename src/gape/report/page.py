@@ -58,6 +58,11 @@ def page(
         "<h2>Provenance</h2>",
         *_provenance(results),
     ]
+    return document(title, content)
+
+
+def document(title: str, content: Iterable[str]) -> str:
+    """A whole page of pieces of HTML."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>"
     body = "\n".join(content)

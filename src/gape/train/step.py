@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gape.data.windows import Batch
 from gape.gates import GAPEGates
-from gape.models.loss import IGNORED
+from gape.models.loss import loss_weight
 from gape.models.skipping import skip
 from gape.train.config import TrainConfig
 from gape.train.optimizer import named, set_rate
@@ -93,7 +93,7 @@ class Updater:
     def step(self, batches: Sequence[Batch], rate: float) -> tuple[Tensor, Tensor]:
         """One update over micro-batches; (loss, gradient norm before clipping), single numbers on the device.
 
-        The loss is the sum over all counted tokens divided by their number, whatever the micro-batches.
+        The loss is the sum over all counted tokens divided by their number (or weight), whatever the micro-batches.
         Read or copy the numbers before the next step: a replayed one writes over them.
         """
         if self._replay is not None:
@@ -120,8 +120,10 @@ class Updater:
         total = self._zero
         for batch, share in zip(batches, _shares(batches), strict=True):
             with self.autocast(), self._landmarks() as penalty:
+                # Not every model takes weights.
+                weights = {} if batch.weights is None else {"weights": batch.weights}
                 output = self._call(
-                    batch.ids, targets=batch.targets, documents=batch.documents, positions=batch.positions
+                    batch.ids, targets=batch.targets, documents=batch.documents, positions=batch.positions, **weights
                 )
                 loss = output.loss * share
                 if penalty is not None:
@@ -156,11 +158,11 @@ class Updater:
 
 
 def _shares(batches: Sequence[Batch]) -> list[Tensor] | list[float]:
-    """How much of the window's counted tokens each micro-batch has."""
+    """How much of the window's counted tokens each micro-batch has, by their weights where there are some."""
     if len(batches) == 1:
         return [1.0]
-    counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
-    return list((counts / counts.sum().clamp(min=1)).unbind())
+    counts = torch.stack([loss_weight(batch.targets, batch.weights) for batch in batches])
+    return list((counts / counts.sum().clamp(min=1e-9)).unbind())
 
 
 #: Updates before the one that is captured: they compile, and make the state of the optimiser and of libraries.
@@ -231,8 +233,8 @@ class Replay:
 
 
 def _copy(batch: Batch) -> Batch:
-    documents, positions = (None if x is None else x.clone() for x in batch[2:])
-    return Batch(batch.ids.clone(), batch.targets.clone(), documents, positions)
+    rest = (None if x is None else x.clone() for x in batch[2:])
+    return Batch(batch.ids.clone(), batch.targets.clone(), *rest)
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

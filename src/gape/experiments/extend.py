@@ -1,0 +1,395 @@
+"""What `gape hf extend` does: make a model read, and find, at many times its context, and show that it does.
+
+A directory holds everything: `extend.json` (settings), `corpus/`, `needles/`, `heads.json`, `plan.json`, `kept.json`,
+`start/` (the model before tuning), `tuning/` (a run), `model/` (the result), `rows.jsonl`, `summary.json`,
+`report.html`, `README.md`. Each part is written once and at once, so that a command which was killed goes on to the
+same model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gape.data import Corpus, RecallSource, WindowSource, load_tokenizer
+from gape.experiments import extend_measures as measures
+from gape.experiments import finetune, ruler
+from gape.experiments.experiment import low_precision, pick_device
+from gape.experiments.extend_measures import AFTER, BEFORE, Measures
+from gape.experiments.extend_settings import SCORED_TEXTS, Settings
+from gape.experiments.open_model import MODEL, base_of, load_transformers, refuse_missing
+from gape.experiments.open_reader import transformers_reader
+from gape.experiments.result_store import ResultStore
+from gape.experiments.retrieval_heads import with_floors
+from gape.hf import extension
+from gape.hf.floors import FloorPlan
+from gape.hf.heads import sizes
+from gape.report import extend as report
+from gape.tasks import recall
+from gape.tasks.ruler import sources
+from gape.tasks.ruler.generator import SHORTEST
+from gape.tasks.ruler.readers import TransformersReader
+from gape.utils import files, locks
+from gape.utils.jsonl import read_object
+from gape.utils.progress import Progress
+from gape.utils.validation import invalid_argument, suggestion, whole
+
+MARK, ROWS, PLAN, HEADS, KEPT, START, TUNING = (
+    "extend.json", "rows.jsonl", "plan.json", "heads.json", "kept.json", "start", "tuning",
+)  # fmt: skip
+NEEDLES, HAYSTACK = "needles", "haystack.txt"
+#: Tasks of RULER that are measured.
+TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1")
+#: Tokens of the shortest context that is measured, and of those that are scored at the end of each.
+SHORT, LAST = 1024, 512
+#: Tokens on which logits are measured.
+LOGIT_TOKENS = 8192
+#: Answers to each prompt of those that are tuned on, and tokens of each.
+KEPT_ANSWERS, KEPT_TOKENS = 4, 128
+#: Characters of the haystack of prose.
+_HAYSTACK_CHARACTERS = 2_000_000
+
+
+def extend(
+    model: str,
+    data: str | Sequence[str],
+    *,
+    to: int,
+    out: str | Path,
+    device: str = "auto",
+    precision: str = "auto",
+    **options: Any,
+) -> Path:
+    """Make a model of `transformers` read, and find, at many times its context; what `gape hf extend` does.
+
+    Args:
+        model: a directory, or a name on the hub; without gates.
+        data: a corpus of `gape data prepare`, or files and folders of text.
+        to: tokens that it should read.
+        out: directory of everything; the model goes to model/ in it. The same call goes on where it was stopped.
+        device, precision: as the options of the command.
+        **options: others of the command, such as steps=300 or lora=16.
+
+    Returns:
+        The directory of the model.
+
+    Raises:
+        Interrupted: a signal came; the same call goes on.
+        ValueError: a model, data or a length that do not fit; nothing is left behind.
+    """
+    texts = (data,) if isinstance(data, str) else tuple(data)
+    known = [f.name for f in dataclasses.fields(Settings)]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"{name}: unknown option{suggestion(name, known)}")
+    settings = Settings(model=model, data=texts, to=to, **options)
+    return perform(settings, Path(out), device=device, precision=precision)
+
+
+def perform(settings: Settings, out: Path, *, device: str = "auto", precision: str = "auto") -> Path:
+    """Extend a model in a directory, from wherever that stands.
+
+    Args:
+        settings: what.
+        out: the directory.
+        device, precision: as the options of `gape hf extend`.
+
+    Returns:
+        The directory of the model; for the method "plain", `out`.
+
+    Raises:
+        Interrupted, ValueError: as :func:`extend`.
+    """
+    target = pick_device(device)
+    job = Job(settings, out, target, precision)
+    job.check()
+    with _claimed(settings, out):
+        _ = job.corpus
+    with locks.locked(out, "extended"):
+        job.run()
+    return out if settings.method == "plain" else out / MODEL
+
+
+@contextmanager
+def _claimed(settings: Settings, out: Path) -> Iterator[None]:
+    """Claim a directory; what is refused inside leaves nothing of this call behind."""
+    if files.foreign(out, MARK):
+        raise invalid_argument("out", str(out), "a new or empty directory, or one of this command")
+    before, now = read_object(out / MARK), settings.stored()
+    if before and before != now:
+        keys = [key for key in now if before.get(key) != now[key]]
+        lines = "; ".join(f"{key} was {before.get(key)!r} and is now {now[key]!r}" for key in keys)
+        raise ValueError(f"out: {out} was made with other settings: {lines}")
+    existed = out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    files.replace(out / MARK, files.to_json(now))
+    try:
+        yield
+    except ValueError:
+        if not before:
+            (out / MARK).unlink()
+            if not existed and not any(out.iterdir()):
+                out.rmdir()
+        raise
+
+
+class Job:
+    """One extension: its parts, each made if it is missing.
+
+    Args:
+        settings: what is done.
+        out: its directory.
+        device: where models run.
+        precision: "auto", "float32" or "bfloat16".
+    """
+
+    def __init__(self, settings: Settings, out: Path, device: torch.device, precision: str) -> None:
+        self.settings, self.out, self.device, self.precision = settings, out, device, precision
+        self.low, self.progress = low_precision(precision, device), Progress()
+        self.native = 0
+
+    def check(self) -> None:
+        """Refuse a model, a target, floors or paths that cannot be, before anything is written.
+
+        Raises:
+            ValueError: names the argument.
+        """
+        settings = self.settings
+        refuse_missing(settings.model)
+        for given in settings.data:
+            if not given.startswith("hf:") and not Path(given).exists():
+                raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
+        if settings.needles is not None:
+            sources.read([settings.needles])
+        model = load_transformers(settings.model)
+        self.native = extension.native_context(model)
+        extension.refuse_target(self.native, settings.to)
+        layers, _, n_kv_heads = sizes(model)
+        most = layers * n_kv_heads
+        if settings.free is not None and whole("free", settings.free, 0) > most:
+            raise invalid_argument("free", settings.free, f"at most {most}, the key heads of the model")
+        settings.train_config(self.native, self.precision)
+        if settings.method == "floors":
+            extension.put_in(model, "floors", to=settings.to, floors=self._stored_floors())
+        elif settings.method in ("yarn", "nope"):
+            extension.put_in(model, settings.method, to=settings.to, factor=settings.factor)
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The corpus, long enough to be trained and measured on.
+
+        Raises:
+            ValueError: too little text, or another tokenizer's.
+        """
+        settings, config = self.settings, load_transformers(self.settings.model).config
+        window = settings.window(self.native)
+
+        def opened() -> Corpus:
+            corpus = finetune.corpus_of(
+                settings.model, settings.data, self.out, settings.heldout_fraction, self.progress
+            )
+            _refuse_short(corpus, window)
+            if settings.method != "plain":
+                # What the tuning would refuse.
+                train = WindowSource(corpus, length=window)
+                RecallSource(train, load_tokenizer(settings.model), settings.recall_config())
+            return corpus
+
+        windows = {"length": window, "batch_size": settings.batch_size}
+        return finetune.window_source(settings.model, config, self.out, opened, windows).corpus
+
+    def run(self) -> None:
+        """Everything that is missing, in order."""
+        settings, store = self.settings, ResultStore(self.out / ROWS)
+        wanted = self.measures()
+        original = partial(self._reader, settings.model)
+        if settings.before:
+            measures.measure(store, BEFORE, wanted, self.corpus, original)
+        if settings.method != "plain":
+            self._start()
+            self._tune()
+            measures.measure(store, AFTER, wanted, self.corpus, partial(self._reader, str(self.out / MODEL)), original)
+        report.write(self.out, settings.stored() | {"native": self.native}, store.rows(), self._minutes())
+
+    def measures(self) -> Measures:
+        """What is measured: lengths up to the target that held-out documents fill, and needles."""
+        settings = self.settings
+        doubling = _doubling(min(SHORT, settings.window(self.native)), settings.to)
+        lengths = tuple(sorted(settings.lengths or doubling))
+        longest = max(document.length for document in self.corpus.documents("heldout")) - 1
+        last = min(LAST, lengths[0])
+        # Windows end at multiples of the tokens that are scored.
+        contexts = tuple(length for length in lengths if -(-length // last) * last <= longest)
+        if len(contexts) < len(lengths):
+            self.progress.log(f"perplexity beyond {longest:,} tokens is left out: no held-out document is longer")
+        return Measures(
+            contexts=contexts, windows=settings.windows, needles=self._needles(lengths),
+            last=last,
+            generate=tuple(length for length in lengths if length in (self.native, settings.to, lengths[-1])),
+            new_tokens=settings.new_tokens, answer_tokens=32 if settings.prompts else 0, prompts=settings.prompts,
+        )  # fmt: skip
+
+    def _needles(self, lengths: Sequence[int]) -> tuple[sources.Sample, ...]:
+        """Samples of RULER: those that were given, or made of held-out text; lengths that take none are left out."""
+        settings = self.settings
+        if settings.needles is not None:
+            return tuple(sample for sample in sources.read([settings.needles])[0] if sample.length in lengths)
+        if not settings.samples:
+            return ()
+        haystack, folder = self.out / HAYSTACK, self.out / NEEDLES
+        if not haystack.is_file():
+            files.replace(haystack, self._prose().encode())
+        for length in (length for length in lengths if length >= max(SHORTEST, self.native // 2)):
+            order = ruler.Samples(
+                tasks=TASKS, lengths=(length,), tokenizer=settings.model, count=settings.samples, seed=0,
+                haystack=haystack, questions={}, wording="own",
+            )  # fmt: skip
+            try:
+                for _ in ruler.write(order, folder, log=self.progress.log):
+                    pass
+            except ValueError as error:
+                self.progress.log(f"needles at {length:,} are left out: {error}")
+        return tuple(sources.read([str(folder)])[0]) if folder.is_dir() else ()
+
+    def _prose(self) -> str:
+        """Held-out text, for needles."""
+        tokenizer, parts, count = load_tokenizer(self.settings.model), list[str](), 0
+        for document in self.corpus.documents("heldout"):
+            ids = [token for token in self.corpus.tokens(document).tolist() if token != self.corpus.end_of_text]
+            parts.append(tokenizer.decode(ids))
+            count += len(parts[-1])
+            if count > _HAYSTACK_CHARACTERS:
+                break
+        return "\n".join(parts)[:_HAYSTACK_CHARACTERS]
+
+    def _start(self) -> None:
+        """Write the model before tuning, with all that was put into it."""
+        start, settings = self.out / START, self.settings
+        if (start / "config.json").is_file() or (self.out / MODEL / "config.json").is_file():
+            return
+        model = load_transformers(settings.model).to(self.device).eval()
+        plan = self._plan(model) if settings.method == "ours" else None
+        torch.manual_seed(settings.seed)
+        extension.put_in(
+            model.cpu(), settings.method, to=settings.to, plan=plan, floors=self._stored_floors(),
+            factor=settings.factor, log_scale=settings.log_scale,
+        )  # fmt: skip
+        model.config.gape_from = base_of(settings.model)
+        finetune.save(model, settings.model, start)
+
+    def _stored_floors(self) -> list[list[float]] | None:
+        path = self.settings.floors
+        return None if path is None else list(with_floors({}, Path(path))["gate_floor"])
+
+    def _plan(self, model: Any) -> FloorPlan:
+        """The plan of floors, stored."""
+        path = self.out / PLAN
+        if path.is_file():
+            return FloorPlan.from_dict(files.from_json(path.read_bytes()))
+        plan = self.planned(model, self._scores(model))
+        self.progress.log(str(plan))
+        files.replace(path, files.to_json(plan.to_dict()))
+        return plan
+
+    def planned(self, model: Any, scores: torch.Tensor) -> FloorPlan:
+        """Floors for a model by the scores of its heads (L, Hk)."""
+        settings = self.settings
+        free = extension.default_free(model) if settings.free is None else settings.free
+        ids = next(iter(self._passages(min(LOGIT_TOKENS, self.native))))[None].to(self.device)
+        return extension.floor_plan(model, scores, free, ids, **settings.plan)
+
+    def _passages(self, length: int) -> Iterator[torch.Tensor]:
+        """Passages of training text, int64 (length,) or shorter where no document has so many."""
+        rows = sorted(self.corpus.documents("train"), key=lambda document: -document.length)
+        for document in rows:
+            tokens = self.corpus.tokens(document, 0, min(length, document.length))
+            yield torch.from_numpy(tokens.astype("int64"))
+
+    def _scores(self, model: Any) -> torch.Tensor:
+        """The retrieval score of every key head, on recall texts of training documents, stored."""
+        path = self.out / HEADS
+        if path.is_file():
+            return torch.tensor(files.from_json(path.read_bytes())["score"])
+        length = min(self.settings.window(self.native), self.native)
+        texts = recall.samples(
+            self.corpus, load_tokenizer(self.settings.model), length, SCORED_TEXTS // 3, split="train"
+        )
+        self.progress.log(f"heads: scored on {SCORED_TEXTS} recall texts of {length:,} tokens")
+        score = extension.head_scores(model, [(text.ids, text.source, text.answer) for text in texts])
+        record = {"score": [[round(value, 6) for value in row] for row in score.tolist()], "texts": SCORED_TEXTS}
+        files.replace(path, files.to_json(record))
+        return torch.tensor(record["score"])
+
+    def _kept(self) -> finetune.Kept:
+        """The original's own answers to short prompts, stored, to mix into the tuning."""
+        settings, path = self.settings, self.out / KEPT
+        if not settings.keep:
+            return finetune.NO_TEXTS
+        if not path.is_file():
+            self.progress.log("answers of the original to short prompts, to keep it what it was")
+            texts = measures.short_prompts()[measures.MEASURED_PROMPTS :]
+            reader = self._reader(settings.model)
+            rows = [
+                ids.tolist()
+                for turn in range(KEPT_ANSWERS)
+                for ids, _ in measures.answer(reader, texts, KEPT_TOKENS, seed=settings.seed + 1000 * turn)
+            ]
+            files.replace(path, json.dumps(rows).encode())
+        return finetune.Kept(texts=json.loads(path.read_bytes()), share=settings.keep)
+
+    def _tune(self) -> None:
+        """Tune the model, and put the result in its place."""
+        settings, done = self.settings, self.out / MODEL
+        if (done / "config.json").is_file():
+            return
+        kept = self._kept()
+        written = finetune.finetune(
+            str(self.out / START), [str(self.corpus.directory)], self.out / TUNING,
+            settings.train_config(self.native, self.precision), length=settings.window(self.native),
+            batch_size=settings.batch_size, learn="all", device=str(self.device), resume="auto",
+            heldout_fraction=settings.heldout_fraction, gradient_checkpointing=settings.gradient_checkpointing,
+            variant=settings.method, recall=settings.recall_config(), kept=kept, lora=settings.lora,
+        )  # fmt: skip
+        written.rename(done)
+        # What a resumed command would need is not needed any more, and is several times as large as the model.
+        shutil.rmtree(self.out / TUNING / "checkpoints", ignore_errors=True)
+        shutil.rmtree(self.out / START, ignore_errors=True)
+
+    def _reader(self, name: str) -> TransformersReader:
+        return transformers_reader(name, device=self.device, low=self.low)
+
+    def _minutes(self) -> float | None:
+        """Minutes of the updates, from the log of the tuning."""
+        path = self.out / TUNING / "runtime.jsonl"
+        if not path.is_file():
+            return None
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        timing = {row["step"]: row["seconds_per_step"] for row in rows if row.get("event") == "timing"}
+        steps = sorted(timing)
+        seconds = sum((step - before) * timing[step] for before, step in zip([0, *steps], steps, strict=False))
+        return seconds / 60 if steps else None
+
+
+def _refuse_short(corpus: Corpus, window: int) -> None:
+    """Refuse a corpus whose documents do not fill a window to train on, or one to measure on."""
+    for split, needed in (("train", window + 1), ("heldout", min(window, SHORT) + 1)):
+        lengths = [document.length for document in corpus.documents(split)] if split in corpus.splits else []
+        if max(lengths, default=0) < needed:
+            got = f"{len(lengths)} {split} documents of at most {max(lengths, default=0):,} tokens"
+            raise invalid_argument("data", got, f"more text: one of at least {needed:,} tokens")
+
+
+def _doubling(first: int, last: int) -> Iterator[int]:
+    """first, twice that, …, and last."""
+    while first < last:
+        yield first
+        first *= 2
+    yield last

@@ -1,0 +1,71 @@
+"""What `gape hf extend --dry-run` says: what would be done, how long it would take here and how much memory."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import gape.hf
+from gape.experiments.extend_settings import SCORED_TEXTS, Settings
+from gape.experiments.open_model import base_of, load_transformers
+from gape.hf import extension
+from gape.hf.extension import METHODS
+from gape.hf.heads import sizes
+
+if TYPE_CHECKING:
+    from gape.experiments.extend import Job
+
+
+def describe(job: Job) -> str:
+    """What would be done, how long the tuning would take here and how much memory; writes nothing.
+
+    The time of an update is measured: one micro-batch, there and back.
+    """
+    settings = job.settings
+    job.check()
+    model = load_transformers(settings.model)
+    n_parameters, window = sum(p.numel() for p in model.parameters()), settings.window(job.native)
+    free = extension.default_free(model) if settings.free is None else settings.free
+    layers, _, n_kv_heads = sizes(model)
+    config = settings.train_config(job.native, job.precision)
+    lines = [
+        f"model        {base_of(settings.model)}: {n_parameters:,} parameters, {job.native:,} → {settings.to:,} tokens",
+        f"method       {settings.method}: {METHODS[settings.method]}",
+    ]
+    if settings.method == "ours":
+        lines.append(f"heads        {free} of {layers * n_kv_heads} key heads free, by {SCORED_TEXTS} recall texts")
+    if settings.method != "plain":
+        tokens = config.accumulation * settings.batch_size * window
+        seconds, peak = _trial(model, settings, window, job.device, low=job.low)
+        total = seconds * config.accumulation * settings.steps
+        lines += [
+            f"tuning       {settings.steps} updates of {tokens:,} tokens, windows of {window:,}, "
+            f"{settings.recall:.0%} recall texts, {settings.keep:.0%} answers of the original",
+            f"time         {total / 60:,.1f} min on {job.device}, {total / settings.steps:.2f} s an update",
+            f"memory       {peak / 2**30:,.1f} GiB in tuning",
+        ]
+    lines.append(f"measured     perplexity and needles by length up to {settings.to:,}, generate, short answers")
+    lines.append(f"written to   {job.out}: model, rows, card, page")
+    return "\n".join(lines)
+
+
+def _trial(model: Any, settings: Settings, window: int, device: torch.device, *, low: bool) -> tuple[float, int]:
+    """Seconds of a micro-batch, and bytes of tuning: weights, gradients, two averages and what the pass needs."""
+    own = sum(p.nbytes for p in model.parameters())
+    states = own if settings.lora else 4 * own
+    wrapped = gape.hf.LanguageModel(model.to(device).train())
+    ids = torch.zeros(settings.batch_size, window, dtype=torch.int64, device=device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(2 if device.type == "cuda" else 1):
+        began = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=low):
+            wrapped(ids, targets=ids).loss.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - began
+    # Weights and gradients are in the peak already.
+    peak = torch.cuda.max_memory_allocated(device) + 2 * own if device.type == "cuda" else 0
+    return seconds, max(states, peak)

@@ -1,0 +1,108 @@
+"""Settings of `gape hf extend`, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gape.data import RecallConfig
+from gape.experiments.extend_measures import MEASURED_PROMPTS
+from gape.experiments.open_model import base_of
+from gape.hf.extension import METHODS
+from gape.train import TrainConfig
+from gape.utils import files
+from gape.utils.validation import invalid_argument, positive_number, whole
+
+#: Tokens of the longest default window and of an update.
+WINDOW, UPDATE = 4096, 65536
+#: Texts that heads are scored on, a third of them at each distance.
+SCORED_TEXTS = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is done; see the options of `gape hf extend`. None means: chosen from the model.
+
+    Without `before` only the result is measured, not the model that it came from.
+    """
+
+    model: str
+    data: tuple[str, ...]
+    to: int
+    method: str = "ours"
+    steps: int = 300
+    length: int | None = None
+    update_tokens: int = UPDATE
+    batch_size: int = 4
+    learning_rate: float = 3e-4
+    gate_rate: float = 10.0
+    warmup: int = 20
+    free: int | None = None
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    log_scale: bool = False
+    floors: str | None = None
+    factor: float | None = None
+    recall: float = 0.3
+    recall_weight: float = 4.0
+    skip_to: int = 0
+    keep: float = 0.05
+    lora: int = 0
+    heldout_fraction: float = 0.05
+    lengths: tuple[int, ...] | None = None
+    needles: str | None = None
+    samples: int = 16
+    windows: int = 16
+    new_tokens: int = 64
+    prompts: int = MEASURED_PROMPTS
+    before: bool = True
+    gradient_checkpointing: bool = False
+    checkpoint_every: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise invalid_argument("method", self.method, f"one of {', '.join(METHODS)}")
+        for name in ("to", "steps", "update_tokens", "batch_size", "windows", "new_tokens"):
+            whole(name, getattr(self, name))
+        for name in ("samples", "prompts", "lora", "seed"):
+            whole(name, getattr(self, name), 0)
+        if self.length is not None:
+            whole("length", self.length, 2)
+        if self.factor is not None:
+            positive_number("factor", self.factor)
+        if (self.method == "floors") != (self.floors is not None):
+            raise invalid_argument(
+                "floors", self.floors, "a file of gape hf heads with the method floors, and only there"
+            )
+        if self.prompts > MEASURED_PROMPTS:
+            raise invalid_argument("prompts", self.prompts, f"at most {MEASURED_PROMPTS}")
+        self.recall_config()
+
+    def recall_config(self) -> RecallConfig:
+        """The recall texts of the tuning."""
+        return RecallConfig(share=self.recall, weight=self.recall_weight, skip_to=self.skip_to)
+
+    def window(self, native: int) -> int:
+        """Tokens of a training window."""
+        return self.length or min(WINDOW, native)
+
+    def train_config(self, native: int, precision: str) -> TrainConfig:
+        """The settings of the tuning."""
+        accumulation = max(1, round(self.update_tokens / (self.batch_size * self.window(native))))
+        return TrainConfig(
+            max_steps=self.steps, learning_rate=self.learning_rate, min_learning_rate=self.learning_rate / 10,
+            warmup_steps=min(self.warmup, self.steps), weight_decay=0.0, gate_lr_multiplier=self.gate_rate,
+            accumulation=accumulation, seed=self.seed, precision=precision, compile="off", stop_after_perfect=0,
+            validate_every=self.checkpoint_every, checkpoint_every=self.checkpoint_every, keep_last=1,
+            log_every=min(10, self.steps),
+        )  # fmt: skip
+
+    def stored(self) -> dict[str, Any]:
+        """What `extend.json` says; names of places are not what a result depends on."""
+        values = dataclasses.asdict(self) | {"model": base_of(self.model), "data": [Path(d).name for d in self.data]}
+        values["needles"] = None if self.needles is None else Path(self.needles).name
+        values["floors"] = None if self.floors is None else Path(self.floors).name
+        return dict(files.plain(values))

@@ -1,0 +1,141 @@
+"""Ways to make a model of `transformers` read longer texts: floors by theorem, YaRN, no rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gape.hf.families import family_of, rope_theta
+from gape.hf.floors import FloorPlan, plan_floors
+from gape.hf.heads import scores, sizes
+from gape.hf.injection import inject
+from gape.utils.validation import invalid_argument, whole
+
+#: By name: what is put into a model.
+METHODS = {
+    "ours": "gates with floors that keep each head within its trained range; free retrieval heads turn in range",
+    "yarn": "YaRN's frequencies, no gates",
+    "nope": "no rotation, no gates",
+    "floors": "gates with the floors of a file, the model's own rotation",
+    "plain": "nothing; the model is only measured",
+}
+#: Landmarks stay closed, so that floors bound what a head sees.
+GATES: Mapping[str, Any] = {"learn_landmark": False, "init_landmark_bias": -9.0}
+#: One in so many key heads is left free by default.
+FREE_SHARE = 6.4
+
+
+def native_context(model: Any) -> int:
+    """The context that a model was made for, if it can be extended.
+
+    Raises:
+        ValueError: it has gates, is of an unknown family, has no rotation, or one that is rescaled already.
+    """
+    sizes(model)
+    family = family_of(model)
+    if not family.layout.rotary:
+        raise invalid_argument("model", family.model_type, "one with rotary positions; gape hf convert gives it some")
+    rope_theta(model.config)
+    return int(model.config.max_position_embeddings)
+
+
+def refuse_target(native: int, to: int) -> None:
+    """Refuse a length that a model reads already.
+
+    Raises:
+        ValueError: `to` is not above the native context.
+    """
+    if whole("to", to) <= native:
+        raise invalid_argument("to", to, f"more than {native}, the model's own context")
+
+
+def default_free(model: Any) -> int:
+    """How many key heads are left free where nobody says it: about one in six, one at least."""
+    layers, _, n_kv_heads = sizes(model)
+    return max(1, round(layers * n_kv_heads / FREE_SHARE))
+
+
+@torch.no_grad()
+def head_scores(model: Any, texts: list[tuple[Tensor, range, int]]) -> Tensor:
+    """The retrieval score of each key head, (L, Hk) in float32 on the CPU: the mean over texts.
+
+    Args:
+        model: without gates, in eval mode.
+        texts: ids (N,), the tokens that the answer repeats, and how many of the last tokens are the answer.
+    """
+    own, device = model.config._attn_implementation, next(model.parameters()).device
+    # Others would not tell their weights.
+    model.set_attn_implementation("eager")
+    try:
+        each = [
+            scores(model, ids[None].to(device), list(source), range(len(ids) - answer, len(ids)))
+            for ids, source, answer in texts
+        ]
+    finally:
+        model.set_attn_implementation(own)
+    return torch.stack(each).mean(0)
+
+
+def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options: Any) -> FloorPlan:
+    """Floors by theorem for a model without gates; logits are bounded by those measured on a text.
+
+    Args:
+        model: on its device, in eval mode.
+        head_score: (L, Hk), of :func:`head_scores`.
+        free: key heads without a floor.
+        ids: (B, N), the text, on the model's device.
+        **options: of :func:`gape.hf.plan_floors`, in place of those chosen here.
+    """
+    return plan_floors(model, **({"free": free, "scores": head_score, "bounds": "scores", "ids": ids} | options))
+
+
+def put_in(
+    model: Any,
+    method: str,
+    *,
+    to: int,
+    plan: FloorPlan | None = None,
+    floors: list[list[float]] | None = None,
+    factor: float | None = None,
+    log_scale: bool = False,
+) -> Any:
+    """Put what a method needs into a model, in place.
+
+    Args:
+        model: without gates.
+        method: one of :data:`METHODS`.
+        to: the context that it should reach.
+        plan: of floors, for "ours".
+        floors: a list for each layer, for "floors".
+        factor: of YaRN; `to` over the native context by default.
+        log_scale: whether logits of queries beyond the native context grow with its logarithm, for "ours".
+
+    Returns:
+        The model, whose config names `to` as its context.
+
+    Raises:
+        ValueError: an unknown method, or an argument that it needs or does not take.
+    """
+    if method not in METHODS:
+        raise invalid_argument("method", method, f"one of {', '.join(METHODS)}")
+    native = native_context(model)
+    refuse_target(native, to)
+    if method == "ours":
+        if plan is None:
+            raise invalid_argument("plan", None, "a plan of floors")
+        options: dict[str, Any] = {"log_scale": True} if log_scale else {}
+        inject(model, floors=plan, start="paper", gates=GATES, **options)
+    elif method == "floors":
+        inject(model, context_length=native, start="paper", gates={**GATES, "gate_floor": floors})
+    elif method == "yarn":
+        inject(model, position="yarn", context_length=native, factor=factor or to / native)
+    elif method == "nope":
+        inject(model, position="nope", context_length=native)
+    if method != "plain":
+        # Removing what was put in sets it back.
+        model.config.gape["native"] = native
+        model.config.max_position_embeddings = to
+    return model

@@ -1,0 +1,219 @@
+"""What `gape hf extend` writes about a result: a summary, a card and a page with its curves, from rows alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from gape.report.page import document
+from gape.report.tables import Table
+from gape.utils import files
+from gape.utils.jsonl import Record
+
+SUMMARY, PAGE, CARD = "summary.json", "report.html", "README.md"
+#: What a row of each kind adds to a summary, by length.
+_BY_LENGTH = {
+    "perplexity": ("perplexity",),
+    "generate": ("cache_share", "cache_bytes", "prefill_s", "tokens_per_second"),
+}
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+
+
+def summarise(rows: Sequence[Record], seeds: Sequence[int] = (0,), minutes: Sequence[float | None] = ()) -> Record:
+    """Figures of one method: means over its runs, and standard deviations where there are several.
+
+    Args:
+        rows: of all runs, of one stage.
+        seeds: of the runs.
+        minutes: of the tuning of each run.
+
+    Returns:
+        needles[length][task], perplexity[length], cache_share[length], …; the same with `_std` behind the name where
+        there are several runs; kl, same, seeds, minutes.
+    """
+    values: dict[str, dict[Any, list[float]]] = {}
+    for row in rows:
+        length = str(row.get("length"))
+        if row["kind"] == "needle":
+            values.setdefault("needles", {}).setdefault((length, row["task"]), []).append(row["match"])
+        elif row["kind"] == "answers":
+            for name in ("kl", "same"):
+                values.setdefault(name, {}).setdefault("", []).append(row[name])
+        for name in _BY_LENGTH.get(row["kind"], ()):
+            values.setdefault(name, {}).setdefault(length, []).append(row[name])
+    summary: Record = {"seeds": list(seeds)}
+    known = [each for each in minutes if each is not None]
+    summary["minutes"] = round(mean(known), 2) if known else None
+    for name, cells in values.items():
+        for suffix, of in (("", mean), ("_std", stdev)):
+            if suffix and max(map(len, cells.values())) < 2:
+                continue
+            summary[name + suffix] = _nested({key: of(each) for key, each in cells.items() if len(each) > bool(suffix)})
+    return summary
+
+
+def _nested(cells: Mapping[Any, float]) -> Any:
+    """Values by length and task as tables in a table; one value without a key as itself."""
+    if set(cells) == {""}:
+        return round(cells[""], 6)
+    nested: dict[str, Any] = {}
+    for key in sorted(cells, key=lambda key: (int(key[0]), key[1]) if isinstance(key, tuple) else (int(key), "")):
+        if isinstance(key, tuple):
+            nested.setdefault(key[0], {})[key[1]] = round(cells[key], 6)
+        else:
+            nested[key] = round(cells[key], 6)
+    return nested
+
+
+def write(out: Path, settings: Record, rows: Sequence[Record], minutes: float | None) -> None:
+    """Write summary.json, README.md and report.html of a result.
+
+    Args:
+        out: its directory.
+        settings: of the command, with `native`.
+        rows: of both stages.
+        minutes: of the tuning.
+    """
+    stages = list(dict.fromkeys(row["stage"] for row in rows))
+    summary = {
+        stage: summarise([row for row in rows if row["stage"] == stage], [settings["seed"]], [minutes])
+        for stage in stages
+    }
+    files.replace(out / SUMMARY, files.to_json(summary))
+    tables = list(_tables(summary))
+    title = f"{settings['model']}: {settings['native']:,} → {settings['to']:,} tokens"
+    files.replace(out / CARD, _card(title, settings, tables, minutes).encode())
+    content = [f"<h1>{escape(title)}</h1>", f"<p>{escape(_sentence(settings, minutes))}</p>"]
+    content += _figures(summary)
+    content += [table.html() for table in tables]
+    content += ["<h2>Settings</h2>", f"<pre>{escape(_lines(settings))}</pre>"]
+    files.replace(out / PAGE, document(title, content).encode())
+
+
+def _tables(summary: Mapping[str, Record]) -> Iterable[Table]:
+    """Perplexity, needles, `generate` and answers, before and after."""
+    lengths = sorted({length for one in summary.values() for length in one.get("perplexity", {})}, key=int)
+    if lengths:
+        header = ("Perplexity", *(f"{int(length):,}" for length in lengths))
+        rows = [
+            (stage, *(_cell(one.get("perplexity", {}).get(n), 2) for n in lengths)) for stage, one in summary.items()
+        ]
+        yield Table(title="Perplexity of the same held-out tokens by context", header=header, rows=tuple(rows))
+    lengths = sorted({length for one in summary.values() for length in one.get("needles", {})}, key=int)
+    tasks = sorted({task for one in summary.values() for cells in one.get("needles", {}).values() for task in cells})
+    if lengths:
+        rows = [
+            (f"{task}, {stage}", *(_cell(one.get("needles", {}).get(n, {}).get(task), 2) for n in lengths))
+            for task in tasks
+            for stage, one in summary.items()
+        ]
+        header = ("Needles", *(f"{int(length):,}" for length in lengths))
+        yield Table(title="Needles: share of whole answers", header=header, rows=tuple(rows))
+    rows = [
+        (f"{stage}, {int(n):,}", _cell(one["prefill_s"][n], 3), _cell(one["tokens_per_second"][n], 1),
+         f"{one['cache_bytes'][n] / 2**20:,.1f}", _cell(one["cache_share"][n], 3))
+        for stage, one in summary.items()
+        for n in one.get("prefill_s", {})
+    ]  # fmt: skip
+    if rows:
+        header = ("generate, prompt", "prefill, s", "tokens/s", "cache, MiB", "of full")
+        yield Table(title="model.generate, one prompt", header=header, rows=tuple(rows))
+    rows = [(stage, _cell(one["kl"], 4), _cell(one["same"], 3)) for stage, one in summary.items() if "kl" in one]
+    if rows:
+        header = ("Short answers", "KL to the original's, nats per token", "same likeliest token")
+        yield Table(title="Answers to short prompts, beside the original's", header=header, rows=tuple(rows))
+
+
+def _figures(summary: Mapping[str, Record]) -> list[str]:
+    """Curves of perplexity and of the mean over needle tasks, by length."""
+    losses = {stage: _points(one.get("perplexity", {})) for stage, one in summary.items()}
+    needles = {
+        stage: _points({n: mean(cells.values()) for n, cells in one.get("needles", {}).items()})
+        for stage, one in summary.items()
+    }
+    figures = [("Perplexity by context", losses, True), ("Needles, mean over tasks", needles, False)]
+    return [curves(title, series, log_y=log_y) for title, series, log_y in figures if any(series.values())]
+
+
+def _points(values: Mapping[str, float]) -> list[tuple[float, float]]:
+    return [(float(length), value) for length, value in values.items()]
+
+
+def curves(title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, log_y: bool = False) -> str:
+    """Lines over lengths, the lengths on a logarithmic axis, as a figure of HTML without any script.
+
+    Args:
+        title: under the figure.
+        series: by name, points (length, value).
+        log_y: whether values are on a logarithmic axis too; otherwise it runs from 0 to 1 or the largest value.
+    """
+    width, height, left, top, right, bottom = 640, 300, 60, 12, 130, 36
+    points = [point for each in series.values() for point in each]
+    xs = sorted({x for x, _ in points})
+    ys = [y for _, y in points]
+    low, high = (min(ys), max(ys)) if log_y else (0.0, max(1.0, *ys))
+    if log_y:
+        low, high = math.log10(low) - 0.02, math.log10(high) + 0.02
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        along = (math.log2(x) - math.log2(xs[0])) / max(math.log2(xs[-1]) - math.log2(xs[0]), 1e-9)
+        up = ((math.log10(y) if log_y else y) - low) / max(high - low, 1e-9)
+        return left + along * (width - left - right), height - bottom - up * (height - top - bottom)
+
+    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title, quote=True)}">']
+    parts += [_label(place(x, 10**low if log_y else low)[0], height - 14, _short(x), "middle") for x in xs]
+    for share in range(5):
+        y = low + share / 4 * (high - low)
+        at = height - bottom - share / 4 * (height - top - bottom)
+        parts.append(f'<line x1="{left}" x2="{width - right}" y1="{at:.1f}" y2="{at:.1f}" stroke="#e5e5e5"/>')
+        parts.append(_label(left - 6, at + 4, f"{10**y if log_y else y:.3g}", "end"))
+    for number, (name, each) in enumerate(series.items()):
+        if each:
+            colour = _COLOURS[number % len(_COLOURS)]
+            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(*point) for point in each))
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            parts += [
+                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>'
+                for a, b in (place(*point) for point in each)
+            ]
+            parts.append(_label(width - right + 10, top + 16 + 18 * number, name, "start", colour))
+    return f"<figure>{''.join(parts)}</svg><figcaption>{escape(title)}</figcaption></figure>"
+
+
+def _label(x: float, y: float, text: str, anchor: str, colour: str = "#444") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="12" fill="{colour}">{escape(text)}</text>'
+
+
+def _short(length: float) -> str:
+    return f"{length / 1024:g}k" if length >= 1024 and length % 1024 == 0 else f"{length:g}"
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _sentence(settings: Record, minutes: float | None) -> str:
+    tuned = "" if minutes is None else f", tuned in {minutes:.1f} minutes"
+    return f"Method {settings['method']}, seed {settings['seed']}, {settings['steps']:,} updates{tuned}."
+
+
+def _card(title: str, settings: Record, tables: Iterable[Table], minutes: float | None) -> str:
+    """The card of a result in Markdown."""
+    lines = [f"# {title}", "", _sentence(settings, minutes), ""]
+    for table in tables:
+        lines += [table.markdown(), ""]
+    lines += [
+        "## Use", "", "```python", "import gape.hf", "from transformers import AutoModelForCausalLM", "",
+        'model = AutoModelForCausalLM.from_pretrained("model", dtype="bfloat16")',
+        "cache = gape.hf.ForgettingCache(model, eps=1e-2, partial=True)",
+        "model.generate(ids, past_key_values=cache)", "```", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _lines(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"{key} = {value}" for key, value in values.items())
