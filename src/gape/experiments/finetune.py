@@ -16,11 +16,11 @@ import gape.hf
 from gape.data import Corpus, PrepareConfig, Tokenizer, WindowSource, load_tokenizer, open_corpus, prepare
 from gape.experiments.experiment import pick_device
 from gape.experiments.open_model import MODEL, SETTINGS, base_of, describe, load_transformers, refuse_length
+from gape.hf.card import write_card
 from gape.hf.formats import MAGIC, read_gguf, read_llama2c
 from gape.hf.gates import LEARN, freeze, has_gates
 from gape.hf.gpt2 import extend_positions
 from gape.hf.reading import read
-from gape.hf.save_load import write_card
 from gape.train import StopFlag, TrainConfig, Trainer, checkpoint
 from gape.train.resume import choose
 from gape.utils import files

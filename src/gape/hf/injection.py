@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gape import positions as schemes
 from gape.hf import gpt2
 from gape.hf.attention import InjectedAttention, Wiring, injected_class, wire
+from gape.hf.card import origin
 from gape.hf.families import TRANSFORMERS_4, Family, family_of, rope_theta, rotated_part
 from gape.hf.gates import MODULE, REMEDY, RetrofitGates, Settings, freeze, qk_modules
 from gape.hf.implementations import supported_name
@@ -69,7 +70,7 @@ def inject(
         return model
     learned = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     _own_config(model)
-    model.config.gape = settings.to_dict()
+    model.config.gape = settings.to_dict() | origin(model.config)
     if settings.native is not None:
         factor = _factor(_scheme(family, settings, model), settings)
         model.config.max_position_embeddings = int(settings.native * factor)
