@@ -30,6 +30,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {**SIZES, **SLIDING, "query_pre_attn_scalar": 16}),
     "smollm3": ("SmolLM3", {**SIZES, "no_rope_layers": [1, 0], "use_sliding_window": False}),
     "phi3": ("Phi3", {**SIZES, "sliding_window": None, "attention_dropout": 0.0}),
+    "olmo2": ("Olmo2", SIZES),
+    "granite": ("Granite", {**SIZES, "attention_multiplier": 0.2, "embedding_multiplier": 2.0}),
+    "starcoder2": ("Starcoder2", {**SIZES, "sliding_window": 8}),
+    "cohere": ("Cohere", {**SIZES, "use_qk_norm": True, "logit_scale": 1.0}),
+    "stablelm": ("StableLm", {**SIZES, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
+    "phi": ("Phi", {**SIZES, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
+    "gpt_neox": ("GPTNeoX", {**SIZES, "rotary_pct": 0.5}),
 }  # fmt: skip
 
 #: Families as they are without windows and caps, which caches in pages refuse.

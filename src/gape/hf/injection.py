@@ -248,6 +248,8 @@ def _scheme(family: Family, settings: Settings, model: Any) -> schemes.Scheme | 
     n_heads, n_kv_heads, width = family.layout.sizes(family.modules(model)[0])
     options = dict(settings.options)
     if family.layout.rotary and settings.base != "nope":
+        if family.layout.interleaved:
+            raise ValueError("position: the model rotates neighbouring coordinates, expected None, which keeps that")
         if rotated_part(model.config) != 1.0:
             raise ValueError("position: the model rotates a part of each head, expected None, which keeps that")
         options.setdefault("theta", rope_theta(model.config))
@@ -308,7 +310,9 @@ def _warn_of_native(model: Any, family: Family, settings: Settings) -> None:
 
 
 def _warn_of_dropout(module: Any) -> None:
-    dropout = getattr(module, "attention_dropout", 0.0) or getattr(getattr(module, "attn_dropout", None), "p", 0.0)
+    dropouts = (getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout"))
+    # A number, or the module that applies it.
+    dropout = max(float(getattr(each, "p", each) or 0.0) for each in dropouts)
     if dropout:
         log.warning("attention dropout (p = %g) is not applied in layers with gates", dropout)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -22,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from gape.hf import adapters, implementations
 from gape.hf.auto_map import AutoMapped, LocalCode
 from gape.hf.card import write_card
-from gape.hf.families import ATTENTION
+from gape.hf.families import ATTENTION, SEPARATE, Layout
 from gape.hf.gates import (
     MODULE,
     RetrofitGates,
@@ -59,6 +61,40 @@ def register_type(model_type: str) -> None:
     if name not in CONFIG_MAPPING:
         class_name = f"Gape{model_type.title().replace('_', '')}Config"
         AutoConfig.register(name, type(class_name, (_DeferredConfig,), {"model_type": name}))
+
+
+def register_family(model_type: str, attention: type[nn.Module], layout: Layout = SEPARATE) -> None:
+    """Let :func:`gape.hf.inject` take models of an architecture of your own.
+
+    Call it wherever such models are loaded, before they are. The config and the model are known to the Auto classes
+    already, by `AutoConfig.register` and `AutoModelForCausalLM.register`.
+
+    Args:
+        model_type: that of its config.
+        attention: its attention class. A layer calls it with `position_ids`, and with `position_embeddings` (cosines,
+            sines) where it rotates; it has `config` and `layer_idx`.
+        layout: where such a module has its projections. The default is that of Llama: q_proj, k_proj, v_proj, o_proj,
+            head_dim, scaling. Without `rotation`, that is `apply_rotary_pos_emb` in the module of the class.
+
+    Raises:
+        ValueError: a model type that the Auto classes do not know or that is known here, no class, or no rotation.
+    """
+    known = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not known:
+        raise invalid_argument(
+            "model_type", model_type, "one of AutoConfig.register and AutoModelForCausalLM.register; call them first"
+        )
+    if not (isinstance(attention, type) and issubclass(attention, nn.Module)):
+        raise invalid_argument("attention", attention, "a class of attention modules")
+    if ATTENTION.get(model_type, (attention.__name__,))[0] != attention.__name__:
+        raise invalid_argument("model_type", model_type, f"another one, since that is {ATTENTION[model_type][0]}'s")
+    if layout.rotary and layout.rotation is None:
+        rotation = getattr(sys.modules[attention.__module__], "apply_rotary_pos_emb", None)
+        if rotation is None:
+            raise invalid_argument("layout", layout, f"a rotation, since {attention.__module__} has none")
+        layout = replace(layout, rotation=rotation)
+    ATTENTION[model_type] = attention.__name__, layout
+    register_type(model_type)
 
 
 def auto_classes(model_type: str) -> tuple[type[Any], type[Any]]:
