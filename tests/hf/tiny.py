@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+from gape.hf.families import TRANSFORMERS_4
+
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
@@ -38,6 +40,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("Phi", {**SIZES, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
     "gpt_neox": ("GPTNeoX", {**SIZES, "rotary_pct": 0.5}),
 }  # fmt: skip
+if TRANSFORMERS_4:
+    # Refused there.
+    del FAMILIES["stablelm"]
 
 #: Families as they are without windows and caps, which caches in pages refuse.
 WITHOUT_WINDOWS: dict[str, dict[str, Any]] = {

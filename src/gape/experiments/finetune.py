@@ -186,9 +186,13 @@ def finetune(
             wrapped, config, source, out, _validation(source, progress, stop, config), stop=stop,
             console=progress.console, extra={"base": name, "learn": learn, "tokenizer": source.corpus.tokenizer},
         )  # fmt: skip
-        trainer.run(resume)
+        summary = trainer.run(resume)
     chosen = checkpoint.resolve(out, progress.log)
     checkpoint.load_model_tensors(wrapped, chosen.model, chosen.state["aliases"])
+    if hasattr(model.config, "gape") and (summary.get("validation") or {}).get("loss") is not None:
+        # For the model card.
+        measured = {f"held-out loss, windows of {length:,} tokens": summary["validation"]["loss"]}
+        model.config.gape = {**model.config.gape, "measured": measured}
     save(model.cpu(), name, out / MODEL)
     # Last: a run that has it is done.
     files.replace(out / SETTINGS, files.to_json(settings))

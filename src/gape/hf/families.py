@@ -176,6 +176,8 @@ REFUSED = {
     "gemma3": "tokens of an image attend to each other in both directions, and distances have a sign; "
     "the language model alone takes gates, a Gemma3ForCausalLM with model.model.language_model as its model",
 }
+if TRANSFORMERS_4:
+    REFUSED["stablelm"] = "in transformers 4 its packed documents see each other; transformers 5 runs it"
 
 
 @dataclass(frozen=True, kw_only=True)

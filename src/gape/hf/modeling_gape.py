@@ -16,7 +16,7 @@ from gape.hf.attention import attend_layer
 from gape.hf.auto_map import AutoMapped, LocalCode
 from gape.hf.card import write_card
 from gape.hf.families import QKV
-from gape.hf.implementations import GateValues, masked_attention, refuse_paged, supported_name
+from gape.hf.implementations import GateValues, RefusesBatching, masked_attention, refuse_paged, supported_name
 from gape.hf.masks import causal_mask
 from gape.hf.paged import PagesForTransformers, with_pages
 from gape.hf.save_load import check_checksum, gate_checksum, refuse_missing
@@ -77,7 +77,7 @@ class GapeConfig(AutoMapped, PretrainedConfig):  # type: ignore[misc]
         return GPTConfig.from_dict({name: getattr(self, name) for name in _FIELDS})
 
 
-class GapeForCausalLM(LocalCode, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """:class:`gape.GPT` with the interface of `transformers`: `generate`, caches, `Trainer`, saving.
 
     Its tensors are those of the GPT, under the prefix `gpt.`. Where the embedding is also the output layer, it is one

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -53,6 +54,12 @@ def register() -> None:
         register_type(model_type)
     AutoConfig.register(GapeConfig.model_type, GapeConfig, exist_ok=True)
     AutoModelForCausalLM.register(GapeConfig, GapeForCausalLM, exist_ok=True)
+    _publish(GapeForCausalLM)
+
+
+def _publish(model: type[Any]) -> None:
+    """Put a model class among the names of `transformers`, where `transformers serve` looks for architectures."""
+    setattr(transformers, model.__name__, model)
 
 
 def register_type(model_type: str) -> None:
@@ -159,6 +166,7 @@ def config_class(base: type[Any]) -> type[Any]:
     model = model_class(MODEL_FOR_CAUSAL_LM_MAPPING[base])
     model.config_class = config
     AutoModelForCausalLM.register(config, model, exist_ok=True)
+    _publish(model)
     return config
 
 
@@ -183,7 +191,7 @@ def rebuild(make_class: Callable[[type[Any]], type[Any]], base: type[Any]) -> An
     return object.__new__(make_class(base))
 
 
-class InjectedModel(LocalCode):
+class InjectedModel(LocalCode, implementations.RefusesBatching):
     """Mixed into a causal language model of `transformers`: builds gates from its config, saves and loads them."""
 
     gape_base: type[Any]
