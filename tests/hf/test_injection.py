@@ -75,6 +75,11 @@ def test_other_models_and_models_with_gates_are_refused():
     sinks = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, num_local_experts=2))
     with pytest.raises(ValueError, match="attention sink"):
         gape.hf.inject(sinks, context_length=16)
+    with torch.device("meta"):
+        config = transformers.Gemma3Config(text_config=SIZES, vision_config={"num_hidden_layers": 1})
+        images = transformers.Gemma3ForConditionalGeneration(config)
+    with pytest.raises(ValueError, match="both directions"):
+        gape.hf.inject(images, context_length=16)
     with pytest.raises(ValueError, match="LlamaModel"):
         gape.hf.inject(tiny("llama").model, context_length=16)
     gated = gape.hf.inject(tiny("llama"), context_length=16)

@@ -131,7 +131,8 @@ def _limits(parent: Any, layer: InjectedLayer, stretch: float, evenly: bool) -> 
 def _norm_of_heads(norm: Any, width: int) -> Tensor:
     """The largest Euclidean norm of a head (width,) behind a norm of q or of k, over each head or over all at once."""
     size = norm.weight.numel() if norm.weight.dim() == 1 else width
-    return _gain(norm, size).abs().max() * size**0.5
+    largest: Tensor = _gain(norm, size).abs().max() * size**0.5
+    return largest
 
 
 def _stretch(model: Any, module: Any) -> tuple[float, bool]:
