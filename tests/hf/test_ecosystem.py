@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import gape.hf
 from gape.hf.families import TRANSFORMERS_4
-from tests.hf.tiny import SIZES, opened, tiny, tokens
+from tests.hf.tiny import SIZES, injected, opened, tiny, tokens
 
 
 def test_register_family_refuses_what_it_cannot_serve():
@@ -54,3 +54,18 @@ def test_presses_of_kvpress_are_an_error_and_not_other_numbers():
         model(tokens(1, 20), past_key_values=cache)
         with pytest.raises((RuntimeError, ValueError)):
             model(tokens(1, 1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_cache_in_pages_answers_to_the_interface_of_transformers():
+    model = injected("llama")
+    cache = gape.hf.FullCache(model)
+    model(tokens(2, 12), past_key_values=cache)
+    assert (cache.get_seq_length(), cache.get_mask_sizes(1, 0), cache.is_sliding) == (12, (13, 0), [False, False])
+    cache.crop(-2)
+    assert cache.get_seq_length() == 10
+    for change in (cache.reorder_cache, cache.batch_select_indices, lambda _: cache.batch_repeat_interleave(2)):
+        with pytest.raises(ValueError, match="pages"):
+            change(torch.tensor([1, 0]))
+    cache.reset()
+    assert cache.get_seq_length() == 0
