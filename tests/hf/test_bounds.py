@@ -16,8 +16,8 @@ from gape.hf.families import TRANSFORMERS_4
 from gape.hf.paged import layer_specs
 from tests.hf.tiny import FLOOR, injected, made, tiny
 
-#: With a norm by the mean square, LayerNorm and biases, a joined projection, and norms of q and k.
-FAMILIES = ("llama", "gpt2", "phi3", "qwen3")
+#: With a norm by the mean square, LayerNorm and biases, a joined projection, and norms of q and k, by head and of all.
+FAMILIES = ("llama", "gpt2", "phi3", "qwen3", "olmo2")
 
 
 def limits_of(model: Any) -> Limits:
@@ -30,7 +30,8 @@ def limits_of(model: Any) -> Limits:
 def extremes(model: Any) -> tuple[Any, Any]:
     """The largest reach and own of the first layer that inputs of all kinds lead to."""
     names = ("input_layernorm", "ln_1")
-    norm = next(getattr(m, name) for m in model.modules() for name in names if hasattr(m, name))
+    norms = (getattr(m, name) for m in model.modules() for name in names if hasattr(m, name))
+    norm = next(norms, torch.nn.Identity())
     module: Any = next(m for m in model.modules() if hasattr(m, "gape_wiring"))
     x = 50 * torch.randn(1, 4000, 32, generator=torch.Generator().manual_seed(1)) + 20
     with torch.no_grad():

@@ -9,11 +9,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, StaticCache
 
 import gape.hf
 from gape.hf.cache import extra_width, furthest, pack, refuse_uneven, unpack, update_cache
-from gape.hf.families import TRANSFORMERS_4
 from tests.hf.tiny import FLOOR, broken_off, made, opened, ours, tiny, tokens
 
 
@@ -82,19 +81,10 @@ def test_a_layer_with_gates_notices_unevenness_of_others():
         model(tokens(1, 1), past_key_values=cache)
 
 
-@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 refuses it by the name of the attention implementation")
 @pytest.mark.parametrize("model", [lambda: opened(tiny("llama")), ours])
-def test_pages_of_continuous_batching_are_refused(model):
-    from transformers import ContinuousBatchingConfig
-
-    arguments = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    sizes = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    prompts = tokens(2, 6).tolist()
-    actual = model().generate_batch(prompts, arguments, continuous_batching_config=sizes, warmup=False)
-    assert len(actual) == 2
-    for result in actual.values():
-        assert result.error.startswith("cache: ")
-        assert result.generated_tokens == []
+def test_continuous_batching_is_refused_before_its_thread_begins(model):
+    with pytest.raises(ValueError, match="continuous batching"):
+        model().generate_batch(tokens(2, 6).tolist())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+from transformers import AutoModelForCausalLM
+
+import gape.hf
 from gape.report.results import gather
 from tests.hf.test_formats import llama2c, tokenizer_bin
 from tests.hf.tiny import tiny
@@ -104,3 +107,25 @@ def test_extend(model: Path) -> None:
     ran("extend_model.py", model / "text.txt", "--model", model / "model", "--out", model / "out", *short)
     rows = json.loads((model / "out" / "perplexity.json").read_text())
     assert {name: list(values) for name, values in rows.items()} == {"none": ["32", "64"], "gates": ["32", "64"]}
+
+
+def test_a_plain_trainer_reaches_the_loss_of_the_command(model: Path) -> None:
+    gape.hf.inject(AutoModelForCausalLM.from_pretrained(model / "model"), context_length=32).save_pretrained(
+        model / "gated"
+    )
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (model / "gated" / file).write_bytes((model / "model" / file).read_bytes())
+    texts = [model / f"{n}.txt" for n in range(8)]
+    for number, text in enumerate(texts):
+        text.write_text("the cat sat on the mat and the dog sat on the log. "[number:] * 60)
+    sizes = ["--length", "32", "--batch-size", "4", "--steps", "60", "--learning-rate", "3e-3"]
+    options = [*sizes, "--heldout-fraction", "0.3", "--validate-every", "60", "--precision", "float32"]
+    command = ["hf", "finetune", model / "gated", *texts, "--out", model / "run", *options]
+    subprocess.run([sys.executable, "-m", "gape", *map(str, command)], check=True)
+    expected = json.loads((model / "run" / "summary.json").read_text())["validation"]["loss"]
+    said = ran("trainer.py", model / "gated", model / "run" / "corpus", "--out", model / "trained", "--cpu", *sizes)
+    loss = float(said.rsplit("held-out loss", 1)[1])
+    assert loss == pytest.approx(expected, rel=0.01)
+    # It learned: untrained bytes cost more than five nats.
+    assert loss < 3
+    assert "held-out loss" in (model / "run" / "model" / "README.md").read_text()

@@ -15,7 +15,7 @@ import gape.hf
 from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import RetrofitGates
 from gape.hf.implementations import masked_attention
-from tests.hf.tiny import opened, tiny, tokens
+from tests.hf.tiny import SIZES, opened, tiny, tokens
 
 
 def unchanged(model, before):
@@ -44,6 +44,8 @@ def unchanged(model, before):
         ("llama", {"context_length": 16, "position": "rope", "layers": [0]}, "layers"),
         ("llama", {"context_length": 16, "position": "rope", "gates": {"gate_floor": 1.0}}, "gates: .*rope has no"),
         ("gpt2", {"context_length": 129}, "rope"),
+        ("cohere", {"context_length": 16, "position": "yarn+gape"}, "position: .*neighbouring"),
+        ("gpt_neox", {"context_length": 16, "position": "yarn+gape"}, "position: .*part of each head"),
     ],
 )
 def test_what_is_wrong_is_refused_and_the_model_stays(family, arguments, said):
@@ -70,6 +72,14 @@ def test_other_models_and_models_with_gates_are_refused():
     bert = transformers.BertModel(transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ValueError, match="BertModel"):
         gape.hf.inject(bert, context_length=16)
+    sinks = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, num_local_experts=2))
+    with pytest.raises(ValueError, match="attention sink"):
+        gape.hf.inject(sinks, context_length=16)
+    with torch.device("meta"):
+        config = transformers.Gemma3Config(text_config=SIZES, vision_config={"num_hidden_layers": 1})
+        images = transformers.Gemma3ForConditionalGeneration(config)
+    with pytest.raises(ValueError, match="both directions"):
+        gape.hf.inject(images, context_length=16)
     with pytest.raises(ValueError, match="LlamaModel"):
         gape.hf.inject(tiny("llama").model, context_length=16)
     gated = gape.hf.inject(tiny("llama"), context_length=16)

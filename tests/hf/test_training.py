@@ -332,3 +332,82 @@ def test_equal_numbers_are_one_setting(floor: float) -> None:
         refuse_other_settings(
             torch.tensor(Settings(context_length=16, options={"factors": [1, 2]}).hashes()), own, "a layer"
         )
+
+
+def trainer_of(model, path, **changes):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 16)]
+    settings = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 2}
+    settings |= {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **changes}
+    optimizer = torch.optim.AdamW(gape.hf.parameter_groups(model, lr=1e-3))
+    arguments = TrainingArguments(output_dir=str(path), **settings)
+    return Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, None))
+
+
+def test_a_plain_trainer_with_parameter_groups_moves_gates_faster(tmp_path):
+    pytest.importorskip("accelerate")
+    moved = {}
+    for rate in (1.0, 10.0):
+        model = gape.hf.inject(tiny("llama"), context_length=16)
+        trainer = trainer_of(model, tmp_path)
+        trainer.optimizer = torch.optim.AdamW(gape.hf.parameter_groups(model, lr=1e-3, gate_rate=rate))
+        trainer.train()
+        moved[rate] = float(model.model.layers[0].self_attn.gape.strength.detach().abs().mean())
+    # Adam moves a parameter by about its rate, whatever the gradient.
+    assert moved[10.0] == pytest.approx(10 * moved[1.0], rel=0.1)
+
+
+def test_the_trainers_log_has_horizons_and_landmarks_of_every_layer(tmp_path):
+    pytest.importorskip("accelerate")
+    model = gape.hf.inject(tiny("llama"), context_length=16, start="paper", gates={"init_landmark_bias": -9.0})
+    trainer = trainer_of(model, tmp_path)
+    trainer.add_callback(gape.hf.GateCallback(trainer))
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "gates/layer_0/horizon" in entry]
+    assert [entry["step"] for entry in logs] == [2, 4]
+    # Γ = 1, g near softplus(-3), landmarks closed: a key loses a nat after about T / g tokens.
+    expected = 16 / float(torch.nn.functional.softplus(torch.tensor(-3.0)))
+    for layer in (0, 1):
+        assert logs[0][f"gates/layer_{layer}/horizon"] == pytest.approx(expected, rel=0.1)
+        assert logs[0][f"gates/layer_{layer}/landmarks"] == 0.0
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_callback_refuses_a_trainer_of_a_model_without_gates(tmp_path):
+    pytest.importorskip("accelerate")
+    with pytest.raises(ValueError, match=r"gape\.hf\.inject"):
+        gape.hf.GateCallback(trainer_of(tiny("llama"), tmp_path))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"position": "yarn+gape", "factor": 2.0, "gates": {"gate_floor": 1.0}}])
+def test_an_adapter_puts_its_own_gates_into_a_bare_base(arguments, tmp_path):
+    peft = pytest.importorskip("peft")
+    base = gape.hf.inject(tiny("llama"), context_length=16, layers=None, **arguments)
+    model = peft.get_peft_model(base, gape.hf.lora_config(base, r=2))
+    train(model, rate=1e-2)
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    loaded = gape.hf.load_adapter(tiny("llama"), tmp_path).eval()
+    gated = gape.hf.load_adapter(gape.hf.inject(tiny("llama"), context_length=16, **arguments), tmp_path).eval()
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        assert torch.equal(loaded(tokens()).logits, expected)
+        assert torch.equal(gated(tokens()).logits, expected)
+        torch.testing.assert_close(loaded.merge_and_unload()(tokens()).logits, expected, atol=1e-4, rtol=1e-4)
+        # Without the adapter it is the base, gates and all that inject changed included.
+        without = gated.unload()
+        assert type(without).__name__ == "GapeLlamaForCausalLM"
+
+
+def test_load_adapter_refuses_adapters_without_gates(tmp_path):
+    peft = pytest.importorskip("peft")
+    plain = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    peft.get_peft_model(tiny("llama"), peft.LoraConfig(**plain)).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match="names no gates"):
+        gape.hf.load_adapter(tiny("llama"), tmp_path / "bare")
+    peft.get_peft_model(opened(tiny("llama")), peft.LoraConfig(**plain)).save_pretrained(tmp_path / "gates")
+    base = tiny("llama")
+    with pytest.raises(ValueError, match="holds no gates"):
+        gape.hf.load_adapter(base, tmp_path / "gates")
+    assert type(base).__name__ == "LlamaForCausalLM"

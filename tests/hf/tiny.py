@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+from gape.hf.families import TRANSFORMERS_4
+
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
@@ -30,7 +32,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {**SIZES, **SLIDING, "query_pre_attn_scalar": 16}),
     "smollm3": ("SmolLM3", {**SIZES, "no_rope_layers": [1, 0], "use_sliding_window": False}),
     "phi3": ("Phi3", {**SIZES, "sliding_window": None, "attention_dropout": 0.0}),
+    "olmo2": ("Olmo2", SIZES),
+    "granite": ("Granite", {**SIZES, "attention_multiplier": 0.2, "embedding_multiplier": 2.0}),
+    "starcoder2": ("Starcoder2", {**SIZES, "sliding_window": 8}),
+    "cohere": ("Cohere", {**SIZES, "use_qk_norm": True, "logit_scale": 1.0}),
+    "stablelm": ("StableLm", {**SIZES, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
+    "phi": ("Phi", {**SIZES, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
+    "gpt_neox": ("GPTNeoX", {**SIZES, "rotary_pct": 0.5}),
 }  # fmt: skip
+if TRANSFORMERS_4:
+    # Refused there.
+    del FAMILIES["stablelm"]
 
 #: Families as they are without windows and caps, which caches in pages refuse.
 WITHOUT_WINDOWS: dict[str, dict[str, Any]] = {

@@ -28,11 +28,11 @@ from gape.data import (
 from gape.experiments.experiment import pick_device
 from gape.experiments.open_model import MODEL, SETTINGS, base_of, describe, load_transformers, refuse_length
 from gape.hf.adapters import add_lora
+from gape.hf.card import write_card
 from gape.hf.formats import MAGIC, read_gguf, read_llama2c
 from gape.hf.gates import LEARN, freeze, has_gates
 from gape.hf.gpt2 import extend_positions
 from gape.hf.reading import read
-from gape.hf.save_load import write_card
 from gape.train import StopFlag, TrainConfig, Trainer, checkpoint
 from gape.train.resume import choose
 from gape.utils import files
@@ -223,11 +223,15 @@ def finetune(
             wrapped, config, source, out, _validation(text, progress, stop, config), stop=stop,
             console=progress.console, extra={"base": name, "learn": learn, "tokenizer": text.corpus.tokenizer},
         )  # fmt: skip
-        trainer.run(resume)
+        summary = trainer.run(resume)
     chosen = checkpoint.resolve(out, progress.log)
     checkpoint.load_model_tensors(wrapped, chosen.model, chosen.state["aliases"])
     if adapters is not None:
         adapters.merge_and_unload()
+    if hasattr(model.config, "gape") and (summary.get("validation") or {}).get("loss") is not None:
+        # For the model card.
+        measured = {f"held-out loss, windows of {length:,} tokens": summary["validation"]["loss"]}
+        model.config.gape = {**model.config.gape, "measured": measured}
     save(model.cpu(), name, out / MODEL)
     # Last: a run that has it is done.
     files.replace(out / SETTINGS, files.to_json(settings))

@@ -14,11 +14,13 @@ try:
 except ImportError as error:
     raise ImportError("gape.hf needs transformers: pip install 'gape[hf]'") from error
 
-from gape.hf.save_load import register
+from gape.hf.save_load import register, register_family
 
 if TYPE_CHECKING:
     from gape.experiments.extend import extend
-    from gape.hf.adapters import lora_config
+    from gape.hf.adapters import load_adapter, lora_config
+    from gape.hf.callbacks import GateCallback
+    from gape.hf.families import Layout
     from gape.hf.floors import FloorPlan, plan_floors
     from gape.hf.formats import read_gguf, read_llama2c
     from gape.hf.gates import parameter_groups, parameters
@@ -34,10 +36,12 @@ _MODULES = {
     "FloorPlan": "floors",
     "ForgettingCache": "paged",
     "FullCache": "paged",
+    "GateCallback": "callbacks",
     "GapeConfig": "modeling_gape",
     "GapeForCausalLM": "modeling_gape",
     "InjectionPlan": "plans",
     "LanguageModel": "language",
+    "Layout": "families",
     "ModelPlan": "plans",
     "explain": "plans",
     # Of a layer above, which nothing here imports.
@@ -45,6 +49,7 @@ _MODULES = {
     "extend_positions": "gpt2",
     "gate_checksum": "save_load",
     "inject": "injection",
+    "load_adapter": "adapters",
     "lora_config": "adapters",
     "parameter_groups": "gates",
     "parameters": "gates",
@@ -61,14 +66,17 @@ __all__ = [
     "FullCache",
     "GapeConfig",
     "GapeForCausalLM",
+    "GateCallback",
     "InjectionPlan",
     "LanguageModel",
+    "Layout",
     "ModelPlan",
     "explain",
     "extend",
     "extend_positions",
     "gate_checksum",
     "inject",
+    "load_adapter",
     "lora_config",
     "parameter_groups",
     "parameters",
@@ -77,6 +85,7 @@ __all__ = [
     "read_gguf",
     "read_llama2c",
     "register",
+    "register_family",
     "remove",
 ]
 

@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +39,8 @@ log = logging.getLogger("gape.hf")
 def lora_config(model: Any, **options: Any) -> Any:
     """A `peft.LoraConfig` for an injected model: adapters on its attention projections, gates saved with them.
 
-    The adapter is loaded on a base into which gates of the same settings were put. A base with other gates is refused;
-    peft warns of one without.
+    :func:`load_adapter` loads it, and puts gates into the base first. A base with other gates is refused; peft itself
+    warns of one without.
 
     Args:
         model: with gates.
@@ -48,13 +49,10 @@ def lora_config(model: Any, **options: Any) -> Any:
     Raises:
         ImportError: peft is not installed.
     """
-    try:
-        from peft import LoraConfig  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError("LoRA needs peft: pip install 'gape[hf]'") from error
-    family = family_of(model)
+    peft, family = _peft(), family_of(model)
     # GPT-2 has another c_proj in its feed-forward layers.
-    targets = {name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn")}
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn", "query_key_value", "dense")
+    targets = {name: name for name in names}
     targets["c_proj"] = "attn.c_proj"
     first = family.modules(model)[0]
     defaults: dict[str, Any] = {
@@ -64,7 +62,61 @@ def lora_config(model: Any, **options: Any) -> Any:
     if has_gates(model):
         pattern = _exclude_pattern(Settings.from_config(model.config))
         defaults |= {"modules_to_save": [MODULE], "exclude_modules": pattern}
-    return LoraConfig(**(defaults | options))
+    return peft.LoraConfig(**(defaults | options))
+
+
+def load_adapter(base: Any, name: Any, **options: Any) -> Any:
+    """A base model with an adapter on it, after gates of the adapter's own settings were put into the base.
+
+    Args:
+        base: the model that the adapter was trained on, with gates of the same settings or without gates. Gates are put
+            into it in place.
+        name: the adapter's directory, or its name on the hub.
+        **options: of `peft.PeftModel.from_pretrained`, such as is_trainable.
+
+    Returns:
+        A `peft.PeftModel`; its merge_and_unload gives the model with gates, and the adapter merged into it.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: the adapter names no gates or has none of its own, or the base has others.
+    """
+    peft = _peft()
+    config = peft.PeftConfig.from_pretrained(name)
+    settings = _settings_of(config)
+    if not has_gates(base):
+        if settings is None:
+            raise ValueError(f"name: adapter {name} names no gates; peft.PeftModel.from_pretrained loads it")
+        if MODULE not in (config.modules_to_save or ()):
+            raise ValueError(
+                f"name: adapter {name} holds no gates, expected those of gape.hf.lora_config; load its base with the "
+                "gates that it was trained on"
+            )
+        # Not on top of the file: a module that it imports asks for this one.
+        from gape.hf.injection import inject  # noqa: PLC0415
+
+        # Quantised projections take gates only so; peft says itself what learns.
+        inject(
+            base, context_length=settings.context_length, position=settings.position, layers=settings.layers,
+            learn="gates", gates=settings.gates, **settings.options,
+        )  # fmt: skip
+    return peft.PeftModel.from_pretrained(base, name, **options)
+
+
+def _peft() -> Any:
+    try:
+        return import_module("peft")
+    except ImportError as error:
+        raise ImportError("adapters need peft: pip install 'gape[hf]'") from error
+
+
+def _settings_of(config: Any) -> Settings | None:
+    """The settings of the gates that the config of an adapter names, if it names any."""
+    pattern = getattr(config, "exclude_modules", None)
+    if not isinstance(pattern, str) or _COMMENT not in pattern:
+        return None
+    words, _ = json.JSONDecoder().raw_decode(pattern.partition(_COMMENT)[2])
+    return Settings.from_config(SimpleNamespace(gape=words))
 
 
 def add_lora(model: Any, rank: int, seed: int = 0) -> Any:
@@ -121,10 +173,8 @@ def check(model: Any, configs: MutableMapping[str, Any]) -> None:
         return
     own = Settings.from_config(model.config)
     for name, config in list(configs.items()):
-        pattern = getattr(config, "exclude_modules", None)
-        if isinstance(pattern, str) and _COMMENT in pattern:
-            words, _ = json.JSONDecoder().raw_decode(pattern.partition(_COMMENT)[2])
-            theirs = Settings.from_config(SimpleNamespace(gape=words))
+        theirs = _settings_of(config)
+        if theirs is not None:
             try:
                 refuse_other_length(torch.tensor(theirs.context_length), own.context_length, f"adapter {name!r}")
                 refuse_other_settings(torch.tensor(theirs.hashes()), own, f"adapter {name!r}")
@@ -133,7 +183,7 @@ def check(model: Any, configs: MutableMapping[str, Any]) -> None:
                 raise
         elif hasattr(config, "exclude_modules"):
             configs[name] = copy.copy(config)
-            configs[name].exclude_modules = _exclude_pattern(own, pattern)
+            configs[name].exclude_modules = _exclude_pattern(own, config.exclude_modules)
 
 
 def warn_of_frozen(model: Any, configs: Mapping[str, Any]) -> None:

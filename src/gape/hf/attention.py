@@ -253,8 +253,10 @@ class InjectedAttention(Skips):
         if kwargs.get("encoder_hidden_states") is not None or kwargs.get("head_mask") is not None:
             raise ValueError("encoder_hidden_states, head_mask: got a value, expected None in a layer with gates")
         refuse_paged(kwargs)
+        # GPT-NeoX has a name of its own for it.
+        cache = kwargs.get("layer_past") if past_key_values is None else past_key_values
         return attend_layer(
-            self, hidden_states, _positions(kwargs, hidden_states.size(0)), attention_mask, past_key_values,
+            self, hidden_states, _positions(kwargs, hidden_states.size(0)), attention_mask, cache,
             embeddings=position_embeddings, cache_position=kwargs.get("cache_position"),
         )  # fmt: skip
 

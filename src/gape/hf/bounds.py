@@ -127,11 +127,13 @@ def _norms(parent: Any) -> list[nn.Module]:
 @torch.no_grad()
 def _limits(parent: Any, layer: InjectedLayer, stretch: float, evenly: bool) -> Limits:
     module, width = layer.module, layer.head_dim
+    if getattr(module, "q_layernorm", None) is not None:
+        raise invalid_argument("model", type(module).__name__, "no q_layernorm; bounds='queries' takes any norm")
     if hasattr(module, "q_norm"):
-        # Normed behind the projection, so nothing before it matters.
-        query, key = (_gain(getattr(module, name), width).abs().max() for name in ("q_norm", "k_norm"))
-        reach = layer.scale * stretch * query * width**0.5 * torch.ones(layer.n_heads, dtype=torch.float64)
-        product = reach * stretch * key * width**0.5
+        # Normed behind the projection, so nothing before it matters. A norm over all heads may leave one alone.
+        query, key = (_norm_of_heads(getattr(module, name), width) for name in ("q_norm", "k_norm"))
+        reach = layer.scale * stretch * query * torch.ones(layer.n_heads, dtype=torch.float64)
+        product = reach * stretch * key
         return Limits(rate=least_rates(layer), reach=reach, own=product, jitter=product)
     norm = next(iter(_norms(parent)), None)
     if norm is None:
@@ -150,6 +152,13 @@ def _limits(parent: Any, layer: InjectedLayer, stretch: float, evenly: bool) -> 
         # z has mean 0, so what all coordinates share adds nothing.
         queries, keys = ((A - A.mean(-1, keepdim=True), a) for A, a in (queries, keys))
     return limits_of_maps(layer, queries, keys, stretch=stretch, evenly=evenly)
+
+
+def _norm_of_heads(norm: Any, width: int) -> Tensor:
+    """The largest Euclidean norm of a head (width,) behind a norm of q or of k, over each head or over all at once."""
+    size = norm.weight.numel() if norm.weight.dim() == 1 else width
+    largest: Tensor = _gain(norm, size).abs().max() * size**0.5
+    return largest
 
 
 def _own_stretch(model: Any) -> tuple[float, bool]:
@@ -180,7 +189,7 @@ def _gain(norm: nn.Module, width: int) -> Tensor:
     size = gain.abs().max() * width**0.5
     if not torch.allclose(turned, -gain) or (single - expected).abs().max() > close * size:
         raise invalid_argument(
-            "norm", norm, "a LayerNorm or a norm by the root of the mean square, which bounds what it is given"
+            "norm", norm, "nn.LayerNorm or a norm by the root of the mean square; bounds='queries' takes any norm"
         )
     return gain
 

@@ -1,17 +1,21 @@
 """Families of attention modules in `transformers`: their projections, sizes and scales.
 
 A family that shares a layout needs one line in `ATTENTION`, and its tiny config in `tests/hf/tiny.py`.
+:func:`gape.hf.register_family` adds an architecture that is not in `transformers`.
 
 Shapes: B batch, N tokens, E width, Hq / Hk query / key heads, D head dim.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+import torch
+import torch.nn.functional as F  # noqa: N812
 import transformers
 from torch import Tensor, nn
 
@@ -20,6 +24,8 @@ from gape.utils.validation import invalid_argument
 #: In transformers 4, blocks of GPT-2 get no positions, caches get `cache_position`, and `sdpa` does not cap logits.
 TRANSFORMERS_4 = int(transformers.__version__.split(".")[0]) < 5
 QKV = tuple[Tensor, Tensor, Tensor]
+#: Called as rotation(q, k, cos, sin).
+Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,8 @@ class Layout:
         scale: module → the softmax scale.
         projections: names of the modules that make q and k.
         rotary: whether the model gives the module cosines and sines.
+        interleaved: whether its rotation turns neighbours (x_2m, x_2m+1); no scheme of ours can take its place.
+        rotation: (q, k, cos, sin) → rotated q and k; None takes `apply_rotary_pos_emb` of the model's own module.
     """
 
     sizes: Callable[[Any], tuple[int, int, int]]
@@ -40,7 +48,9 @@ class Layout:
     merge: Callable[[Any, Tensor], Tensor]
     scale: Callable[[Any], float]
     projections: tuple[str, ...]
-    rotary: bool
+    rotary: bool = True
+    interleaved: bool = False
+    rotation: Rotation | None = None
 
 
 def _sizes(module: Any) -> tuple[int, int, int]:
@@ -54,6 +64,23 @@ def _separate(module: Any, x: Tensor) -> QKV:
     if hasattr(module, "q_norm"):
         q, k = module.q_norm(q), module.k_norm(k)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _separate_normed(module: Any, x: Tensor) -> QKV:
+    parts = module.q_norm(module.q_proj(x)), module.k_norm(module.k_proj(x)), module.v_proj(x)
+    q, k, v = (part.view(*x.shape[:-1], -1, module.head_dim).transpose(1, 2) for part in parts)
+    return q, k, v
+
+
+def _separate_layernorm(module: Any, x: Tensor) -> QKV:
+    q, k, v = _separate(module, x)
+    return (module.q_layernorm(q), module.k_layernorm(k), v) if module.qk_layernorm else (q, k, v)
+
+
+def _by_heads(module: Any, x: Tensor) -> QKV:
+    parts = module.query_key_value(x).view(*x.shape[:-1], -1, 3 * module.head_size)
+    q, k, v = parts.transpose(1, 2).chunk(3, dim=-1)
+    return q, k, v
 
 
 def _joined(module: Any, x: Tensor) -> QKV:
@@ -80,7 +107,30 @@ SEPARATE = Layout(
     merge=lambda module, x: module.o_proj(x),
     scale=lambda module: float(module.scaling),
     projections=("q_proj", "k_proj", "q_norm", "k_norm"),
-    rotary=True,
+)
+#: As SEPARATE, with norms over all heads at once.
+NORMED = replace(SEPARATE, project=_separate_normed)
+INTERLEAVED = replace(SEPARATE, interleaved=True)
+#: As SEPARATE, with dropout of what attention adds to the residual stream.
+DROPPED = replace(
+    SEPARATE,
+    merge=lambda module, x: F.dropout(module.o_proj(x), p=module.residual_dropout, training=module.training),
+)
+#: As SEPARATE, with norms of q and k that have another name.
+LAYERNORMED = replace(
+    SEPARATE,
+    project=_separate_layernorm,
+    scale=lambda module: float(module.head_dim**-0.5),
+    projections=("q_proj", "k_proj", "q_layernorm", "k_layernorm"),
+)
+PHI = replace(LAYERNORMED, merge=lambda module, x: module.dense(x))
+#: One projection in which each head has its q, k and v side by side.
+BY_HEADS = Layout(
+    sizes=lambda module: (module.config.num_attention_heads, module.config.num_attention_heads, module.head_size),
+    project=_by_heads,
+    merge=lambda module, x: module.dense(x),
+    scale=lambda module: float(module.scaling),
+    projections=("query_key_value",),
 )
 JOINED = Layout(
     sizes=_sizes,
@@ -88,7 +138,6 @@ JOINED = Layout(
     merge=lambda module, x: module.o_proj(x),
     scale=lambda module: float(module.scaling),
     projections=("qkv_proj",),
-    rotary=True,
 )
 CONV = Layout(
     sizes=lambda module: (module.num_heads, module.num_heads, module.head_dim),
@@ -113,7 +162,22 @@ ATTENTION: dict[str, tuple[str, Layout]] = {
     "gemma3_text": ("Gemma3Attention", SEPARATE),
     "smollm3": ("SmolLM3Attention", SEPARATE),
     "phi3": ("Phi3Attention", JOINED),
+    "olmo2": ("Olmo2Attention", NORMED),
+    "granite": ("GraniteAttention", SEPARATE),
+    "starcoder2": ("Starcoder2Attention", DROPPED),
+    "cohere": ("CohereAttention", INTERLEAVED),
+    "stablelm": ("StableLmAttention", LAYERNORMED),
+    "phi": ("PhiAttention", PHI),
+    "gpt_neox": ("GPTNeoXAttention", BY_HEADS),
 }
+#: Model type → why gates cannot be put into it.
+REFUSED = {
+    "gpt_oss": "its softmax has an attention sink, one more logit a head, which the operator does not have",
+    "gemma3": "tokens of an image attend to each other in both directions, and distances have a sign; "
+    "the language model alone takes gates, a Gemma3ForCausalLM with model.model.language_model as its model",
+}
+if TRANSFORMERS_4:
+    REFUSED["stablelm"] = "in transformers 4 its packed documents see each other; transformers 5 runs it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +193,23 @@ class Family:
         modules = [module for module in model.modules() if self.attention in _ancestry(module)]
         return [module for module in modules if not getattr(module, "is_cross_attention", False)]
 
-    def rotation(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """The family's own `apply_rotary_pos_emb(q, k, cos, sin)`, or None."""
-        if not self.layout.rotary:
-            return None
+    def rotation(self) -> Rotation | None:
+        """The family's own rotation, of q, k, cosines and sines, or None."""
+        if not self.layout.rotary or self.layout.rotation is not None:
+            return self.layout.rotation
         home = self.model_type.removesuffix("_text")
         module = import_module(f"transformers.models.{home}.modeling_{home}")
-        rotate: Callable[..., tuple[Tensor, Tensor]] = module.apply_rotary_pos_emb
-        return rotate
+        return functools.partial(_rotate_first, module.apply_rotary_pos_emb)
+
+
+def _rotate_first(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate as many coordinates of each head as there are cosines, the first ones."""
+    width = cos.size(-1)
+    if width == q.size(-1):
+        return rotation(q, k, cos, sin)
+    rotated = rotation(q[..., :width], k[..., :width], cos, sin)
+    turned_q, turned_k = (torch.cat([part, x[..., width:]], dim=-1) for part, x in zip(rotated, (q, k), strict=True))
+    return turned_q, turned_k
 
 
 def family_of(model: Any) -> Family:
@@ -150,8 +223,13 @@ def family_of(model: Any) -> Family:
         raise invalid_argument("model", model, f"a causal language model of transformers: {known}")
     model_type = str(model.config.model_type).removeprefix("gape_")
     name = type(model).__name__
+    if model_type in REFUSED:
+        raise ValueError(f"model: got {name} of type {model_type!r}: {REFUSED[model_type]}")
     if model_type not in ATTENTION or not name.endswith(("ForCausalLM", "LMHeadModel")):
-        raise ValueError(f"model: got {name} of type {model_type!r}, expected a causal language model of {known}")
+        raise ValueError(
+            f"model: got {name} of type {model_type!r}, expected a causal language model of {known}; "
+            "gape.hf.register_family adds another"
+        )
     family = family_named(model_type)
     if not family.modules(model):
         raise ValueError(f"model: {name} has no {family.attention}, expected one in each layer")
@@ -186,7 +264,9 @@ def rope_theta(config: Any) -> float:
 def rotated_part(config: Any) -> float:
     """The part of each head that a model rotates, in any version of `transformers`; 1 for most."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    return float(parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
+    names = ("partial_rotary_factor", "rotary_pct")
+    values = (parameters.get(name) or getattr(config, name, None) for name in names)
+    return float(next(filter(None, values), 1.0))
 
 
 def window_of(module: Any) -> int | None:

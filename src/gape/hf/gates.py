@@ -34,6 +34,8 @@ LONGEST = 2**24
 #: Settings whose hashes are saved beside the gates, since gates trained under others mean something else. T is saved
 #: by itself.
 HASHED = ("position", "layers", "gates", "options", "softcap")
+#: What a config has beside the settings: a checksum of the gates, and what the model card says.
+NOTES = ("checksum", "base_model", "license", "measured")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ class Settings:
         stored = getattr(config, "gape", None)
         if not isinstance(stored, Mapping):
             raise invalid_argument("config.gape", stored, "the settings that gape.hf.inject writes there")
-        values = {key: value for key, value in stored.items() if key != "checksum"}
+        values = {key: value for key, value in stored.items() if key not in NOTES}
         names = {field.name for field in fields(cls)}
         if "context_length" not in values or not names.issuperset(values):
             raise invalid_argument(

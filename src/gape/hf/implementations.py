@@ -40,6 +40,11 @@ REGISTERED = {
 OPERATOR_OF = {**REGISTERED, "sdpa": "auto", "eager": "reference"}
 #: Names whose masks do not, and the name that takes their place.
 REPLACEMENTS = {"flex_attention": "gape"}
+#: Why models with gates have no continuous batching.
+NO_BATCHING = (
+    "its pages have room for head_dim coordinates of a key, and a key with gates has more, for its landmark and "
+    "position; generate runs, with gape.hf.FullCache in pages too"
+)
 #: (attention implementation, device type) that were checked.
 _CHECKED: set[tuple[str, str]] = set()
 
@@ -76,9 +81,19 @@ def refuse_paged(kwargs: Mapping[str, Any]) -> None:
         ValueError: there is one.
     """
     if kwargs.get("cache") is not None:
-        raise invalid_argument(
-            "cache", type(kwargs["cache"]).__name__, "None; generate runs with gates, generate_batch does not"
-        )
+        raise invalid_argument("cache", type(kwargs["cache"]).__name__, f"None: {NO_BATCHING}")
+
+
+class RefusesBatching:
+    """Mixed into models with gates: refuses continuous batching before its thread begins."""
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, and so are `generate_batch` and `transformers serve --continuous-batching`.
+
+        Raises:
+            ValueError: always; says why.
+        """
+        raise ValueError(f"continuous batching: {NO_BATCHING}")
 
 
 def register() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gape import positions as schemes
 from gape.hf import gpt2
 from gape.hf.attention import InjectedAttention, Wiring, injected_class, wire
+from gape.hf.card import origin
 from gape.hf.families import TRANSFORMERS_4, Family, family_of, rope_theta, rotated_part
 from gape.hf.gates import MODULE, REMEDY, RetrofitGates, Settings, freeze, qk_modules
 from gape.hf.implementations import supported_name
@@ -79,7 +80,7 @@ def inject(
         return model
     learned = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     _own_config(model)
-    model.config.gape = settings.to_dict()
+    model.config.gape = settings.to_dict() | origin(model.config)
     if settings.native is not None:
         factor = _factor(_scheme(family, settings, model, 0), settings)
         model.config.max_position_embeddings = int(settings.native * factor)
@@ -282,6 +283,8 @@ def _scheme(family: Family, settings: Settings, model: Any, layer: int) -> schem
     n_heads, n_kv_heads, width = family.layout.sizes(modules[layer])
     options = of_layer(settings.options, layer, len(modules))
     if family.layout.rotary and settings.base != "nope":
+        if family.layout.interleaved:
+            raise ValueError("position: the model rotates neighbouring coordinates, expected None, which keeps that")
         if rotated_part(model.config) != 1.0:
             raise ValueError("position: the model rotates a part of each head, expected None, which keeps that")
         options.setdefault("theta", rope_theta(model.config))
@@ -342,7 +345,9 @@ def _warn_of_native(model: Any, family: Family, settings: Settings) -> None:
 
 
 def _warn_of_dropout(module: Any) -> None:
-    dropout = getattr(module, "attention_dropout", 0.0) or getattr(getattr(module, "attn_dropout", None), "p", 0.0)
+    dropouts = (getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout"))
+    # A number, or the module that applies it.
+    dropout = max(float(getattr(each, "p", each) or 0.0) for each in dropouts)
     if dropout:
         log.warning("attention dropout (p = %g) is not applied in layers with gates", dropout)
 

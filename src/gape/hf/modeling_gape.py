@@ -13,11 +13,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from gape.gates import GAPEGates
 from gape.hf.attention import attend_layer
+from gape.hf.auto_map import AutoMapped, LocalCode
+from gape.hf.card import write_card
 from gape.hf.families import QKV
-from gape.hf.implementations import GateValues, masked_attention, refuse_paged, supported_name
+from gape.hf.implementations import GateValues, RefusesBatching, masked_attention, refuse_paged, supported_name
 from gape.hf.masks import causal_mask
 from gape.hf.paged import PagesForTransformers, with_pages
-from gape.hf.save_load import check_checksum, gate_checksum, refuse_missing, write_card
+from gape.hf.save_load import check_checksum, gate_checksum, refuse_missing
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT, Block
@@ -28,7 +30,7 @@ from gape.utils.validation import invalid_argument
 _FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
 
 
-class GapeConfig(PretrainedConfig):  # type: ignore[misc]
+class GapeConfig(AutoMapped, PretrainedConfig):  # type: ignore[misc]
     """The config of :class:`GapeForCausalLM`: the fields of :class:`gape.GPTConfig`, and those of `transformers`.
 
     Args:
@@ -75,7 +77,7 @@ class GapeConfig(PretrainedConfig):  # type: ignore[misc]
         return GPTConfig.from_dict({name: getattr(self, name) for name in _FIELDS})
 
 
-class GapeForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """:class:`gape.GPT` with the interface of `transformers`: `generate`, caches, `Trainer`, saving.
 
     Its tensors are those of the GPT, under the prefix `gpt.`. Where the embedding is also the output layer, it is one

@@ -85,6 +85,9 @@ class PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         raise ValueError("num_beams: got beams, expected 1 with a cache in pages")
 
+    #: Other ways to choose rows, likewise.
+    batch_select_indices = batch_repeat_interleave = reorder_cache
+
 
 class PagesForTransformers(Cache):  # type: ignore[misc]
     """What both caches in pages have in common; make a :class:`FullCache` or a :class:`ForgettingCache`.

@@ -1,28 +1,31 @@
-"""Injected models on disk: classes for the Auto classes of `transformers`, saving, loading, model cards.
+"""Injected models on disk: classes for the Auto classes of `transformers`, saving, loading.
 
 A model with gates is saved under a model type of its own, `gape_llama` for `llama`. `transformers` without `gape.hf`
-does not know it and says so, instead of loading the model without its gates. The gates are in the same safetensors
-file as the other weights; config.json has their settings and their checksum.
+does not know it, so it cannot load the model without its gates; :mod:`gape.hf.auto_map` leads it here. The gates are in
+the same safetensors file as the other weights; config.json has their settings and their checksum.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from gape import __version__
-from gape.gates import GAPEGates
 from gape.hf import adapters, implementations
-from gape.hf.families import ATTENTION
+from gape.hf.auto_map import AutoMapped, LocalCode
+from gape.hf.card import write_card
+from gape.hf.families import ATTENTION, SEPARATE, Layout
 from gape.hf.gates import (
     MODULE,
     RetrofitGates,
@@ -32,6 +35,7 @@ from gape.hf.gates import (
     refuse_other_settings,
     warn_of_idle,
 )
+from gape.utils.validation import invalid_argument
 
 PREFIX = "gape_"
 #: What config.json of a model with gates asks for as attention, and after the name of its activation. No class but ours
@@ -39,8 +43,6 @@ PREFIX = "gape_"
 MARKER = "gape.hf, imported, with AutoModelForCausalLM"
 #: What the families call the activation of their feed-forward layers.
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
-#: A card with this line was written here and may be overwritten.
-MARK = "<!-- written by gape.hf -->"
 
 
 def register() -> None:
@@ -49,12 +51,77 @@ def register() -> None:
 
     implementations.register()
     for model_type in ATTENTION:
-        name = PREFIX + model_type
-        if name not in CONFIG_MAPPING:
-            class_name = f"Gape{model_type.title().replace('_', '')}Config"
-            AutoConfig.register(name, type(class_name, (_DeferredConfig,), {"model_type": name}))
+        register_type(model_type)
     AutoConfig.register(GapeConfig.model_type, GapeConfig, exist_ok=True)
     AutoModelForCausalLM.register(GapeConfig, GapeForCausalLM, exist_ok=True)
+    _publish(GapeForCausalLM)
+
+
+def _publish(model: type[Any]) -> None:
+    """Put a model class among the names of `transformers`, where `transformers serve` looks for architectures."""
+    setattr(transformers, model.__name__, model)
+
+
+def register_type(model_type: str) -> None:
+    """Make the model type of a family with gates known to `transformers`; may be called again."""
+    name = PREFIX + model_type
+    if name not in CONFIG_MAPPING:
+        class_name = f"Gape{model_type.title().replace('_', '')}Config"
+        AutoConfig.register(name, type(class_name, (_DeferredConfig,), {"model_type": name}))
+
+
+def register_family(model_type: str, attention: type[nn.Module], layout: Layout = SEPARATE) -> None:
+    """Let :func:`gape.hf.inject` take models of an architecture of your own.
+
+    Call it wherever such models are loaded, before they are. The config and the model are known to the Auto classes
+    already, by `AutoConfig.register` and `AutoModelForCausalLM.register`.
+
+    Args:
+        model_type: that of its config.
+        attention: its attention class. A layer calls it with `position_ids`, and with `position_embeddings` (cosines,
+            sines) where it rotates; it has `config` and `layer_idx`.
+        layout: where such a module has its projections. The default is that of Llama: q_proj, k_proj, v_proj, o_proj,
+            head_dim, scaling. Without `rotation`, that is `apply_rotary_pos_emb` in the module of the class.
+
+    Raises:
+        ValueError: a model type that the Auto classes do not know or that is known here, no class, or no rotation.
+    """
+    known = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not known:
+        raise invalid_argument(
+            "model_type", model_type, "one of AutoConfig.register and AutoModelForCausalLM.register; call them first"
+        )
+    if not (isinstance(attention, type) and issubclass(attention, nn.Module)):
+        raise invalid_argument("attention", attention, "a class of attention modules")
+    if ATTENTION.get(model_type, (attention.__name__,))[0] != attention.__name__:
+        raise invalid_argument("model_type", model_type, f"another one, since that is {ATTENTION[model_type][0]}'s")
+    if layout.rotary and layout.rotation is None:
+        rotation = getattr(sys.modules[attention.__module__], "apply_rotary_pos_emb", None)
+        if rotation is None:
+            raise invalid_argument("layout", layout, f"a rotation, since {attention.__module__} has none")
+        layout = replace(layout, rotation=rotation)
+    ATTENTION[model_type] = attention.__name__, layout
+    register_type(model_type)
+
+
+def auto_classes(model_type: str) -> tuple[type[Any], type[Any]]:
+    """Config class and model class of a saved model, for the file that its `auto_map` names.
+
+    Args:
+        model_type: as config.json has it, such as "gape_llama".
+
+    Raises:
+        ValueError: a family that this process does not know.
+    """
+    from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM  # noqa: PLC0415
+
+    if model_type == GapeConfig.model_type:
+        return GapeConfig, GapeForCausalLM
+    family = model_type.removeprefix(PREFIX)
+    if family not in ATTENTION or family not in CONFIG_MAPPING:
+        raise invalid_argument("model_type", model_type, f"one whose family is known; register {family!r} first")
+    config = config_class(CONFIG_MAPPING[family])
+    return config, model_class(MODEL_FOR_CAUSAL_LM_MAPPING[family_config(config)])
 
 
 class _DeferredConfig(PretrainedConfig):  # type: ignore[misc]
@@ -67,12 +134,12 @@ class _DeferredConfig(PretrainedConfig):  # type: ignore[misc]
         return config_class(base).from_dict(config_dict, **kwargs)
 
 
-class _InjectedConfig:
+class _InjectedConfig(AutoMapped):
     """Mixed into a family's config class: what config.json holds beside the family's own values."""
 
     def to_diff_dict(self) -> dict[str, Any]:
         """As in `transformers`, which writes this to config.json."""
-        values: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
+        values = super().to_diff_dict()
         activations = {name: getattr(self, name, None) for name in _ACTIVATIONS}
         marked = {name: f"{value}; {MARKER}" for name, value in activations.items() if isinstance(value, str)}
         return {**values, **marked, "attn_implementation": MARKER}
@@ -84,7 +151,7 @@ class _InjectedConfig:
         for name in _ACTIVATIONS:
             if isinstance(values.get(name), str):
                 values[name] = values[name].removesuffix(f"; {MARKER}")
-        return super().from_dict(values, **kwargs)  # type: ignore[misc]
+        return super().from_dict(values, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For pickle and copies: the class is made again from the family's."""
@@ -99,12 +166,14 @@ def config_class(base: type[Any]) -> type[Any]:
     model = model_class(MODEL_FOR_CAUSAL_LM_MAPPING[base])
     model.config_class = config
     AutoModelForCausalLM.register(config, model, exist_ok=True)
+    _publish(model)
     return config
 
 
 def family_config(own: type[Any]) -> type[Any]:
     """The family's config class, of which :func:`config_class` made `own`."""
-    return own.__mro__[2]
+    base: type[Any] = own.__bases__[1]
+    return base
 
 
 @functools.cache
@@ -122,7 +191,7 @@ def rebuild(make_class: Callable[[type[Any]], type[Any]], base: type[Any]) -> An
     return object.__new__(make_class(base))
 
 
-class InjectedModel:
+class InjectedModel(LocalCode, implementations.RefusesBatching):
     """Mixed into a causal language model of `transformers`: builds gates from its config, saves and loads them."""
 
     gape_base: type[Any]
@@ -244,63 +313,3 @@ def gate_checksum(state: Mapping[str, Tensor]) -> str:
 def is_gate(name: str) -> bool:
     """Whether a tensor of that name belongs to the gates of an injected model or to the scheme of our GPT."""
     return not {MODULE, "scheme"}.isdisjoint(name.split("."))
-
-
-def write_card(directory: Path, model: Any) -> Path:
-    """Write the model card: README.md, or GAPE.md where somebody else's README.md is.
-
-    Returns:
-        The file.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "README.md"
-    if path.is_file() and MARK not in path.read_text(encoding="utf-8"):
-        path = directory / "GAPE.md"
-    path.write_text(_card(model), encoding="utf-8")
-    return path
-
-
-def _card(model: Any) -> str:
-    """The text: scheme, T, statistics of the gates, how to load."""
-    config = model.config
-    settings = getattr(config, "gape", None)
-    if not isinstance(settings, dict):
-        settings = {"position": config.position, "context_length": config.context_length}
-    base = getattr(type(model), "gape_base", type(model)).__name__
-    scheme = settings["position"] or "the model's own positions, with gates"
-    lines = [
-        "---", "library_name: gape", "pipeline_tag: text-generation", "tags: [gape, long-context]", "---", MARK, "",
-        f"# {base} with Gated Adaptive Positional Encoding", "",
-        "| | |", "|---|---|",
-        f"| scheme | {scheme} |",
-        f"| T, the training length | {settings['context_length']} |",
-        f"| layers | {'all' if settings.get('layers') is None else settings['layers']} |",
-        f"| checksum of the gates | {settings.get('checksum', '–')} |",
-        f"| written by | gape {__version__} |", "",
-    ]  # fmt: skip
-    rows = _gate_rows(model)
-    if rows:
-        lines += ["## Gates", "", "| layer | Γ, mean | Γ, range | b_g, mean | b_l, mean |", "|---:|---:|---|---:|---:|"]
-        lines += [*rows, ""]
-    lines += [
-        "## Loading", "", "```python", "import gape.hf  # knows this model type",
-        "from transformers import AutoModelForCausalLM", "",
-        'model = AutoModelForCausalLM.from_pretrained("this directory")', "```", "",
-    ]  # fmt: skip
-    return "\n".join(lines)
-
-
-def _gate_rows(model: Any) -> list[str]:
-    """A row of the card's table for each layer with gates."""
-    rows = []
-    gates = [(name, module) for name, module in model.named_modules() if isinstance(module, GAPEGates)]
-    for number, (name, module) in enumerate(gates):
-        amplitude = module.amplitude.detach().float().cpu()
-        biases = [
-            "fixed" if projection is None else f"{projection.bias.detach().float().mean():.3f}"
-            for projection in (module.gate_projection, module.landmark_projection)
-        ]
-        layer = next((part for part in name.split(".") if part.isdigit()), str(number))
-        between = f"{amplitude.min():.3g} … {amplitude.max():.3g}"
-        rows.append(f"| {layer} | {amplitude.mean():.3g} | {between} | {' | '.join(biases)} |")
-    return rows

@@ -1,0 +1,71 @@
+"""Other tools on models with gates: families of one's own, the way out for servers, mixed adapters, kvpress."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torch import nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import gape.hf
+from gape.hf.families import TRANSFORMERS_4
+from tests.hf.tiny import SIZES, injected, opened, tiny, tokens
+
+
+def test_register_family_refuses_what_it_cannot_serve():
+    with pytest.raises(ValueError, match=r"model_type: .*AutoConfig\.register"):
+        gape.hf.register_family("unheard", nn.Linear)
+    with pytest.raises(ValueError, match="attention"):
+        gape.hf.register_family("bloom", "BloomAttention")
+    with pytest.raises(ValueError, match="LlamaAttention"):
+        gape.hf.register_family("llama", nn.Linear)
+    with pytest.raises(ValueError, match="rotation"):
+        gape.hf.register_family("bloom", nn.Linear)
+
+
+def test_yarn_without_gates_is_the_familys_own_for_servers_that_know_no_gates():
+    bare = tiny("llama")
+    settings = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    named = {"rope_scaling": settings} if TRANSFORMERS_4 else {"rope_parameters": {**settings, "rope_theta": 10000.0}}
+    served = LlamaForCausalLM(LlamaConfig(**{**SIZES, "max_position_embeddings": 512}, **named)).eval()
+    served.load_state_dict(bare.state_dict())
+    model = gape.hf.inject(bare, context_length=128, position="yarn", factor=4.0)
+    ids = tokens(1, 300)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, served(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_batch_of_several_adapters_with_gates_is_an_error(tmp_path):
+    peft = pytest.importorskip("peft")
+    base = gape.hf.inject(tiny("llama"), context_length=16)
+    model = peft.get_peft_model(base, gape.hf.lora_config(base, r=2), adapter_name="first")
+    model.add_adapter("second", gape.hf.lora_config(base, r=2))
+    with pytest.raises((ValueError, TypeError, NotImplementedError)), torch.no_grad():
+        model.eval()(tokens(), adapter_names=["first", "second"])
+
+
+def test_presses_of_kvpress_are_an_error_and_not_other_numbers():
+    kvpress = pytest.importorskip("kvpress")
+    model, cache = opened(tiny("llama")), DynamicCache()
+    with kvpress.KnormPress(compression_ratio=0.5)(model), torch.no_grad():
+        model(tokens(1, 20), past_key_values=cache)
+        with pytest.raises((RuntimeError, ValueError)):
+            model(tokens(1, 1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_cache_in_pages_answers_to_the_interface_of_transformers():
+    model = injected("llama")
+    cache = gape.hf.FullCache(model)
+    model(tokens(2, 12), past_key_values=cache)
+    assert (cache.get_seq_length(), cache.get_mask_sizes(1, 0), cache.is_sliding) == (12, (13, 0), [False, False])
+    cache.crop(-2)
+    assert cache.get_seq_length() == 10
+    for change in (cache.reorder_cache, cache.batch_select_indices, lambda _: cache.batch_repeat_interleave(2)):
+        with pytest.raises(ValueError, match="pages"):
+            change(torch.tensor([1, 0]))
+    cache.reset()
+    assert cache.get_seq_length() == 0
