@@ -109,10 +109,10 @@ class WindowSource:
         self._firsts = self._ends - counts
         self.windows, self.documents = int(self._ends[-1]), len(counts)
 
-    def batch(self, step: int, micro: int) -> Batch:
+    def batch(self, step: int, micro: int, rows: slice | None = None) -> Batch:
         """Micro-batch `micro` (from 0) of step `step` (from 1): ids and targets, int64 (B, N) on the device.
 
-        targets[b, i] is the token after ids[b, i].
+        targets[b, i] is the token after ids[b, i]. With `rows`, only those of its B windows are read.
 
         Raises:
             ValueError: a step before 1 or a micro-batch that a step does not have.
@@ -121,8 +121,9 @@ class WindowSource:
         if not 0 <= micro < self.accumulation:
             raise invalid_argument("micro", micro, f"a number from 0 to {self.accumulation - 1}")
         first = ((step - 1) * self.accumulation + micro) * self.batch_size
-        shards, offsets = self.places(np.arange(first, first + self.batch_size))
-        tokens = np.empty((self.batch_size, self.length + 1), dtype=np.int64)
+        numbers = np.arange(first, first + self.batch_size)[rows or slice(None)]
+        shards, offsets = self.places(numbers)
+        tokens = np.empty((len(numbers), self.length + 1), dtype=np.int64)
         for row, shard, offset in zip(tokens, shards.tolist(), offsets.tolist(), strict=True):
             row[:] = self.corpus.shard(shard)[offset : offset + self.length + 1]
         batch = torch.from_numpy(tokens)

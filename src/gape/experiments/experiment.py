@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from rich.console import Console
 
+from gape.distributed import processes
 from gape.experiments.open_model import SETTINGS, SUMMARY
 from gape.experiments.run import Run
 from gape.train import StopFlag, checkpoint
@@ -71,16 +72,25 @@ def perform(
         BusyError, NonFiniteError, DiskFullError, CheckpointError: as the trainer.
     """
     own = experiment(run)
-    check(run, directory, resume)
-    claim(run, directory)
-    device = pick_device(run.device)
-    with stop:
-        if not trained(run, directory):
-            own.train(run, directory, device, stop, resume, console)
+
+    def begin() -> None:
+        check(run, directory, resume)
+        claim(run, directory)
+
+    def measure() -> None:
         if not finished(run, directory):
             # A row is kept as soon as it is measured.
             with stop.at_once():
                 own.measure(run, directory, device, stop, log)
+
+    with processes.reported():
+        # Of the processes of a job the first decides, and measures by itself.
+        processes.from_first(begin)
+        device = pick_device(run.device)
+        with stop:
+            if processes.from_first(lambda: not trained(run, directory), stop):
+                own.train(run, directory, device, stop, resume, console)
+            processes.from_first(measure, stop)
 
 
 def check(run: Run, directory: Path, resume: str = "auto") -> None:

@@ -14,6 +14,7 @@ import transformers
 
 import gape.hf
 from gape.data import Corpus, PrepareConfig, Tokenizer, WindowSource, load_tokenizer, open_corpus, prepare
+from gape.distributed import Job, processes
 from gape.experiments.experiment import pick_device
 from gape.experiments.open_model import MODEL, SETTINGS, base_of, describe, load_transformers, refuse_length
 from gape.hf.formats import MAGIC, read_gguf, read_llama2c
@@ -21,9 +22,9 @@ from gape.hf.gates import LEARN, freeze, has_gates
 from gape.hf.gpt2 import extend_positions
 from gape.hf.reading import read
 from gape.hf.save_load import write_card
-from gape.train import StopFlag, TrainConfig, Trainer, checkpoint
+from gape.train import StopFlag, TrainConfig, Trainer, checkpoint, held_out_loss
 from gape.train.resume import choose
-from gape.utils import files
+from gape.utils import files, launch
 from gape.utils.progress import Progress
 from gape.utils.validation import invalid_argument, whole
 
@@ -166,6 +167,7 @@ def finetune(
         Interrupted: a signal came; everything is saved.
         ValueError: a model or data that do not fit.
     """
+    processes.connect()
     progress, target = Progress(), pick_device(device)
     # A corpus that is made of text is written: whatever can be refused before is.
     whole("batch_size", batch_size)
@@ -181,17 +183,24 @@ def finetune(
     settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
     settings |= {"task": {"length": length}, "model": about, "train": config.to_dict()}
     wrapped = gape.hf.LanguageModel(model.to(target))
-    with StopFlag() as stop:
+    with StopFlag() as stop, processes.reported():
         trainer = Trainer(
-            wrapped, config, source, out, _validation(source, progress, stop, config), stop=stop,
+            wrapped, config, source, out, _validation(source, progress, lambda: trainer.job, config), stop=stop,
             console=progress.console, extra={"base": name, "learn": learn, "tokenizer": source.corpus.tokenizer},
         )  # fmt: skip
         trainer.run(resume)
-    chosen = checkpoint.resolve(out, progress.log)
-    checkpoint.load_model_tensors(wrapped, chosen.model, chosen.state["aliases"])
-    save(model.cpu(), name, out / MODEL)
-    # Last: a run that has it is done.
-    files.replace(out / SETTINGS, files.to_json(settings))
+
+    def export() -> None:
+        # One of several processes may have no more than shards.
+        whole_model = model if trainer.job.size == 1 else load_transformers(name, attention)
+        chosen = checkpoint.resolve(out, progress.log)
+        checkpoint.load_model_tensors(gape.hf.LanguageModel(whole_model), chosen.model, chosen.state["aliases"])
+        save(whole_model.cpu(), name, out / MODEL)
+        # Last: a run that has it is done.
+        files.replace(out / SETTINGS, files.to_json(settings))
+
+    processes.from_first(export)
+    processes.leave()
     return out / MODEL
 
 
@@ -205,7 +214,7 @@ def _source(
         refuse_corpus(name, config, opened)
         return WindowSource(opened, **windows)
     except ValueError:
-        if not existed and (out / CORPUS).exists():
+        if not existed and (out / CORPUS).exists() and launch.is_first():
             shutil.rmtree(out / CORPUS)
             if not any(out.iterdir()):
                 out.rmdir()
@@ -231,7 +240,7 @@ def _learner(name: str, attention: str | None, learn: str, length: int, *, gradi
     return model
 
 
-def _validation(training: WindowSource, progress: Progress, stop: StopFlag, config: TrainConfig) -> Any:
+def _validation(training: WindowSource, progress: Progress, job: Callable[[], Job], config: TrainConfig) -> Any:
     """The loss on held-out windows like those of training, or None where there are none."""
     if not config.validate_every:
         return None
@@ -246,12 +255,7 @@ def _validation(training: WindowSource, progress: Progress, stop: StopFlag, conf
     batches = max(1, min(VALIDATION_WINDOWS, held_out.windows) // held_out.batch_size)
 
     def validate(model: Any, step: int) -> dict[str, float]:
-        losses = []
-        for number in range(1, batches + 1):
-            stop.check()
-            batch = held_out.batch(number, 0)
-            losses.append(model.token_losses(model.hidden(batch.ids), batch.targets).double().mean())
-        return {"loss": float(torch.stack(losses).mean())}
+        return {"loss": held_out_loss(model, held_out, batches, job())}
 
     return validate
 
@@ -264,7 +268,7 @@ def _corpus(name: str, data: Sequence[str], out: Path, heldout_fraction: float, 
         if not given.startswith("hf:") and not Path(given).exists():
             raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
     settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
-    prepare(settings, out / CORPUS, workers=1, log=progress.log)
+    processes.from_first(lambda: prepare(settings, out / CORPUS, workers=1, log=progress.log) and None)
     return open_corpus(out / CORPUS)
 
 

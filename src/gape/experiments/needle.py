@@ -58,10 +58,10 @@ def train(
         samples = run.evaluation.validation_samples
         right = niah.hits(
             model, run.task, samples=samples, seed=run.evaluation.seed, split="validation", device=device,
-            stop=lambda: stop.requested,
+            stop=lambda: trainer.job.agree(stop.code) is not None,
         )  # fmt: skip
         if len(right) < samples:
-            stop.check()
+            trainer.job.poll()
         return {"accuracy": float(right.double().mean())}
 
     extra = {"run": run.name, "variant": run.variant}
