@@ -24,6 +24,7 @@ from gape.data.windows import Batch
 from gape.distributed import forgotten
 from gape.distributed.collectives import Traffic, gather
 from gape.models.skipping import Skips
+from gape.positions.base import Scheme
 from gape.utils.validation import invalid_argument, weight
 
 
@@ -38,7 +39,8 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, eps: float = 0.0) ->
     slice's loss, to be added up over the processes, as DDP and FSDP do.
 
     Args:
-        model: whose attention layers are all :class:`gape.GAPEAttention`, with the same weights in every process.
+        model: whose attention layers are all :class:`gape.GAPEAttention`, or all put in by :func:`gape.hf.inject`, with
+            the same weights in every process.
         mesh: of one dimension, K processes.
         eps: attention that a query may lose, in each layer and head, to blocks of keys that are not sent; 0 sends all.
 
@@ -53,6 +55,11 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, eps: float = 0.0) ->
     if not layers:
         raise invalid_argument("model", type(model).__name__, "one with layers of gape, which alone can be sliced")
     return ContextParallel(layers, mesh, weight("eps", eps))
+
+
+def _scheme(layer: Any) -> Scheme | None:
+    """The scheme of a layer; None for one of transformers, whose sides are landmarks."""
+    return getattr(layer, "scheme", None)
 
 
 def _refusal(module: nn.Module) -> str | None:
@@ -77,6 +84,8 @@ class ContextParallel:
         self.rank, self.ways = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.eps, self.traffic = eps, Traffic()
         self.skips = bool(eps) and any(layer.gates is not None and any(layer.gates.gate_floor) for layer in layers)
+        # Where positions jump, transformers makes a dense mask.
+        self.contiguous = self.skips or any(_scheme(layer) is None for layer in layers)
         self._layers, self._active = layers, True
         self._positions: Tensor | None = None
         self._gathered: list[tuple[Tensor, int, Tensor]] = []
@@ -115,7 +124,7 @@ class ContextParallel:
         Raises:
             ValueError: N is no multiple of 2K (of K where keys are skipped), or targets are fewer than tokens.
         """
-        n, parts = batch.ids.size(1), self.ways if self.skips else 2 * self.ways
+        n, parts = batch.ids.size(1), self.ways if self.contiguous else 2 * self.ways
         if n % parts:
             raise invalid_argument("length", n, f"a multiple of {parts} for context_parallel = {self.ways}")
         if batch.targets.size(1) != n:
@@ -131,7 +140,7 @@ class ContextParallel:
 
     def _index(self, n: int, device: torch.device) -> Tensor:
         """Which tokens of a sequence this process has, in their order."""
-        if self.skips:
+        if self.contiguous:
             part = n // self.ways
             return torch.arange(self.rank * part, (self.rank + 1) * part, device=device)
         part, last = n // (2 * self.ways), 2 * self.ways - 1 - self.rank
@@ -140,48 +149,56 @@ class ContextParallel:
 
     def _attend(
         self, layer: Any, attend: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, side: Tensor | None,
-        *, q_positions: Tensor | None = None, k_positions: Tensor | None = None, q_documents: Tensor | None = None,
-        k_documents: Tensor | None = None, attn_mask: Tensor | None = None, **how: Any,
+        **arguments: Any,
     ) -> Any:  # fmt: skip
         """Attend from this process's queries to the keys of all; what `layer.attend` gives."""
         if not self._active:
-            return attend(
-                q, k, v, gate, side, q_positions=q_positions, k_positions=k_positions, q_documents=q_documents,
-                k_documents=k_documents, attn_mask=attn_mask, **how,
-            )  # fmt: skip
-        if q_positions is None or k.size(2) != q.size(2) or attn_mask is not None:
+            return attend(q, k, v, gate, side, **arguments)
+        q_positions, q_documents = arguments.pop("q_positions", None), arguments.pop("q_documents", None)
+        how = {name: x for name, x in arguments.items() if name not in ("k_positions", "k_documents", "mask")}
+        if q_positions is None or k.size(2) != q.size(2) or how.pop("attn_mask", None) is not None:
             raise ValueError(
                 "context_parallel: got no positions, or a cache, a mask or fewer queries than keys, expected a slice"
             )
         counted = self._positions is not None and q_positions.is_set_to(self._positions)
         documents = self._whole(q_documents)
-        if self.skips and gate is not None and counted:
+        if counted and self.skips and gate is not None:
             k, v, side = forgotten.exchange_keys(self, layer, q, k, v, gate, side)
-            tail = None if documents is None else documents[:, : (self.rank + 1) * q.size(2)][:, -k.size(2) :]
-            return attend(q, k, v, gate, side, q_documents=q_documents, k_documents=tail, **how)
-        k, v, side = self._keys(layer, k, v, side)
-        positions = None if counted else self._whole(q_positions)
-        if positions is not None:
+            pieces = [(slice(0, q.size(2)), k.size(2))]
+            documents = None if documents is None else documents[:, : (self.rank + 1) * q.size(2)][:, -k.size(2) :]
+        else:
+            k, v, side = self._keys(layer, k, v, side)
+            pieces = self._pieces(q.size(2))
+        if not counted:
+            if _scheme(layer) is None:
+                raise invalid_argument("positions", q_positions, "those that share() gave, in a model of transformers")
             return attend(
-                q, k, v, gate, side, q_positions=q_positions, k_positions=positions, q_documents=q_documents,
-                k_documents=documents, **how,
+                q, k, v, gate, side, q_positions=q_positions, k_positions=self._whole(q_positions),
+                q_documents=q_documents, k_documents=documents, **how,
             )  # fmt: skip
-        outs = []
-        for rows, end in self._pieces(q.size(2)):
-            # Queries are the last of the keys up to their end: plain causality, which needs no mask.
-            sides = (None if x is None else x[:, :, part] for x, part in ((gate, rows), (side, slice(end))))
-            outs.append(
-                attend(
-                    q[:, :, rows], k[:, :, :end], v[:, :, :end], *sides,
-                    q_documents=None if q_documents is None else q_documents[:, rows],
-                    k_documents=None if documents is None else documents[:, :end], **how,
-                )
-            )  # fmt: skip
+        outs = [self._piece(layer, attend, q, k, v, gate, side, q_documents, documents, how, *each) for each in pieces]
+        if _scheme(layer) is None:
+            return torch.cat([y for y, _ in outs], dim=2), None
         return torch.cat(outs, dim=2)
+
+    def _piece(
+        self, layer: Any, attend: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, side: Tensor | None,
+        q_documents: Tensor | None, k_documents: Tensor | None, how: dict[str, Any], rows: slice, end: int,
+    ) -> Any:  # fmt: skip
+        """What a run of queries gives: they are the last of the keys up to `end`, which needs no mask."""
+        sides = (None if x is None else x[:, :, part] for x, part in ((gate, rows), (side, slice(end))))
+        if _scheme(layer) is None:
+            assert self._positions is not None
+            seen: dict[str, Any] = {"q_positions": self._positions[rows], "k_positions": None, "mask": None}
+        elif q_documents is None or k_documents is None:
+            seen = {}
+        else:
+            seen = {"q_documents": q_documents[:, rows], "k_documents": k_documents[:, :end]}
+        return attend(q[:, :, rows], k[:, :, :end], v[:, :, :end], *sides, **seen, **how)
 
     def _pieces(self, n: int) -> list[tuple[slice, int]]:
         """Runs of queries that follow one another, and where the keys that they see end."""
-        if self.skips:
+        if self.contiguous:
             return [(slice(0, n), (self.rank + 1) * n)]
         part = n // 2
         return [(slice(0, part), (self.rank + 1) * part), (slice(part, n), (2 * self.ways - self.rank) * part)]
@@ -196,8 +213,10 @@ class ContextParallel:
         """The side (B, H, n) of the keys of all tokens."""
         if side is None:
             return None
-        scheme = layer.scheme
-        return scheme.accumulate(self._ordered(gather(scheme.separate(side), self.group, self.traffic), 2))  # type: ignore[no-any-return]
+        scheme = _scheme(layer)
+        sent = side if scheme is None else scheme.separate(side)
+        whole = self._ordered(gather(sent, self.group, self.traffic), 2)
+        return whole if scheme is None else scheme.accumulate(whole)
 
     def _whole(self, x: Tensor | None) -> Tensor | None:
         """Positions or documents (..., n) of all tokens; gathered once for all layers."""
@@ -213,7 +232,7 @@ class ContextParallel:
 
     def _ordered(self, parts: Tensor, dim: int) -> Tensor:
         """(K, ...) of all processes, one after the other along a dimension of the parts."""
-        if self.skips:
+        if self.contiguous:
             return torch.cat(parts.unbind(), dim)
         heads, tails = zip(*(part.chunk(2, dim) for part in parts.unbind()), strict=True)
         return torch.cat([*heads, *reversed(tails)], dim)
