@@ -89,9 +89,10 @@ def run(app: typer.Typer) -> None:
 
 
 def _complain(error: BaseException) -> None:
-    """Print an error in one line; of the processes of a job the first one does, or the one that names another."""
+    """Print an error in one line; of the processes of a job the first one does, or the one that says why."""
     if getattr(error, "prints", launch.is_first()):
-        print(f"gape: {' '.join(str(error).split())}", file=sys.stderr)
+        where = "" if launch.is_first() or getattr(error, "names_rank", False) else f"rank {launch.rank()}: "
+        print(f"gape: {where}{' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _code(error: Exception) -> int | None:

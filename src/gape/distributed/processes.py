@@ -41,6 +41,8 @@ class RankError(RuntimeError):
         prints: whether this process is the one that shows the message.
     """
 
+    names_rank = True
+
     def __init__(self, message: str, *, prints: bool = True) -> None:
         super().__init__(message)
         self.prints = prints
@@ -175,11 +177,22 @@ def reported() -> Iterator[None]:
             raise
         me = _current[0]
         if not _lost_connection(error):
-            with contextlib.suppress(RuntimeError):
-                me.store.set(f"failed/{me.rank}", _line(error))
-                me.store.set("failed", str(me.rank))
+            if not _in_all_ranks(error):
+                _announce(me, error)
             raise
         raise _blame(me, error) from error
+
+
+def _in_all_ranks(error: BaseException) -> bool:
+    """Whether every process raises this at the same point, as after a signal: the first one shows it."""
+    return hasattr(error, "code") or getattr(error, "in_all_ranks", False)
+
+
+def _announce(me: _Processes, error: BaseException) -> None:
+    """Tell the others why this process fails; of several that do, the first to say so shows its message."""
+    with contextlib.suppress(RuntimeError):
+        me.store.set(f"failed/{me.rank}", _line(error))
+        error.prints = me.store.compare_set("failed", "", str(me.rank)) == str(me.rank).encode()  # type: ignore[attr-defined]
 
 
 def _lost_connection(error: BaseException) -> bool:

@@ -128,9 +128,10 @@ class Trainer:
             raise RuntimeError("a Trainer runs once; make another, with a new model, to resume from a checkpoint")
         self.job.from_first(lambda: resuming.refuse_foreign(self.run_dir))
         with contextlib.ExitStack() as stack:
+            # First: torchrun sends SIGTERM while the processes that are left find out which one is gone.
+            stack.enter_context(self.stop)
             stack.enter_context(processes.reported())
             self.job.from_first(lambda: stack.enter_context(self._files) and None)
-            stack.enter_context(self.stop)
             stack.enter_context(resuming.determinism(self.config.deterministic, self.device))
             stack.enter_context(self._reporter)
             try:
