@@ -42,3 +42,9 @@ def test_gates_stay_float32_and_are_whole_where_they_are_read_without_a_call(tmp
         "qkv": "torch.bfloat16", "gates": "torch.float32", "reading": [4, 2], "sharded": False, "between": True,
         "gradient": "torch.float32",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_gives_the_loss_and_gradient_of_one_process(tmp_path):
+    found = work(2, "transformers_equal", tmp_path)
+    assert {name: pair for name, pair in found.items() if max(pair) >= 1e-10} == {}

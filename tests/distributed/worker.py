@@ -213,6 +213,34 @@ def skipped(length: str, eps: str):
     }  # fmt: skip
 
 
+def transformers_model():
+    import gape.hf
+    from tests.hf.tiny import tiny
+
+    torch.manual_seed(0)
+    model = gape.hf.inject(tiny("llama"), context_length=16, start="paper", gates={"gate_floor": 2.0})
+    return gape.hf.LanguageModel(model.double())
+
+
+def transformers_equal():
+    """How far loss and gradient of a model with injected gates are from those of one process."""
+    cpu, found = torch.device("cpu"), {}
+    alone = transformers_step(Job())
+    for name, options in {"ddp": {}, "fsdp": {"shard": True}, "cp": {"context_parallel": launch.size()}}.items():
+        found[name] = difference(transformers_step(Ranks(cpu, **options)), alone)
+    return found
+
+
+def transformers_step(job):
+    model, config = transformers_model(), TrainConfig(max_steps=1)
+    call = job.parallelize(model, low=False, compiles=False)
+    up = Updater(model, build(model, config), config, torch.device("cpu"), job, call)
+    batch = job.take(Rows(rows=4), 1, 0).batch
+    loss = float(up._backward([batch]))
+    gradient = job.full({name: p.grad for name, p in named(up.optimizer).items() if p.grad is not None})
+    return [loss], {name: value.clone() for name, value in gradient.items()}
+
+
 class Received(TorchDispatchMode):
     """Counts the bytes that a process gets of collectives of tensors: all but its own part."""
 
@@ -256,6 +284,7 @@ def cost():
 
 TASKS = {
     "cost": cost,
+    "transformers_equal": transformers_equal,
     "equal": equal, "long_run": long_run, "quick": quick, "gates_stay_exact": gates_stay_exact, "skipped": skipped,
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from gape.distributed.context import ContextParallel, context_parallel
 from gape.distributed.job import Job, Ranks, current_job
 from gape.distributed.processes import RankError, connect, from_first, leave
+from gape.distributed.sharding import shard, shard_gates
 
 __all__ = [
     "ContextParallel",
@@ -14,4 +15,6 @@ __all__ = [
     "current_job",
     "from_first",
     "leave",
+    "shard",
+    "shard_gates",
 ]

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gape.gates import GAPEGates
+from gape.models.skipping import Skips
 from gape.positions.fox import ForgetGate
 
 #: Modules whose parameters stay float32.
@@ -36,20 +37,31 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, low: bool = False, compiles: bo
     """
     exact = MixedPrecisionPolicy()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else exact
-    for gates in gate_modules(model):
-        fully_shard(gates, mesh=mesh, mp_policy=exact)
+    shard_gates(model, mesh)
     for block in blocks(model):
         if compiles:
             block.compile()
-        # Gates are read without a call of their module, whose hook would gather them.
-        block.register_forward_pre_hook(_gather_gates)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def _gather_gates(block: nn.Module, arguments: Any) -> None:
-    for gates in gate_modules(block):
-        _fsdp(gates).unshard()
+def shard_gates(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    """Shard the gates of a model alone, in float32; `accelerate` or `fully_shard` may then shard the rest in bfloat16.
+
+    Args:
+        model: with gates.
+        mesh: of the processes, all of the job when None.
+    """
+    for gates in gate_modules(model):
+        fully_shard(gates, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
+    for layer in model.modules():
+        if isinstance(layer, Skips) and layer.gates is not None:
+            # Gates are also read without a call of their module, whose hook would gather them.
+            layer.register_forward_pre_hook(_gather_gates)
+
+
+def _gather_gates(layer: Any, arguments: Any) -> None:
+    _fsdp(layer.gates).unshard()
 
 
 @contextlib.contextmanager
