@@ -52,7 +52,7 @@ def exchange_keys(
     with torch.no_grad():
         rate = layer.gates.amplitude[:, None] * gate / layer.context_length
         keys = key_bounds(k, landmark, size)
-        queries = query_bounds(q, k, rate, _scale(layer), size)
+        queries = query_bounds(q, k, rate, softmax_scale(layer), size)
         stacked = gather(torch.stack(keys), context.group, context.traffic, "bounds")
         wants = wanted_blocks(queries, KeyBounds(*stacked.unbind(1)), context.rank, size, context.eps)
         # uint8: not every backend sends flags.
@@ -70,7 +70,7 @@ def exchange_keys(
     return k, v, sides[:, :, first : (context.rank + 1) * n]
 
 
-def _scale(layer: Any) -> float:
+def softmax_scale(layer: Any) -> float:
     """The softmax scale of a layer of gape, or of transformers, whose family says it."""
     wiring = getattr(layer, "gape_wiring", None)
     return float(layer.scale if wiring is None else wiring.family.layout.scale(layer))

@@ -234,6 +234,8 @@ class InjectedAttention(Skips):
     @property
     def refuses_slices(self) -> str | None:
         """Why the layer cannot attend across processes; None where it can."""
+        if self.softcap is not None:
+            return "caps its logits"
         return "has a sliding window" if getattr(self, "sliding_window", None) else None
 
     @property
