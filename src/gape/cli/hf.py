@@ -152,6 +152,8 @@ def train(
     validate_every: Annotated[int, typer.Option(help="Updates between validations; 0 never validates.")] = 100,
     checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 500,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more time.")] = False,
+    shard: Annotated[bool, typer.Option("--shard", help="Under torchrun, shard the model (FSDP2).")] = False,
+    context_parallel: Annotated[int, typer.Option(help="Under torchrun, processes that share a window.")] = 1,
     attention: Attention = None,
     variant: Annotated[str, typer.Option(help="Name in tables that tells the run from others of its scheme.")] = "",
     seed: Annotated[int, typer.Option(help="Of the order of the data, a number from 0.")] = 0,
@@ -168,7 +170,7 @@ def train(
         weight_decay=weight_decay, gate_lr_multiplier=gate_rate, accumulation=accumulation, seed=seed,
         # transformers draws a mask tensor for every call inside a compiled graph; without, no mask is needed.
         precision=precision, compile="off", validate_every=validate_every, stop_after_perfect=0,
-        checkpoint_every=checkpoint_every, keep_last=1,
+        checkpoint_every=checkpoint_every, keep_last=1, shard=shard, context_parallel=context_parallel,
     )  # fmt: skip
     written = finetune.finetune(
         model, data, out, config, length=length, batch_size=batch_size, learn=learn, device=device, resume=resume,

@@ -142,6 +142,7 @@ class Ranks(Job):
         device: where tensors are.
         shard: shard parameters, gradients and moments (FSDP2); without, every process has all of them (DDP).
         context_parallel: K.
+        skip_eps: attention that a query may lose to keys that are not sent to it.
         stop: of the run.
 
     Raises:
@@ -149,9 +150,16 @@ class Ranks(Job):
     """
 
     def __init__(
-        self, device: torch.device, *, shard: bool = False, context_parallel: int = 1, stop: StopFlag | None = None
+        self,
+        device: torch.device,
+        *,
+        shard: bool = False,
+        context_parallel: int = 1,
+        skip_eps: float = 0.0,
+        stop: StopFlag | None = None,
     ) -> None:
         super().__init__(stop)
+        self.skip_eps = skip_eps
         processes.connect()
         self.rank, self.size, self.device, self.sharded = launch.rank(), launch.size(), device, shard
         if self.size % context_parallel:
@@ -178,7 +186,7 @@ class Ranks(Job):
             ValueError: its layers cannot attend across processes.
         """
         if self.mesh.size(1) > 1:
-            self._context = context_parallel(model, self.mesh[CONTEXT])
+            self._context = context_parallel(model, self.mesh[CONTEXT], eps=self.skip_eps)
         if self.sharded:
             sharding.shard(model, self._all, low=low, compiles=compiles)
             return model
@@ -286,19 +294,22 @@ class Ranks(Job):
             yield
 
 
-def current_job(
-    device: torch.device, *, shard: bool = False, context_parallel: int = 1, stop: StopFlag | None = None
-) -> Job:
+def current_job(device: torch.device, *, stop: StopFlag | None = None, **options: Any) -> Job:
     """The job that this process belongs to: :class:`Ranks` where `torchrun` started several, else :class:`Job`.
+
+    Args:
+        device: where tensors are.
+        stop: of the run.
+        **options: `shard`, `context_parallel` and `skip_eps` of :class:`Ranks`.
 
     Raises:
         ValueError: a `context_parallel` that does not divide the number of processes.
     """
-    whole("context_parallel", context_parallel)
+    ways = whole("context_parallel", options.get("context_parallel", 1))
     if launch.size() > 1:
-        return Ranks(device, shard=shard, context_parallel=context_parallel, stop=stop)
-    if context_parallel > 1:
-        raise invalid_argument("context_parallel", context_parallel, "1 in a single process; torchrun starts several")
+        return Ranks(device, stop=stop, **options)
+    if ways > 1:
+        raise invalid_argument("context_parallel", ways, "1 in a single process; torchrun starts several")
     return Job(stop)
 
 
