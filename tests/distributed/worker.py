@@ -11,9 +11,11 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -241,6 +243,38 @@ def transformers_step(job):
     return [loss], {name: value.clone() for name, value in gradient.items()}
 
 
+def accelerate():
+    """Dtypes in a forward pass after accelerate's own preparation for FSDP2, which on a CPU has to be called by hand."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    import gape.hf
+    from gape.distributed import shard_gates
+    from tests.hf.tiny import tiny
+
+    model = gape.hf.inject(tiny("llama"), context_length=16, start="paper")
+    shard_gates(model)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )  # fmt: skip
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    settings = {"mixed_precision": "bf16", "is_main_process": launch.is_first(), "device": torch.device("cpu")}
+    model = fsdp2_prepare_model(SimpleNamespace(state=state, torch_device_mesh=None, **settings), model)
+    layer, found = model.model.layers[0].self_attn, {}
+
+    def look(module, arguments):
+        found["gates"], found["q"] = str(module.gape.gate_projection.weight.dtype), str(module.q_proj.weight.dtype)
+
+    layer.register_forward_pre_hook(look)
+    ids = torch.randint(10, (2, 16))
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    gradient = layer.gape.gate_projection.weight.grad
+    return found | {"gradient": str(gradient.dtype), "finite": bool(gradient.full_tensor().isfinite().all())}
+
+
 class Received(TorchDispatchMode):
     """Counts the bytes that a process gets of collectives of tensors: all but its own part."""
 
@@ -284,6 +318,7 @@ def cost():
 
 TASKS = {
     "cost": cost,
+    "accelerate": accelerate,
     "transformers_equal": transformers_equal,
     "equal": equal, "long_run": long_run, "quick": quick, "gates_stay_exact": gates_stay_exact, "skipped": skipped,
 }  # fmt: skip
