@@ -94,7 +94,7 @@ def test_a_full_disk_under_the_log_says_so(tmp_path):
 
     def replaced():
         if run.state.step == 4:
-            for jsonl in (run._log, run._runtime):
+            for jsonl in (run._files._log, run._files._runtime):
                 jsonl._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
         step()
 

@@ -6,12 +6,13 @@ import errno
 import io
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gape.cli import analyze, data, demo, doctor, hf, lm, niah, report, reproduce, ruler
-from gape.utils import heartbeat, signals
+from gape.utils import heartbeat, launch, signals
 
 app = typer.Typer(
     name="gape",
@@ -68,11 +69,14 @@ def run(app: typer.Typer) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Where the encoding lacks ± or → a ? stands for it; it should not be what ends hours of work.
         sys.stdout.reconfigure(errors="replace")
+    if not launch.is_first():
+        # What the processes of a job give is the same; one of them prints it.
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     try:
         with signals.at_once(), heartbeat.heartbeat():
             app()
     except signals.Stopped as signal:
-        print(f"gape: {signal}", file=sys.stderr)
+        _complain(signal)
         sys.exit(signal.code)
     except Exception as error:
         if os.environ.get(TRACEBACK):
@@ -80,10 +84,15 @@ def run(app: typer.Typer) -> None:
         code = _code(error)
         if code is None:
             raise
-        # A path may hold bytes that no encoding has.
-        message = str(error).encode(errors="backslashreplace").decode()
-        print(f"gape: {' '.join(message.split())}", file=sys.stderr)
+        _complain(error)
         sys.exit(code)
+
+
+def _complain(error: BaseException) -> None:
+    """Print an error in one line; of the processes of a job the first one does, or the one that says why."""
+    if getattr(error, "prints", launch.is_first()):
+        where = "" if launch.is_first() or getattr(error, "names_rank", False) else f"rank {launch.rank()}: "
+        print(f"gape: {where}{' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _code(error: Exception) -> int | None:
@@ -96,9 +105,10 @@ def _code(error: Exception) -> int | None:
     if isinstance(error, OSError):
         return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
     # Imported only now: a wrong argument should not wait for torch.
+    from gape.distributed import RankError  # noqa: PLC0415
     from gape.train import BusyError, CheckpointError, NonFiniteError  # noqa: PLC0415
 
-    return 1 if isinstance(error, (BusyError, CheckpointError, NonFiniteError)) else None
+    return 1 if isinstance(error, (BusyError, CheckpointError, NonFiniteError, RankError)) else None
 
 
 #: What comes of a path that was given wrongly.

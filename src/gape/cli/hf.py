@@ -157,6 +157,8 @@ def train(
     skip_to: Annotated[
         int, typer.Option(help="Half of the windows skip positions at random, up to this one; 0 skips none.")
     ] = 0,
+    shard: Annotated[bool, typer.Option("--shard", help="Under torchrun, shard the model (FSDP2).")] = False,
+    context_parallel: Annotated[int, typer.Option(help="Under torchrun, processes that share a window.")] = 1,
     attention: Attention = None,
     variant: Annotated[str, typer.Option(help="Name in tables that tells the run from others of its scheme.")] = "",
     lora: Annotated[int, typer.Option(help="Rank of LoRA matrices that learn in place of the weights; 0: none.")] = 0,
@@ -175,7 +177,7 @@ def train(
         weight_decay=weight_decay, gate_lr_multiplier=gate_rate, accumulation=accumulation, seed=seed,
         # transformers draws a mask tensor for every call inside a compiled graph; without, no mask is needed.
         precision=precision, compile="off", validate_every=validate_every, stop_after_perfect=0,
-        checkpoint_every=checkpoint_every, keep_last=1,
+        checkpoint_every=checkpoint_every, keep_last=1, shard=shard, context_parallel=context_parallel,
     )  # fmt: skip
     written = finetune.finetune(
         model, data, out, config, length=length, batch_size=batch_size, learn=learn, device=device, resume=resume,

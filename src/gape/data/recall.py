@@ -91,6 +91,7 @@ class RecallSource:
         kept: Sequence[Sequence[int]] = (),
         kept_share: float = 0.0,
     ) -> None:
+        self.batch_size, self.length = windows.batch_size, windows.length
         self.inner, self.config, self.kept = windows, config, [np.asarray(text, dtype=np.int64) for text in kept]
         self.kept_share = fraction("kept_share", kept_share)
         if self.kept_share and not any(map(len, self.kept)):
@@ -107,9 +108,9 @@ class RecallSource:
             raise invalid_argument("skip_to", config.skip_to, f"0, or at least the {windows.length} tokens of a window")
         self._request = Request(facts=config.facts, repeated=config.repeated)
 
-    def batch(self, step: int, micro: int) -> Batch:
+    def batch(self, step: int, micro: int, rows: slice | None = None) -> Batch:
         """As :meth:`WindowSource.batch`; with weights, float32 (B, N), and int64 positions (B, N) if some may skip."""
-        numbers = self.inner.numbers(step, micro)
+        numbers = self.inner.numbers(step, micro, rows)
         tokens, config = self.inner.tokens(numbers), self.config
         weights = np.ones((len(tokens), self.inner.length), dtype=np.float32)
         for row, number in enumerate(numbers.tolist()):

@@ -111,19 +111,19 @@ class WindowSource:
         self._firsts = self._ends - counts
         self.windows, self.documents = int(self._ends[-1]), len(counts)
 
-    def batch(self, step: int, micro: int) -> Batch:
+    def batch(self, step: int, micro: int, rows: slice | None = None) -> Batch:
         """Micro-batch `micro` (from 0) of step `step` (from 1): ids and targets, int64 (B, N) on the device.
 
-        targets[b, i] is the token after ids[b, i].
+        targets[b, i] is the token after ids[b, i]. With `rows`, only those of its B windows are read.
 
         Raises:
             ValueError: a step before 1 or a micro-batch that a step does not have.
         """
-        batch = moved(self.tokens(self.numbers(step, micro)), self.device)
+        batch = moved(self.tokens(self.numbers(step, micro, rows)), self.device)
         return Batch(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
 
-    def numbers(self, step: int, micro: int) -> Places:
-        """The numbers of the windows of a micro-batch, int64 (B,), counted through all epochs.
+    def numbers(self, step: int, micro: int, rows: slice | None = None) -> Places:
+        """The numbers of the windows of a micro-batch, or of some of its rows, int64 (B,), counted through all epochs.
 
         Raises:
             ValueError: as :meth:`batch`.
@@ -132,7 +132,7 @@ class WindowSource:
         if not 0 <= micro < self.accumulation:
             raise invalid_argument("micro", micro, f"a number from 0 to {self.accumulation - 1}")
         first = ((step - 1) * self.accumulation + micro) * self.batch_size
-        return np.arange(first, first + self.batch_size)
+        return np.arange(first, first + self.batch_size)[rows or slice(None)]
 
     def tokens(self, numbers: Places) -> Places:
         """The tokens of windows by number, int64 (len(numbers), N + 1)."""

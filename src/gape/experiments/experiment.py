@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from gape.data.recall import RecallConfig
+from gape.distributed import processes
 from gape.experiments.open_model import SETTINGS, SUMMARY
 from gape.experiments.run import Run
 from gape.train import StopFlag, checkpoint
@@ -57,16 +58,25 @@ def perform(
         BusyError, NonFiniteError, DiskFullError, CheckpointError: as the trainer.
     """
     own = experiment(run)
-    check(run, directory, resume)
-    claim(run, directory)
-    device = pick_device(run.device)
-    with stop:
-        if not is_trained(run, directory):
-            own.train(run, directory, device, stop, resume, console)
+
+    def begin() -> None:
+        check(run, directory, resume)
+        claim(run, directory)
+
+    def measure() -> None:
         if not is_finished(run, directory):
             # A row is kept as soon as it is measured.
             with stop.at_once():
                 own.measure(run, directory, device, log)
+
+    with processes.reported():
+        # Of the processes of a job the first decides, and measures by itself.
+        processes.from_first(begin)
+        device = pick_device(run.device)
+        with stop:
+            if processes.from_first(lambda: not is_trained(run, directory), stop):
+                own.train(run, directory, device, stop, resume, console)
+            processes.from_first(measure, stop)
 
 
 def check(run: Run, directory: Path, resume: str = "auto") -> None:

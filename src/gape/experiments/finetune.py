@@ -25,6 +25,7 @@ from gape.data import (
     open_corpus,
     prepare,
 )
+from gape.distributed import Job, processes
 from gape.experiments.experiment import pick_device
 from gape.experiments.open_model import MODEL, SETTINGS, base_of, describe, load_transformers, refuse_length
 from gape.hf.adapters import add_lora
@@ -33,9 +34,9 @@ from gape.hf.formats import MAGIC, read_gguf, read_llama2c
 from gape.hf.gates import LEARN, freeze, has_gates
 from gape.hf.gpt2 import extend_positions
 from gape.hf.reading import read
-from gape.train import StopFlag, TrainConfig, Trainer, checkpoint
+from gape.train import StopFlag, TrainConfig, Trainer, checkpoint, held_out_loss
 from gape.train.resume import choose
-from gape.utils import files
+from gape.utils import files, launch
 from gape.utils.progress import Progress
 from gape.utils.validation import invalid_argument, whole
 
@@ -195,6 +196,7 @@ def finetune(
         Interrupted: a signal came; everything is saved.
         ValueError: a model or data that do not fit.
     """
+    processes.connect()
     progress, target = Progress(), pick_device(device)
     # A corpus that is made of text is written: whatever can be refused before is.
     whole("batch_size", batch_size)
@@ -218,23 +220,33 @@ def finetune(
     if lora:
         settings["lora"] = lora
     wrapped = gape.hf.LanguageModel(model.to(target))
-    with StopFlag() as stop:
+    with StopFlag() as stop, processes.reported():
         trainer = Trainer(
-            wrapped, config, source, out, _validation(text, progress, stop, config), stop=stop,
+            wrapped, config, source, out, _validation(text, progress, lambda: trainer.job, config), stop=stop,
             console=progress.console, extra={"base": name, "learn": learn, "tokenizer": text.corpus.tokenizer},
         )  # fmt: skip
         summary = trainer.run(resume)
-    chosen = checkpoint.resolve(out, progress.log)
-    checkpoint.load_model_tensors(wrapped, chosen.model, chosen.state["aliases"])
-    if adapters is not None:
-        adapters.merge_and_unload()
-    if hasattr(model.config, "gape") and (summary.get("validation") or {}).get("loss") is not None:
-        # For the model card.
-        measured = {f"held-out loss, windows of {length:,} tokens": summary["validation"]["loss"]}
-        model.config.gape = {**model.config.gape, "measured": measured}
-    save(model.cpu(), name, out / MODEL)
-    # Last: a run that has it is done.
-    files.replace(out / SETTINGS, files.to_json(settings))
+
+    def export() -> None:
+        trained, tuner = model, adapters
+        if trainer.job.size > 1:
+            # This process may have no more than shards.
+            trained = load_transformers(name, attention)
+            tuner = add_lora(trained, lora, config.seed) if lora else None
+        chosen = checkpoint.resolve(out, progress.log)
+        checkpoint.load_model_tensors(gape.hf.LanguageModel(trained), chosen.model, chosen.state["aliases"])
+        if tuner is not None:
+            tuner.merge_and_unload()
+        if hasattr(trained.config, "gape") and (summary.get("validation") or {}).get("loss") is not None:
+            # For the model card.
+            measured = {f"held-out loss, windows of {length:,} tokens": summary["validation"]["loss"]}
+            trained.config.gape = {**trained.config.gape, "measured": measured}
+        save(trained.cpu(), name, out / MODEL)
+        # Last: a run that has it is done.
+        files.replace(out / SETTINGS, files.to_json(settings))
+
+    processes.from_first(export)
+    processes.leave()
     return out / MODEL
 
 
@@ -255,7 +267,7 @@ def window_source(
         refuse_corpus(name, config, opened)
         return WindowSource(opened, **windows)
     except ValueError:
-        if not existed and (out / CORPUS).exists():
+        if not existed and (out / CORPUS).exists() and launch.is_first():
             shutil.rmtree(out / CORPUS)
             if not any(out.iterdir()):
                 out.rmdir()
@@ -281,7 +293,7 @@ def _learner(name: str, attention: str | None, learn: str, length: int, *, gradi
     return model
 
 
-def _validation(training: WindowSource, progress: Progress, stop: StopFlag, config: TrainConfig) -> Any:
+def _validation(training: WindowSource, progress: Progress, job: Callable[[], Job], config: TrainConfig) -> Any:
     """The loss on held-out windows like those of training, or None where there are none."""
     if not config.validate_every:
         return None
@@ -296,12 +308,7 @@ def _validation(training: WindowSource, progress: Progress, stop: StopFlag, conf
     batches = max(1, min(VALIDATION_WINDOWS, held_out.windows) // held_out.batch_size)
 
     def validate(model: Any, step: int) -> dict[str, float]:
-        losses = []
-        for number in range(1, batches + 1):
-            stop.check()
-            batch = held_out.batch(number, 0)
-            losses.append(model.token_losses(model.hidden(batch.ids), batch.targets).double().mean())
-        return {"loss": float(torch.stack(losses).mean())}
+        return {"loss": held_out_loss(model, held_out, batches, job())}
 
     return validate
 
@@ -314,7 +321,7 @@ def corpus_of(name: str, data: Sequence[str], out: Path, heldout_fraction: float
         if not given.startswith("hf:") and not Path(given).exists():
             raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
     settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
-    prepare(settings, out / CORPUS, workers=1, log=progress.log)
+    processes.from_first(lambda: prepare(settings, out / CORPUS, workers=1, log=progress.log) and None)
     return open_corpus(out / CORPUS)
 
 

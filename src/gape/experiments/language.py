@@ -20,7 +20,7 @@ from gape.experiments.experiment import Log, low_precision, model_step, named_de
 from gape.experiments.result_store import ResultStore
 from gape.experiments.run import LanguageRun
 from gape.models.gpt import GPT
-from gape.train import StopFlag, Trainer
+from gape.train import StopFlag, Trainer, held_out_loss
 from gape.utils.jsonl import Record, read_object
 from gape.utils.validation import invalid_argument
 
@@ -56,17 +56,14 @@ def train(
     batches = max(1, min(run.evaluation.validation_windows, held_out.windows) // held_out.batch_size)
 
     def validate(model: GPT, step: int) -> dict[str, float]:
-        losses = []
-        for number in range(1, batches + 1):
-            stop.check()
-            batch = held_out.batch(number, 0)
-            losses.append(model.token_losses(model.hidden(batch.ids), batch.targets).double().mean())
-        return {"loss": float(torch.stack(losses).mean()), "epochs": source.epochs(step)}
+        return {"loss": held_out_loss(model, held_out, batches, trainer.job), "epochs": source.epochs(step)}
 
     gates = RoutingLog(directory / ROUTING, experiment.identity(run))
 
     def observe(model: GPT, step: int) -> None:
-        gates.write(step, routing_variables(model, watched.batch(1, 0).ids))
+        variables = routing_variables(model, watched.batch(1, 0).ids)
+        if trainer.job.is_first:
+            gates.write(step, variables)
 
     epochs = source.epochs(run.train.max_steps)
     facts = {"fingerprint": corpus.fingerprint(), "tokenizer": corpus.tokenizer, "epochs": epochs}

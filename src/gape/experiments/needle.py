@@ -55,8 +55,11 @@ def train(
     source = niah.NIAHSource(config=run.task, batch_size=run.batch_size, seed=run.seed, device=device)
 
     def validate(model: GPT, step: int) -> dict[str, float]:
-        options = {"samples": run.evaluation.validation_samples, "seed": run.evaluation.seed, "device": device}
-        return {"accuracy": niah.accuracy(model, run.task, **options, split="validation", check=stop.check)}
+        accuracy = niah.accuracy(
+            model, run.task, samples=run.evaluation.validation_samples, seed=run.evaluation.seed, device=device,
+            split="validation", check=trainer.job.poll,
+        )  # fmt: skip
+        return {"accuracy": accuracy}
 
     extra = {"run": run.name, "variant": run.variant}
     trainer = Trainer(model, run.train, source, directory, validate, stop=stop, extra=extra, console=console)

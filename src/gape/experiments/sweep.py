@@ -16,14 +16,15 @@ from typing import IO
 
 import torch
 
+from gape.distributed import RankError, processes
 from gape.experiments.experiment import check, claim, is_finished, is_trained, perform, pick_device
 from gape.experiments.open_model import read_run
 from gape.experiments.recipe import Recipe
 from gape.experiments.run import Run
 from gape.train import DiskFullError, Interrupted, StopFlag
-from gape.utils import files
+from gape.utils import files, launch
 from gape.utils.progress import Progress, ProgressTable
-from gape.utils.validation import whole
+from gape.utils.validation import invalid_argument, whole
 
 OUTPUT = "output.log"
 POLL_SECONDS = 0.2
@@ -55,14 +56,23 @@ def run_recipe(recipe: Recipe, directory: Path, *, jobs: int = 1, resume: str = 
     """
     runs, progress = recipe.runs, Progress()
     whole("jobs", jobs)
+    if jobs > 1 and launch.size() > 1:
+        raise invalid_argument("jobs", jobs, "1 under torchrun, whose processes train one run together")
+    processes.connect()
     # Before anything is started: neither a missing device nor another run's directory should be found out hours later.
     for device in {run.device for run in runs}:
         pick_device(device)
-    for run in runs:
-        check(run, directory / run.name, resume)
-    for run in runs:
-        claim(run, directory / run.name)
-    waiting = [run for run in runs if not is_finished(run, directory / run.name)]
+
+    def begin() -> list[str]:
+        for run in runs:
+            check(run, directory / run.name, resume)
+        for run in runs:
+            claim(run, directory / run.name)
+        return [run.name for run in runs if not is_finished(run, directory / run.name)]
+
+    with processes.reported():
+        names = processes.from_first(begin)
+    waiting = [run for run in runs if run.name in names]
     result = SweepResult(skipped=[run.name for run in runs if run not in waiting])
     if result.skipped:
         progress.log(f"{len(result.skipped)} of {len(runs)} runs are done already")
@@ -71,6 +81,7 @@ def run_recipe(recipe: Recipe, directory: Path, *, jobs: int = 1, resume: str = 
             _in_turn(waiting, directory, resume, stop, progress, result)
         else:
             _at_once(waiting, directory, jobs, resume, stop, progress, result)
+    processes.leave()
     if result.failed:
         progress.log(f"{len(result.failed)} of {len(runs)} runs failed: {', '.join(result.failed)}")
     return result
@@ -87,7 +98,7 @@ def _in_turn(
         began = time.monotonic()
         try:
             perform(run, directory / run.name, stop=stop, resume=resume, console=progress.console, log=progress.log)
-        except (Interrupted, DiskFullError):
+        except (Interrupted, DiskFullError, RankError):
             raise
         except Exception as error:
             if len(runs) == 1:

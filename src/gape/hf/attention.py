@@ -42,6 +42,10 @@ from gape.utils.validation import invalid_argument
 HALVES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 
 
+#: What `accelerate` puts before attention layers for its own context parallelism.
+ACCELERATE_HOOK = "_self_attn_pre_forward_hook"
+
+
 class AttentionLayer(Protocol):
     """An attention layer in the steps that :func:`attend_layer` takes; `config` says the attention implementation."""
 
@@ -185,6 +189,7 @@ class InjectedAttention(Skips):
 
     config: Any
     layer_idx: int
+    _forward_pre_hooks: dict[int, Any]
     gape: Any
     gape_base: type[nn.Module]
     gape_wiring: Wiring
@@ -227,6 +232,13 @@ class InjectedAttention(Skips):
         return not getattr(self, "use_rope", True)
 
     @property
+    def refuses_slices(self) -> str | None:
+        """Why the layer cannot attend across processes; None where it can."""
+        if self.softcap is not None:
+            return "caps its logits"
+        return "has a sliding window" if getattr(self, "sliding_window", None) else None
+
+    @property
     def never_skips(self) -> str | None:
         """Why no kernel can skip anything in this layer; None where one can."""
         if self.impl == "reference":
@@ -253,6 +265,11 @@ class InjectedAttention(Skips):
         if kwargs.get("encoder_hidden_states") is not None or kwargs.get("head_mask") is not None:
             raise ValueError("encoder_hidden_states, head_mask: got a value, expected None in a layer with gates")
         refuse_paged(kwargs)
+        if any(getattr(hook, "__name__", "") == ACCELERATE_HOOK for hook in self._forward_pre_hooks.values()):
+            raise ValueError(
+                "context parallelism: accelerate drops masks and slices positions that gates read, expected "
+                "gape.distributed.context_parallel"
+            )
         # GPT-NeoX has a name of its own for it.
         cache = kwargs.get("layer_past") if past_key_values is None else past_key_values
         return attend_layer(

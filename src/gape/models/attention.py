@@ -155,13 +155,19 @@ class GAPEAttention(Skips, nn.Module):
         if cache is not None:
             cached = cache.append(k, v, side, positions, documents)
             k, v, side, k_positions, k_documents = cached
-        y = self.scheme.attend(
-            q, k, v, gate, side, scale=self.scale, k_positions=k_positions, k_documents=k_documents,
+        y = self.attend(
+            q, k, v, gate, side, k_positions=k_positions, k_documents=k_documents,
             q_positions=None if positions is None else positions[..., last],
             q_documents=None if documents is None else documents[:, last],
             attn_mask=_rows(attn_mask, last), **self.how(q.size(2)),
         )  # fmt: skip
         return self._joined(y)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, side: Tensor | None, **visibility: Any
+    ) -> Tensor:
+        """Attend with rotated q and k and the scheme's sides; context parallelism puts its own in this place."""
+        return self.scheme.attend(q, k, v, gate, side, scale=self.scale, **visibility)
 
     @staticmethod
     def _indices(past: int, n: int, device: torch.device, *, shared: bool) -> Tensor:

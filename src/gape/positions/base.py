@@ -90,6 +90,14 @@ class Scheme(nn.Module):
         """Rotate k (B, Hk, N, D); `past` is the key side (B, H, M) of the M keys already cached, if any."""
         return k, None
 
+    def separate(self, side: Tensor) -> Tensor:
+        """A key side (B, H, N) as numbers that each depend on one token alone, to be sent to other processes."""
+        return side
+
+    def accumulate(self, values: Tensor) -> Tensor:
+        """The key side of tokens in index order from what :meth:`separate` made of each."""
+        return values
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
         **visibility: Any,

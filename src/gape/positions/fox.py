@@ -40,7 +40,8 @@ class ForgetGate(nn.Module):
         dtype = bias_dtype(x.dtype)
         with without_autocast(x.device):
             logits = F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
-        return F.logsigmoid(logits).transpose(1, 2)
+        # Not a view: FSDP2 warns of those.
+        return F.logsigmoid(logits.transpose(1, 2))
 
 
 class FoX(Scheme):
@@ -82,6 +83,14 @@ class FoX(Scheme):
         if past is not None and past.size(-1) > 0:
             total = total + past[..., -1:].to(exact)
         return k, total
+
+    def separate(self, side: Tensor) -> Tensor:
+        """F (B, Hq, N) as the log f of each token."""
+        return torch.diff(side, dim=-1, prepend=torch.zeros_like(side[..., :1]))
+
+    def accumulate(self, values: Tensor) -> Tensor:
+        """F of tokens in index order, (B, Hq, N), from their log f."""
+        return values.cumsum(-1)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",

@@ -7,6 +7,7 @@ from gape.train.load import load_model
 from gape.train.logging import NonFiniteError
 from gape.train.optimizer import learning_rate, parameter_groups
 from gape.train.trainer import Trainer
+from gape.train.validation import held_out_loss
 from gape.utils.files import DiskFullError
 from gape.utils.locks import BusyError
 from gape.utils.signals import Interrupted, StopFlag
@@ -22,6 +23,7 @@ __all__ = [
     "StopFlag",
     "TrainConfig",
     "Trainer",
+    "held_out_loss",
     "learning_rate",
     "load_model",
     "parameter_groups",

@@ -15,11 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as pack_tensors
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from gape.distributed.job import Job
 from gape.train.optimizer import bare
 from gape.utils import files
 from gape.utils.files import DiskFullError
@@ -226,24 +229,42 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[Any, ...], str] = {}
-    for key, value in model.state_dict().items():
-        place = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+    for key, value in model.state_dict(keep_vars=True).items():
+        # Shards of one tensor may be empty, and then have no place of their own.
+        place: tuple[Any, ...] = (id(value),)
+        if not isinstance(value, DTensor):
+            place = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() and place in names:
             aliases[bare(key)] = names[place]
         else:
             names[place] = bare(key)
-            tensors[bare(key)] = value
+            tensors[bare(key)] = value.detach()
     return tensors, aliases
 
 
-def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
-    """Load what :func:`model_tensors` gave, in place, also into a wrapped model.
+def load_model_tensors(
+    model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], job: Job | None = None
+) -> None:
+    """Load what :func:`model_tensors` gave, in place, also into a wrapped or sharded model.
+
+    Args:
+        model: the model.
+        tensors, aliases: whole tensors by name; in a job only its first process has them.
+        job: the processes among which the model is.
 
     Raises:
         CheckpointError: names the tensors that are missing, unknown or of another shape or dtype.
     """
+    job = job or Job()
     complete = {**tensors, **{alias: tensors[of] for alias, of in aliases.items() if of in tensors}}
     own = model.state_dict()
+    job.from_first(lambda: _refuse_other(own, complete))
+    with torch.no_grad():
+        for key, value in own.items():
+            job.put(value, complete.get(bare(key)))
+
+
+def _refuse_other(own: Mapping[str, Tensor], complete: Mapping[str, Tensor]) -> None:
     problems = [f"{bare(key)} is missing" for key in own if bare(key) not in complete]
     problems += [f"{key} is unknown to the model" for key in complete if key not in {bare(k) for k in own}]
     problems += [
@@ -258,7 +279,6 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases:
     ]
     if problems:
         raise CheckpointError("the checkpoint is of another model", problems)
-    model.load_state_dict({key: complete[bare(key)] for key in own})
 
 
 def _pack(tensors: Mapping[str, Tensor]) -> bytes:

@@ -9,15 +9,26 @@ from typing import Any
 
 from gape.utils.validation import flag, invalid_argument, suggestion, weight, whole
 
-# What may differ between a checkpoint and the run that resumes it: nothing here changes a weight. `decay_steps` is
-# not among them, so that more steps never bend the schedule of those already taken.
+# What may differ between a checkpoint and the run that resumes it: nothing here changes a weight, but for the rounding
+# of sums over processes. `decay_steps` is not among them, so that more steps never bend the schedule of earlier ones.
 MAY_CHANGE = frozenset(
-    {"max_steps", "log_every", "check_every", "checkpoint_every", "keep_last", "tensorboard", "progress"}
+    {
+        "max_steps",
+        "log_every",
+        "check_every",
+        "checkpoint_every",
+        "keep_last",
+        "tensorboard",
+        "progress",
+        "shard",
+        "context_parallel",
+    }
 )
 _AT_LEAST = {
     "max_steps": 1,
     "warmup_steps": 0,
     "accumulation": 1,
+    "context_parallel": 1,
     "seed": 0,
     "validate_every": 0,
     "stop_after_perfect": 0,
@@ -50,10 +61,14 @@ class TrainConfig:
         lambda_l1: weight of the mean landmark in the loss.
         skip_eps: attention that a query may lose, in each layer and head, to tiles of keys that are skipped in training
             and validation; 0 skips nothing. It needs gates and a GPU (:func:`gape.models.skipping.skip`).
+        shard: under `torchrun`, shard parameters, gradients and moments over the processes (FSDP2); without, every
+            process has all of them (DDP).
+        context_parallel: processes that share the tokens of a sequence; it divides their number.
         seed: of the random states at the start (dropout); the source has a seed of its own.
         precision: "bfloat16" autocasts, "float32" does not; "auto" is bfloat16 on a GPU only.
         compile: "on", "off"; "auto" compiles on a GPU only, and so does "graphs", which also replays whole updates as
-            one CUDA graph: for models so small that launching their kernels takes longer than running them.
+            one CUDA graph: for models so small that launching their kernels takes longer than running them. Several
+            processes compile and replay nothing.
         deterministic: ask torch for deterministic algorithms while training.
         validate_every: updates between validations; 0 never validates.
         stop_after_perfect: end after so many validations in a row with accuracy 1; 0 never ends early.
@@ -84,6 +99,8 @@ class TrainConfig:
     accumulation: int = 1
     lambda_l1: float = 0.0
     skip_eps: float = 0.0
+    shard: bool = False
+    context_parallel: int = 1
     seed: int = 0
     precision: str = "auto"
     compile: str = "auto"
@@ -112,7 +129,7 @@ class TrainConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise invalid_argument(name, getattr(self, name), f"one of {', '.join(choices)}")
-        for name in ("deterministic", "tensorboard"):
+        for name in ("deterministic", "tensorboard", "shard"):
             flag(name, getattr(self, name))
         betas = self.betas
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_fraction, betas)):
@@ -126,6 +143,23 @@ class TrainConfig:
         # Lists come from JSON and TOML; a frozen dataclass is set through object.
         object.__setattr__(self, "betas", (float(betas[0]), float(betas[1])))
         object.__setattr__(self, "decay_steps", self.max_steps if self.decay_steps is None else self.decay_steps)
+
+    @property
+    def layer_eps(self) -> float:
+        """The part of `skip_eps` that kernels may skip: half of it where processes also skip keys."""
+        return self.skip_eps / 2 if self.context_parallel > 1 else self.skip_eps
+
+    def parallel(self) -> dict[str, Any]:
+        """The options of :class:`gape.distributed.Ranks`."""
+        return {"shard": self.shard, "context_parallel": self.context_parallel, "skip_eps": self.skip_eps / 2}
+
+    def low(self, device_type: str) -> bool:
+        """Whether forward passes run under bfloat16 autocast on a kind of device."""
+        return self.precision == "bfloat16" or (self.precision == "auto" and device_type == "cuda")
+
+    def compiles(self, device_type: str) -> bool:
+        """Whether forward passes are compiled on a kind of device."""
+        return self.compile == "on" or (self.compile != "off" and device_type == "cuda")
 
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value, in the types JSON has."""

@@ -23,6 +23,9 @@ class NonFiniteError(ArithmeticError):
         dump: the directory with what is needed to look into it; None where it could not be written.
     """
 
+    #: Losses and norms are those of all processes of a job.
+    in_all_ranks = True
+
     def __init__(self, step: int, what: str, dump: Path | None) -> None:
         hint = f"; see {dump}" if dump else ""
         super().__init__(f"step {step}: {what}; the weights are those after step {step - 1}{hint}")

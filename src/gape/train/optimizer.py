@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gape.distributed.job import Job
 from gape.gates import GAPEGates, HeadProjection
 from gape.positions.fox import ForgetGate
 from gape.train.config import TrainConfig
@@ -100,23 +101,34 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     }
 
 
-def load_state_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Load what :func:`state_tensors` gave.
+def load_state_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], job: Job | None = None) -> None:
+    """Load what :func:`state_tensors` gave, whole tensors that in a job only its first process has.
 
     Raises:
         ValueError: for a name this optimiser does not train, or another shape.
     """
-    parameters = named(optimizer)
+    job, parameters = job or Job(), named(optimizer)
+    dtypes: dict[str, str] = job.from_first(lambda: _checked(parameters, tensors))
     state: dict[Tensor, dict[str, Tensor]] = {}
+    for full, dtype in dtypes.items():
+        key, _, name = full.partition("/")
+        parameter = parameters[name]
+        # The count of steps is a number, and is in no shard.
+        like = torch.zeros((), device=parameter.device) if key == "step" else torch.zeros_like(parameter.detach())
+        target = like.to(getattr(torch, dtype))
+        job.put(target, tensors.get(full))
+        state.setdefault(parameter, {})[key] = target
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _checked(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The dtype of each state by its name, if all fit the parameters."""
     for full, value in tensors.items():
         key, _, name = full.partition("/")
         if name not in parameters:
             raise ValueError(f"optimizer state {full!r}: got a parameter that is not trained here")
-        parameter = parameters[name]
-        if key != "step" and value.shape != parameter.shape:
-            raise ValueError(
-                f"optimizer state {full!r}: got shape {tuple(value.shape)}, expected {tuple(parameter.shape)}"
-            )
-        state.setdefault(parameter, {})[key] = value.to(parameter.device, copy=True)
-    optimizer.state.clear()
-    optimizer.state.update(state)
+        expected = () if key == "step" else tuple(parameters[name].shape)
+        if tuple(value.shape) != expected:
+            raise ValueError(f"optimizer state {full!r}: got shape {tuple(value.shape)}, expected {expected}")
+    return {name: str(value.dtype).removeprefix("torch.") for name, value in tensors.items()}

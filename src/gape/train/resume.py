@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from gape.data.windows import Source
+from gape.distributed.job import Job
 from gape.train import checkpoint
 from gape.train.checkpoint import Checkpoint, CheckpointError
 from gape.train.config import TrainConfig, changes
-from gape.train.optimizer import load_state_tensors, state_tensors
+from gape.train.optimizer import load_state_tensors, named, state_tensors
 from gape.utils import files
 from gape.utils.validation import invalid_argument
 
@@ -77,6 +78,11 @@ class Identity:
             extra=files.plain(extra or {}),
         )
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What processes that train together have in common besides data."""
+        return {"train": self.train, "model": self.model}
+
     def to_dict(self) -> dict[str, Any]:
         """For config.json and state.json."""
         return {"train": self.train, "model": self.model, "data": self.data, "extra": self.extra}
@@ -101,6 +107,20 @@ def choose(root: Path, resume: str | PathLike[str], warn: Callable[[str], None])
     return checkpoint.load(path)
 
 
+def shared(job: Job, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
+    """The checkpoint that the first process of a job finds, for all: the others get no tensors, only the rest."""
+    chosen: list[Checkpoint | None] = [None]
+
+    def describe() -> dict[str, Any] | None:
+        chosen[0] = found = find()
+        return None if found is None else {"path": str(found.path), "step": found.step, "state": found.state}
+
+    described = job.from_first(describe)
+    if described is None or chosen[0] is not None:
+        return chosen[0]
+    return Checkpoint(Path(described["path"]), described["step"], {}, {}, described["state"])
+
+
 def refuse_changes(chosen: Checkpoint, now: Identity) -> None:
     """Compare the run with the one that wrote the checkpoint.
 
@@ -123,20 +143,31 @@ def refuse_changes(chosen: Checkpoint, now: Identity) -> None:
         raise ValueError(f"resume: {chosen.path.name} is of another run: {'; '.join(lines)}")
 
 
+def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """About how many bytes a checkpoint has."""
+    weights = sum(t.nbytes for t in checkpoint.model_tensors(model)[0].values())
+    moments = sum(2 * p.nbytes for p in named(optimizer).values())
+    return weights + moments + 2**16
+
+
 def snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     identity: Identity,
     state: RunState,
+    job: Job,
     *,
     window: Sequence[Sequence[float]],
     log_bytes: int,
 ) -> dict[str, bytes]:
-    """The files of a checkpoint of the current state."""
+    """The files of a checkpoint of the current state; empty in all processes of a job but the first."""
     tensors, numbers = random_states(device)
     weights, aliases = checkpoint.model_tensors(model)
-    moments = state_tensors(optimizer) | {f"{_RANDOM}{key}": value for key, value in tensors.items()}
+    weights, moments = job.full(weights), job.full(state_tensors(optimizer))
+    if not job.is_first:
+        return {}
+    moments |= {f"{_RANDOM}{key}": value for key, value in tensors.items()}
     return checkpoint.pack(
         weights,
         moments,
@@ -153,22 +184,24 @@ def snapshot(
 
 
 def restore(
-    chosen: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    chosen: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, job: Job
 ) -> tuple[RunState, list[list[float]]]:
     """Load weights, moments and random states; returns the progress of the run and the rows of its open log window.
 
     Raises:
         CheckpointError: when the checkpoint does not fit the model.
     """
-    checkpoint.load_model_tensors(model, chosen.model, chosen.state["aliases"])
+    checkpoint.load_model_tensors(model, chosen.model, chosen.state["aliases"], job)
     moments = {key: value for key, value in chosen.optimizer.items() if not key.startswith(_RANDOM)}
     states = {key.removeprefix(_RANDOM): v for key, v in chosen.optimizer.items() if key.startswith(_RANDOM)}
     try:
-        load_state_tensors(optimizer, moments)
+        load_state_tensors(optimizer, moments, job)
     except ValueError as error:
         raise CheckpointError(f"{chosen.path.name} does not fit: {error}") from error
     try:
-        restore_random_states(states, chosen.state["random"], device)
+        # Several processes draw by seed, step and rank.
+        if job.size == 1:
+            restore_random_states(states, chosen.state["random"], device)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"{chosen.path}: the random states in it are invalid: {error}") from error
     state = RunState(**{field.name: chosen.state[field.name] for field in dataclasses.fields(RunState)})

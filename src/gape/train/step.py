@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gape.data.windows import Batch
+from gape.distributed.job import Job
+from gape.distributed.sharding import local_tensors
 from gape.gates import GAPEGates
 from gape.models.loss import loss_weight
 from gape.models.skipping import skip
@@ -59,6 +61,8 @@ class Updater:
         optimizer: the fused AdamW over its parameters.
         config: of the run.
         device: where the parameters are.
+        job: the processes that take the step together.
+        call: what to call for a forward pass; what `job.parallelize` gave.
 
     Raises:
         ValueError: for lambda_l1 > 0 with a model that has no landmarks or does not return them, and for skip_eps > 0
@@ -66,19 +70,27 @@ class Updater:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.AdamW, config: TrainConfig, device: torch.device
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.AdamW,
+        config: TrainConfig,
+        device: torch.device,
+        job: Job,
+        call: Any,
     ) -> None:
-        self.model, self.optimizer, self.config, self.device = model, optimizer, config, device
-        self.autocasts = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
-        self.compiles = config.compile == "on" or (config.compile != "off" and device.type == "cuda")
-        self._call: Any = torch.compile(model) if self.compiles else model
-        replays = config.compile == "graphs" and device.type == "cuda"
+        self.model, self.optimizer, self.config, self.device, self.job = model, optimizer, config, device, job
+        self.autocasts = config.low(device.type)
+        self._call = call
+        replays = config.compile == "graphs" and device.type == "cuda" and job.size == 1
         self._replay = Replay(self._update, optimizer, device) if replays else None
         if config.skip_eps:
-            skip(model, config.skip_eps)
+            skip(model, config.layer_eps)
         self._parameters = named(optimizer)
         self._zero = torch.zeros((), device=device)
+        self._dtype = torch.promote_types(next(iter(self._parameters.values())).dtype, torch.float32)
         self.stopped = self._zero.clone()
+        # The loss of this process's share.
+        self.own_loss = self._zero.clone()
         self.norms = torch.zeros(len(self._parameters), device=device)
         if config.lambda_l1 and not any(isinstance(module, GAPEGates) for module in model.modules()):
             raise invalid_argument("lambda_l1", config.lambda_l1, "0, since the model has no landmarks to weigh")
@@ -104,7 +116,7 @@ class Updater:
     def _update(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """A step at the optimiser's rates."""
         loss = self._backward(batches)
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        gradients = local_tensors([p.grad for p in self._parameters.values() if p.grad is not None])
         norm = self._gradient_norm(loss, gradients)
         if self.config.clip:
             torch._foreach_mul_(gradients, torch.clamp(self.config.clip / (norm + 1e-6), max=1.0))
@@ -116,10 +128,12 @@ class Updater:
 
     def _backward(self, batches: Sequence[Batch]) -> Tensor:
         """Leave the gradient of the window's loss in the parameters; the loss."""
-        tokens = sum(batch.ids.numel() for batch in batches)
+        job = self.job
+        tokens = self._token_sum(batches)
         total = self._zero
-        for batch, share in zip(batches, _shares(batches), strict=True):
-            with self.autocast(), self._landmarks() as penalty:
+        for batch, share in zip(batches, self._shares(batches), strict=True):
+            last = batch is batches[-1]
+            with job.synchronized(self._call, last), self.autocast(), self._landmarks() as penalty:
                 # Not every model takes weights.
                 weights = {} if batch.weights is None else {"weights": batch.weights}
                 output = self._call(
@@ -128,15 +142,34 @@ class Updater:
                 loss = output.loss * share
                 if penalty is not None:
                     # Every token has a landmark, counted or not, so these means are weighed by tokens.
-                    loss = loss + self.config.lambda_l1 * batch.ids.numel() / tokens * penalty()
-            loss.backward()
+                    loss = loss + self.config.lambda_l1 * job.size * batch.ids.numel() / tokens * penalty()
+                loss.backward()
             total = total + loss.detach()
-        return total
+        self.own_loss.copy_(torch.where(self.stopped > 0, self.own_loss, total))
+        return job.sum(total) / job.size
+
+    def _token_sum(self, batches: Sequence[Batch]) -> int | Tensor:
+        """The tokens of the window, in all processes; only a weight on landmarks needs them."""
+        own = sum(batch.ids.numel() for batch in batches)
+        alone = self.job.size == 1 or not self.config.lambda_l1
+        return own if alone else self.job.sum(torch.tensor(own, device=self.device))
+
+    def _shares(self, batches: Sequence[Batch]) -> list[Tensor] | list[float]:
+        """How much of the window's counted tokens, or of their weight, each micro-batch has, times the processes.
+
+        The factor is there because gradients are averaged over processes, and are to be added up.
+        """
+        if len(batches) == 1 and self.job.size == 1:
+            return [1.0]
+        counts = torch.stack([loss_weight(batch.targets, batch.weights) for batch in batches]).to(self._dtype)
+        total = self.job.sum(counts.sum())
+        return list((self.job.size * counts / torch.where(total > 0, total, 1)).unbind())
 
     def _gradient_norm(self, loss: Tensor, gradients: list[Tensor]) -> Tensor:
         """The gradient's norm; sets `stopped` where it or the loss is not finite, and keeps the norms of that step."""
         norms = iter(torch._foreach_norm(gradients))
         each = torch.stack([self._zero if p.grad is None else next(norms).float() for p in self._parameters.values()])
+        each = self.job.norms(each)
         norm: Tensor = torch.linalg.vector_norm(each)
         # In place: a captured step writes to the same tensors.
         self.norms.copy_(torch.where(self.stopped > 0, self.norms, each))
@@ -155,14 +188,6 @@ class Updater:
             yield model.landmark_penalty
         finally:
             model.keep_landmarks(False)
-
-
-def _shares(batches: Sequence[Batch]) -> list[Tensor] | list[float]:
-    """How much of the window's counted tokens each micro-batch has, by their weights where there are some."""
-    if len(batches) == 1:
-        return [1.0]
-    counts = torch.stack([loss_weight(batch.targets, batch.weights) for batch in batches])
-    return list((counts / counts.sum().clamp(min=1e-9)).unbind())
 
 
 #: Updates before the one that is captured: they compile, and make the state of the optimiser and of libraries.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +15,17 @@ from rich.console import Console
 from torch import nn
 
 from gape.data.windows import Batch, Source
+from gape.distributed import processes
+from gape.distributed.job import Job, current_job
 from gape.gates import GAPEGates
 from gape.train import checkpoint
 from gape.train import resume as resuming
 from gape.train.config import TrainConfig
-from gape.train.logging import NonFiniteError, TensorBoard, write_dump
+from gape.train.logging import NonFiniteError, write_dump
 from gape.train.optimizer import build, learning_rate, named
+from gape.train.run_files import NoFiles, RunFiles, set_newer_aside
 from gape.train.step import Updater, Window
-from gape.utils import files, locks
-from gape.utils.jsonl import JSONLines
+from gape.utils import files
 from gape.utils.progress import Reporter
 from gape.utils.run_info import manifest
 from gape.utils.signals import Interrupted, StopFlag
@@ -51,9 +54,12 @@ class Trainer:
         observe: observe(model, step), called as `validate` is, at step 0 and every `observe_every` steps. After
             resuming it may be called again for a step.
         observe_every: updates between observations; 0 never observes.
+        job: the processes that train together; those of `torchrun` when None.
 
     Raises:
-        ValueError: for a model without anything to train, or lambda_l1 with a model without landmarks.
+        RankError: another process has other weights, code, settings or data.
+        ValueError: for a model without anything to train, lambda_l1 with a model without landmarks, or a
+            `context_parallel` that does not fit the processes or the model.
     """
 
     def __init__(
@@ -69,21 +75,29 @@ class Trainer:
         console: Console | None = None,
         observe: Observe | None = None,
         observe_every: int = 0,
+        job: Job | None = None,
     ) -> None:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.config, self.source, self.validate = config, source, validate
         self.run_dir = Path(run_dir)
         self.stop = StopFlag() if stop is None else stop
         self.observe, self._observe_every, self._observed = observe, observe_every, -1
+        self.device = next(self.model.parameters()).device
+        self.job = job or current_job(self.device, stop=self.stop, **config.parallel())
+        # Before the model is wrapped: a sharded one has another class.
+        self._identity = resuming.Identity.of(self.model, config, source, extra)
+        self.job.check(self.model, {"settings": self._identity.settings, "data": self._identity.data})
+        low, compiles = config.low(self.device.type), config.compiles(self.device.type)
+        call = self.job.parallelize(self.model, low=low, compiles=compiles)
         self.optimizer = build(self.model, config)
-        self.device = next(iter(named(self.optimizer).values())).device
         self.state = resuming.RunState()
         self.window = Window()
-        self._updater = Updater(self.model, self.optimizer, config, self.device)
-        self._identity = resuming.Identity.of(self.model, config, source, extra)
+        self._updater = Updater(self.model, self.optimizer, config, self.device, self.job, call)
         self._history: deque[list[float]] = deque(maxlen=HISTORY)
         self._check_every = config.check_every or (1 if self.device.type == "cpu" else config.log_every)
-        self._reporter = Reporter(config.progress, config.max_steps, self.run_dir.name, console)
+        style = config.progress if self.job.is_first else "off"
+        self._reporter = Reporter(style, config.max_steps, self.run_dir.name, console)
+        self._files = RunFiles(self.run_dir, self._reporter.warn) if self.job.is_first else NoFiles()
         self._saved: int | None = None
         self._first_step = 0
         self._clock = time.perf_counter()
@@ -110,23 +124,21 @@ class Trainer:
         """
         if self.state.step:
             raise RuntimeError("a Trainer runs once; make another, with a new model, to resume from a checkpoint")
-        resuming.refuse_foreign(self.run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        with locks.locked(self.run_dir), self.stop, resuming.determinism(self.config.deterministic, self.device):
-            self._log, self._runtime = (JSONLines(self.run_dir / f"{name}.jsonl") for name in ("log", "runtime"))
-            self._tensorboard: TensorBoard | None = None
+        self.job.from_first(lambda: resuming.refuse_foreign(self.run_dir))
+        with contextlib.ExitStack() as stack:
+            # First: torchrun sends SIGTERM while the processes that are left find out which one is gone.
+            stack.enter_context(self.stop)
+            stack.enter_context(processes.reported())
+            self.job.from_first(lambda: stack.enter_context(self._files) and None)
+            stack.enter_context(resuming.determinism(self.config.deterministic, self.device))
+            stack.enter_context(self._reporter)
             try:
-                with self._reporter:
-                    self._open(resume)
-                    self._loop()
-                    return self._finish()
+                self._open(resume)
+                self._loop()
+                return self._finish()
             except BaseException as error:
-                self._note(event="stopped", step=self.state.step, why=f"{type(error).__name__}: {error}")
+                self._files.note(event="stopped", step=self.state.step, why=f"{type(error).__name__}: {error}")
                 raise
-            finally:
-                for log in (self._log, self._runtime, self._tensorboard):
-                    if log is not None:
-                        log.close()
 
     @property
     def checkpoints(self) -> Path:
@@ -134,23 +146,22 @@ class Trainer:
         return self.run_dir / "checkpoints"
 
     def _open(self, resume: str | PathLike[str]) -> None:
-        for place in (self.checkpoints, self.run_dir / "figures"):
-            place.mkdir(exist_ok=True)
-        chosen = resuming.choose(self.checkpoints, resume, self._warn)
+        chosen = resuming.shared(self.job, lambda: resuming.choose(self.checkpoints, resume, self._warn))
         keep_last = self.config.keep_last + (self.config.patience > 0)
-        checkpoint.check_space(self.checkpoints, self._checkpoint_bytes(), keep_last)
+        needed = resuming.checkpoint_bytes(self.model, self.optimizer)
+        self.job.from_first(lambda: checkpoint.check_space(self.checkpoints, needed, keep_last))
         record = manifest(self.device, seed=self.config.seed, data=self._identity.data, more=self._facts())
         if chosen is None:
             resuming.seed_all(self.config.seed)
-            self._log.cut(0)
-            files.replace(self.run_dir / "manifest.json", files.to_json(record))
+            self._files.cut_log(0)
+            self._files.write("manifest.json", record)
         else:
             self._restore(chosen)
-        files.replace(self.run_dir / "config.json", files.to_json(self._identity.to_dict()))
-        (self.run_dir / checkpoint.SUMMARY).unlink(missing_ok=True)
+        self._files.write("config.json", self._identity.to_dict())
+        self._files.remove(checkpoint.SUMMARY)
         if self.config.tensorboard:
-            self._tensorboard = TensorBoard(self.run_dir / "tensorboard", self.state.step, self._warn)
-        self._note(event="started", step=self.state.step, **record)
+            self._files.open_tensorboard(self.state.step, self._warn)
+        self._files.note(event="started", step=self.state.step, **record)
         if self.device.type == "cuda":
             # Without the peak of earlier work in this process.
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -162,30 +173,29 @@ class Trainer:
         uncovered = resuming.NOT_COVERED.get(self.device.type, [])
         return {
             "precision": "bfloat16" if self._updater.autocasts else "float32",
-            "compiled": self._updater.compiles,
+            "compiled": self.config.compiles(self.device.type),
+            "processes": self.job.size,
             "deterministic": {"not covered": uncovered} if self.config.deterministic else False,
             "parameters": sum(p.numel() for p in self.model.parameters()),
         }
 
     def _restore(self, chosen: checkpoint.Checkpoint) -> None:
         resuming.refuse_changes(chosen, self._identity)
-        self.state, rows = resuming.restore(chosen, self.model, self.optimizer, self.device)
+        self.state, rows = resuming.restore(chosen, self.model, self.optimizer, self.device, self.job)
         self.window.restore(rows)
         self._saved = chosen.step
         if chosen.state["device"] != self.device.type:
             self._warn(f"the run was on {chosen.state['device']} and is on {self.device.type} now: not bit for bit")
-        if not self._log.cut(int(chosen.state["log_bytes"])):
+        if not self._files.cut_log(int(chosen.state["log_bytes"])):
             self._warn("log.jsonl is shorter than when the checkpoint was written; its lines from then are lost")
-        for newer in checkpoint.available(self.checkpoints):
-            if int(newer.name.removeprefix("step-")) > chosen.step:
-                self._warn(f"{newer.name} is not used any more, moved to {checkpoint.set_aside(newer).name}")
+        self.job.from_first(lambda: set_newer_aside(self.checkpoints, chosen.step, self._warn))
         self._reporter.log(f"resumed from {chosen.path.name}")
 
     def _loop(self) -> None:
         every = self.config.checkpoint_every
         while True:
-            if self.stop.requested:
-                self._save_and_stop()
+            if code := self.job.agree(self.stop.code):
+                self._save_and_stop(code)
             if self._observation_due():
                 self._observe()
             if self._validation_due():
@@ -208,23 +218,25 @@ class Trainer:
 
     def _step(self) -> None:
         step, config = self.state.step + 1, self.config
-        batches = self._batches(step)
+        batches, tokens = self._batches(step)
         rate = learning_rate(config, step)
+        self.job.seed(config.seed, step)
         self.window.add(*self._updater.step(batches, rate))
         self.state.step = step
-        self.state.tokens += sum(batch.ids.numel() for batch in batches)
+        self.state.tokens += tokens
         if step % config.log_every == 0:
             self._write_log(rate)
         elif step % self._check_every == 0:
             self._check()
             self._reporter.update(step, f"loss {self.window.read()[-1][0]:.4f}")
 
-    def _batches(self, step: int) -> list[Batch]:
-        batches = [self.source.batch(step, micro) for micro in range(self.config.accumulation)]
-        for batch in batches:
-            if batch.ids.device != self.device:
-                raise invalid_argument("source", batch.ids, f"batches on {self.device}, where the model is")
-        return batches
+    def _batches(self, step: int) -> tuple[list[Batch], int]:
+        """This process's share of a step's micro-batches, and the tokens of all processes."""
+        shares = [self.job.take(self.source, step, micro) for micro in range(self.config.accumulation)]
+        for share in shares:
+            if share.batch.ids.device != self.device:
+                raise invalid_argument("source", share.batch.ids, f"batches on {self.device}, where the model is")
+        return [share.batch for share in shares], sum(share.tokens for share in shares)
 
     def _check(self) -> None:
         """Stop with a dump if a step since the last log line was not finite; waits for the device."""
@@ -236,18 +248,17 @@ class Trainer:
         loss, norm = rows[bad]
         self._remember(rows[:bad], step - 1)
         self.state.step = step - 1
-        dump = write_dump(
-            self.run_dir / "dumps",
-            step,
-            loss=loss,
-            norm=norm,
-            batches=self._batches(step),
-            model=checkpoint.model_tensors(self.model)[0],
-            amplitudes=self._amplitudes(),
-            gradients=dict(zip(named(self.optimizer), self._updater.norms.tolist(), strict=True)),
-            history=list(self._history),
-        )
-        raise NonFiniteError(step, f"the loss is {loss} and the gradient's norm {norm}", dump)
+        weights, amplitudes = self.job.full(checkpoint.model_tensors(self.model)[0]), self._amplitudes()
+        gradients = dict(zip(named(self.optimizer), self._updater.norms.tolist(), strict=True))
+        ranks = self.job.bad_ranks(self._updater.own_loss)
+        dump = None
+        if self.job.is_first:
+            dump = write_dump(
+                self.run_dir / "dumps", step, loss=loss, norm=norm, batches=self._batches(step)[0], model=weights,
+                amplitudes=amplitudes, gradients=gradients, history=list(self._history),
+            )  # fmt: skip
+        where = f" (rank {', '.join(map(str, ranks))})" if ranks and self.job.size > 1 else ""
+        raise NonFiniteError(step, f"the loss is {loss}{where} and the gradient's norm {norm}", dump)
 
     def _remember(self, rows: Sequence[Sequence[float]], last: int) -> None:
         self._history.extend([last - len(rows) + 1 + i, *row] for i, row in enumerate(rows))
@@ -258,9 +269,8 @@ class Trainer:
         loss, norm = (sum(column) / len(rows) for column in zip(*rows, strict=True))
         self.state.loss = loss
         record = {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": self.state.tokens}
-        self._log.write(event="train", step=step, **record)
-        if self._tensorboard is not None:
-            self._tensorboard.scalars("train", record, step)
+        self._files.log(event="train", step=step, **record)
+        self._files.scalars("train", record, step)
         now = time.perf_counter()
         # After a resume the window begins with rows that this process did not make.
         seconds, self._clock = (now - self._clock) / min(len(rows), step - self._first_step), now
@@ -268,7 +278,7 @@ class Trainer:
         timing: dict[str, float] = {"seconds_per_step": seconds, "tokens_per_second": tokens}
         if self.device.type == "cuda":
             timing["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
-        self._note(event="timing", step=step, **timing)
+        self._files.note(event="timing", step=step, **timing)
         self._reporter.update(step, f"loss {loss:.4f}  lr {rate:.1e}  {1000 * seconds:.1f} ms/step")
         self._remember(rows, step)
         self.window.clear()
@@ -296,24 +306,33 @@ class Trainer:
         # First, because it waits for steps that the GPU has not finished: their time is not the validation's.
         self._check()
         began = time.perf_counter()
-        metrics = files.plain(dict(self._call_apart(self.validate)))
-        if self.stop.requested:
-            # It may be incomplete. It is not recorded, so the resumed run repeats it.
-            self._save_and_stop()
-        self._record(metrics, time.perf_counter() - began)
+        metrics = self._call_apart(self.validate)
+        self._record(files.plain(dict(metrics)), time.perf_counter() - began)
 
     def _call_apart(self, function: Callable[[Any, int], T]) -> T:
-        """Call a function of the model in eval mode, with random states restored after it; stop if a signal came."""
+        """Call a function of the model in eval mode, with random states restored after it; stop if a signal came.
+
+        What it gives after a signal may be incomplete. It is not recorded, so the resumed run repeats it.
+        """
         self.model.eval()
+        code: int | None = None
         try:
-            with resuming.preserved_random_states(self.device), torch.no_grad(), self._updater.autocast():
-                return function(self.model, self.state.step)
+            with (
+                resuming.preserved_random_states(self.device),
+                torch.no_grad(),
+                self._updater.autocast(),
+                self.job.apart(self.model),
+            ):
+                result = function(self.model, self.state.step)
         except Exception as error:
             if not (self.stop.requested or isinstance(error, Interrupted)):
                 raise
-            self._save_and_stop(error.code if isinstance(error, Interrupted) else None)
+            code = error.code if isinstance(error, Interrupted) else self.stop.code
         finally:
             self.model.train()
+        if code := self.job.agree(code or self.stop.code):
+            self._save_and_stop(code)
+        return result
 
     def _record(self, metrics: dict[str, Any], seconds: float) -> None:
         state, accuracy = self.state, metrics.get("accuracy")
@@ -322,22 +341,21 @@ class Trainer:
         if isinstance(loss := metrics.get("loss"), (int, float)):
             better = state.best is None or loss < state.best[1]
             state.best, state.worse = ((state.step, loss), 0) if better else (state.best, state.worse + 1)
-        self._log.write(event="validation", step=state.step, metrics=metrics, amplitudes=self._amplitudes())
-        if self._tensorboard is not None:
-            self._tensorboard.scalars("validation", metrics, state.step)
-        self._note(event="validation", step=state.step, seconds=seconds)
+        self._files.log(event="validation", step=state.step, metrics=metrics, amplitudes=self._amplitudes())
+        self._files.scalars("validation", metrics, state.step)
+        self._files.note(event="validation", step=state.step, seconds=seconds)
         self._clock += seconds
         shown = "  ".join(f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in metrics.items())
         self._reporter.log(f"step {state.step}: validation {shown}")
 
     def _amplitudes(self) -> list[list[float]]:
         """Γ of every gated layer, per head."""
-        return [module.amplitude.tolist() for module in self.model.modules() if isinstance(module, GAPEGates)]
+        with self.job.apart(self.model):
+            return [module.amplitude.tolist() for module in self.model.modules() if isinstance(module, GAPEGates)]
 
-    def _save_and_stop(self, code: int | None = None) -> NoReturn:
-        """Save and raise Interrupted, after a signal."""
+    def _save_and_stop(self, code: int) -> NoReturn:
+        """Save and raise Interrupted, after a signal in any process."""
         self._save()
-        code = code or self.stop.code or 143
         raise Interrupted(code, f"stopped by a signal after step {self.state.step}; saved, resume goes on from there")
 
     def _save(self) -> None:
@@ -351,13 +369,17 @@ class Trainer:
             self.device,
             self._identity,
             self.state,
+            self.job,
             window=self.window.read(),
-            log_bytes=self._log.settle(),
+            log_bytes=self._files.settle_log(),
         )
-        checkpoint.save(self.checkpoints, self.state.step, packed)
-        self._prune()
+        self.job.from_first(lambda: self._write_checkpoint(packed))
         self._saved = self.state.step
         self._clock += time.perf_counter() - began
+
+    def _write_checkpoint(self, packed: Mapping[str, bytes]) -> None:
+        checkpoint.save(self.checkpoints, self.state.step, packed)
+        self._prune()
 
     def _best_step(self) -> int | None:
         return self.state.best[0] if self.state.best is not None and self.config.patience else None
@@ -367,7 +389,7 @@ class Trainer:
 
     def _finish(self) -> dict[str, Any]:
         # The process may have been killed before it deleted.
-        self._prune()
+        self.job.from_first(self._prune)
         state = self.state
         summary = {
             "status": "stopped early" if self._early() else "finished",
@@ -379,23 +401,12 @@ class Trainer:
             "tokens": state.tokens,
             "checkpoint": checkpoint.name(self._saved or 0),
         }
-        files.replace(self.run_dir / checkpoint.SUMMARY, files.to_json(summary))
-        self._note(event="ended", step=state.step, status=summary["status"])
+        self._files.write(checkpoint.SUMMARY, summary)
+        self._files.note(event="ended", step=state.step, status=summary["status"])
         self._reporter.log(f"{summary['status']} at step {state.step}")
         return summary
 
-    def _checkpoint_bytes(self) -> int:
-        weights = sum(t.nbytes for t in checkpoint.model_tensors(self.model)[0].values())
-        moments = sum(2 * p.nbytes for p in named(self.optimizer).values())
-        return weights + moments + 2**16
-
     def _warn(self, message: str) -> None:
-        self._reporter.warn(f"warning: {message}")
-        self._note(event="warning", message=message)
-
-    def _note(self, **record: Any) -> None:
-        """Write a line to runtime.jsonl; a failure is only a warning."""
-        try:
-            self._runtime.write(time=round(time.time(), 3), **record)
-        except OSError as error:
-            self._reporter.warn(f"warning: runtime.jsonl: {error}")
+        if self.job.is_first:
+            self._reporter.warn(f"warning: {message}")
+        self._files.note(event="warning", message=message)

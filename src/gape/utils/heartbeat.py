@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from gape.utils import launch
+
 #: Silence after which a line comes.
 SECONDS = 20.0
 
@@ -52,5 +54,7 @@ def heartbeat() -> Iterator[None]:
 def _write(line: str) -> None:
     # A terminal has a bar, but for one that cannot move its cursor. A pipe that nobody reads costs the line alone.
     with contextlib.suppress(OSError, ValueError):
+        if not launch.is_first():
+            return
         if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
             print(line, file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
-from gape.utils import heartbeat
+from gape.utils import heartbeat, launch
 
 #: Where there is no terminal: seconds between two lines about a training run, and about a row of a table.
 TRAINING_LINE_SECONDS, TABLE_LINE_SECONDS = 2.0, 10.0
@@ -86,7 +86,13 @@ class Reporter:
 
 
 class SteadyConsole(Console):
-    """A console that falls silent when nobody reads it, where rich's would close standard output and exit."""
+    """A console that falls silent when nobody reads it, where rich's would close standard output and exit.
+
+    Of the processes of a job, only the first one shows anything.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(quiet=not launch.is_first(), **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's; the next heartbeat counts from here."""
