@@ -25,7 +25,18 @@ from gape.analysis.tap import Attended, tap
 from gape.cache.bounds import Limits
 from gape.cache.eviction import Account, Bounds, Candidates
 from gape.explore.view import (
-    EPS, FORMAT, KINDS, LEAST_WEIGHT, NEVER, TILE, VERSION, Bytes, View, cell_size, levels, weight_bytes,
+    EPS,
+    FORMAT,
+    KINDS,
+    LEAST_WEIGHT,
+    NEVER,
+    TILE,
+    VERSION,
+    Bytes,
+    View,
+    cell_size,
+    levels,
+    weight_bytes,
 )  # fmt: skip
 from gape.gates import GAPEGates
 from gape.ops import inputs
@@ -182,8 +193,9 @@ def explore(
     arrays |= {"token": texts.places(ids[0].cpu().numpy()), "next": texts.places(next_ids)}
     header = {
         "format": FORMAT, "version": VERSION, "title": title, "model": about | _sizes(layers), "tokens": ids.size(1),
-        "gated": layers[0].gates is not None, "tile": TILE, "cell": cell_size(ids.size(1)), "least_weight": LEAST_WEIGHT,
-        "eps": list(EPS), "bytes_per_key": _bytes_per_key(layers[0]), "vocabulary": texts.known,
+        "gated": layers[0].gates is not None, "tile": TILE, "cell": cell_size(ids.size(1)),
+        "least_weight": LEAST_WEIGHT, "eps": list(EPS), "bytes_per_key": _bytes_per_key(layers[0]),
+        "vocabulary": texts.known,
         "marks": [vars(mark) for mark in marks], "retrieval": "repeats" if sources is None else "answer", "full": {},
     }  # fmt: skip
     return Exploration(View(header, arrays), layers)
@@ -262,7 +274,7 @@ def _layer_arrays(attended: Attended, sources: Tensor) -> dict[str, npt.NDArray[
     arrays["rate_per_gate"] = (attended.gates.amplitude / attended.context_length).float().cpu().numpy()
     arrays["horizon"] = (1 / attended.rate[0].double().mean(-1)).float().cpu().numpy()
     arrays["density"] = (attended.landmark[0] > 0.5).float().mean(-1).cpu().numpy()
-    arrays["evicted_at"], arrays["floor"] = _evicted_at(attended)
+    arrays["evicted_at"], arrays["floor"] = _evicted_at(attended, attended.gates, attended.rate, attended.landmark)
     return arrays
 
 
@@ -289,7 +301,7 @@ def _maps(attended: Attended, sources: Tensor, kind: str) -> dict[str, npt.NDArr
 
 
 def _log_bytes(values: Tensor) -> tuple[Bytes, npt.NDArray[Any]]:
-    """Values (H, N) above 0 as bytes, evenly by their logarithm between the least and the largest of each head (H, 2)."""
+    """Values (H, N) above 0 as bytes, evenly by logarithm between the least and the largest of each head (H, 2)."""
     logs = values.double().clamp(min=1e-30).log()
     low, high = logs.amin(-1, keepdim=True), logs.amax(-1, keepdim=True)
     scaled = 255 * (logs - low) / (high - low).clamp(min=1e-9)
@@ -297,7 +309,7 @@ def _log_bytes(values: Tensor) -> tuple[Bytes, npt.NDArray[Any]]:
     return scaled.round().to(torch.uint8).cpu().numpy(), ends
 
 
-def _evicted_at(attended: Attended) -> tuple[Bytes, npt.NDArray[Any]]:
+def _evicted_at(attended: Attended, gates: GAPEGates, rate: Tensor, landmark: Tensor) -> tuple[Bytes, Bytes]:
     """For each key (Hk, N) the first of :data:`EPS` at which a cache may evict it behind the text; floors (Hk,) bool.
 
     The rule is that of :class:`gape.cache.eviction.Account`, under bounds measured on the queries of this text. A head
@@ -306,17 +318,16 @@ def _evicted_at(attended: Attended) -> tuple[Bytes, npt.NDArray[Any]]:
     q, k = attended.q[0].double(), attended.k[0].double()
     heads, n = k.shape[:2]
     groups = q.size(0) // heads
-    assert attended.gates is not None and attended.rate is not None and attended.landmark is not None
-    floors = attended.gates.floors(q.device) * attended.gates.amplitude.float() / attended.context_length
-    rate = torch.where(floors > 0, floors, attended.rate[0].amin(-1).float()).double()
+    floors = gates.floors(q.device) * gates.amplitude.float() / attended.context_length
+    least = torch.where(floors > 0, floors, rate[0].amin(-1).float()).double()
     own = (-attended.scale * (q * k.repeat_interleave(groups, dim=0)).sum(-1)).amax(-1)
     own = own + _MARGIN * own.abs()
     reach = attended.scale * q.norm(dim=-1).amax(-1) * (1 + _MARGIN)
-    limits = Limits(rate, reach, own, own.abs()).rounded(_CACHED)
+    limits = Limits(least, reach, own, own.abs()).rounded(_CACHED)
     bounds = Bounds(*(x.view(heads, groups) for x in (limits.rate, limits.reach, limits.own)))
     every = torch.arange(heads, device=q.device)
     keys = Candidates(
-        sequences=every, norm=k.norm(dim=-1), exposure=1 - attended.landmark[0],
+        sequences=every, norm=k.norm(dim=-1), exposure=1 - landmark[0],
         positions=torch.arange(n, device=q.device), valid=torch.ones(heads, n, dtype=torch.bool, device=q.device),
     )  # fmt: skip
     first = torch.full((heads,), NEVER, dtype=torch.uint8, device=q.device)[:, None].repeat(1, n)

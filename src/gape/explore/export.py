@@ -1,4 +1,4 @@
-"""The explorer as one HTML file: page, modules, style and data inside, nothing loaded from anywhere. Imports no torch."""
+"""The explorer as one HTML file: page, modules, style and data inside, nothing loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from gape.explore.exploration import Exploration
 
 #: The modules of the page; each imports only those before it.
-MODULES = ("colours.js", "view.js", "state.js", "panzoom.js", "tokens.js", "heads.js", "map.js", "details.js", "main.js")
+_NAMES = ("colours", "view", "state", "panzoom", "tokens", "heads", "map", "details", "main")
+MODULES = tuple(f"{name}.js" for name in _NAMES)
 #: Bytes of an exported page at most, and of its data once the browser has unpacked them.
 MOST_BYTES, MOST_UNPACKED = 29 * 10**6, 160 * 10**6
 #: Base64 makes four bytes of three.
@@ -56,7 +57,9 @@ def page(view: View, exploration: Exploration | None = None, heads: Sequence[tup
     data = base64.b64encode(gzip.compress(view.to_bytes(), 6, mtime=0)).decode()
     code, style = script(), asset("style.css")
     text = asset("index.html")
-    head = f'<meta http-equiv="Content-Security-Policy" content="{escape(policy(code, style))}">\n<style>{style}</style>'
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy(code, style))}">\n<style>{style}</style>'
+    )
     end = f'<script id="view" type="application/gzip">{data}</script>\n<script type="module">{code}</script>'
     parts = {"HEAD": head, "END": end, "TITLE": escape(str(view.header["title"]))}
     return re.sub(r"<!-- (HEAD|END) -->|(TITLE)", lambda match: parts[match[1] or match[2]], text)

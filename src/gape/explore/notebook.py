@@ -12,6 +12,7 @@ import torch
 from gape.data import load_tokenizer
 from gape.explore.exploration import explore
 from gape.explore.export import page
+from gape.explore.view import default_heads
 from gape.models.gpt import GPT
 from gape.utils.validation import invalid_argument
 
@@ -65,14 +66,6 @@ def show(
         title="gape explore", about={"name": type(model).__name__},
     )  # fmt: skip
     return Frame(page(exploration.view, exploration, heads or default_heads(exploration.view.header)), height)
-
-
-def default_heads(header: dict[str, Any], most: int = 2**24) -> list[tuple[int, int]]:
-    """Every head where their full maps are small, `most` cells in all; else none."""
-    layers, heads = header["model"]["layers"], header["model"]["n_heads"]
-    if header["tokens"] ** 2 * layers * heads > most:
-        return []
-    return [(layer, head) for layer in range(layers) for head in range(heads)]
 
 
 def token_text(tokenizer: Any) -> Callable[[int], str]:

@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "gape", ""
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         parts = urlsplit(self.path)
         token, _, rest = parts.path.removeprefix("/").partition("/")
         # A name that an attacker makes point here would come with a Host of its own.

@@ -135,3 +135,11 @@ def parsed_heads(text: str, layers: int, heads: int) -> list[tuple[int, int]]:
             raise invalid_argument("heads", part, f"LAYER.HEAD, such as 0.1, of {layers} layers of {heads} heads")
         chosen.append((int(layer), int(head)))
     return list(dict.fromkeys(chosen))
+
+
+def default_heads(header: dict[str, Any], most: int = 2**24) -> list[tuple[int, int]]:
+    """Every head where their full maps are small, `most` cells in all; else none."""
+    layers, heads = header["model"]["layers"], header["model"]["n_heads"]
+    if header["tokens"] ** 2 * layers * heads > most:
+        return []
+    return [(layer, head) for layer in range(layers) for head in range(heads)]
