@@ -64,6 +64,11 @@ class Attended:
         """Γ·g/T, the logits a query takes off an unprotected key per token of distance, (B, Hq, Nq), or None."""
         return None if self.gate is None else self.problem(0, self.visibility.n_q).rate
 
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the scheme adds logits of its own, besides those of gates."""
+        return self.scheme is not None and (isinstance(self.scheme, FoX) or type(self.scheme).bias is not Scheme.bias)
+
     def problem(self, start: int, stop: int) -> Problem:
         """Queries start … stop − 1 as a problem of the operator; without gates they are zero."""
         part = self.visibility.rows(start, stop)

@@ -24,6 +24,7 @@ from gape.analysis.routing import score_bounds
 from gape.analysis.tap import Attended, tap
 from gape.cache.bounds import Limits
 from gape.cache.eviction import Account, Bounds, Candidates
+from gape.explore.rows import HeadRows
 from gape.explore.view import (
     EPS,
     FORMAT,
@@ -43,8 +44,8 @@ from gape.ops import inputs
 from gape.ops.paged import PAGE, page_layout
 from gape.utils.validation import invalid_argument
 
-#: Weights in memory at once, over all heads.
-_BLOCK = 2**23
+#: Weights in memory at once: few enough for a processor's cache.
+_BLOCK = 2**20
 #: Next tokens that are stored for each position, and positions whose logits exist at once.
 _PREDICTIONS, _ROWS = 5, 256
 #: What a ForgettingCache adds to bounds that it measures, and the dtype that bytes are counted in.
@@ -117,26 +118,22 @@ class Exploration:
         self._check(kind, layer, head)
         if not 0 <= query < n:
             raise invalid_argument("query", query, f"a number from 0 to {n - 1}")
-        weights = self._layer(kind, layer).weights(query, query + 1, head)[0, 0, 0]
-        return np.pad(weight_bytes(weights.cpu().numpy()), (0, n - weights.numel()))
+        weights, _ = HeadRows(self.layers[layer], head, kind == "gated").weights(query, query + 1)
+        return np.pad(weight_bytes(weights[0].cpu().numpy()), (0, n - weights.size(1)))
 
     def _check(self, kind: str, layer: int, head: int) -> None:
         if kind not in KINDS or not 0 <= layer < len(self.layers) or not 0 <= head < self.n_heads:
             expected = f"gated or plain, {len(self.layers)} layers of {self.n_heads} heads"
             raise invalid_argument("head", (kind, layer, head), expected)
 
-    def _layer(self, kind: str, layer: int) -> Attended:
-        return self.layers[layer] if kind == "gated" else _without_gates(self.layers[layer])
-
     def _computed_strip(self, kind: str, layer: int, head: int, cell: int, row: int) -> Bytes:
         """All tiles of a row of tiles side by side, (cells of queries, cells of keys)."""
-        attended = self._layer(kind, layer)
-        n = attended.visibility.n_q
+        n, rows_of = int(self.view.header["tokens"]), HeadRows(self.layers[layer], head, kind == "gated")
         first, last = row * TILE * cell, min((row + 1) * TILE * cell, n)
         block = max(1, _BLOCK // n // cell) * cell
         rows = []
         for start in range(first, last, block):
-            cells = pooled(attended.weights(start, min(start + block, last), head)[0, 0], cell)
+            cells = pooled(rows_of.weights(start, min(start + block, last))[0], cell)
             rows.append(F.pad(cells, (0, -(-n // cell) - cells.size(-1))))
         return weight_bytes(torch.cat(rows).cpu().numpy())
 
@@ -243,10 +240,6 @@ def _in_order(attended: Attended) -> Attended:
     return replace(attended, visibility=inputs.visibility(attended.q, attended.k))
 
 
-def _without_gates(attended: Attended) -> Attended:
-    return replace(attended, gates=None)
-
-
 def _sizes(layers: list[Attended]) -> dict[str, Any]:
     q, k = layers[0].q, layers[0].k
     length = layers[0].context_length if layers[0].gates is not None else None
@@ -267,7 +260,7 @@ def _layer_arrays(attended: Attended, sources: Tensor) -> dict[str, npt.NDArray[
     arrays = _maps(attended, sources, "gated")
     if attended.gates is None or attended.gate is None or attended.landmark is None or attended.rate is None:
         return arrays
-    arrays |= _maps(_without_gates(attended), sources, "plain")
+    arrays |= _maps(attended, sources, "plain")
     arrays["gate"], arrays["gate_range"] = _log_bytes(attended.gate[0])
     arrays["score"], arrays["score_range"] = _log_bytes(score_bounds(attended)[0])
     arrays["landmark"] = (255 * attended.landmark[0]).round().to(torch.uint8).cpu().numpy()
@@ -282,17 +275,19 @@ def _maps(attended: Attended, sources: Tensor, kind: str) -> dict[str, npt.NDArr
     """The map, the mean entropy and the retrieval score of every head."""
     heads, n = attended.q.size(1), attended.visibility.n_q
     cell = cell_size(n)
-    block = max(1, _BLOCK // (heads * n) // cell) * cell
+    block = max(1, _BLOCK // n // cell) * cell
     cells = torch.zeros(heads, -(-n // cell), -(-n // cell))
     entropy, retrieved = (torch.zeros(heads, device=attended.q.device) for _ in range(2))
-    for start in range(0, n, block):
-        weights = attended.weights(start, min(start + block, n))[0].float()
-        part = pooled(weights, cell).cpu()
-        cells[:, start // cell : start // cell + part.size(1), : part.size(2)] = part
-        wanted = sources[start : start + block]
-        rows = (wanted >= 0).nonzero()[:, 0]
-        retrieved += weights[:, rows, wanted[rows]].sum(-1)
-        entropy += torch.special.entr(weights).sum((1, 2))
+    for head in range(heads):
+        rows_of = HeadRows(attended, head, kind == "gated")
+        for start in range(0, n, block):
+            weights, spread = rows_of.weights(start, min(start + block, n))
+            part = pooled(weights, cell).cpu()
+            cells[head, start // cell : start // cell + part.size(0), : part.size(1)] = part
+            wanted = sources[start : start + block]
+            rows = (wanted >= 0).nonzero()[:, 0]
+            retrieved[head] += weights[rows, wanted[rows]].sum()
+            entropy[head] += spread.sum()
     count = max(1, int((sources >= 0).sum()))
     return {
         f"map_{kind}": weight_bytes(cells.numpy()), f"entropy_{kind}": (entropy / n).cpu().numpy(),

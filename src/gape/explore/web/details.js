@@ -3,7 +3,7 @@ import { horizons, isEvicted } from "./tokens.js";
 
 // What is known of the selected token: its gates, the keys it attends to, and what the model expects next.
 
-const TOP = 6;
+const TOP = 5;
 
 /** An element with text and children; text is never read as HTML. */
 export function element(name, { text, className, ...attributes } = {}, children = []) {
@@ -35,7 +35,8 @@ export class Details {
     const { view, state, home } = this;
     const i = state.get("token");
     const title = element("div", { className: "bar" }, [element("h2", { text: `Token ${i.toLocaleString("en")}` }), element("span", { className: "token", text: view.label(i), dir: "auto" })]);
-    home.replaceChildren(title, this.values(i), this.columns("Attends to", (kind) => this.attended(kind, i)), this.columns("Next token", (kind) => this.predicted(kind, i)), ...this.others());
+    const lists = [...this.lists("Attends to", (kind) => this.attended(kind, i)), ...this.lists("Next token", (kind) => this.predicted(kind, i))];
+    home.replaceChildren(title, this.values(i), element("div", { className: "columns" }, lists), ...this.others());
   }
 
   /** Numbers of the selected token as query and as key. */
@@ -53,9 +54,8 @@ export class Details {
   }
 
   /** One list with gates, and one without where there are gates. */
-  columns(heading, list) {
-    const parts = this.view.kinds.map((kind) => element("div", {}, [element("h3", { text: this.view.gated ? `${heading}, ${kind === "gated" ? "with" : "without"} gates` : heading }), list(kind)]));
-    return element("div", { className: "columns" }, parts);
+  lists(heading, list) {
+    return this.view.kinds.map((kind) => element("div", {}, [element("h3", { text: kind === "plain" ? "without gates" : heading }), list(kind)]));
   }
 
   attended(kind, i) {
@@ -76,7 +76,9 @@ export class Details {
   }
 
   item(label, value, share) {
-    return element("li", {}, [element("meter", { min: 0, max: 1, value: share.toFixed(4), "aria-hidden": "true" }), element("b", { text: label, dir: "auto" }), element("i", { text: value })]);
+    const bar = element("span", { "aria-hidden": "true" });
+    bar.style.width = `${100 * share}%`;
+    return element("li", {}, [bar, element("b", { text: label, dir: "auto" }), element("i", { text: value })]);
   }
 
   /** The tokens selected besides: their landmark, and what they get of the selected query. */

@@ -125,7 +125,7 @@ class Page {
     if (colour === "gate") ends.gate = `g: ${short(view.spread("gate", layer, head, 0), 2)} to ${short(view.spread("gate", layer, head, 255), 2)}`;
     byId("scale-ends").textContent = ends[colour];
     if (document.activeElement !== byId("query")) byId("query").value = state.get("search");
-    byId("map-where").textContent = state.get("area") ? `zoom ${short(state.get("area")[2], 2)}×` : "queries down, keys across";
+    byId("map-where").textContent = state.get("area") ? `zoom ${short(state.get("area")[2], 2)}×` : "";
     if (view.gated) this.epsLabels(layer, head);
     byId("live").textContent = this.words(state.get("token"));
   }

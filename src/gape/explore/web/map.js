@@ -27,7 +27,8 @@ class TileStore {
 
   whole(kind, layer, head) {
     const key = `${kind}/${layer}/${head}`;
-    return this.kept(key) ?? this.keep(key, painted(this.view.wholeMap(kind, layer, head), this.view.cells, this.view.cells));
+    const cells = this.view.wholeMap(kind, layer, head);
+    return this.kept(key) ?? this.keep(key, { cells, image: painted(cells, this.view.cells, this.view.cells) });
   }
 
   /** A painted tile, null for an empty one, undefined while it is on its way; `ready` is called when it has come. */
@@ -38,10 +39,23 @@ class TileStore {
     this.waiting.add(key);
     const size = this.view.header.tile;
     this.view.tile(kind, layer, head, level, row, column)
-      .then((cells) => this.keep(key, cells && painted(cells, size, size)))
+      .then((cells) => this.keep(key, cells && { cells, image: painted(cells, size, size) }))
       .catch((error) => console.warn(`tile ${key}: ${error.message}`))
       .finally(() => { this.waiting.delete(key); ready(); });
     return undefined;
+  }
+
+  /** The byte of a query and a key at a level if its tile is here, else of the whole map; and the tokens of a cell. */
+  byte(kind, layer, head, level, query, key) {
+    const size = this.view.header.tile;
+    for (let finer = level; finer > 0; finer--) {
+      const cell = this.view.cell >> finer;
+      const [y, x] = [Math.floor(query / cell), Math.floor(key / cell)];
+      const tile = this.tiles.get([kind, layer, head, finer, Math.floor(y / size), Math.floor(x / size)].join("/"));
+      if (tile !== undefined) return [tile ? tile.cells[(y % size) * size + (x % size)] : 0, cell];
+    }
+    const cell = this.view.cell;
+    return [this.view.wholeMap(kind, layer, head)[Math.floor(query / cell) * this.view.cells + Math.floor(key / cell)], cell];
   }
 
   kept(key) {
@@ -104,7 +118,7 @@ export class Maps {
     c.imageSmoothingEnabled = false;
     // Pixels of a token.
     const scale = (side * zoom) / view.n;
-    const put = (tile, token0, token1, size) => c.drawImage(tile, (token1 - x * view.n) * scale, (token0 - y * view.n) * scale, size * scale, size * scale);
+    const put = (tile, token0, token1, size) => c.drawImage(tile.image, (token1 - x * view.n) * scale, (token0 - y * view.n) * scale, size * scale, size * scale);
     put(this.store.whole(kind, layer, head), 0, 0, view.cells * view.cell);
     const level = Math.min(view.finestOf(layer, head), Math.max(0, Math.ceil(Math.log2(view.cell * scale) - 0.5)));
     if (level > 0) {
@@ -176,9 +190,7 @@ export class Maps {
     const pair = this.pair(event, zoom);
     if (!pair) return this.tip(null);
     const { view, state } = this;
-    const level = 0;
-    const cell = view.cell >> level;
-    const byte = view.wholeMap(kind, state.get("layer"), state.get("head"))[Math.floor(pair.query / cell) * view.cells + Math.floor(pair.key / cell)];
+    const [byte, cell] = this.store.byte(kind, state.get("layer"), state.get("head"), view.finest, pair.query, pair.key);
     const pooled = cell > 1 ? ` at most, among ${cell} × ${cell} tokens` : "";
     this.tip(event, `query ${pair.query} ${view.label(pair.query)}\nkey ${pair.key} ${view.label(pair.key)}\nattention ${byte ? short(view.weight(byte), 2) : `below ${short(view.weight(1))}`}${pooled}`);
   }

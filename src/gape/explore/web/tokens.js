@@ -44,7 +44,7 @@ export class Tokens {
 
   resize() {
     const width = this.scroller.clientWidth - 2 * parseFloat(getComputedStyle(this.scroller).paddingLeft);
-    if (width > 0 && width !== this.width) this.place(width);
+    if (width > 0 && width !== this.width) { this.place(width); this.reveal(this.state.get("token")); }
     this.draw();
   }
 
