@@ -1,7 +1,7 @@
 """Make the needle model that comes with the package, and its view: python benchmarks/needle_model.py.
 
-The model is trained by the recipe of `gape demo` to name the first of 8 needles in 128 tokens, without rotations and
-with a floor under its gates. Its view is of a text four times that long. Minutes on two cores.
+The model is trained by the recipe of `gape demo` to name the last of 8 needles in 128 tokens, with a floor of 16 under
+its gates. Its view is of a text four times that long. Minutes on two cores.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gape.utils import files
 
 HOME = Path(__file__).parents[1] / "src" / "gape" / "explore" / "needle"
 SETTINGS = [
-    "model.position='nope+gape'", "seed=0", "task.target='first'", "model.options.gate_floor=4.0",
-    "train.max_steps=600", "analysis.samples=1",
+    "model.position='p-rope+gape'", "seed=0", "task.target='last'", "model.options.gate_floor=16.0",
+    "train.max_steps=500", "analysis.samples=1", "evaluation.samples=100",
 ]  # fmt: skip
 LENGTH, HAYSTACK = 512, 0
 
