@@ -1,13 +1,16 @@
 """How long the explorer's page takes to answer, what memory it needs, and how smoothly it moves, in a real Chromium.
 
-The model reads a text, then a browser opens the page of a server in this process: time until it answers, memory of its
-renderer, frames per second while the text scrolls and the map zooms (frames that the compositor drew, from a trace),
-and the bytes of the export. A model without gates gets untrained ones.
+The model reads a text, then a browser opens the page of a server in this process: seconds until it answers (`ready_s`,
+and those of its process alone, `ready_cpu_s`), memory of its process, frames per second while the text scrolls and the
+map zooms, with the milliseconds of processor time that a frame takes (both from a trace), and the bytes of the export.
+On a busy machine (`load` processes wait or run) the times of processors tell more. A model without gates gets untrained
+ones.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -34,8 +37,8 @@ from gape.explore.view import View, parsed_heads
 from gape.utils.validation import invalid_argument, whole
 
 FIELDS = (
-    *common.STAMP, "model", "tokens", "key_heads", "compute_s", "view_bytes", "ready_s", "page_bytes", "scroll_fps",
-    "zoom_fps", "export_bytes", "chromium",
+    *common.STAMP, "model", "tokens", "key_heads", "compute_s", "view_bytes", "ready_s", "ready_cpu_s",
+    "page_bytes", "scroll_fps", "scroll_ms", "zoom_fps", "zoom_ms", "export_bytes", "load", "chromium",
 )  # fmt: skip
 SHOWN = FIELDS[len(common.STAMP) :]
 CHROMIUM = "/usr/bin/chromium"
@@ -112,13 +115,13 @@ def _page(browser: Browser, url: str) -> common.Row:
     page.wait_for_selector("html[data-ready=yes]", timeout=120_000)
     page.keyboard.press("ArrowLeft")
     page.wait_for_function("document.querySelector('#details h2')?.textContent.length > 0")
-    ready = time.monotonic() - began
+    ready, process = time.monotonic() - began, _renderer(browser)
+    row = {"ready_s": common.number(ready), "ready_cpu_s": common.number(_seconds(process))}
     page.wait_for_timeout(1000)
-    frames = {name: _frames(browser, page, move) for name, move in (("scroll", _scroll), ("zoom", _zoom))}
-    return {
-        "ready_s": common.number(ready), "page_bytes": str(_renderer_bytes(browser, page)),
-        **{f"{name}_fps": common.number(value) for name, value in frames.items()},
-    }  # fmt: skip
+    for name, move in (("scroll", _scroll), ("zoom", _zoom)):
+        rate, each = _frames(browser, page, move)
+        row |= {f"{name}_fps": common.number(rate), f"{name}_ms": common.number(each)}
+    return row | {"page_bytes": str(_resident(process)), "load": common.number(os.getloadavg()[0], 2)}
 
 
 def _scroll(page: Page, until: float) -> None:
@@ -139,27 +142,40 @@ def _zoom(page: Page, until: float) -> None:
         step += 1
 
 
-def _frames(browser: Browser, page: Page, move: Callable[[Page, float], None]) -> float:
-    """Frames per second that the compositor drew while something moved."""
-    browser.start_tracing(page=page, categories=["cc", "viz", "benchmark", "devtools.timeline.frame"])
+def _frames(browser: Browser, page: Page, move: Callable[[Page, float], None]) -> tuple[float, float]:
+    """Frames per second that came to the screen while something moved, and the main thread's milliseconds of each."""
+    browser.start_tracing(
+        page=page, categories=["viz", "benchmark", "disabled-by-default-devtools.timeline", "toplevel"]
+    )
     began = time.monotonic()
     move(page, began + SECONDS)
     seconds = time.monotonic() - began
     events = json.loads(browser.stop_tracing())["traceEvents"]
-    return sum(event["name"] == "DrawFrame" for event in events) / seconds
+    # A frame has a beginning and an end in the trace.
+    shown = sum(event["name"] == "SubmitCompositorFrameToPresentationCompositorFrame" for event in events) / 2
+    main = {(e["pid"], e["tid"]) for e in events if e.get("args", {}).get("name") == "CrRendererMain"}
+    busy = sum(e.get("tdur", 0) for e in events if e["name"] == "RunTask" and (e["pid"], e["tid"]) in main)
+    return shown / seconds, busy / 1000 / max(1, shown)
 
 
-def _renderer_bytes(browser: Browser, page: Page) -> int:
-    """Resident memory of the page's own process, the browser's code in it included."""
+def _renderer(browser: Browser) -> int:
+    """The number of the page's own process: of those that render, the largest."""
     session = browser.new_browser_cdp_session()
     processes: list[dict[str, Any]] = session.send("SystemInfo.getProcessInfo")["processInfo"]
-    sizes = []
-    for process in processes:
-        if process["type"] == "renderer":
-            status = Path(f"/proc/{process['id']}/status").read_text(encoding="utf-8")
-            found = re.search(r"VmRSS:\s+(\d+) kB", status)
-            sizes.append(1024 * int(found[1]) if found else 0)
-    return max(sizes)
+    return max((process["id"] for process in processes if process["type"] == "renderer"), key=_resident)
+
+
+def _resident(process: int) -> int:
+    """Bytes of memory of a process, the browser's code in it included."""
+    status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    return 1024 * int(found[1]) if found else 0
+
+
+def _seconds(process: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main(
@@ -168,7 +184,8 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 16384,
     heads: Annotated[str, typer.Option(metavar="<layer.head,...>", help="Heads that the export has in full.")] = "15.0",
     view: Annotated[
-        Path | None, typer.Option(help="Keep the view in this file, or take it from there; tiles are then not computed.")
+        Path | None,
+        typer.Option(help="Keep the view in this file, or take it from there; tiles are then not computed."),
     ] = None,
     browser: Annotated[str, typer.Option(help="Chromium.")] = CHROMIUM,
     device: Device = "auto",

@@ -41,6 +41,7 @@ class Explorer(ThreadingHTTPServer):
         super().__init__((HOST, port), _Handler)
         self.view, self.exploration, self.token = view, exploration, secrets.token_urlsafe(24)
         view.header["live"] = exploration is not None
+        self._data = view.to_bytes()
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
         self.url = f"http://{HOST}:{self.server_port}/{self.token}/"
 
@@ -63,7 +64,7 @@ class Explorer(ThreadingHTTPServer):
         return text.replace("<!-- END -->", '<script type="module" src="main.js"></script>').encode(), _HTML
 
     def _view(self, query: dict[str, str]) -> tuple[bytes, str]:
-        return self.view.to_bytes(), _BINARY
+        return self._data, _BINARY
 
     def _tile(self, query: dict[str, str]) -> tuple[bytes, str]:
         places = [int(query[name]) for name in ("layer", "head", "level", "row", "column")]

@@ -94,12 +94,12 @@ class Page {
   }
 
   draw(changed) {
-    if (["layer", "head", "metric"].some((name) => changed.has(name))) this.heads.draw();
-    this.tokens.draw();
-    this.strip.draw();
-    this.maps.request();
-    this.details.draw();
-    this.labels();
+    const any = (...names) => names.some((name) => changed.has(name));
+    if (any("layer", "head", "metric")) this.heads.draw();
+    if (any("layer", "head", "token", "also", "eps", "colour", "rows")) { this.tokens.draw(); this.strip.draw(); }
+    if (any("layer", "head", "token", "also", "eps", "rows")) this.details.draw();
+    if (any("layer", "head", "token", "also", "eps", "area")) this.maps.request();
+    this.labels(changed);
   }
 
   /** The rows of the selected query; those of an earlier selection are dropped. */
@@ -109,11 +109,13 @@ class Page {
     const rows = await Promise.all(view.kinds.map((kind) => view.row(kind, layer, head, token)));
     if (layer !== state.get("layer") || head !== state.get("head") || token !== state.get("token")) return;
     view.kinds.forEach((kind, number) => { this.rows[kind] = rows[number]; });
-    this.draw(new Set());
+    this.draw(new Set(["rows"]));
   }
 
-  labels() {
+  labels(changed) {
     const { view, state } = this;
+    byId("map-where").textContent = state.get("area") ? `zoom ${short(state.get("area")[2], 2)}×` : "";
+    if (changed.size === 1 && changed.has("area")) return;
     const [layer, head, colour] = [state.get("layer"), state.get("head"), state.get("colour")];
     const shared = view.groups > 1 ? ` (key head ${view.keyHead(head)})` : "";
     byId("head-name").textContent = `Layer ${layer}, head ${head}${shared}`;
@@ -125,7 +127,6 @@ class Page {
     if (colour === "gate") ends.gate = `g: ${short(view.spread("gate", layer, head, 0), 2)} to ${short(view.spread("gate", layer, head, 255), 2)}`;
     byId("scale-ends").textContent = ends[colour];
     if (document.activeElement !== byId("query")) byId("query").value = state.get("search");
-    byId("map-where").textContent = state.get("area") ? `zoom ${short(state.get("area")[2], 2)}×` : "";
     if (view.gated) this.epsLabels(layer, head);
     byId("live").textContent = this.words(state.get("token"));
   }
