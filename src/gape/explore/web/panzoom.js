@@ -2,11 +2,11 @@
 
 export class PanZoom {
   /**
-   * element: what listens. changed: called after every change. most: the largest zoom. moved: whether a press became a
-   * drag is asked of `dragged`, so that a click can be told from it.
+   * element: what listens. changed: called after every change. most: the largest zoom. needsControl: whether the wheel
+   * zooms with Ctrl alone, for pages that scroll. `dragged` tells a drag from a click.
    */
-  constructor(element, { most, changed }) {
-    Object.assign(this, { element, most, changed, x: 0, y: 0, zoom: 1, dragged: false, points: new Map() });
+  constructor(element, { most, changed, needsControl = false }) {
+    Object.assign(this, { element, most, changed, needsControl, x: 0, y: 0, zoom: 1, dragged: false, points: new Map() });
     element.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     element.addEventListener("pointerdown", (event) => this.press(event));
     element.addEventListener("pointermove", (event) => this.drag(event));
@@ -41,7 +41,7 @@ export class PanZoom {
 
   wheel(event) {
     // At the end of its zoom the page scrolls on.
-    if (event.deltaY > 0 && this.zoom === 1) return;
+    if ((event.deltaY > 0 && this.zoom === 1) || (this.needsControl && !event.ctrlKey && !event.metaKey)) return;
     event.preventDefault();
     this.zoomAt(Math.exp(-event.deltaY * (event.deltaMode === 1 ? 0.05 : 0.0018)), ...this.place(event));
   }
