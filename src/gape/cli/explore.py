@@ -45,6 +45,8 @@ def explore(
         raise ValueError(
             f"heads: got {heads!r} without --export, expected both; a page on a server has every head in full"
         )
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port: got {port}, expected a number from 0 to 65535")
     own = (model, text, prompt, needle)
     exploration = None
     if all(given is None for given in own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from gape.explore.export import MODULES, asset, page
-from gape.explore.view import View, parsed_heads
+from gape.explore.view import View, default_heads, parsed_heads
 
 if TYPE_CHECKING:
     from gape.explore.exploration import Exploration
@@ -40,8 +41,8 @@ class Explorer(ThreadingHTTPServer):
     def __init__(self, view: View, exploration: Exploration | None = None, port: int = 0) -> None:
         super().__init__((HOST, port), _Handler)
         self.view, self.exploration, self.token = view, exploration, secrets.token_urlsafe(24)
-        view.header["live"] = exploration is not None
-        self._data = view.to_bytes()
+        # What the page may ask for besides; an exported view has nobody to ask.
+        self._data = View({**view.header, "live": exploration is not None}, view.arrays).to_bytes()
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
         self.url = f"http://{HOST}:{self.server_port}/{self.token}/"
 
@@ -77,18 +78,18 @@ class Explorer(ThreadingHTTPServer):
     def _export(self, query: dict[str, str]) -> tuple[bytes, str]:
         sizes = self.view.header["model"]
         heads = parsed_heads(query.get("heads", ""), sizes["layers"], sizes["n_heads"])
-        return page(_stored(self.view), self.exploration, heads).encode(), _HTML
+        return page(self.view, self.exploration, default_heads(self.view.header) or heads).encode(), _HTML
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that left before its answer came."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def _live(self) -> Exploration:
         if self.exploration is None:
             raise KeyError("no model is loaded")
         return self.exploration
-
-
-def _stored(view: View) -> View:
-    """The view as a file has it, without a server to ask."""
-    return View({key: value for key, value in view.header.items() if key != "live"}, view.arrays)
 
 
 class _Handler(BaseHTTPRequestHandler):
