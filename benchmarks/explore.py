@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from playwright.sync_api import Browser, Page, sync_playwright
 
 import common
 import gape.hf
@@ -35,6 +34,9 @@ from gape.explore.notebook import token_text
 from gape.explore.server import Explorer
 from gape.explore.view import View, parsed_heads
 from gape.utils.validation import invalid_argument, whole
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 FIELDS = (
     *common.STAMP, "model", "tokens", "key_heads", "compute_s", "view_bytes", "ready_s", "ready_cpu_s",
@@ -64,6 +66,8 @@ class Settings:
 
 def measure(settings: Settings, stamp: common.Row, say: Callable[[str], None]) -> Iterator[common.Row]:
     """One row."""
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415
+
     began = time.monotonic()
     view, exploration = _explored(settings, say)
     row = stamp | {
