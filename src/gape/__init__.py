@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from gape import analysis, cache, data, experiments, gates, models, ops, positions, report, tasks, theory, train
+    from gape import (
+        analysis,
+        cache,
+        data,
+        experiments,
+        explore,
+        gates,
+        models,
+        ops,
+        positions,
+        report,
+        tasks,
+        theory,
+        train,
+    )
     from gape.gates import GAPEGates
     from gape.models.attention import GAPEAttention
     from gape.models.config import GPTConfig
@@ -32,6 +46,7 @@ _PACKAGES = (
     "cache",
     "data",
     "experiments",
+    "explore",
     "gates",
     "hf",
     "models",
@@ -55,6 +70,7 @@ __all__ = [
     "detailed_attention",
     "experiments",
     "explain",
+    "explore",
     "gated_attention",
     "gates",
     "models",

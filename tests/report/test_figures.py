@@ -215,8 +215,9 @@ class Links(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.images += tag == "img"
         fetching = ("src", "href", "srcset", "data", "action", "poster")
-        self.links += [v or "" for name, v in attrs if name in fetching and not (v or "").startswith("data:image/png")]
-        assert tag not in ("script", "link", "iframe")
+        inside = ("data:image/png", "data:application/json")
+        self.links += [v or "" for name, v in attrs if name in fetching and not (v or "").startswith(inside)]
+        assert tag not in ("link", "iframe")
 
 
 def test_the_page_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,12 +115,22 @@ def effective_context(attended: Attended, p: float = 0.01) -> Tensor | None:
     if rate is None or not attended.visibility.index_order:
         return None
     offset = attended.visibility.n_k - attended.visibility.n_q
-    groups = attended.q.size(1) // attended.k.size(1)
-    longest = torch.linalg.vector_norm(attended.k.to(rate.dtype), dim=-1).cummax(-1).values[..., offset:]
-    lengths = torch.linalg.vector_norm(attended.q.to(rate.dtype), dim=-1)
-    s_max = attended.scale * lengths * longest.repeat_interleave(groups, dim=1)
     earlier = torch.arange(offset, attended.visibility.n_k, device=rate.device)
-    return torch.as_tensor(theory.effective_context_length(rate, s_max, earlier, p))
+    return torch.as_tensor(theory.effective_context_length(rate, score_bounds(attended), earlier, p))
+
+
+@torch.no_grad()
+def score_bounds(attended: Attended) -> Tensor:
+    """No score of a query with a key up to its own is larger, by their norms: (B, Hq, Nq), for tokens in index order.
+
+    In float32 (float64 beside float64).
+    """
+    dtype = bias_dtype(attended.q.dtype)
+    offset = attended.visibility.n_k - attended.visibility.n_q
+    groups = attended.q.size(1) // attended.k.size(1)
+    longest = torch.linalg.vector_norm(attended.k.to(dtype), dim=-1).cummax(-1).values[..., offset:]
+    lengths = torch.linalg.vector_norm(attended.q.to(dtype), dim=-1)
+    return attended.scale * lengths * longest.repeat_interleave(groups, dim=1)
 
 
 def _rate(attended: Attended) -> Tensor | None:

@@ -64,6 +64,11 @@ class Attended:
         """Γ·g/T, the logits a query takes off an unprotected key per token of distance, (B, Hq, Nq), or None."""
         return None if self.gate is None else self.problem(0, self.visibility.n_q).rate
 
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the scheme adds logits of its own, besides those of gates."""
+        return self.scheme is not None and (isinstance(self.scheme, FoX) or type(self.scheme).bias is not Scheme.bias)
+
     def problem(self, start: int, stop: int) -> Problem:
         """Queries start … stop − 1 as a problem of the operator; without gates they are zero."""
         part = self.visibility.rows(start, stop)
@@ -80,15 +85,23 @@ class Attended:
         )  # fmt: skip
 
     @torch.no_grad()
-    def weights(self, start: int, stop: int) -> Tensor:
+    def weights(self, start: int, stop: int, head: int | None = None) -> Tensor:
         """The attention of queries start … stop − 1 to the keys that any of them may see.
+
+        Args:
+            start, stop: the queries.
+            head: a query head, from 0; None means all of them.
 
         Returns:
             (B, Hq, stop − start, n) in float32 (float64 beside float64), n ≤ Nk: later keys than the last of these
-            queries are left out where the order is that of the tensors. A row that sees nothing is zero.
+            queries are left out where the order is that of the tensors. A row that sees nothing is zero. With a head,
+            it alone: (B, 1, stop − start, n).
         """
         problem = self.problem(start, stop)
         bias = self._bias(problem.visibility, start, stop)
+        if head is not None:
+            bias = bias if bias is None or bias.dim() < 3 or bias.size(-3) == 1 else bias.narrow(-3, head, 1)
+            problem = _one_head(problem, head)
         logits = reference.logits(problem)
         return reference.visible_softmax(logits if bias is None else logits + bias, problem.visibility.mask())
 
@@ -102,6 +115,15 @@ class Attended:
             return None
         i, j = self.visibility.positions()
         return self.scheme.bias(i[..., start:stop], j[..., : part.n_k])
+
+
+def _one_head(problem: Problem, head: int) -> Problem:
+    """The problem of one query head."""
+    shared = head // (problem.q.size(1) // problem.k.size(1))
+    q, gate = (x[:, head : head + 1] for x in (problem.q, problem.gate))
+    k, landmark = (x[:, shared : shared + 1] for x in (problem.k, problem.landmark))
+    amplitude = problem.amplitude[head : head + 1]
+    return replace(problem, q=q, k=k, v=k, gate=gate, landmark=landmark, amplitude=amplitude)
 
 
 Receiver = Callable[[int, Attended], None]

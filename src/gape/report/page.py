@@ -1,4 +1,4 @@
-"""One HTML page that holds everything: images inside, no link to anywhere, readable without a network."""
+"""One HTML page that holds everything: images and their data inside, readable without a network."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from gape.explore.export import policy, script
 from gape.report.catalogue import Entry
 from gape.report.results import Results, flat
 from gape.report.tables import Table
+
+#: Bytes of a figure's numbers that go into the page; more stay in their file beside it.
+MOST_DATA = 2**20
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -20,6 +24,10 @@ body { font: 16px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; 
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd; }
 figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; }
 figcaption { color: #555; font-size: .9rem; }
+.zoom { overflow: hidden; display: inline-block; max-width: 100%; vertical-align: top; }
+.zoom img { display: block; transform-origin: 0 0; } .zoom.zoomed { cursor: grab; touch-action: none; }
+figure button { font: inherit; border: 0; background: none; color: #06c; padding: 0 .3rem; cursor: pointer; }
+.zoom:not(.zoomed) + figcaption button { display: none; }
 table { border-collapse: collapse; margin: 1rem 0; font-size: .88rem; font-variant-numeric: tabular-nums;
   display: block; overflow-x: auto; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
@@ -64,8 +72,10 @@ def page(
 def document(title: str, content: Iterable[str]) -> str:
     """A whole page of pieces of HTML."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    code = script(("panzoom.js", "figures.js"))
+    head += f'<meta http-equiv="Content-Security-Policy" content="{escape(policy(code, _STYLE))}">'
     head += f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>"
-    body = "\n".join(content)
+    body = "\n".join([*content, f'<script type="module">{code}</script>'])
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
@@ -74,7 +84,20 @@ def _figure(entry: Entry, png: Path) -> str:
     of = f" Answers the paper's {entry.paper}." if entry.paper else ""
     caption = f"<strong>{escape(entry.name)}.</strong> {escape(entry.caption + of)}"
     alt = escape(entry.caption, quote=True)
-    return f'<figure><img alt="{alt}" src="data:image/png;base64,{image}"><figcaption>{caption}</figcaption></figure>'
+    picture = f'<div class="zoom" tabindex="0"><img alt="{alt}" src="data:image/png;base64,{image}"></div>'
+    links = f'{_data_link(png.with_suffix(".json"))} <button type="button">Whole figure</button>'
+    return f"<figure>{picture}<figcaption>{caption} {links}</figcaption></figure>"
+
+
+def _data_link(path: Path) -> str:
+    """A link to the numbers of a figure: inside the page, or beside it where they are many."""
+    if not path.is_file():
+        return ""
+    data = path.read_bytes()
+    if len(data) > MOST_DATA:
+        return f'<a href="figures/{path.name}">Data</a>'
+    text = base64.b64encode(data).decode()
+    return f'<a download="{path.name}" href="data:application/json;base64,{text}">Data</a>'
 
 
 def _configuration(results: Results) -> list[str]:

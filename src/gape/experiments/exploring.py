@@ -1,0 +1,190 @@
+"""What `gape explore` does: open a model, take a text, compute its view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files as resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as from_safetensors
+from torch import Tensor
+
+from gape.experiments.experiment import pick_device
+from gape.experiments.open_model import HF, OpenModel, kind_of, model_home, open_model
+from gape.explore.exploration import Exploration, Mark, explore
+from gape.explore.notebook import token_text
+from gape.models.config import GPTConfig
+from gape.models.gpt import GPT
+from gape.tasks import niah
+from gape.tasks.run_tokenizer import run_tokenizer
+from gape.utils.files import from_json
+from gape.utils.jsonl import Record
+from gape.utils.progress import ProgressTable
+from gape.utils.validation import invalid_argument, whole
+
+#: Texts of the tokens of the needle task.
+SYMBOLS = (*"abcdefghijklmn", "KEY", "=", "?", *"0123456789")
+#: A needle in a text, and the sentences around it.
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+_NEEDLE, _ANSWER = "The magic number of the lighthouse is ", "7419352"
+_QUESTION = "\nWhat is the magic number of the lighthouse? The magic number of the lighthouse is"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """What a model reads.
+
+    Attributes:
+        ids: int64 (1, N).
+        decode: the text of a token.
+        marks: tokens to underline.
+        sources: for each query the key with what it should retrieve, −1 for none; None where that is not known.
+    """
+
+    ids: Tensor
+    decode: Callable[[int], str]
+    marks: tuple[Mark, ...] = ()
+    sources: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to explore; of text, prompt and needle at most one is given.
+
+    Attributes:
+        model: a directory, see :func:`gape.experiments.open_model.open_model`; None is the model of the package.
+        text: a file.
+        prompt: a text.
+        needle: tokens of a text with a needle in it.
+        tokenizer: of a run on text, as :func:`gape.data.load_tokenizer` takes it.
+        tokens: of the text at most.
+        seed: which haystack of the needle task.
+        device: "cpu", "cuda" or "auto".
+    """
+
+    model: Path | None = None
+    text: Path | None = None
+    prompt: str | None = None
+    needle: int | None = None
+    tokenizer: str | None = None
+    tokens: int = 16384
+    seed: int = 0
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("text", "prompt", "needle") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"text, prompt, needle: got {' and '.join(given)}, expected one of them")
+        whole("tokens", self.tokens, 2)
+        if self.needle is not None:
+            whole("needle", self.needle, 16)
+
+
+def explored(settings: Settings) -> Exploration:
+    """Open the model, read the text and compute the view; shows progress.
+
+    Raises:
+        ValueError: no such model or text, a text too short, or a model that cannot be looked into.
+        CheckpointError: a run without a valid checkpoint.
+    """
+    device = pick_device(settings.device)
+    opened = shipped(device) if settings.model is None else open_model(settings.model, device)
+    read = _passage(settings, opened)
+    about = {"name": opened.identity["run"], "position": opened.identity["position"]}
+    total = sum(hasattr(m, "gape_wiring") or type(m).__name__ == "GAPEAttention" for m in opened.model.modules())
+    with ProgressTable(unit="layer") as table:
+        table.show(str(about["name"]), 0, total)
+        return explore(
+            opened.model, read.ids.to(device), read.decode, title=f"gape explore: {about['name']}", about=about,
+            marks=read.marks, sources=read.sources, progress=lambda done: table.show(str(about["name"]), done, total),
+        )  # fmt: skip
+
+
+def shipped(device: torch.device) -> OpenModel:
+    """The needle model that comes with the package."""
+    home = resources("gape.explore").joinpath("needle")
+    config: Record = from_json(home.joinpath("config.json").read_bytes())
+    model = GPT(GPTConfig.from_dict(config["model"]))
+    model.load_state_dict(from_safetensors(home.joinpath("model.safetensors").read_bytes()))
+    identity = {"run": "needle", "position": model.config.position, "task": config["task"]}
+    return OpenModel(directory=Path("needle"), identity=identity, model=model.to(device).eval(), tokenizer={})
+
+
+def _passage(settings: Settings, opened: OpenModel) -> Passage:
+    task = _needle_task(settings, opened)
+    if task is not None:
+        if settings.text is not None or settings.prompt is not None:
+            raise invalid_argument("text", settings.text or settings.prompt, "none: this model reads --needle alone")
+        return haystack(task, settings.needle or 4 * task.length, settings.seed)
+    tokenizer = _tokenizer(settings, opened)
+    decode = token_text(tokenizer)
+    if settings.needle is not None:
+        return _needle_text(tokenizer, decode, settings.needle)
+    if settings.text is None and settings.prompt is None:
+        raise ValueError("text: got nothing, expected one of --text FILE, --prompt TEXT and --needle N")
+    text = settings.prompt if settings.prompt is not None else _read(settings.text or Path())
+    ids = tokenizer.encode(text)[: settings.tokens]
+    if len(ids) < 2:
+        raise invalid_argument("text", text, "one of at least two tokens")
+    return Passage(ids=torch.tensor([ids]), decode=decode)
+
+
+def _needle_task(settings: Settings, opened: OpenModel) -> niah.NIAHConfig | None:
+    """The haystack that a model was trained on; None for one of texts."""
+    if opened.run is not None:
+        return opened.run.task if isinstance(opened.run.task, niah.NIAHConfig) else None
+    task = opened.identity.get("task")
+    return None if task is None else niah.NIAHConfig(**task)
+
+
+def haystack(task: niah.NIAHConfig, length: int, seed: int) -> Passage:
+    """A sequence of the needle task at some length, with its needles marked."""
+    config = task.at(length)
+    drawn = niah.sample(config, 1, seed=seed, split="test")
+    starts = drawn.needles[0].tolist()
+    wanted = starts[config.target_index]
+    marks = tuple(
+        Mark(start=start, length=niah.NEEDLE, label="answer" if start == wanted else "needle") for start in starts
+    )
+    sources = torch.full((length,), -1)
+    sources[-1] = wanted + niah.NEEDLE - 1
+    return Passage(ids=drawn.ids, decode=SYMBOLS.__getitem__, marks=marks, sources=sources)
+
+
+def _needle_text(tokenizer: Any, decode: Callable[[int], str], length: int) -> Passage:
+    """Sentences with a number among them, and a question about it at the end."""
+    question, needle, noise = (tokenizer.encode(text) for text in (_QUESTION, _NEEDLE, _NOISE))
+    answer = tokenizer.encode(_ANSWER + ".")
+    room = length - len(question) - len(needle) - len(answer)
+    if room < 2 * len(noise):
+        raise invalid_argument("needle", length, f"at least {length - room + 2 * len(noise)} tokens")
+    before = noise * (room // len(noise) // 2)
+    after = (noise * (room // len(noise) + 1))[: room - len(before)]
+    ids = before + needle + answer + after + question
+    start = len(before) + len(needle)
+    sources = torch.full((len(ids),), -1)
+    sources[-1] = start
+    marks = (
+        Mark(start=len(before), length=len(needle), label="needle"),
+        Mark(start=start, length=len(answer), label="answer"),
+    )
+    return Passage(ids=torch.tensor([ids]), decode=decode, marks=marks, sources=sources)
+
+
+def _tokenizer(settings: Settings, opened: OpenModel) -> Any:
+    directory = opened.directory
+    if kind_of(directory) == HF:
+        return run_tokenizer(directory, settings.tokenizer or str(model_home(directory)))
+    tokenizer = run_tokenizer(directory, settings.tokenizer)
+    opened.accept(tokenizer.identity())
+    return tokenizer
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text: {path} is no UTF-8: {error}") from error

@@ -1,0 +1,145 @@
+"""The explorer behind a local address: 127.0.0.1 alone, under a path that nobody can guess. Imports no torch."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+from gape.explore.export import MODULES, asset, page
+from gape.explore.view import View, default_heads, parsed_heads
+
+if TYPE_CHECKING:
+    from gape.explore.exploration import Exploration
+
+HOST = "127.0.0.1"
+_POLICY = "default-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8"}
+_HTML, _BINARY = "text/html; charset=utf-8", "application/octet-stream"
+
+
+class Explorer(ThreadingHTTPServer):
+    """Serves the page of one view; `serve_forever` runs it, and a signal ends it at once.
+
+    Args:
+        view: what the page shows.
+        exploration: computes finer maps; None serves what the view has.
+        port: 0 takes a free one.
+
+    Attributes:
+        url: of the page, with the token that every request has to have.
+    """
+
+    daemon_threads = True
+    # Waiting for threads would keep a signal from ending the command while a tile is computed.
+    block_on_close = False
+
+    def __init__(self, view: View, exploration: Exploration | None = None, port: int = 0) -> None:
+        super().__init__((HOST, port), _Handler)
+        self.view, self.exploration, self.token = view, exploration, secrets.token_urlsafe(24)
+        # What the page may ask for besides; an exported view has nobody to ask.
+        self._data = View({**view.header, "live": exploration is not None}, view.arrays).to_bytes()
+        self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
+        self.url = f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def answer(self, path: str, query: dict[str, str]) -> tuple[bytes, str]:
+        """Body and type of what lies at a path behind the token.
+
+        Raises:
+            KeyError: there is no such path.
+            ValueError: wrong arguments.
+        """
+        if path in MODULES or path == "style.css":
+            return asset(path).encode(), _TYPES[path[path.rindex(".") :]]
+        return {"": self._index, "view": self._view, "tile": self._tile, "row": self._row, "export": self._export}[
+            path
+        ](query)
+
+    def _index(self, query: dict[str, str]) -> tuple[bytes, str]:
+        head = '<link rel="stylesheet" href="style.css">'
+        text = asset("index.html").replace("<!-- HEAD -->", head).replace("TITLE", "gape explore")
+        return text.replace("<!-- END -->", '<script type="module" src="main.js"></script>').encode(), _HTML
+
+    def _view(self, query: dict[str, str]) -> tuple[bytes, str]:
+        return self._data, _BINARY
+
+    def _tile(self, query: dict[str, str]) -> tuple[bytes, str]:
+        places = [int(query[name]) for name in ("layer", "head", "level", "row", "column")]
+        return self._live.tile(query["kind"], *places).tobytes(), _BINARY
+
+    def _row(self, query: dict[str, str]) -> tuple[bytes, str]:
+        places = [int(query[name]) for name in ("layer", "head", "query")]
+        return self._live.row(query["kind"], *places).tobytes(), _BINARY
+
+    def _export(self, query: dict[str, str]) -> tuple[bytes, str]:
+        sizes = self.view.header["model"]
+        heads = parsed_heads(query.get("heads", ""), sizes["layers"], sizes["n_heads"])
+        return page(self.view, self.exploration, default_heads(self.view.header) or heads).encode(), _HTML
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that left before its answer came."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    @property
+    def _live(self) -> Exploration:
+        if self.exploration is None:
+            raise KeyError("no model is loaded")
+        return self.exploration
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET for those who know the token, from a page of this server alone."""
+
+    server: Explorer
+    server_version, sys_version = "gape", ""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        token, _, rest = parts.path.removeprefix("/").partition("/")
+        # A name that an attacker makes point here would come with a Host of its own.
+        if self.headers.get("Host") not in self.server.hosts:
+            return self._send(HTTPStatus.MISDIRECTED_REQUEST, b"this server answers for 127.0.0.1 alone\n")
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            return self._send(HTTPStatus.FORBIDDEN, b"the address lacks its token; take it from the terminal\n")
+        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        try:
+            body, kind = self.server.answer(rest, query)
+        except KeyError:
+            return self._send(HTTPStatus.NOT_FOUND, b"there is nothing here\n")
+        except ValueError as error:
+            return self._send(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+        name = {"Content-Disposition": 'attachment; filename="gape-explore.html"'} if rest == "export" else {}
+        return self._send(HTTPStatus.OK, body, kind, name)
+
+    def _send(
+        self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8",
+        headers: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.send_response(status)
+        fixed = {
+            "Content-Type": kind, "Content-Length": str(len(body)), "Content-Security-Policy": _POLICY,
+            "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        }  # fmt: skip
+        for name, value in (fixed | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Say nothing: the token is in every path."""
+
+
+def serve(server: Explorer, opened: Callable[[str], Any] = lambda url: None) -> None:
+    """Run a server until a signal ends the command; `opened` is called with the address once it answers."""
+    opened(server.url)
+    try:
+        server.serve_forever(poll_interval=0.2)
+    finally:
+        server.server_close()

@@ -1,0 +1,145 @@
+"""The data behind a page: one text read by one model, as a JSON header and arrays. Imports no torch.
+
+A view is a safetensors file: eight bytes with the length of a JSON object, that object, then the bytes of the arrays.
+The object names each array with its dtype, shape and place; its `__metadata__` has the header of the view as JSON under
+`view`. `docs/guide/explore.md` lists header and arrays.
+
+Shapes: N tokens, L layers, Hq / Hk query / key heads, S cells along a side of a map, E values of eps, P predictions.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save as to_safetensors
+
+from gape.utils import files
+from gape.utils.validation import invalid_argument
+
+FORMAT, VERSION = "gape-view", 1
+#: Cells along a side of a tile, and of the map of a whole text.
+TILE = 256
+#: The least attention that a byte of a map can tell from none; the largest is 1.
+LEAST_WEIGHT = 1e-4
+#: A key that no eps of the view evicts.
+NEVER = 255
+#: Values of eps that the slider has.
+EPS = tuple(float(f"{10 ** (-6 + step / 4):.2g}") for step in range(23))
+#: With the gates of the model, and with all gates of a layer at zero.
+KINDS = ("gated", "plain")
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass
+class View:
+    """One text read by one model.
+
+    Attributes:
+        header: what the arrays are of; plain JSON.
+        arrays: by name.
+    """
+
+    header: dict[str, Any]
+    arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The safetensors file."""
+        text = json.dumps(files.plain(self.header), allow_nan=False)
+        return to_safetensors({k: np.ascontiguousarray(v) for k, v in self.arrays.items()}, {"view": text})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> View:
+        """The view in the bytes of a file.
+
+        Raises:
+            ValueError: they hold none, or one of another version.
+        """
+        try:
+            start = 8 + int.from_bytes(data[:8], "little")
+            entries = json.loads(data[8:start])
+            header = json.loads(entries.pop("__metadata__")["view"])
+            arrays = {
+                name: np.frombuffer(data[start:][slice(*about["data_offsets"])], _DTYPES[about["dtype"]])
+                .reshape(about["shape"])
+                for name, about in entries.items()
+            }  # fmt: skip
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"view: got {len(data):,} bytes, expected a view of gape explore: {error}") from error
+        if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+            raise invalid_argument("view", header.get("version"), f"{FORMAT}, version {VERSION}")
+        return cls(header, arrays)
+
+    def save(self, path: Path) -> None:
+        """Write the view; a file that ends in .gz is compressed."""
+        data = self.to_bytes()
+        # Without a time in it, so that the same view gives the same bytes.
+        files.replace(path, gzip.compress(data, 9, mtime=0) if path.suffix == ".gz" else data)
+
+    @classmethod
+    def load(cls, path: Path) -> View:
+        """Read a file of :meth:`save`.
+
+        Raises:
+            ValueError: it holds no view.
+        """
+        with files.open_decompressed(path) as file:
+            return cls.from_bytes(file.read())
+
+
+_DTYPES = {"U8": np.uint8, "I32": np.int32, "F32": np.float32}
+
+
+def cell_size(n: int) -> int:
+    """Tokens of a cell on the map of a whole text: the least power of two that makes at most :data:`TILE` cells."""
+    return 2 ** max(0, math.ceil(math.log2(max(1, n) / TILE)))
+
+
+def levels(n: int) -> Iterator[tuple[int, int]]:
+    """(level, tokens of a cell), the whole text first, single tokens last."""
+    cell = cell_size(n)
+    for level in range(cell.bit_length()):
+        yield level, cell >> level
+
+
+def weight_bytes(weights: npt.NDArray[Any]) -> Bytes:
+    """Attention as bytes on a logarithmic scale: 0 below :data:`LEAST_WEIGHT`, 255 for 1."""
+    with np.errstate(divide="ignore"):
+        scaled = 1 - np.log(weights) / math.log(LEAST_WEIGHT)
+    return np.asarray(np.rint(255 * np.clip(scaled, 0, 1)), dtype=np.uint8)
+
+
+def level_name(kind: str, layer: int, head: int, level: int) -> str:
+    """The name of the array with a finer map of one head, (cells, cells), uint8."""
+    return f"map_{kind}/{layer}/{head}/{level}"
+
+
+def parsed_heads(text: str, layers: int, heads: int) -> list[tuple[int, int]]:
+    """Heads of a text such as "3.1,5.0": LAYER.HEAD, counted from 0, each once.
+
+    Raises:
+        ValueError: something in it is no head of such a model.
+    """
+    chosen = []
+    for part in filter(None, text.split(",")):
+        layer, _, head = part.strip().partition(".")
+        if not (layer.isdecimal() and head.isdecimal() and int(layer) < layers and int(head) < heads):
+            raise invalid_argument("heads", part, f"LAYER.HEAD, such as 0.1, of {layers} layers of {heads} heads")
+        chosen.append((int(layer), int(head)))
+    return list(dict.fromkeys(chosen))
+
+
+def default_heads(header: dict[str, Any], most: int = 2**24) -> list[tuple[int, int]]:
+    """Every head where their full maps are small, `most` cells in all; else none."""
+    layers, heads = header["model"]["layers"], header["model"]["n_heads"]
+    if header["tokens"] ** 2 * layers * heads > most:
+        return []
+    return [(layer, head) for layer in range(layers) for head in range(heads)]

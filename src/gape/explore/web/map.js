@@ -1,0 +1,197 @@
+import { ACCENT, SCALES, SELECTED, fitted, short } from "./colours.js";
+import { PanZoom } from "./panzoom.js";
+import { horizons, toggleAlso } from "./tokens.js";
+
+// Attention of queries (down) to keys (across) by tiles: the whole text first, finer tiles where they are looked at.
+
+const TILES_KEPT = 192;
+
+/** Cells as a small canvas, which the browser scales. */
+function painted(cells, width, height) {
+  const canvas = document.createElement("canvas");
+  Object.assign(canvas, { width, height });
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(width, height);
+  const { rgb } = SCALES.attention;
+  for (let at = 0; at < cells.length; at++) {
+    image.data.set(rgb.subarray(3 * cells[at], 3 * cells[at] + 3), 4 * at);
+    image.data[4 * at + 3] = 255;
+  }
+  context.putImageData(image, 0, 0);
+  return canvas;
+}
+
+/** Painted tiles of both maps, the latest used last. */
+class TileStore {
+  constructor(view) { Object.assign(this, { view, tiles: new Map(), waiting: new Set() }); }
+
+  whole(kind, layer, head) {
+    const key = `${kind}/${layer}/${head}`;
+    const cells = this.view.wholeMap(kind, layer, head);
+    return this.kept(key) ?? this.keep(key, { cells, image: painted(cells, this.view.cells, this.view.cells) });
+  }
+
+  /** A painted tile, null for an empty one, undefined while it is on its way; `ready` is called when it has come. */
+  tile(kind, layer, head, level, row, column, ready) {
+    const key = [kind, layer, head, level, row, column].join("/");
+    if (this.tiles.has(key)) return this.kept(key);
+    if (this.waiting.has(key)) return undefined;
+    this.waiting.add(key);
+    const size = this.view.header.tile;
+    this.view.tile(kind, layer, head, level, row, column)
+      .then((cells) => this.keep(key, cells && { cells, image: painted(cells, size, size) }))
+      .catch((error) => console.warn(`tile ${key}: ${error.message}`))
+      .finally(() => { this.waiting.delete(key); ready(); });
+    return undefined;
+  }
+
+  /** The byte of a query and a key at a level if its tile is here, else of the whole map; and the tokens of a cell. */
+  byte(kind, layer, head, level, query, key) {
+    const size = this.view.header.tile;
+    for (let finer = level; finer > 0; finer--) {
+      const cell = this.view.cell >> finer;
+      const [y, x] = [Math.floor(query / cell), Math.floor(key / cell)];
+      const tile = this.tiles.get([kind, layer, head, finer, Math.floor(y / size), Math.floor(x / size)].join("/"));
+      if (tile !== undefined) return [tile ? tile.cells[(y % size) * size + (x % size)] : 0, cell];
+    }
+    const cell = this.view.cell;
+    return [this.view.wholeMap(kind, layer, head)[Math.floor(query / cell) * this.view.cells + Math.floor(key / cell)], cell];
+  }
+
+  kept(key) {
+    const tile = this.tiles.get(key);
+    if (tile !== undefined) { this.tiles.delete(key); this.tiles.set(key, tile); }
+    return tile;
+  }
+
+  keep(key, tile) {
+    this.tiles.set(key, tile);
+    while (this.tiles.size > TILES_KEPT) this.tiles.delete(this.tiles.keys().next().value);
+    return tile;
+  }
+}
+
+export class Maps {
+  constructor(view, state, tip) {
+    Object.assign(this, { view, state, tip, store: new TileStore(view), pending: false });
+    const side = view.cells * view.cell;
+    this.part = view.n / side;
+    this.canvases = view.kinds.map((kind) => ({ kind, canvas: document.getElementById(`map-${kind}`) }));
+    this.zooms = this.canvases.map(({ canvas }) => new PanZoom(canvas, { most: Math.max(1, view.n / 16), changed: () => this.follow(canvas) }));
+    for (const [number, { kind, canvas }] of this.canvases.entries()) {
+      canvas.addEventListener("click", (event) => this.click(event, this.zooms[number]));
+      canvas.addEventListener("mousemove", (event) => this.hover(event, kind, this.zooms[number]));
+      canvas.addEventListener("mouseleave", () => tip(null));
+      new ResizeObserver(() => this.request()).observe(canvas);
+    }
+  }
+
+  /** Both maps show the same part; the one that moved leads. */
+  follow(canvas) {
+    const { x, y, zoom } = this.zooms[this.canvases.findIndex((each) => each.canvas === canvas)];
+    for (const other of this.zooms) Object.assign(other, { x, y, zoom });
+    this.state.set({ area: zoom === 1 ? null : [x, y, zoom] });
+    this.request();
+  }
+
+  /** Show the part of the state, where it was read from a link. */
+  show(area) {
+    const [x, y, zoom] = area ?? [0, 0, 1];
+    const lead = this.zooms[0];
+    if (x !== lead.x || y !== lead.y || zoom !== lead.zoom) lead.show(x, y, zoom);
+  }
+
+  request() {
+    if (this.pending) return;
+    this.pending = true;
+    requestAnimationFrame(() => { this.pending = false; for (const [k, { kind, canvas }] of this.canvases.entries()) this.draw(kind, canvas, this.zooms[k]); });
+  }
+
+  draw(kind, canvas, { x, y, zoom }) {
+    const side = canvas.clientWidth;
+    if (!side) return;
+    const { view, state } = this;
+    const [layer, head] = [state.get("layer"), state.get("head")];
+    const c = fitted(canvas, side, side);
+    c.fillStyle = "#fff";
+    c.fillRect(0, 0, side, side);
+    c.imageSmoothingEnabled = false;
+    // Pixels of a token.
+    const scale = (side * zoom) / view.n;
+    const put = (tile, token0, token1, size) => c.drawImage(tile.image, (token1 - x * view.n) * scale, (token0 - y * view.n) * scale, size * scale, size * scale);
+    put(this.store.whole(kind, layer, head), 0, 0, view.cells * view.cell);
+    const level = Math.min(view.finestOf(layer, head), Math.max(0, Math.ceil(Math.log2(view.cell * scale) - 0.5)));
+    if (level > 0) {
+      const size = (view.cell >> level) * view.header.tile;
+      const edge = (from) => [Math.floor((from * view.n) / size), Math.floor((Math.min(from + 1 / zoom, 1) * view.n - 1e-6) / size)];
+      const [[r0, r1], [c0, c1]] = [edge(y), edge(x)];
+      for (let r = r0; r <= r1; r++) {
+        for (let k = c0; k <= Math.min(c1, r); k++) {
+          const tile = this.store.tile(kind, layer, head, level, r, k, () => this.request());
+          if (tile === undefined) continue;
+          if (tile) put(tile, r * size, k * size, size);
+          else { c.fillStyle = "#fff"; c.fillRect((k * size - x * view.n) * scale, (r * size - y * view.n) * scale, size * scale, size * scale); }
+        }
+      }
+    }
+    this.drawCausal(c, side, x, y, scale);
+    this.drawLines(c, side, x, y, scale, kind);
+  }
+
+  /** What lies after a query is hatched grey. */
+  drawCausal(c, side, x, y, scale) {
+    const n = this.view.n;
+    const at = (token, from) => (token - from * n) * scale;
+    c.fillStyle = "#f1f3f6";
+    c.beginPath();
+    c.moveTo(at(0, x), at(0, y));
+    c.lineTo(at(n, x), at(0, y));
+    c.lineTo(at(n, x), at(n, y));
+    c.fill();
+  }
+
+  drawLines(c, side, x, y, scale, kind) {
+    const { view, state } = this;
+    const i = state.get("token");
+    const row = (i + 0.5 - y * view.n) * scale;
+    c.lineWidth = 1;
+    c.strokeStyle = ACCENT;
+    c.beginPath();
+    c.moveTo(0, row);
+    c.lineTo(Math.min(side, (i + 1 - x * view.n) * scale), row);
+    c.stroke();
+    c.strokeStyle = SELECTED;
+    c.setLineDash([3, 3]);
+    c.beginPath();
+    for (const t of state.get("also")) { const across = (t + 0.5 - x * view.n) * scale; c.moveTo(across, Math.max(0, (t - y * view.n) * scale)); c.lineTo(across, side); }
+    c.stroke();
+    c.setLineDash([]);
+    const span = kind === "gated" ? horizons(view, state) : null;
+    if (!span) return;
+    c.fillStyle = ACCENT;
+    for (const distance of [span.near, span.far]) if (distance < i) c.fillRect((i + 0.5 - distance - x * view.n) * scale - 1, row - 5, 2, 10);
+  }
+
+  /** The query and key at a place, or null beyond the text and after the query. */
+  pair(event, zoom) {
+    const [x, y] = zoom.inside(...zoom.place(event));
+    const [query, key] = [Math.floor(y * this.view.n), Math.floor(x * this.view.n)];
+    return query >= 0 && query < this.view.n && key >= 0 && key <= query ? { query, key } : null;
+  }
+
+  click(event, zoom) {
+    const pair = zoom.dragged ? null : this.pair(event, zoom);
+    if (!pair) return;
+    if (event.shiftKey) toggleAlso(this.state, pair.key);
+    else this.state.set({ token: pair.query });
+  }
+
+  hover(event, kind, zoom) {
+    const pair = this.pair(event, zoom);
+    if (!pair) return this.tip(null);
+    const { view, state } = this;
+    const [byte, cell] = this.store.byte(kind, state.get("layer"), state.get("head"), view.finest, pair.query, pair.key);
+    const pooled = cell > 1 ? ` at most, among ${cell} × ${cell} tokens` : "";
+    this.tip(event, `query ${pair.query} ${view.label(pair.query)}\nkey ${pair.key} ${view.label(pair.key)}\nattention ${byte ? short(view.weight(byte), 2) : `below ${short(view.weight(1))}`}${pooled}`);
+  }
+}
