@@ -110,7 +110,7 @@ def shipped(device: torch.device) -> OpenModel:
     model = GPT(GPTConfig.from_dict(config["model"]))
     model.load_state_dict(from_safetensors(home.joinpath("model.safetensors").read_bytes()))
     identity = {"run": "needle", "position": model.config.position, "task": config["task"]}
-    return OpenModel(directory=Path("needle"), identity=identity, model=model.to(device).eval(), tokenizer={})
+    return OpenModel(directory=Path("needle"), identity=identity, model=model.to(device).eval())
 
 
 def _passage(settings: Settings, opened: OpenModel) -> Passage:

@@ -154,8 +154,8 @@ def perplexity_row(reader: TransformersReader, corpus: Corpus, measures: Measure
     protocol = perplexity.Protocol(context=context, last=min(measures.last, context), align=max(measures.contexts))
     plan = perplexity.plan(corpus, protocol, max_windows=measures.windows)
     model = gape.hf.LanguageModel(reader.model)
-    parts = list(perplexity.scores(model, corpus, plan, chunk=max(measures.contexts)))  # type: ignore[arg-type]
-    sums = [value for part in parts for value in part.sums]
+    batches = list(perplexity.scores(model, corpus, plan, chunk=max(measures.contexts)))  # type: ignore[arg-type]
+    sums = [value for batch in batches for value in batch]
     tokens = int(plan.windows[:, 3].sum())
     nll = sum(sums) / tokens
     return {

@@ -281,21 +281,19 @@ def _chosen(heads: Sequence[Head] | None, scores: Tensor | None, free: int, shap
 
 def _from_weights(model: Any, length: int, check: Callable[[], None]) -> Measured:
     """Bounds that hold for any text: those by which a cache evicts."""
-    limits: dict[int, Limits] = {}
     # The draws of the gates, which nothing reads, are taken back.
     with torch.random.fork_rng(devices=[]):
         inject(model, context_length=length, start="paper")
     try:
         modules = set(family_of(model).modules(model))
-        for parent in model.modules():
-            for module in parent.children():
-                if module in modules:
-                    check()
-                    layer = InjectedLayer.of(module)
-                    limits[layer.number] = injected_limits(model, parent, layer)
+        pairs = [(parent, child) for parent in model.modules() for child in parent.children() if child in modules]
+        layers = sorted(((p, InjectedLayer.of(m)) for p, m in pairs), key=lambda pair: pair[1].number)
+        each = []
+        for layer in layers:
+            check()
+            each += injected_limits(model, [layer])
     finally:
         remove(model)
-    each = [limits[number] for number in sorted(limits)]
     reach, own, most = (torch.stack([getattr(x, name) for x in each]) for name in ("reach", "own", "jitter"))
     _, n_heads, n_kv_heads = sizes(model)
     norms = (most / reach.clamp(min=1e-30)).unflatten(-1, (n_kv_heads, n_heads // n_kv_heads)).amax(-1)
