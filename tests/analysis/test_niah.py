@@ -1,4 +1,4 @@
-"""The look inside a needle model: complete, storable, the same every time."""
+"""The analysis of a needle model: complete, storable, the same every time."""
 
 from __future__ import annotations
 

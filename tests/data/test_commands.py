@@ -44,7 +44,7 @@ def test_prepare_prints_the_card_and_verify_checks_it(tmp_path: Path, capsys: py
     ("arguments", "message"),
     [
         (("nowhere", "--tokenizer", "bytes"), "inputs: got 'nowhere'"),
-        (("a.jsonl",), "tokenizer: got ''"),
+        (("a.jsonl",), "tokenizer: got str ''"),
         (("a.jsonl", "--tokenizer", "bytes", "--strata", "8,x"), "strata: got '8,x'"),
         (("a.jsonl", "--tokenizer", "bytes", "--text-field", "body"), "text_field: got 'body'"),
         (("data/fineweb", "a.jsonl"), "expected it alone"),
