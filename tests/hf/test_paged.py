@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,18 @@ def test_a_row_may_begin_with_pads_that_come_one_by_one(name: str, positions: bo
             parts.append(called(prompts["input_ids"][:, token], **given)[0])
         outputs.append(torch.cat(parts, dim=1)[mask.bool()])
     torch.testing.assert_close(*outputs, **EXACT)
+
+
+@torch.no_grad()
+def test_positions_and_angles_of_a_call_are_freed_behind_it() -> None:
+    """Both are looked up by layers through attributes of tensors, which must not keep one another alive."""
+    model, positions = injected("llama"), torch.arange(9)[None]
+    cos, sin = model.model.rotary_emb(torch.zeros(1, 9, 32), positions)
+    given = {"position_ids": positions, "position_embeddings": (cos, sin), "past_key_values": FullCache(model)}
+    model.model.layers[0].self_attn(torch.zeros(1, 9, 32), attention_mask=None, **given)
+    gone = [weakref.ref(positions), weakref.ref(cos)]
+    del positions, cos, sin, given
+    assert [ref() for ref in gone] == [None, None]
 
 
 @torch.no_grad()

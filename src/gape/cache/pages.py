@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gape.ops.paged import PAGE, PageLayout, Pages, read_keys, runs_in_kernels, write_keys
+from gape.ops.paged import PAGE, PageLayout, Pages, plain_write, read_keys, runs_in_kernels, write_keys
 
 #: Pages of the first slab for each sequence, and the share of all pages that a further slab adds.
 _FIRST_PAGES = 2
@@ -74,6 +74,8 @@ class PagedStorage:
         self._slabs: list[Tensor] = []
         self._addresses = np.zeros(0, dtype=np.int64)
         self._free = np.zeros(0, dtype=np.int64)
+        # Of each layer, until a table or a slab takes the place of another.
+        self._views: list[Pages] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedStorage:
         """A copy with pages of its own: addresses of the original would read its pages."""
@@ -86,7 +88,7 @@ class PagedStorage:
             clone._slabs = [slab.clone() for slab in self._slabs]
         for name in ("counts", "_owned", "_table", "_free"):
             setattr(clone, name, getattr(self, name).copy())
-        clone._asked = []
+        clone._asked, clone._views = [], []
         clone._addresses = np.concatenate([clone._page_addresses(slab) for slab in clone._slabs] or [self._addresses])
         clone._upload()
         return clone
@@ -109,10 +111,10 @@ class PagedStorage:
 
     def pages(self, layer: int) -> Pages:
         """The pages of a layer as attention reads them."""
-        return Pages(
-            self.layout, self._slab, self.table[layer], self.addresses[layer], self.lengths[layer],
-            self.key_norm[layer],
-        )  # fmt: skip
+        if not self._views:
+            parts = (self.table, self.addresses, self.lengths, self.key_norm)
+            self._views = [Pages(self.layout, self._slab, *views) for views in zip(*parts, strict=True)]
+        return self._views[layer]
 
     def _pages_of(self, sequences: Tensor) -> Pages:
         """The pages of some sequences, int64 (s,), as those of s rows with one key head."""
@@ -163,7 +165,11 @@ class PagedStorage:
             exposure: (B, Hk, n).
             positions: integer (n,) or (B, n).
         """
-        write_keys(self.pages(layer), k, v, exposure, positions)
+        if self.in_kernels:
+            from gape.ops.triton.paged import write_keys as write  # noqa: PLC0415
+        else:
+            write = plain_write
+        write(self.pages(layer), k, v, exposure, positions)
 
     def advance(self, tokens: int) -> None:
         """Count so many keys more in every sequence."""
@@ -284,6 +290,7 @@ class PagedStorage:
                 slab = torch.empty(total + pages, self.layout.nbytes, dtype=torch.uint8, device=self.device)
                 slab[:total] = self._slabs[0]
                 self._slabs = [slab]
+        self._views = []
         kept = self._addresses if self.in_kernels else self._addresses[:0]
         self._addresses = np.concatenate([kept, self._page_addresses(slab)])
         self._free = np.concatenate([self._free, np.arange(total, total + pages)])
@@ -296,7 +303,7 @@ class PagedStorage:
         old, width = self.width, max(width + width // _GROWTH, _FIRST_WIDTH)
         table = np.full((*self.shape, width), -1, dtype=np.int64)
         table[..., :old] = self._table
-        self._table, self.width = table, width
+        self._table, self.width, self._views = table, width, []
         with torch.inference_mode(False):
             self.table = torch.full(table.shape, -1, dtype=torch.int32, device=self.device)
             self.addresses = torch.zeros(table.shape, dtype=torch.int64, device=self.device)

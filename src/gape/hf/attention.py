@@ -124,14 +124,14 @@ def attend_layer(
         ValueError: a cache or a mask that does not go with gates, or a cache that an earlier call left half filled.
     """
     q, k, v = layer.project(x)
-    check_causality(layer.config._attn_implementation, q)
+    gates = layer.gates
     if cache is not None and layer.is_first:
         refuse_uneven(cache, layer.layer_idx, x.size(1))
-    if layer.gates is not None and isinstance(cache, PagesForTransformers):
+    if gates is not None and isinstance(cache, PagesForTransformers):
 
         def rotate() -> Rotated:
             rotated_q, rotated_k, gate, landmark = layer.rotate(q, k, positions, x, embeddings)
-            return rotated_q, rotated_k, layer.gates.amplitude[:, None] * gate / layer.context_length, landmark
+            return rotated_q, rotated_k, gates.amplitude[:, None] * gate / layer.context_length, landmark
 
         owner = layer.cache_owner
         y = cache.layer(layer.layer_idx, owner).attend(
@@ -139,6 +139,7 @@ def attend_layer(
             real=cache.real_tokens(mask, x.size(1), x.size(0)),
         )  # fmt: skip
         return layer.merge(y), None
+    check_causality(layer.config._attn_implementation, q)
     q, k, gate, landmark = layer.rotate(q, k, positions, x, embeddings)
     k, v, cached, k_positions = update_cache(
         cache, layer.layer_idx, k, v, None if layer.gates is None else landmark, positions, cache_position,
@@ -311,17 +312,16 @@ class InjectedAttention(Skips):
         wiring = self.gape_wiring
         if wiring.rotation is None or embeddings is None or wiring.family.model_type not in HALVES:
             return None
+        if torch.compiler.is_compiling():
+            return kernel_angles(q, *embeddings)
+        # All layers of a call get the same tensors.
         cos, sin = embeddings
-        batch, _, n, width = q.shape
-        # Narrower ones rotate a part of each head.
-        if cos.shape not in ((1, n, width), (batch, n, width)) or cos.stride(-1) != 1:
-            return None
-        if (cos.shape, cos.stride(), cos.dtype) != (sin.shape, sin.stride(), sin.dtype):
-            return None
-        # Wider ones than q would make q as wide.
-        if working_dtype(cos) != working_dtype(q):
-            return None
-        return (cos[0], sin[0]) if cos.size(0) == 1 else (cos, sin)
+        key = (q.shape, q.dtype, working_dtype(q), id(sin))
+        shared: tuple[Any, Any] | None = getattr(cos, "_gape_angles", None)
+        if shared is None or shared[0] != key:
+            shared = key, kernel_angles(q, cos.detach(), sin.detach())
+            cos._gape_angles = shared  # type: ignore[attr-defined]
+        return shared[1]  # type: ignore[no-any-return]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
@@ -360,13 +360,27 @@ def _positions(kwargs: dict[str, Any], batch: int) -> Tensor:
     raise ValueError("position_ids: got nothing, expected the positions of the tokens")
 
 
+def kernel_angles(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines (1 or B, n, D) of `transformers` as kernels read them; None where they rotate otherwise."""
+    batch, _, n, width = q.shape
+    # Narrower ones rotate a part of each head.
+    if cos.shape not in ((1, n, width), (batch, n, width)) or cos.stride(-1) != 1:
+        return None
+    if (cos.shape, cos.stride(), cos.dtype) != (sin.shape, sin.stride(), sin.dtype):
+        return None
+    # Wider ones than q would make q as wide.
+    if working_dtype(cos) != working_dtype(q):
+        return None
+    return (cos[0], sin[0]) if cos.size(0) == 1 else (cos, sin)
+
+
 def first_row(positions: Tensor) -> Tensor:
     """positions[0], the same tensor each time, so that what is memoized on it is not lost."""
     if torch.compiler.is_compiling():
         return positions[0]
     row: Tensor | None = getattr(positions, "_gape_row", None)
     if row is None:
-        # A view, in which later writes to positions show.
-        row = positions[0]
+        # Later writes to positions show in it. Detached, for a view of a tensor that refers to it is never freed.
+        row = positions.detach()[0]
         positions._gape_row = row  # type: ignore[attr-defined]
     return row

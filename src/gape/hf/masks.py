@@ -118,7 +118,8 @@ def real_tokens(mask: Tensor | None, n: int, batch: int) -> Tensor | None:
         return None
     if mask.dim() != 4 or mask.size(1) != 1 or mask.size(-2) != n:
         raise invalid_argument("attention_mask", mask, f"(batch, 1, {n}, keys), as transformers makes it")
-    real = memoized(mask, "_gape_real_tokens", lambda: _real_tokens(mask[:, 0]))
+    # Detached, for a view of a tensor that refers to it is never freed.
+    real = memoized(mask, "_gape_real_tokens", lambda: _real_tokens(mask.detach()[:, 0]))
     return None if real is None else real.expand(batch, -1)
 
 

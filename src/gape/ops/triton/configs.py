@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -46,10 +47,15 @@ TILES: dict[str, dict[str, Tile]] = {
 
 def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[str, int]:
     """Tile sizes and launch options of a kernel; widths are powers of two of at least 16, which matrix units want."""
-    width, value_width = (max(16, power_of_two(x.size(-1))) for x in (q, v))
+    return _tiles(q.size(-1), v.size(-1), q.dtype == torch.float32, kernel, skip)
+
+
+@functools.cache
+def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool) -> dict[str, int]:
+    width, value_width = (max(16, power_of_two(x)) for x in (width, value_width))
     widest = max(width, value_width)
     kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
-    if q.dtype == torch.float32 or (skip and kind == "widest"):
+    if single or (skip and kind == "widest"):
         kind = "small"
     elif skip:
         kind = f"{kind}, skipping"

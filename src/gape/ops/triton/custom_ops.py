@@ -92,8 +92,8 @@ def direct(kernel: Any) -> Any:
 class _OnItsDevice:
     """A kernel that runs where its first argument lies: left alone, Triton takes the current device and its stream.
 
-    Triton looks at every argument of every launch, which takes longer than the launch. What it has compiled is found
-    here by less: :func:`_likeness`.
+    Triton looks at every argument of every launch, which takes longer than the launch. What it has compiled for the
+    same arguments is looked up here.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -110,30 +110,37 @@ class _OnItsDevice:
         return launch
 
 
-#: Compiled kernels by kernel, device, launch options and what Triton compiles for.
+#: Compiled kernels by kernel, device, launch options and arguments, and how many are remembered: sizes differ.
 _COMPILED: dict[tuple[Any, ...], Any] = {}
+_MOST_COMPILED = 10_000
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], flags: dict[str, Any]) -> None:
     if not isinstance(kernel, JITFunction):
         kernel[grid](*arguments, **flags)
         return
-    key = (kernel, arguments[0].device, tuple(map(_likeness, arguments)), tuple(flags.items()))
+    # Finer than what Triton compiles for: a number is itself, a tensor its dtype and alignment. All at once, for there
+    # are some fifty arguments.
+    likeness = [
+        x
+        if type(x) is int
+        else (x.dtype, x.data_ptr() % 16)
+        if isinstance(x, Tensor)
+        else float
+        if type(x) is float
+        else (type(x), x)
+        for x in arguments
+    ]
+    key = (kernel, arguments[0].device, *likeness, *flags.items())
     compiled = _COMPILED.get(key)
     if compiled is None:
-        _COMPILED[key] = kernel[grid](*arguments, **flags)
+        if len(_COMPILED) >= _MOST_COMPILED:
+            _COMPILED.clear()
+        rest = tuple(flags[name] for name in kernel.arg_names[len(arguments) :])
+        _COMPILED[key] = kernel[grid](*arguments, **flags), rest
         return
-    rest = (flags[name] for name in kernel.arg_names[len(arguments) :])
-    compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
-
-
-def _likeness(argument: Any) -> Any:
-    """What arguments have in common for which Triton compiles the same: at least as fine as its own rule."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16
-    if type(argument) is int:
-        return argument == 1, argument % 16, -(2**31) <= argument < 2**31
-    return type(argument) if type(argument) is float else argument
+    run, rest = compiled
+    run[(*grid, 1, 1)[:3]](*arguments, *rest)
 
 
 class _Uncapped:
