@@ -4,7 +4,8 @@
     python examples/lm_eval_squad.py squad-dev.json models/smollm2 models/smollm2-gape --questions 20
 
 The file is SQuAD's, JSON or JSON in .xz. squad_choice asks which of four answers from one article is right (accuracy by
-log-likelihood); squad_answer lets the model write (exact match after greedy generation). Nothing is downloaded.
+log-likelihood); squad_answer gives the perplexity of right answers and how often each is the greedy one. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ TASKS: dict[str, dict[str, Any]] = {
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     },
     "squad_answer": {
-        "output_type": "generate_until", "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "output_type": "loglikelihood", "doc_to_target": " {{answer}}", "target_delimiter": "",
+        "metric_list": [
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+            {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
+        ],
     },
 }  # fmt: skip
 
@@ -78,7 +81,7 @@ def scores(model: str, folder: Path) -> dict[str, float]:
         f"{task} {metric.partition(',')[0]}": value
         for task in TASKS
         for metric, value in results[task].items()
-        if metric.startswith(("acc,", "exact_match,"))
+        if metric.startswith(("acc,", "perplexity,"))
     }
 
 
