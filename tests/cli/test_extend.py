@@ -39,9 +39,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sentences = [" ".join(rng.choices(words, k=6)).capitalize() + "." for _ in range(1200)]
     books = [{"id": f"b{n}", "text": " ".join(sentences[120 * n : 120 * n + 120])} for n in range(10)]
     Path("books.jsonl").write_text("".join(json.dumps(book) + "\n" for book in books))
-    # Few and short answers.
+    # Little to read and to answer.
     monkeypatch.setattr(extend_measures, "short_prompts", lambda: ["abc"] * 102)
     monkeypatch.setattr(extend, "KEPT_TOKENS", 4)
+    monkeypatch.setattr(extend, "SCORED_TEXTS", 3)
+    monkeypatch.setattr(extend, "LOGIT_TOKENS", 64)
     return tmp_path
 
 

@@ -89,7 +89,8 @@ def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options
         ids: (B, N), the text, on the model's device.
         **options: of :func:`gape.hf.plan_floors`, in place of those chosen here.
     """
-    return plan_floors(model, **({"free": free, "scores": head_score, "bounds": "scores", "ids": ids} | options))
+    chosen: dict[str, Any] = {"free": free, "scores": head_score, "bounds": "scores", "ids": ids}
+    return plan_floors(model, **(chosen | options))
 
 
 def put_in(
