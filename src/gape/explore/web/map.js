@@ -40,8 +40,9 @@ class TileStore {
     const size = this.view.header.tile;
     this.view.tile(kind, layer, head, level, row, column)
       .then((cells) => this.keep(key, cells && { cells, image: painted(cells, size, size) }))
-      .catch((error) => console.warn(`tile ${key}: ${error.message}`))
-      .finally(() => { this.waiting.delete(key); ready(); });
+      .then(() => { this.waiting.delete(key); ready(); })
+      // It stays among those that are waited for, so that it is not asked for again; the whole map shows in its place.
+      .catch((error) => console.warn(`tile ${key}: ${error.message}`));
     return undefined;
   }
 
