@@ -321,7 +321,7 @@ class InjectedAttention(Skips):
         if shared is None or shared[0] != key:
             shared = key, kernel_angles(q, cos.detach(), sin.detach())
             cos._gape_angles = shared  # type: ignore[attr-defined]
-        return shared[1]  # type: ignore[no-any-return]
+        return shared[1]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
