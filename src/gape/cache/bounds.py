@@ -73,7 +73,7 @@ class Limits:
         own = torch.maximum(self.own, self.own * most)
         return replace(self, reach=self.reach * most, own=own, jitter=self.jitter * most)
 
-    def horizon(self, eps: float, norm: float, exposure: float = 1.0) -> Tensor:
+    def horizon(self, eps: float, norm: float | Tensor, exposure: float = 1.0) -> Tensor:
         """Tokens after which no query of a head misses a key of this norm and exposure, (Hq,); inf without a floor.
 
         A key that several query heads share goes with the last of them.

@@ -141,7 +141,7 @@ class FloorPlan:
 
     def _by_key_head(self, x: Tensor) -> Tensor:
         """(…, L, Hq) → (…, L, Hk), the largest of the query heads."""
-        return x.unflatten(-1, (-1, self._groups)).amax(-1)
+        return x.view(*x.shape[:-1], -1, self._groups).amax(-1)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; `gape hf inject --floors` reads its floors."""
@@ -298,7 +298,7 @@ def _from_weights(model: Any, length: int, check: Callable[[], None]) -> Measure
     each = [limits[number] for number in sorted(limits)]
     reach, own, most = (torch.stack([getattr(x, name) for x in each]) for name in ("reach", "own", "jitter"))
     _, n_heads, n_kv_heads = sizes(model)
-    norms = (most / reach.clamp(min=1e-30)).unflatten(-1, (n_kv_heads, n_heads // n_kv_heads)).amax(-1)
+    norms = (most / reach.clamp(min=1e-30)).view(-1, n_kv_heads, n_heads // n_kv_heads).amax(-1)
     return most + own, reach, own, norms.unsqueeze(-1)
 
 
