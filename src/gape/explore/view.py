@@ -100,7 +100,7 @@ _DTYPES = {"U8": np.uint8, "I32": np.int32, "F32": np.float32}
 
 def cell_size(n: int) -> int:
     """Tokens of a cell on the map of a whole text: the least power of two that makes at most :data:`TILE` cells."""
-    return 2 ** max(0, math.ceil(math.log2(max(1, n) / TILE)))
+    return 1 << max(0, math.ceil(math.log2(max(1, n) / TILE)))
 
 
 def levels(n: int) -> Iterator[tuple[int, int]]:
