@@ -58,7 +58,7 @@ def train(
         samples = run.evaluation.validation_samples
         right = niah.hits(
             model, run.task, samples=samples, seed=run.evaluation.seed, split="validation", device=device,
-            stop=lambda: trainer.job.agree(stop.code) is not None,
+            stop=lambda: trainer.job.stop_code() is not None,
         )  # fmt: skip
         if len(right) < samples:
             trainer.job.poll()
