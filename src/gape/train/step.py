@@ -62,7 +62,7 @@ class Updater:
         config: of the run.
         device: where the parameters are.
         job: the processes that take the step together; this one alone when None.
-        call: what to call for a forward pass, from `job.parallelize`; the model when None.
+        call: what to call for a forward pass, if `job.parallelize` was asked already.
 
     Raises:
         ValueError: for lambda_l1 > 0 with a model that has no landmarks or does not return them, and for skip_eps > 0
@@ -81,7 +81,9 @@ class Updater:
         self.job = job = job or Job()
         self.model, self.optimizer, self.config, self.device = model, optimizer, config, device
         self.autocasts = config.low(device.type)
-        self._call = model if call is None else call
+        if call is None:
+            call = job.parallelize(model, low=self.autocasts, compiles=config.compiles(device.type))
+        self._call = call
         replays = config.compile == "graphs" and device.type == "cuda" and job.size == 1
         self._replay = Replay(self._update, optimizer, device) if replays else None
         if config.skip_eps:
