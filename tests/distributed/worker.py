@@ -244,7 +244,7 @@ def transformers_step(job):
 
 
 def accelerate():
-    """Dtypes in a forward pass after accelerate's own preparation for FSDP2, which on a CPU has to be called by hand."""
+    """Dtypes in a forward pass after accelerate's preparation for FSDP2, which on a CPU has to be called by hand."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 

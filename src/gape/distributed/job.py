@@ -103,9 +103,13 @@ class Job:
         """The exit code that a signal asks for in any process, None where none has come."""
         return code
 
+    def stop_code(self) -> int | None:
+        """The exit code that a signal to any process asks for, None where none has come; the processes agree."""
+        return self.agree((self.stop.code or 143) if self.stop.requested else None)
+
     def poll(self) -> None:
         """Go on, or raise Interrupted in all processes because a signal came to one."""
-        if code := self.agree(self.stop.code):
+        if code := self.stop_code():
             raise Interrupted(code)
 
     def bad_ranks(self, value: Tensor) -> list[int]:

@@ -61,8 +61,8 @@ class Updater:
         optimizer: the fused AdamW over its parameters.
         config: of the run.
         device: where the parameters are.
-        job: the processes that take the step together.
-        call: what to call for a forward pass; what `job.parallelize` gave.
+        job: the processes that take the step together; this one alone when None.
+        call: what to call for a forward pass, if `job.parallelize` was asked already.
 
     Raises:
         ValueError: for lambda_l1 > 0 with a model that has no landmarks or does not return them, and for skip_eps > 0
@@ -75,11 +75,14 @@ class Updater:
         optimizer: torch.optim.AdamW,
         config: TrainConfig,
         device: torch.device,
-        job: Job,
-        call: Any,
+        job: Job | None = None,
+        call: Any = None,
     ) -> None:
-        self.model, self.optimizer, self.config, self.device, self.job = model, optimizer, config, device, job
+        self.job = job = job or Job()
+        self.model, self.optimizer, self.config, self.device = model, optimizer, config, device
         self.autocasts = config.low(device.type)
+        if call is None:
+            call = job.parallelize(model, low=self.autocasts, compiles=config.compiles(device.type))
         self._call = call
         replays = config.compile == "graphs" and device.type == "cuda" and job.size == 1
         self._replay = Replay(self._update, optimizer, device) if replays else None

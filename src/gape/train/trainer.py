@@ -194,7 +194,7 @@ class Trainer:
     def _loop(self) -> None:
         every = self.config.checkpoint_every
         while True:
-            if code := self.job.agree(self.stop.code):
+            if code := self.job.stop_code():
                 self._save_and_stop(code)
             if self._observation_due():
                 self._observe()
@@ -327,11 +327,13 @@ class Trainer:
         except Exception as error:
             if not (self.stop.requested or isinstance(error, Interrupted)):
                 raise
-            code = error.code if isinstance(error, Interrupted) else self.stop.code
+            code = error.code if isinstance(error, Interrupted) else None
         finally:
             self.model.train()
-        if code := self.job.agree(code or self.stop.code):
-            self._save_and_stop(code)
+        # Both are asked in every process.
+        codes = self.job.agree(code), self.job.stop_code()
+        if any(codes):
+            self._save_and_stop(codes[0] or codes[1] or 143)
         return result
 
     def _record(self, metrics: dict[str, Any], seconds: float) -> None:
