@@ -11,7 +11,7 @@ from torch import Tensor
 from gape.ops.decode_prologue import Step
 from gape.ops.inputs import learning
 from gape.ops.limits import triton_cannot
-from gape.ops.prologue import GateReading, ready, whole_rows
+from gape.ops.prologue import Angles, GateReading, ready, whole_rows
 
 #: Logits that the plain form makes at once.
 _LOGITS = 2**26
@@ -98,7 +98,7 @@ def projected_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles | None,
     reading: GateReading,
     *,
     scale: float,
