@@ -130,7 +130,8 @@ def score_bounds(attended: Attended) -> Tensor:
     groups = attended.q.size(1) // attended.k.size(1)
     longest = torch.linalg.vector_norm(attended.k.to(dtype), dim=-1).cummax(-1).values[..., offset:]
     lengths = torch.linalg.vector_norm(attended.q.to(dtype), dim=-1)
-    return attended.scale * lengths * longest.repeat_interleave(groups, dim=1)
+    bounds: Tensor = attended.scale * lengths * longest.repeat_interleave(groups, dim=1)
+    return bounds
 
 
 def _rate(attended: Attended) -> Tensor | None:
