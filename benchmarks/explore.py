@@ -166,7 +166,8 @@ def _renderer(browser: Browser) -> int:
     """The number of the page's own process: of those that render, the largest."""
     session = browser.new_browser_cdp_session()
     processes: list[dict[str, Any]] = session.send("SystemInfo.getProcessInfo")["processInfo"]
-    return max((process["id"] for process in processes if process["type"] == "renderer"), key=_resident)
+    renderers = [int(process["id"]) for process in processes if process["type"] == "renderer"]
+    return max(renderers, key=_resident)
 
 
 def _resident(process: int) -> int:

@@ -215,7 +215,8 @@ def pooled(weights: Tensor, cell: int) -> Tensor:
         return weights
     rows, columns = weights.shape[-2:]
     padded = F.pad(weights, (0, -columns % cell, 0, -rows % cell))
-    return padded.unflatten(-1, (-1, cell)).amax(-1).unflatten(-2, (-1, cell)).amax(-2)
+    across = padded.view(*padded.shape[:-1], -1, cell).amax(-1)
+    return across.view(*across.shape[:-2], -1, cell, across.size(-1)).amax(-2)
 
 
 @contextmanager
@@ -359,4 +360,5 @@ class _Vocabulary:
             if token not in self._places:
                 self._places[token] = len(self.known)
                 self.known.append(self._decode(token))
-        return np.vectorize(self._places.__getitem__, otypes=[np.int32])(ids)
+        places: npt.NDArray[np.int32] = np.vectorize(self._places.__getitem__, otypes=[np.int32])(ids)
+        return places
