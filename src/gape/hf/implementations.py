@@ -88,7 +88,7 @@ class RefusesBatching:
     """Mixed into models with gates: refuses continuous batching before its thread begins."""
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, and so are `generate_batch` and `transformers serve --continuous-batching`.
+        """Refused, and so is `generate_batch`.
 
         Raises:
             ValueError: always; says why.

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -54,12 +53,6 @@ def register() -> None:
         register_type(model_type)
     AutoConfig.register(GapeConfig.model_type, GapeConfig, exist_ok=True)
     AutoModelForCausalLM.register(GapeConfig, GapeForCausalLM, exist_ok=True)
-    _publish(GapeForCausalLM)
-
-
-def _publish(model: type[Any]) -> None:
-    """Put a model class among the names of `transformers`, where `transformers serve` looks for architectures."""
-    setattr(transformers, model.__name__, model)
 
 
 def register_type(model_type: str) -> None:
@@ -166,7 +159,6 @@ def config_class(base: type[Any]) -> type[Any]:
     model = model_class(MODEL_FOR_CAUSAL_LM_MAPPING[base])
     model.config_class = config
     AutoModelForCausalLM.register(config, model, exist_ok=True)
-    _publish(model)
     return config
 
 
