@@ -211,7 +211,7 @@ class RecallWriter:
         return None
 
     def shortest(self) -> int:
-        """A number of tokens that every text with one fact fits into."""
+        """A number of tokens that nearly every text with one fact fits into: the longest name of each kind is tried."""
         longest = 0
         for form in FORMS:
             first, second, between = NAMES[form.names]
@@ -220,8 +220,8 @@ class RecallWriter:
             fact = self._fact(form, name, value or "Zuvofa")
             for layout in _LAYOUTS:
                 longest = max(longest, len(fact.ids) + len(self._apart(form, layout, [fact])[0]))
-        # Half of a text is its passage; names of the same length may take more tokens.
-        return 3 * longest
+        # Half of a text is its passage.
+        return 2 * longest
 
     def _names(self, rng: Random, kind: str, count: int) -> list[str]:
         """Different names of a kind."""

@@ -72,8 +72,9 @@ def samples(
             document = rng.choice(documents)
             start = rng.randrange(document.length - length + 1)
             passage = np.asarray(corpus.tokens(document, start, start + length), dtype=np.int64)
-            text = writer.write(passage, rng, Request(facts=1, depths=depths, repeated=0.0))
-            assert text is not None
+            text = None
+            while text is None:
+                text = writer.write(passage, rng, Request(facts=1, depths=depths, repeated=0.0))
             end = text.answers[0].stop
             yield Sample(distance, torch.from_numpy(text.ids[:end]), text.sources[0], len(text.answers[0]))
 
