@@ -107,7 +107,7 @@ KILLS = int(os.environ.get("GAPE_TEST_KILLS", "20"))
 
 
 def test_killed_at_random_moments_a_run_ends_as_if_never_killed(tmp_path):
-    arguments = ("--steps", "400", "--every", "1")
+    arguments = ("--steps", "60", "--every", "1")
     quiet = torchrun(2, *CHILD, str(tmp_path / "quiet" / "run"), *arguments, timeout=300)
     assert quiet.returncode == 0, quiet.stderr
     draw, home = random.Random(0), tmp_path / "killed"

@@ -143,6 +143,18 @@ def refuse_changes(chosen: Checkpoint, now: Identity) -> None:
         raise ValueError(f"resume: {chosen.path.name} is of another run: {'; '.join(lines)}")
 
 
+def facts(model: nn.Module, config: TrainConfig, device: torch.device, job: Job) -> dict[str, Any]:
+    """What the manifest says of a run, "auto" resolved."""
+    uncovered = NOT_COVERED.get(device.type, [])
+    return {
+        "precision": "bfloat16" if config.low(device.type) else "float32",
+        "compiled": config.compiles(device.type),
+        "processes": job.size,
+        "deterministic": {"not covered": uncovered} if config.deterministic else False,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
 def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """About how many bytes a checkpoint has."""
     weights = sum(t.nbytes for t in checkpoint.model_tensors(model)[0].values())

@@ -87,8 +87,8 @@ class Trainer:
         # Before the model is wrapped: a sharded one has another class.
         self._identity = resuming.Identity.of(self.model, config, source, extra)
         self.job.check(self.model, {"settings": self._identity.settings, "data": self._identity.data})
-        low, compiles = config.low(self.device.type), config.compiles(self.device.type)
-        call = self.job.parallelize(self.model, low=low, compiles=compiles)
+        kind = self.device.type
+        call = self.job.parallelize(self.model, low=config.low(kind), compiles=config.compiles(kind))
         self.optimizer = build(self.model, config)
         self.state = resuming.RunState()
         self.window = Window()
@@ -150,7 +150,8 @@ class Trainer:
         keep_last = self.config.keep_last + (self.config.patience > 0)
         needed = resuming.checkpoint_bytes(self.model, self.optimizer)
         self.job.from_first(lambda: checkpoint.check_space(self.checkpoints, needed, keep_last))
-        record = manifest(self.device, seed=self.config.seed, data=self._identity.data, more=self._facts())
+        facts = resuming.facts(self.model, self.config, self.device, self.job)
+        record = manifest(self.device, seed=self.config.seed, data=self._identity.data, more=facts)
         if chosen is None:
             resuming.seed_all(self.config.seed)
             self._files.cut_log(0)
@@ -167,17 +168,6 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.device)
         self.model.train()
         self._first_step, self._clock = self.state.step, time.perf_counter()
-
-    def _facts(self) -> dict[str, Any]:
-        """What the manifest says of the run, "auto" resolved."""
-        uncovered = resuming.NOT_COVERED.get(self.device.type, [])
-        return {
-            "precision": "bfloat16" if self._updater.autocasts else "float32",
-            "compiled": self.config.compiles(self.device.type),
-            "processes": self.job.size,
-            "deterministic": {"not covered": uncovered} if self.config.deterministic else False,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-        }
 
     def _restore(self, chosen: checkpoint.Checkpoint) -> None:
         resuming.refuse_changes(chosen, self._identity)
@@ -201,7 +191,11 @@ class Trainer:
             if self._validation_due():
                 self._validate()
             done = self.state.step >= self.config.max_steps or self._early()
-            if done or self._is_best() or (every and self.state.step and self.state.step % every == 0):
+            if (
+                done
+                or self._best_step() == self.state.step
+                or (every and self.state.step and self.state.step % every == 0)
+            ):
                 self._save()
             if done:
                 return
@@ -211,10 +205,6 @@ class Trainer:
         """Whether the validations so far end the run."""
         enough = 0 < self.config.stop_after_perfect <= self.state.perfect
         return enough or 0 < self.config.patience <= self.state.worse
-
-    def _is_best(self) -> bool:
-        """Whether these weights have the lowest validation loss so far."""
-        return self._best_step() == self.state.step
 
     def _step(self) -> None:
         step, config = self.state.step + 1, self.config
@@ -250,8 +240,7 @@ class Trainer:
         self.state.step = step - 1
         weights, amplitudes = self.job.full(checkpoint.model_tensors(self.model)[0]), self._amplitudes()
         gradients = dict(zip(named(self.optimizer), self._updater.norms.tolist(), strict=True))
-        ranks = self.job.bad_ranks(self._updater.own_loss)
-        dump = None
+        ranks, dump = self.job.bad_ranks(self._updater.own_loss), None
         if self.job.is_first:
             dump = write_dump(
                 self.run_dir / "dumps", step, loss=loss, norm=norm, batches=self._batches(step)[0], model=weights,
@@ -317,12 +306,8 @@ class Trainer:
         self.model.eval()
         code: int | None = None
         try:
-            with (
-                resuming.preserved_random_states(self.device),
-                torch.no_grad(),
-                self._updater.autocast(),
-                self.job.apart(self.model),
-            ):
+            random = resuming.preserved_random_states(self.device)
+            with random, torch.no_grad(), self._updater.autocast(), self.job.apart(self.model):
                 result = function(self.model, self.state.step)
         except Exception as error:
             if not (self.stop.requested or isinstance(error, Interrupted)):
@@ -331,9 +316,9 @@ class Trainer:
         finally:
             self.model.train()
         # Both are asked in every process.
-        codes = self.job.agree(code), self.job.stop_code()
-        if any(codes):
-            self._save_and_stop(codes[0] or codes[1] or 143)
+        stopped, signalled = self.job.agree(code), self.job.stop_code()
+        if stopped or signalled:
+            self._save_and_stop(stopped or signalled or 143)
         return result
 
     def _record(self, metrics: dict[str, Any], seconds: float) -> None:
