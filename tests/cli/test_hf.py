@@ -105,7 +105,8 @@ def test_a_save_that_broke_off_is_no_model_and_is_done_again(models: Path, monke
     assert not Path("gated/config.json").exists()
     assert gape_exits(*command) == 0
     assert {path.name for path in Path("gated").iterdir()} == {
-        "GAPE.md", "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "GAPE.md", "README.md", "config.json", "generation_config.json", "load_gape.py", "model.safetensors",
+        "tokenizer.json",
     }  # fmt: skip
     assert Path("gated/README.md").read_text() == "somebody else's"
 

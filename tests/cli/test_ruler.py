@@ -157,7 +157,7 @@ def test_stopped_it_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     run = ["ruler", "eval", "runs/p-rope", "--data", "samples", *EVAL]
     assert gape_exits(*run, "--out", "whole") == 0
     whole = capsys.readouterr().out
-    work, batches, later = evaluation._scored, list[object](), list[object]()
+    work, batches, later = evaluation._score_batch, list[object](), list[object]()
 
     def stopping(*arguments: object) -> object:
         batches.append(arguments)
@@ -166,10 +166,10 @@ def test_stopped_it_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch, capsys:
             later.append(arguments)
         return work(*arguments)
 
-    monkeypatch.setattr(evaluation, "_scored", stopping)
+    monkeypatch.setattr(evaluation, "_score_batch", stopping)
     assert gape_exits(*run, "--out", "parts") == 143
     assert not later
-    monkeypatch.setattr(evaluation, "_scored", work)
+    monkeypatch.setattr(evaluation, "_score_batch", work)
     (parts,) = Path("parts/ruler").glob("*/samples.jsonl")
     assert 0 < len(lines(parts)) < 18
     assert gape_exits(*run, "--out", "parts") == 0

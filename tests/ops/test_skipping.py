@@ -253,6 +253,7 @@ def test_narrow_heads_have_a_cap_of_registers(width: int, cap: int | None, kerne
 def test_a_cap_of_registers_is_for_launches_alone(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler does not know the option, and would take it for an argument of the kernel."""
     kernel, given = MagicMock(spec=JITFunction), {}
+    kernel.arg_names = ["x"]
     kernel.__getitem__.return_value = lambda *arguments, **flags: given.update(flags)
     form = MagicMock(**{"__getitem__": kernel.__getitem__})
     monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: form if traced else kernel)

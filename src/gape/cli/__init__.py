@@ -93,7 +93,9 @@ def _complain(error: BaseException) -> None:
     """Print an error in one line; of the processes of a job the first one does, or the one that says why."""
     if getattr(error, "prints", launch.is_first()):
         where = "" if launch.is_first() or getattr(error, "names_rank", False) else f"rank {launch.rank()}: "
-        print(f"gape: {where}{' '.join(str(error).split())}", file=sys.stderr)
+        # A path may hold bytes that no encoding has.
+        message = str(error).encode(errors="backslashreplace").decode()
+        print(f"gape: {where}{' '.join(message.split())}", file=sys.stderr)
 
 
 def _code(error: Exception) -> int | None:

@@ -167,6 +167,9 @@ class Settings:
                 raise invalid_argument("eps", eps, "numbers above 0; dense attention is measured in any case")
         for name in ("max_windows", "last", "samples", "chunk"):
             whole(name, getattr(self, name))
+            # Rows hold 64-bit numbers.
+            if getattr(self, name) >= 2**63:
+                raise invalid_argument(name, getattr(self, name), "a whole number below 2⁶³")
         whole("seed", self.seed, 0)
         for bounds in self.bounds:
             if bounds not in BOUNDS:

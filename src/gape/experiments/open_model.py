@@ -234,13 +234,20 @@ def transformers_identity(directory: Path, config: Any) -> Record:
     return own | known | {"train_length": None, "step": 0}
 
 
-def refuse_tokenizer(directory: Path, tokenizer: Mapping[str, Any]) -> None:
+def refuse_tokenizer(directory: Path, tokenizer: Mapping[str, Any], *, recorded: bool = False) -> None:
     """Refuse tokens that mean something else than those a model was trained on.
+
+    Args:
+        directory: of the model.
+        tokenizer: what identifies the tokens'.
+        recorded: refuse a model that records none, too.
 
     Raises:
         ValueError: the model records another tokenizer.
     """
     known = _tokenizer(read_object(directory / SETTINGS)) or _tokenizer(read_object(directory / CONFIG))
+    if recorded and not known:
+        raise ValueError(f"run: {directory} records no tokenizer, expected a run of gape lm train")
     if known and known["sha256"] != tokenizer.get("sha256"):
         expected = f"{known.get('name')}, the tokenizer that {directory} was trained with"
         raise invalid_argument("tokenizer", tokenizer.get("name"), expected)

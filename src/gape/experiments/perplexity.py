@@ -129,9 +129,9 @@ def measure_run(run: LanguageRun, directory: Path, settings: Settings, log: Log)
 
     Raises:
         BusyError: another process trains or measures the run.
-        ValueError: the corpus is of another tokenizer.
+        ValueError: the corpus is of another tokenizer, or the run records none.
     """
-    refuse_tokenizer(directory, settings.corpus.tokenizer)
+    refuse_tokenizer(directory, settings.corpus.tokenizer, recorded=True)
     with locks.locked(directory, "measured"):
         chosen = checkpoint.resolve(directory, log)
         about, name = {"step": chosen.step}, experiment.identity(run)
@@ -154,7 +154,7 @@ def measure_runs(directories: Sequence[Path], settings: Settings, *, log: Log = 
     runs = []
     for directory in directories:
         runs.append(cast(LanguageRun, read_run(directory, "lm")))
-        refuse_tokenizer(directory, settings.corpus.tokenizer)
+        refuse_tokenizer(directory, settings.corpus.tokenizer, recorded=True)
     return [measure_run(run, directory, settings, log) for directory, run in zip(directories, runs, strict=True)]
 
 

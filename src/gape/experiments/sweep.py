@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -135,7 +136,8 @@ def _end_with_parent() -> None:
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
-    if not sys.stdin.isatty():
+    # A sweep leaves its end of a pipe here; a terminal, a file or nothing at all says nothing of a parent.
+    if stat.S_ISFIFO(os.fstat(0).st_mode):
         threading.Thread(target=watch, daemon=True).start()
 
 
