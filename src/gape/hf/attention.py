@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gape.cache.layer import Rotated
 from gape.hf.cache import refuse_uneven, update_cache
-from gape.hf.families import QKV, Family, family_named
+from gape.hf.families import QKV, Family, family_named, window_of
 from gape.hf.gates import RetrofitGates
 from gape.hf.implementations import (
     OPERATOR_OF,
@@ -237,7 +237,7 @@ class InjectedAttention(Skips):
         """Why the layer cannot attend across processes; None where it can."""
         if self.softcap is not None:
             return "caps its logits"
-        return "has a sliding window" if getattr(self, "sliding_window", None) else None
+        return None if window_of(self) is None else "has a sliding window"
 
     @property
     def never_skips(self) -> str | None:

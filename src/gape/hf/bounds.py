@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gape.cache.bounds import Limits, least_rates, limits_of_maps
 from gape.gates import GAPEGates
-from gape.hf.families import rotated_part
+from gape.hf.families import rotated_part, window_of
 from gape.models.cuda_graphs import settings
 from gape.positions.rotary import Rotary
 from gape.utils.validation import invalid_argument
@@ -52,7 +52,7 @@ class InjectedLayer:
         wiring, number = module.gape_wiring, module.layer_idx
         if module.softcap is not None:
             raise ValueError(f"model: layer {number} caps its logits, expected none that does")
-        if has_window(module):
+        if window_of(module) is not None:
             raise ValueError(f"model: layer {number} has a sliding window, expected none that has one")
         n_heads, n_kv_heads, width = wiring.family.layout.sizes(module)
         return cls(
@@ -60,16 +60,6 @@ class InjectedLayer:
             scale=wiring.family.layout.scale(module), context_length=wiring.context_length, gates=module.gape,
             position=f"{wiring.family.model_type}+gape",
         )  # fmt: skip
-
-
-def has_window(module: Any) -> bool:
-    """Whether a layer sees the latest tokens only, wherever its family says so."""
-    if hasattr(module, "sliding_window"):
-        return bool(module.sliding_window)
-    kinds = getattr(module.config, "layer_types", None)
-    if kinds is not None:
-        return bool(kinds[module.layer_idx] != "full_attention")
-    return bool(getattr(module.config, "sliding_window", None))
 
 
 #: Bounds of layers whose weights have not changed since: working them out takes longer than a short prompt.
@@ -94,7 +84,8 @@ def injected_limits(model: Any, layers: Sequence[tuple[Any, InjectedLayer]]) -> 
         stretch = own if scheme is None else (float(getattr(scheme, "attention_scale", 1.0)), True)
         adapters = [settings(module) for module in layer.module.modules()]
         growth = tuple(scheme.growth) if isinstance(scheme, Rotary) else (1.0,) * layer.n_heads
-        key = (contents, adapters, stretch, growth, layer.gates.gate_floor)
+        fixed = (layer.scale, layer.context_length, layer.gates.gate_floor, layer.gates.init_gate_bias)
+        key = (contents, adapters, stretch, growth, fixed)
         known = _KNOWN.get(layer.module)
         if known is None or known[0] != key:
             known = _KNOWN[layer.module] = key, _limits(parent, layer, *stretch).grown(growth)
