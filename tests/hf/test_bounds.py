@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 import gape.hf
 from gape.cache.bounds import Limits
 from gape.cache.eviction import EvictionRule
+from gape.hf.bounds import layer_specs
 from gape.hf.families import TRANSFORMERS_4
-from gape.hf.paged import layer_specs
 from tests.hf.tiny import FLOOR, injected, made, tiny
 
 #: With a norm by the mean square, LayerNorm and biases, a joined projection, and norms of q and k, by head and of all.

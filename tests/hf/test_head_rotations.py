@@ -20,7 +20,7 @@ from gape.cache.bounds import limits_of_weights
 from gape.cache.eviction import EvictionRule
 from gape.hf import ForgettingCache, FullCache
 from gape.hf.attention import InjectedAttention
-from gape.hf.paged import layer_specs
+from gape.hf.bounds import layer_specs
 from gape.positions import build
 from tests.hf.tiny import FLOOR, opened, ours, tiny, tokens
 from tests.models.tiny import model as gpt

@@ -18,8 +18,8 @@ from transformers import DynamicCache
 
 import gape.hf
 from gape.hf import ForgettingCache, FullCache
+from gape.hf.capture import model_obstacle
 from gape.hf.families import TRANSFORMERS_4
-from gape.hf.paged import model_obstacle
 from tests.cache.witness import witnessed
 from tests.hf.tiny import FAMILIES, FLOOR, MIXTURES, broken_off, injected, made, ours, tiny, tokens
 
