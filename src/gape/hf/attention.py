@@ -33,6 +33,7 @@ from gape.hf.save_load import rebuild
 from gape.models.skipping import Skips
 from gape.ops.decode_prologue import Step
 from gape.ops.inputs import working_dtype
+from gape.positions.angles import share_angles, shares_angles
 from gape.positions.base import Scheme
 from gape.positions.gated import step_under
 from gape.positions.rotary import NoPE
@@ -382,5 +383,7 @@ def first_row(positions: Tensor) -> Tensor:
     if row is None:
         # Later writes to positions show in it. Detached, for a view of a tensor that refers to it is never freed.
         row = positions.detach()[0]
+        if shares_angles(positions):
+            share_angles(row)
         positions._gape_row = row  # type: ignore[attr-defined]
     return row
