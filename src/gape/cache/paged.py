@@ -180,8 +180,7 @@ class PagedCache:
         if self._storage is None:
             return [[0] * layer.spec.n_kv_heads for layer in self.layers]
         self._storage.read_counts()
-        largest: list[list[int]] = self._storage.counts.max(1).tolist()
-        return largest
+        return self._storage.counts.max(1).tolist()  # type: ignore[no-any-return]
 
     @property
     def realised_eps(self) -> float:
