@@ -12,10 +12,11 @@ import torch
 pytest.importorskip("transformers")
 
 import yaml
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import gape.hf
+from gape.hf.card import write_card
 from tests.hf.tiny import opened, ours, tiny, tokens
 
 #: Loads every directory that is named, in a process that has not imported gape, and generates through a pipeline.
@@ -119,3 +120,11 @@ def test_the_card_says_what_it_is_and_spares_other_peoples(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == "# mine\n"
     assert "checksum" in (tmp_path / "GAPE.md").read_text()
+
+
+def test_a_family_whose_config_names_no_context_has_a_card_too(tmp_path, monkeypatch):
+    model = opened(tiny("llama"))
+    del model.config.max_position_embeddings
+    # The default, in transformers 5.
+    monkeypatch.delattr(LlamaConfig, "max_position_embeddings", raising=False)
+    assert "| T, the training length | 16 |" in write_card(tmp_path, model).read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ pytest.importorskip("transformers")
 import gape.hf
 from gape.cache.bounds import Limits
 from gape.cache.eviction import EvictionRule
+from gape.hf.bounds import layer_specs
 from gape.hf.families import TRANSFORMERS_4
-from gape.hf.paged import layer_specs
 from tests.hf.tiny import FLOOR, injected, made, tiny
 
 #: With a norm by the mean square, LayerNorm and biases, a joined projection, and norms of q and k, by head and of all.
@@ -86,6 +87,15 @@ def test_weights_that_change_have_other_limits(change: Any) -> None:
     reach, _ = extremes(model)
     assert (limits_of(model).reach > 1.5 * before).any()
     assert (reach <= limits_of(model).reach * (1 + 1e-4)).all()
+
+
+def test_another_training_length_has_other_limits() -> None:
+    """Gates that are put in again may have the same values as those that were taken out, at the same place."""
+    model = injected("llama")
+    before = limits_of(model).rate
+    module = model.model.layers[0].self_attn
+    module.gape_wiring = replace(module.gape_wiring, context_length=32)
+    torch.testing.assert_close(limits_of(model).rate, before / 2)
 
 
 @torch.no_grad()

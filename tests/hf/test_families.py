@@ -141,3 +141,12 @@ def static(model, length):
     from transformers import StaticCache
 
     return StaticCache(config=model.config, max_cache_len=length)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "starcoder2"])
+def test_a_layer_with_a_window_does_not_attend_across_processes(family):
+    """Some families have the window in the config alone."""
+    model = gape.hf.inject(tiny(family), context_length=16)
+    assert model.model.layers[0].self_attn.refuses_slices == "has a sliding window"
+    # The other layer of Qwen2 sees everything.
+    assert (model.model.layers[1].self_attn.refuses_slices is None) == (family == "qwen2")

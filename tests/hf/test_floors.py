@@ -87,13 +87,31 @@ def test_inject_takes_a_plan() -> None:
     model = gape.hf.inject(tiny("llama"), floors=plan, start="paper", gates={"learn_landmark": False}, log_scale=True)
     modules = [module for module in model.modules() if isinstance(module, InjectedAttention)]
     assert [list(module.gape.gate_floor) for module in modules] == plan.gate_floor
-    assert model.config.gape["options"] == {"head_positions": plan.head_positions, "log_scale": True}
+    grows = [[False, True], [False, False]]
+    assert model.config.gape["options"] == {"head_positions": plan.head_positions, "log_scale": grows}
     assert model.config.gape["context_length"] == 128
     for name, value in (("context_length", 64), ("position", "rope+gape"), ("head_positions", "hope")):
         with pytest.raises(ValueError, match=f"^{name}: .*plan of floors"):
             gape.hf.inject(tiny("llama"), floors=plan, **{name: value})
     with pytest.raises(ValueError, match=r"^gate_floor: .*plan of floors"):
         gape.hf.plan(tiny("llama"), floors=plan, gates={"gate_floor": 1.0})
+
+
+@torch.no_grad()
+def test_scores_grow_only_in_heads_without_a_floor() -> None:
+    """A floor is for scores as they are within T; log 256 / log 16 is 2."""
+    model = gape.hf.inject(tiny("llama"), floors=planned("weights", context_length=16), start="paper", log_scale=True)
+    q, k = torch.ones(1, 4, 1, 8), torch.ones(1, 2, 1, 8)
+    for layer, expected in zip(model.model.layers, ([1.0, 1.0, 2.0, 2.0], [1.0] * 4), strict=True):
+        rotated = layer.self_attn.rotate(q, k, torch.tensor([256]), q, None)[0]
+        torch.testing.assert_close(rotated.norm(dim=-1)[0, :, 0] / 8**0.5, torch.tensor(expected))
+
+
+def test_a_model_that_does_not_rotate_keeps_its_positions() -> None:
+    given = {"context_length": 64, "heads": [(0, 0)]}
+    with pytest.raises(ValueError, match=r"^position, free_position: GPT2LMHeadModel does not rotate"):
+        plan_floors(tiny("gpt2"), **given)
+    assert plan_floors(tiny("gpt2"), **given, free_position=None).position is None
 
 
 def test_a_plan_that_leaves_rotations_keeps_the_models_own() -> None:
@@ -125,6 +143,7 @@ def test_a_cache_has_about_as_many_keys_as_planned() -> None:
     [
         ("free", 5), ("scores", None), ("scores", SCORES[:1]), ("heads", [(0, 2)]), ("bounds", "guess"), ("ids", None),
         ("ids", tokens(1, 129)), ("mass", 1.5), ("amplitude", 0.0), ("context_length", 0),
+        ("position", "yarn"), ("free_position", "alibi"),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_named(argument: str, value: Any) -> None:

@@ -19,9 +19,9 @@ from gape import GPT, GPTConfig
 from gape.cache.bounds import limits_of_weights
 from gape.cache.eviction import EvictionRule
 from gape.hf import ForgettingCache, FullCache
-from gape.hf.attention import InjectedAttention
-from gape.hf.paged import layer_specs
-from gape.positions import build
+from gape.hf.attention import InjectedAttention, first_row
+from gape.hf.bounds import layer_specs
+from gape.positions import angles, build
 from tests.hf.tiny import FLOOR, opened, ours, tiny, tokens
 from tests.models.tiny import model as gpt
 
@@ -68,6 +68,15 @@ def test_each_head_of_each_layer_rotates_as_it_was_told() -> None:
             queries = slice(2 * head, 2 * head + 2)
             torch.testing.assert_close(got_q[:, queries], factor * alone.queries(q, positions)[0][:, queries])
             torch.testing.assert_close(got_k[:, head], alone.keys(k, positions)[0][:, head])
+
+
+def test_layers_of_a_captured_step_with_one_row_share_angles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is cached while a graph is captured, but for positions of the step itself."""
+    monkeypatch.setattr(angles, "cacheable", lambda device: False)
+    positions, sizes = torch.tensor([[7]]), {"n_heads": 4, "head_dim": 8, "context_length": 16}
+    angles.share_angles(positions)
+    one, other = (build("rope", **sizes).angles(first_row(positions)) for _ in range(2))
+    assert one[0] is other[0]
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ from transformers import DynamicCache
 
 import gape.hf
 from gape.hf import ForgettingCache, FullCache
+from gape.hf.capture import model_obstacle
 from gape.hf.families import TRANSFORMERS_4
-from gape.hf.paged import model_obstacle
 from tests.cache.witness import witnessed
 from tests.hf.tiny import FAMILIES, FLOOR, MIXTURES, broken_off, injected, made, ours, tiny, tokens
 
@@ -49,6 +49,8 @@ def padded(length: int = 60, pads: int = 25) -> dict[str, torch.Tensor]:
 @each_cache
 @each_family
 def test_greedy_text_is_that_of_a_dynamic_cache(name: str, kind: str) -> None:
+    if (name, kind) == ("cohere", "forgetting"):
+        pytest.skip("its norms have no bounds from weights")
     # Experts of transformers work in float32 at most.
     model, prompts = made(name).to(torch.float32 if name in MIXTURES else torch.float64), padded()
     cache = CACHES[kind](model)
@@ -358,6 +360,8 @@ def test_beams_are_refused(kind: str) -> None:
         (lambda: gape.hf.inject(tiny("llama"), context_length=16, gates=FLOOR), {}, "amplitude above 0"),
         (lambda: injected("mistral"), {}, "layer 0 has a sliding window"),
         (lambda: injected("gemma2", implementation="eager"), {}, "layer 0 caps its logits"),
+        (lambda: injected("cohere"), {}, "norm: got CohereLayerNorm"),
+        (lambda: injected("phi"), {}, "q_layernorm"),
         (ours, {"eps": 0.0}, "eps"),
         (ours, {"bounds": "hopes"}, "bounds"),
     ],

@@ -44,12 +44,15 @@ if TRANSFORMERS_4:
     # Refused there.
     del FAMILIES["stablelm"]
 
-#: Families as they are without windows and caps, which caches in pages refuse.
-WITHOUT_WINDOWS: dict[str, dict[str, Any]] = {
+#: Families as they are without windows and caps, which caches in pages refuse, and without norms that have no bounds.
+PLAIN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False, "layer_types": None},
     "gemma2": {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None},
     "gemma3": {"layer_types": ["full_attention"] * 2},
+    "starcoder2": {"sliding_window": None},
+    "stablelm": {"qk_layernorm": False},
+    "phi": {"qk_layernorm": False},
 }
 #: Gates with a floor at which keys fade within a few tokens.
 FLOOR = {"gate_floor": 96.0, "init_landmark_bias": -9.0}
@@ -135,7 +138,7 @@ def made(name: str, **changes: Any) -> Any:
     """Our GPT ("gape"), or a model of a family with gates, without windows and caps."""
     if name == "gape":
         return ours(**changes)
-    return injected(name, **{**WITHOUT_WINDOWS.get(name, {}), **changes})
+    return injected(name, **{**PLAIN.get(name, {}), **changes})
 
 
 def broken_off(model: Any, cache: Any, new: int = 3) -> None:

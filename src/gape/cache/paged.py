@@ -20,7 +20,7 @@ from torch import Tensor
 from gape.cache.eviction import EvictionRule
 from gape.cache.evictor import Evictor
 from gape.cache.layer import LayerSpec, PagedLayer, gate_readings
-from gape.cache.pages import PagedStorage
+from gape.cache.pages import PagedStorage, idle_pages, park
 from gape.ops.inputs import working_dtype
 from gape.ops.paged import PAGE, page_layout
 from gape.ops.prologue import GateReading
@@ -180,8 +180,7 @@ class PagedCache:
         if self._storage is None:
             return [[0] * layer.spec.n_kv_heads for layer in self.layers]
         self._storage.read_counts()
-        largest: list[list[int]] = self._storage.counts.max(1).tolist()
-        return largest
+        return self._storage.counts.max(1).tolist()  # type: ignore[no-any-return]
 
     @property
     def realised_eps(self) -> float:
@@ -390,26 +389,11 @@ class PagedCache:
         layout, spec = page_layout(k.size(-1), v.size(-1), working_dtype(k)), self.layers[0].spec
         shape, device = (len(self.layers), k.size(0), spec.n_kv_heads), k.device
         model = self._model()
-        storage = None if model is None else _IDLE.pop(model, None)
+        storage = None if model is None else idle_pages(model)
         if storage is None or (storage.shape, storage.layout, storage.device) != (shape, layout, device):
             storage = PagedStorage(*shape, spec.n_heads, layout, device)
         if self.rule is not None:
             self._evictor = Evictor(self.rule, [layer.spec for layer in self.layers], storage)
         self._storage = storage
-        self._give_back = weakref.finalize(self, _park, self._model, storage)
+        self._give_back = weakref.finalize(self, park, self._model, storage)
         self._give_back.atexit = False
-
-
-#: Pages of caches that are gone, one for each model: a new cache of the same batch takes them with their captured step.
-_IDLE: weakref.WeakKeyDictionary[Any, PagedStorage] = weakref.WeakKeyDictionary()
-
-
-def _park(model: Any, storage: PagedStorage) -> None:
-    """Keep the tables and the captured step of a cache that is gone, and free its pages."""
-    owner = model()
-    if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Clearing would become a part of the graph.
-        return
-    storage.clear()
-    if owner is not None:
-        _IDLE[owner] = storage

@@ -9,6 +9,8 @@ Shapes: L layers, B rows, Hk key heads, W pages that a table has room for.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -329,3 +331,28 @@ class PagedStorage:
 def _part(layer: int | None) -> slice:
     """The part of all layers that a number means: one, or all."""
     return slice(None) if layer is None else slice(layer, layer + 1)
+
+
+#: Pages of caches that are gone, one for each model: a new cache of the same batch takes them with their captured step.
+_IDLE: weakref.WeakKeyDictionary[Any, PagedStorage] = weakref.WeakKeyDictionary()
+
+
+def idle_pages(model: Any) -> PagedStorage | None:
+    """Pages that an earlier cache of a model has left, for whoever asks first; None where there are none."""
+    return _IDLE.pop(model, None)
+
+
+def park(model: Callable[[], Any], storage: PagedStorage) -> None:
+    """Keep the tables and the captured step of a cache that is gone, and free its pages.
+
+    Args:
+        model: gives the model of the cache, or None once that is gone too.
+        storage: the pages.
+    """
+    owner = model()
+    if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # Clearing would become a part of the graph.
+        return
+    storage.clear()
+    if owner is not None:
+        _IDLE[owner] = storage

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gape.cache.layer import Rotated
 from gape.hf.cache import refuse_uneven, update_cache
-from gape.hf.families import QKV, Family, family_named
+from gape.hf.families import QKV, Family, family_named, window_of
 from gape.hf.gates import RetrofitGates
 from gape.hf.implementations import (
     OPERATOR_OF,
@@ -33,6 +33,7 @@ from gape.hf.save_load import rebuild
 from gape.models.skipping import Skips
 from gape.ops.decode_prologue import Step
 from gape.ops.inputs import working_dtype
+from gape.positions.angles import share_angles, shares_angles
 from gape.positions.base import Scheme
 from gape.positions.gated import step_under
 from gape.positions.rotary import NoPE
@@ -237,7 +238,7 @@ class InjectedAttention(Skips):
         """Why the layer cannot attend across processes; None where it can."""
         if self.softcap is not None:
             return "caps its logits"
-        return "has a sliding window" if getattr(self, "sliding_window", None) else None
+        return None if window_of(self) is None else "has a sliding window"
 
     @property
     def never_skips(self) -> str | None:
@@ -382,5 +383,7 @@ def first_row(positions: Tensor) -> Tensor:
     if row is None:
         # Later writes to positions show in it. Detached, for a view of a tensor that refers to it is never freed.
         row = positions.detach()[0]
+        if shares_angles(positions):
+            share_angles(row)
         positions._gape_row = row  # type: ignore[attr-defined]
     return row

@@ -1,4 +1,6 @@
-"""Bounds on every query of an injected layer, whatever the text: read off the module itself, of whatever family.
+"""Layers of `transformers` as caches in pages see them, with bounds on their queries that hold for any text.
+
+Bounds are read off the modules themselves, of whatever family.
 
 Norms and projections are called with a few inputs, so that their classes need not be known: a norm that scales is its
 answer to equal numbers, and a projection is affine. Shapes: E width, H heads, D head dim.
@@ -16,8 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from gape.cache.bounds import Limits, least_rates, limits_of_maps
+from gape.cache.eviction import EvictionRule
+from gape.cache.gpt import gpt_specs, refuse_without_floors
+from gape.cache.layer import LayerSpec
 from gape.gates import GAPEGates
-from gape.hf.families import rotated_part
+from gape.hf.families import rotated_part, window_of
 from gape.models.cuda_graphs import settings
 from gape.positions.rotary import Rotary
 from gape.utils.validation import invalid_argument
@@ -52,7 +57,7 @@ class InjectedLayer:
         wiring, number = module.gape_wiring, module.layer_idx
         if module.softcap is not None:
             raise ValueError(f"model: layer {number} caps its logits, expected none that does")
-        if has_window(module):
+        if window_of(module) is not None:
             raise ValueError(f"model: layer {number} has a sliding window, expected none that has one")
         n_heads, n_kv_heads, width = wiring.family.layout.sizes(module)
         return cls(
@@ -62,14 +67,44 @@ class InjectedLayer:
         )  # fmt: skip
 
 
-def has_window(module: Any) -> bool:
-    """Whether a layer sees the latest tokens only, wherever its family says so."""
-    if hasattr(module, "sliding_window"):
-        return bool(module.sliding_window)
-    kinds = getattr(module.config, "layer_types", None)
-    if kinds is not None:
-        return bool(kinds[module.layer_idx] != "full_attention")
-    return bool(getattr(module.config, "sliding_window", None))
+def layer_specs(model: Any, rule: EvictionRule | None) -> list[LayerSpec]:
+    """The layers of a model with gates as a cache sees them, with the bounds that a rule needs.
+
+    Raises:
+        ValueError: no layer has gates, one that has caps its logits or has a window, or the rule needs gates or floors
+            that are not there.
+    """
+    from gape.hf.attention import InjectedAttention  # noqa: PLC0415
+    from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
+
+    if isinstance(model, GapeForCausalLM):
+        return gpt_specs(model.gpt, rule)
+    gated = ((name, module) for name, module in model.named_modules() if isinstance(module, InjectedAttention))
+    layers = [
+        (model.get_submodule(name.rpartition(".")[0]), InjectedLayer.of(module))
+        for name, module in gated
+        if module.gape is not None
+    ]
+    if not layers:
+        raise invalid_argument(
+            "model", type(model).__name__, "one with gates: of gape.hf.inject, or a gape.hf.GapeForCausalLM"
+        )
+    numbers = {layer.number for _, layer in layers}
+    bare = next((number for number in range(model.config.num_hidden_layers) if number not in numbers), None)
+    if rule is not None and bare is not None and not rule.partial:
+        raise ValueError(f"model: layer {bare} has no gates and evicts nothing; expected some, or partial=True")
+    limited = rule is not None and rule.bounds == "weights"
+    limits = injected_limits(model, layers) if limited else [None] * len(layers)
+    specs = [
+        LayerSpec(
+            owner=layer.gates, number=layer.number, n_heads=layer.n_heads, n_kv_heads=layer.n_kv_heads,
+            scale=layer.scale, gates=layer.gates, context_length=layer.context_length, impl=layer.module.impl,
+            least_rate=None if rule is None else least_rates(layer), limits=each,
+        )
+        for (_, layer), each in zip(layers, limits, strict=True)
+    ]  # fmt: skip
+    refuse_without_floors(specs, rule)
+    return specs
 
 
 #: Bounds of layers whose weights have not changed since: working them out takes longer than a short prompt.
@@ -94,7 +129,8 @@ def injected_limits(model: Any, layers: Sequence[tuple[Any, InjectedLayer]]) -> 
         stretch = own if scheme is None else (float(getattr(scheme, "attention_scale", 1.0)), True)
         adapters = [settings(module) for module in layer.module.modules()]
         growth = tuple(scheme.growth) if isinstance(scheme, Rotary) else (1.0,) * layer.n_heads
-        key = (contents, adapters, stretch, growth, layer.gates.gate_floor)
+        fixed = (layer.scale, layer.context_length, layer.gates.gate_floor, layer.gates.init_gate_bias)
+        key = (contents, adapters, stretch, growth, fixed)
         known = _KNOWN.get(layer.module)
         if known is None or known[0] != key:
             known = _KNOWN[layer.module] = key, _limits(parent, layer, *stretch).grown(growth)

@@ -71,7 +71,7 @@ def _card(model: Any) -> str:
     if not isinstance(notes, dict):
         notes = {"position": config.position, "context_length": config.context_length}
     family = getattr(type(model), "gape_base", type(model)).__name__
-    base = notes.get("base_model")
+    base, context = notes.get("base_model"), getattr(config, "max_position_embeddings", None)
     lines = [*_hub_fields(notes), MARK, "", f"# {base or family} with Gated Adaptive Positional Encoding", ""]
     lines += [
         "```", "pip install 'gape[hf]'", "```", "", "```python",
@@ -82,7 +82,7 @@ def _card(model: Any) -> str:
         f"| architecture | {family} |",
         f"| base model | {base or 'none'} |",
         f"| positions | {notes['position'] or 'those of the base model, with gates'} |",
-        f"| context length | {config.max_position_embeddings:,} |",
+        f"| context length | {'not in the config' if context is None else f'{context:,}'} |",
         f"| T, the training length | {notes['context_length']:,} |",
         f"| layers with gates | {'all' if notes.get('layers') is None else notes['layers']} |",
         f"| checksum of the gates | {notes.get('checksum') or getattr(config, 'gate_checksum', None) or '–'} |",

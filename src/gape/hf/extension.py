@@ -112,7 +112,8 @@ def put_in(
         plan: of floors, for "ours".
         floors: a list for each layer, for "floors".
         factor: of YaRN; `to` over the native context by default.
-        log_scale: whether logits of queries beyond the native context grow with its logarithm, for "ours".
+        log_scale: whether logits of queries beyond the native context grow with its logarithm, in heads without a
+            floor, for "ours".
 
     Returns:
         The model, whose config names `to` as its context.

@@ -29,6 +29,8 @@ from gape.utils.validation import finite, invalid_argument, positive_number, wei
 BOUNDS = ("weights", "norms", "scores")
 #: Rotations that meet no angle beyond T that they have not met within.
 IN_RANGE = ("hope", "nope")
+#: Rotations that a plan may give to heads. Under others, scores are not those that the floors are for.
+ROTATIONS = ("rope", *IN_RANGE)
 #: Quantiles of key norms that a plan stores.
 _QUANTILES = 16
 #: Scores that are computed at once.
@@ -67,6 +69,10 @@ class FloorPlan:
     reach: list[list[float]]
     own: list[list[float]]
     norms: list[list[list[float]]]
+
+    def unbounded(self) -> list[list[bool]]:
+        """Which key heads have no floor, (L, Hk), and so may attend to keys at any distance."""
+        return [[not floor for floor in row] for row in self._by_key_head(_tensor(self.gate_floor)).tolist()]
 
     @property
     def rate(self) -> Tensor:
@@ -191,7 +197,7 @@ def plan_floors(
         ids: (B, N) tokens on the model's device, N up to T.
         mass: attention that a query may give to all keys beyond T together; None is the paper's bare bound, under which
             each of them stays below the own key.
-        position: the rotation of heads with a floor; "rope" is the model's own.
+        position: the rotation of heads with a floor, one of :data:`ROTATIONS`; "rope" is the model's own.
         free_position: that of free heads; None is that of the others.
         least: floor of heads that need none, or less.
         amplitude: Γ at the start, 1 with start="paper".
@@ -203,6 +209,7 @@ def plan_floors(
     layers, n_heads, n_kv_heads = sizes(model)
     length = _range(model, context_length)
     chosen = _chosen(heads, scores, free, (layers, n_kv_heads))
+    rotations = _rotations(model, position, free_position, chosen)
     if bounds not in BOUNDS:
         raise invalid_argument("bounds", bounds, f"one of {', '.join(BOUNDS)}")
     share = None if mass is None else weight("mass", mass)
@@ -217,20 +224,35 @@ def plan_floors(
     needed = _least_rate(gap.clamp(min=0), length, share) * length / gamma
     # Up to the next hundredth: floors that a reader can write down, and none too small.
     floors = (needed.mul(100).ceil() / 100).clamp(min=low)
-    rotations = [[position] * n_kv_heads for _ in range(layers)]
     if position in IN_RANGE:
         floors = torch.full_like(floors, low)
     groups = n_heads // n_kv_heads
     for layer, head in chosen:
         floors[layer, head * groups : (head + 1) * groups] = 0.0
-        rotations[layer][head] = free_position or position
-    own_rotation = {name for row in rotations for name in row} <= {"rope"}
     base = "rope" if position == "nope" else position
     return FloorPlan(
         context_length=length, bounds=bounds, mass=share, amplitude=gamma, free=chosen, gate_floor=floors.tolist(),
-        position=None if own_rotation else f"{base}+gape", head_positions=None if own_rotation else rotations,
+        position=None if rotations is None else f"{base}+gape", head_positions=rotations,
         gap=gap.tolist(), reach=reach.tolist(), own=own.tolist(), norms=norms.tolist(),
     )  # fmt: skip
+
+
+def _rotations(model: Any, position: str, free_position: str | None, free: Sequence[Head]) -> list[list[str]] | None:
+    """The rotation of each key head, (L, Hk); None where all have the model's own."""
+    for name, value in (("position", position), ("free_position", free_position or position)):
+        if value not in ROTATIONS:
+            raise invalid_argument(name, value, f"one of {', '.join(ROTATIONS)}")
+    layers, _, n_kv_heads = sizes(model)
+    rows = [[position] * n_kv_heads for _ in range(layers)]
+    for layer, head in free:
+        rows[layer][head] = free_position or position
+    if all(name == "rope" for row in rows for name in row):
+        return None
+    if not family_of(model).layout.rotary:
+        raise ValueError(
+            f"position, free_position: {type(model).__name__} does not rotate q and k, expected free_position=None"
+        )
+    return rows
 
 
 #: gap, reach and own (L, Hq) and norms of keys (L, Hk, quantiles), in float64 on the CPU.

@@ -59,7 +59,7 @@ def inject(
         gates: options of :class:`gape.GAPEGates`, such as {"gate_floor": 1.0}; floors may be a list for each layer of
             the model, as :func:`gape.models.config.of_layer` says.
         floors: a plan of :func:`gape.hf.plan_floors`, which gives context_length, position, gate_floor and
-            head_positions.
+            head_positions. Beside it, log_scale=True is for heads without a floor alone.
         dry_run: print what would be done, and do nothing.
         **options: options of the scheme, such as fraction or theta; theta is the model's own by default. Lists of
             `head_positions` and `log_scale` may be given for each layer, as floors.
@@ -270,6 +270,9 @@ def _planned(
     own_gates, own_options = {**(gates or {}), "gate_floor": floors.gate_floor}, dict(options)
     if floors.head_positions is not None:
         own_options["head_positions"] = floors.head_positions
+    if own_options.get("log_scale") is True:
+        # Scores that grow would lift keys beyond T over the bound that a floor is for.
+        own_options["log_scale"] = floors.unbounded()
     return floors.context_length, floors.position, own_gates, own_options
 
 

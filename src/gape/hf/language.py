@@ -16,8 +16,7 @@ from transformers import DynamicCache
 from gape.gates import GAPEGates
 from gape.hf import masks
 from gape.hf.attention import InjectedAttention
-from gape.hf.bounds import has_window
-from gape.hf.families import TRANSFORMERS_4
+from gape.hf.families import TRANSFORMERS_4, window_of
 from gape.hf.gates import MODULE
 from gape.hf.modeling_gape import GapeForCausalLM
 from gape.models.gpt import GPT, Output
@@ -179,7 +178,7 @@ def gated_layers(model: nn.Module) -> list[Any]:
     if not layers:
         raise invalid_argument("model", type(model).__name__, "one that gape.hf.inject has put gates into")
     for layer in layers:
-        if layer.softcap is not None or has_window(layer):
+        if layer.softcap is not None or window_of(layer) is not None:
             what = "has a sliding window" if layer.softcap is None else "caps its logits"
             raise ValueError(f"model: layer {layer.layer_idx} {what}, expected gates over all earlier tokens")
     return layers

@@ -19,22 +19,17 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from gape.cache.bounds import least_rates
 from gape.cache.eviction import EvictionRule
-from gape.cache.gpt import gpt_specs, refuse_without_floors
-from gape.cache.layer import LayerSpec, PagedLayer
+from gape.cache.layer import PagedLayer
 from gape.cache.paged import PagedCache
-from gape.hf.bounds import InjectedLayer, injected_limits
+from gape.hf.bounds import layer_specs
+from gape.hf.capture import model_obstacle
 from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import warn_of_idle
 from gape.hf.masks import memoized, real_tokens, refuse_pads_behind
-from gape.models.cuda_graphs import captured_logits, model_cannot
+from gape.models.cuda_graphs import captured_logits
 from gape.utils.validation import invalid_argument
 
-#: Families whose forward pass launches the same kernels for every token. Mixtures of experts do not.
-CAPTURED_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
-#: Rotations that read positions to choose their frequencies have one of these words in their name.
-_READING_ROTATIONS = ("dynamic", "longrope")
 #: Outputs that a captured step does not have.
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 #: Arguments of a forward pass under which a step may be captured, and the values that change nothing.
@@ -383,78 +378,9 @@ def with_pages(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def layer_specs(model: Any, rule: EvictionRule | None) -> list[LayerSpec]:
-    """The layers of a model with gates as a cache sees them, with the bounds that a rule needs.
-
-    Raises:
-        ValueError: no layer has gates, one that has caps its logits or has a window, or the rule needs gates or floors
-            that are not there.
-    """
-    from gape.hf.attention import InjectedAttention  # noqa: PLC0415
-    from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
-
-    if isinstance(model, GapeForCausalLM):
-        return gpt_specs(model.gpt, rule)
-    gated = ((name, module) for name, module in model.named_modules() if isinstance(module, InjectedAttention))
-    layers = [
-        (model.get_submodule(name.rpartition(".")[0]), InjectedLayer.of(module))
-        for name, module in gated
-        if module.gape is not None
-    ]
-    if not layers:
-        raise invalid_argument(
-            "model", type(model).__name__, "one with gates: of gape.hf.inject, or a gape.hf.GapeForCausalLM"
-        )
-    numbers = {layer.number for _, layer in layers}
-    bare = next((number for number in range(model.config.num_hidden_layers) if number not in numbers), None)
-    if rule is not None and bare is not None and not rule.partial:
-        raise ValueError(f"model: layer {bare} has no gates and evicts nothing; expected some, or partial=True")
-    limited = rule is not None and rule.bounds == "weights"
-    limits = injected_limits(model, layers) if limited else [None] * len(layers)
-    specs = [
-        LayerSpec(
-            owner=layer.gates, number=layer.number, n_heads=layer.n_heads, n_kv_heads=layer.n_kv_heads,
-            scale=layer.scale, gates=layer.gates, context_length=layer.context_length, impl=layer.module.impl,
-            least_rate=None if rule is None else least_rates(layer), limits=each,
-        )
-        for (_, layer), each in zip(layers, limits, strict=True)
-    ]  # fmt: skip
-    refuse_without_floors(specs, rule)
-    return specs
-
-
 def _layer_count(model: Any, pages: PagedCache) -> int:
     """Layers of a model, with gates or without."""
     return max(int(getattr(model.config, "num_hidden_layers", 0)), len(pages.layers))
-
-
-def model_obstacle(model: Any) -> str | None:
-    """Why single tokens of a model cannot be captured; None where they can."""
-    from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
-
-    kind = str(model.config.model_type).removeprefix("gape_")
-    modules = list(model.modules())
-    if not isinstance(model, GapeForCausalLM):
-        if kind not in CAPTURED_FAMILIES:
-            return f"models of type {kind} are not captured, only {', '.join(CAPTURED_FAMILIES)}"
-        rotations = [str(getattr(module, "rope_type", None)) for module in modules]
-        reading = next((name for name in rotations if any(word in name for word in _READING_ROTATIONS)), None)
-        if reading is not None:
-            return f"rotations of type {reading} read positions"
-    kinds = {type(weight) for weight in model.parameters()} - {nn.Parameter}
-    if kinds:
-        return f"it is not known whether a {kinds.pop().__qualname__} can be captured"
-    places = {str(x.device) for x in (*model.parameters(), *model.buffers())}
-    if len(places) > 1:
-        return f"the model is on {' and '.join(sorted(places))}"
-    homes = (
-        "gape.", "torch.nn.", "transformers.activations", f"transformers.models.{kind}.", "peft.tuners.lora.",
-        # Wraps gates that are saved with an adapter.
-        "peft.utils.other",
-    )  # fmt: skip
-    return model_cannot(
-        modules, model.get_input_embeddings().weight, lambda module: type(module).__module__.startswith(homes)
-    )
 
 
 def _no_pads(mask: Tensor) -> bool:

@@ -34,6 +34,11 @@ def share_angles(positions: Tensor) -> None:
     _shared_positions[positions] = True
 
 
+def shares_angles(positions: Tensor) -> bool:
+    """Whether :func:`share_angles` was called for these positions."""
+    return positions in _shared_positions
+
+
 class Row(NamedTuple):
     """One way to rotate.
 
@@ -80,7 +85,7 @@ class AngleTable:
     def shared(self, positions: Tensor) -> CosSin:
         """:meth:`at` in float32, computed once for all tables that are asked for the same tensor of positions."""
         # A tensor of inference_mode has no version that tells whether it was written to.
-        if positions.is_inference() or not (cacheable(positions.device) or positions in _shared_positions):
+        if positions.is_inference() or not (cacheable(positions.device) or shares_angles(positions)):
             return self.at(positions)
         cached = _angles.setdefault(positions, {})
         key = (self.rows, stream_of(positions.device))
