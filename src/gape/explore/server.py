@@ -8,7 +8,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from gape.explore.export import MODULES, asset, page
 from gape.explore.view import View, default_heads, parsed_heads
@@ -100,20 +100,27 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        parts = urlsplit(self.path)
-        token, _, rest = parts.path.removeprefix("/").partition("/")
         # A name that an attacker makes point here would come with a Host of its own.
         if self.headers.get("Host") not in self.server.hosts:
-            return self._send(HTTPStatus.MISDIRECTED_REQUEST, b"this server answers for 127.0.0.1 alone\n")
+            expected = " or ".join(sorted(self.server.hosts))
+            message = f"this server answers for {expected} alone; a port that is forwarded has to be the same\n"
+            return self._send(HTTPStatus.MISDIRECTED_REQUEST, message.encode())
+        try:
+            self._answer(urlsplit(self.path))
+        except KeyError:
+            self._send(HTTPStatus.NOT_FOUND, b"there is nothing here\n")
+        except ValueError as error:
+            self._send(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+        except (RuntimeError, MemoryError) as error:
+            # A device or machine without room for a tile: the page shows what it has.
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}\n".encode())
+
+    def _answer(self, parts: SplitResult) -> None:
+        token, _, rest = parts.path.removeprefix("/").partition("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
             return self._send(HTTPStatus.FORBIDDEN, b"the address lacks its token; take it from the terminal\n")
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        try:
-            body, kind = self.server.answer(rest, query)
-        except KeyError:
-            return self._send(HTTPStatus.NOT_FOUND, b"there is nothing here\n")
-        except ValueError as error:
-            return self._send(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+        body, kind = self.server.answer(rest, query)
         name = {"Content-Disposition": 'attachment; filename="gape-explore.html"'} if rest == "export" else {}
         return self._send(HTTPStatus.OK, body, kind, name)
 
