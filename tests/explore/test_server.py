@@ -86,6 +86,11 @@ def test_bytes_that_are_no_view_are_refused(data: bytes) -> None:
         View.from_bytes(data)
 
 
+def test_a_port_that_is_taken_is_refused(server: Explorer) -> None:
+    with pytest.raises(ValueError, match=r"^port: "):
+        Explorer(View.load(NEEDLE), port=server.server_port)
+
+
 def test_two_servers_have_different_tokens(server: Explorer) -> None:
     other = Explorer(View.load(NEEDLE))
     other.server_close()

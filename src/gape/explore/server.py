@@ -12,6 +12,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from gape.explore.export import MODULES, asset, page
 from gape.explore.view import View, default_heads, parsed_heads
+from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
     from gape.explore.exploration import Exploration
@@ -32,6 +33,9 @@ class Explorer(ThreadingHTTPServer):
 
     Attributes:
         url: of the page, with the token that every request has to have.
+
+    Raises:
+        ValueError: the port is taken, or needs other rights.
     """
 
     daemon_threads = True
@@ -39,7 +43,10 @@ class Explorer(ThreadingHTTPServer):
     block_on_close = False
 
     def __init__(self, view: View, exploration: Exploration | None = None, port: int = 0) -> None:
-        super().__init__((HOST, port), _Handler)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise invalid_argument("port", port, f"a port that is free and may be used, or 0 ({error})") from error
         self.view, self.exploration, self.token = view, exploration, secrets.token_urlsafe(24)
         # What the page may ask for besides; an exported view has nobody to ask.
         self._data = View({**view.header, "live": exploration is not None}, view.arrays).to_bytes()
