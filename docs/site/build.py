@@ -46,7 +46,7 @@ def pages(nav: Any) -> Iterator[str]:
 def stage_page(page: str) -> None:
     """Copy a page, and the files that it shows or links to."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)\s#]+)", text):
+    for link in re.findall(r'(?:\]\(|src=")([^)\s#"]+)', text):
         source = (ROOT / page).parent / link
         if ":" not in link and source.suffix != ".md" and source.is_file():
             copy(source.resolve())

@@ -114,13 +114,24 @@ def test_a_link_brings_the_same_state_back(browser: Any, tmp_path: Path) -> None
     assert opened.page.locator("input[value=gate]").is_checked()
     assert opened.page.locator("#metric").input_value() == "entropy"
     opened.page.locator("#tokens").press("End")
-    opened.page.wait_for_function("location.hash.includes('t=511')")
+    opened.page.wait_for_url(re.compile("t=511"))
     opened.page.reload()
     opened.page.wait_for_selector("html[data-ready=yes]")
     assert opened.text("#details h2") == "Token 511"
     assert "a=3,9" in opened.page.url
     assert "z=0.1" in opened.page.url
     opened.close()
+
+
+@pytest.mark.slow
+def test_a_server_that_has_ended_leaves_no_attention_of_an_earlier_token(browser: Any, live: Explorer) -> None:
+    opened = Opened(browser, live.url)
+    assert "·" in opened.text("#details ol")
+    opened.page.route("**/row?*", lambda route: route.abort())
+    opened.page.keyboard.press("ArrowLeft")
+    opened.page.get_by_text("No answer").wait_for()
+    assert opened.page.locator("#details .columns p.note").count() == 2
+    opened.page.close()
 
 
 @pytest.mark.slow

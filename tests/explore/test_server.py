@@ -71,6 +71,26 @@ def test_other_paths_are_not_there(server: Explorer, path: str) -> None:
     assert get(server, f"{urlsplit(server.url).path}{path}").status == 404
 
 
+def test_a_target_that_is_no_address_is_refused(server: Explorer, capfd: pytest.CaptureFixture[str]) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.putrequest("GET", "http://[", skip_host=True)
+    connection.putheader("Host", f"127.0.0.1:{server.server_port}")
+    connection.endheaders()
+    assert connection.getresponse().status == 400
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("data", [b"", b"\x04" + bytes(7) + b"1234", b"\x02" + bytes(7) + b"{}", b"\xff" * 40])
+def test_bytes_that_are_no_view_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^view: "):
+        View.from_bytes(data)
+
+
+def test_a_port_that_is_taken_is_refused(server: Explorer) -> None:
+    with pytest.raises(ValueError, match=r"^port: "):
+        Explorer(View.load(NEEDLE), port=server.server_port)
+
+
 def test_two_servers_have_different_tokens(server: Explorer) -> None:
     other = Explorer(View.load(NEEDLE))
     other.server_close()

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from gape.explore.export import MODULES, asset, page
 from gape.explore.view import View, default_heads, parsed_heads
+from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
     from gape.explore.exploration import Exploration
@@ -32,6 +33,9 @@ class Explorer(ThreadingHTTPServer):
 
     Attributes:
         url: of the page, with the token that every request has to have.
+
+    Raises:
+        ValueError: the port is taken, or needs other rights.
     """
 
     daemon_threads = True
@@ -39,7 +43,10 @@ class Explorer(ThreadingHTTPServer):
     block_on_close = False
 
     def __init__(self, view: View, exploration: Exploration | None = None, port: int = 0) -> None:
-        super().__init__((HOST, port), _Handler)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise invalid_argument("port", port, f"a port that is free and may be used, or 0 ({error})") from error
         self.view, self.exploration, self.token = view, exploration, secrets.token_urlsafe(24)
         # What the page may ask for besides; an exported view has nobody to ask.
         self._data = View({**view.header, "live": exploration is not None}, view.arrays).to_bytes()
@@ -100,20 +107,27 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        parts = urlsplit(self.path)
-        token, _, rest = parts.path.removeprefix("/").partition("/")
         # A name that an attacker makes point here would come with a Host of its own.
         if self.headers.get("Host") not in self.server.hosts:
-            return self._send(HTTPStatus.MISDIRECTED_REQUEST, b"this server answers for 127.0.0.1 alone\n")
+            expected = " or ".join(sorted(self.server.hosts))
+            message = f"this server answers for {expected} alone; a port that is forwarded has to be the same\n"
+            return self._send(HTTPStatus.MISDIRECTED_REQUEST, message.encode())
+        try:
+            self._answer(urlsplit(self.path))
+        except KeyError:
+            self._send(HTTPStatus.NOT_FOUND, b"there is nothing here\n")
+        except ValueError as error:
+            self._send(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+        except (RuntimeError, MemoryError) as error:
+            # A device or machine without room for a tile: the page shows what it has.
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}\n".encode())
+
+    def _answer(self, parts: SplitResult) -> None:
+        token, _, rest = parts.path.removeprefix("/").partition("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
             return self._send(HTTPStatus.FORBIDDEN, b"the address lacks its token; take it from the terminal\n")
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        try:
-            body, kind = self.server.answer(rest, query)
-        except KeyError:
-            return self._send(HTTPStatus.NOT_FOUND, b"there is nothing here\n")
-        except ValueError as error:
-            return self._send(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+        body, kind = self.server.answer(rest, query)
         name = {"Content-Disposition": 'attachment; filename="gape-explore.html"'} if rest == "export" else {}
         return self._send(HTTPStatus.OK, body, kind, name)
 

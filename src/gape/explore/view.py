@@ -2,9 +2,28 @@
 
 A view is a safetensors file: eight bytes with the length of a JSON object, that object, then the bytes of the arrays.
 The object names each array with its dtype, shape and place; its `__metadata__` has the header of the view as JSON under
-`view`. `docs/guide/explore.md` lists header and arrays.
+`view`.
 
-Shapes: N tokens, L layers, Hq / Hk query / key heads, S cells along a side of a map, E values of eps, P predictions.
+Header: `tokens` (N), `model` (`layers` L, `n_heads` Hq, `n_kv_heads` Hk, …), `vocabulary` (texts of tokens), `marks`,
+`eps` (values of the slider), `cell` (tokens of a cell of a whole map, a power of two), `tile` (256), `least_weight`,
+`bytes_per_key` and `full` (finest level by "LAYER.HEAD").
+
+| array | shape | meaning |
+|---|---|---|
+| `token`, `next`, `plain` | N; N × P | places in `vocabulary`: the text, likely next tokens, the same without gates |
+| `next_probability`, `plain_probability` | N × P | in 255ths |
+| `gate`, `score` | L × Hq × N | bytes, evenly by logarithm between two ends: g, and a bound on scores |
+| `gate_range`, `score_range` | L × Hq × 2 | the two ends |
+| `rate_per_gate`, `horizon` | L × Hq | Γ/T; 1 / mean rate |
+| `entropy_KIND`, `retrieval_KIND` | L × Hq | with gates (`gated`) and without (`plain`) |
+| `landmark`, `evicted_at` | L × Hk × N | l in 255ths; the first step of `eps` that evicts a key, 255 for none |
+| `density`, `floor` | L × Hk | share of l > 0.5; whether all gates of a key head have a floor |
+| `map_KIND` | L × Hq × S × S | largest attention of a cell, queries by rows, as :func:`weight_bytes` has it |
+| `tiles_KIND/L/H`, `index_KIND/L/H` | T × 256 × 256; T × 3 | finer parts of maps: level, row, column |
+
+Cells of level z have `cell` / 2^z tokens. Tiles that are missing are empty.
+
+Shapes: N tokens, L layers, Hq / Hk query / key heads, S cells along a side of a map, P predictions, T tiles.
 """
 
 from __future__ import annotations
@@ -67,15 +86,17 @@ class View:
             start = 8 + int.from_bytes(data[:8], "little")
             entries = json.loads(data[8:start])
             header = json.loads(entries.pop("__metadata__")["view"])
+            body = memoryview(data)[start:]
             arrays = {
-                name: np.frombuffer(data[start:][slice(*about["data_offsets"])], _DTYPES[about["dtype"]])
+                name: np.frombuffer(body[slice(*about["data_offsets"])], _DTYPES[about["dtype"]])
                 .reshape(about["shape"])
                 for name, about in entries.items()
             }  # fmt: skip
-        except (ValueError, KeyError, TypeError) as error:
+            kind = (header.get("format"), header.get("version"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"view: got {len(data):,} bytes, expected a view of gape explore: {error}") from error
-        if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
-            raise invalid_argument("view", header.get("version"), f"{FORMAT}, version {VERSION}")
+        if kind != (FORMAT, VERSION):
+            raise invalid_argument("view", kind, f"{FORMAT}, version {VERSION}")
         return cls(header, arrays)
 
     def save(self, path: Path) -> None:
@@ -115,11 +136,6 @@ def weight_bytes(weights: npt.NDArray[Any]) -> Bytes:
     with np.errstate(divide="ignore"):
         scaled = 1 - np.log(weights) / math.log(LEAST_WEIGHT)
     return np.asarray(np.rint(255 * np.clip(scaled, 0, 1)), dtype=np.uint8)
-
-
-def level_name(kind: str, layer: int, head: int, level: int) -> str:
-    """The name of the array with a finer map of one head, (cells, cells), uint8."""
-    return f"map_{kind}/{layer}/{head}/{level}"
 
 
 def parsed_heads(text: str, layers: int, heads: int) -> list[tuple[int, int]]:

@@ -41,7 +41,8 @@ export class Heads {
     const c = fitted(canvas, width, height);
     c.clearRect(0, 0, width, height);
     const metric = this.metrics.find(({ name }) => name === state.get("metric"));
-    const value = (l, k) => (metric.log ? Math.log(Math.max(metric.of(view, l, k), 1e-9)) : metric.of(view, l, k));
+    // Gates at an identity start never forget: their horizon has no end.
+    const value = (l, k) => (metric.log ? Math.log(Math.min(Math.max(metric.of(view, l, k), 1e-9), 1e9)) : metric.of(view, l, k));
     let [low, high] = [Infinity, -Infinity];
     for (let l = 0; l < view.layers; l++) for (let k = 0; k < view.heads; k++) { low = Math.min(low, value(l, k)); high = Math.max(high, value(l, k)); }
     if (!metric.log) low = Math.min(0, low);

@@ -106,10 +106,16 @@ class Page {
   async readRows() {
     const { view, state } = this;
     const [layer, head, token] = ["layer", "head", "token"].map((name) => state.get(name));
-    const rows = await Promise.all(view.kinds.map((kind) => view.row(kind, layer, head, token)));
+    const rows = await Promise.all(view.kinds.map((kind) => view.row(kind, layer, head, token))).catch((error) => this.failed(error));
     if (layer !== state.get("layer") || head !== state.get("head") || token !== state.get("token")) return;
-    view.kinds.forEach((kind, number) => { this.rows[kind] = rows[number]; });
+    // Without an answer nothing is shown, instead of the attention of an earlier query.
+    view.kinds.forEach((kind, number) => { this.rows[kind] = rows?.[number]; });
     this.draw(new Set(["rows"]));
+  }
+
+  failed(error) {
+    console.warn(error.message);
+    byId("about").textContent = "No answer from gape explore. Is it still running? Start it again for the attention of other tokens.";
   }
 
   labels(changed) {
@@ -180,8 +186,8 @@ class Page {
       this.starts = new Int32Array(view.n);
       const parts = [];
       let length = 0;
-      for (let i = 0; i < view.n; i++) { this.starts[i] = length; parts.push(view.text(i)); length += parts[i].length; }
-      this.whole = parts.join("").toLowerCase();
+      for (let i = 0; i < view.n; i++) { this.starts[i] = length; parts.push(view.text(i).toLowerCase()); length += parts[i].length; }
+      this.whole = parts.join("");
     }
     const places = [];
     let token = 0;

@@ -1,4 +1,4 @@
-// A view as docs/guide/explore.md describes it: a safetensors file whose metadata has the header.
+// A view as src/gape/explore/view.py describes it: a safetensors file whose metadata has the header.
 
 const TYPES = { U8: Uint8Array, I32: Int32Array, F32: Float32Array };
 const NAMES = { 9: "⇥", 10: "↵", 13: "␍", 32: " " };
