@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import gape.hf
 from gape.experiments import extend, extend_measures
@@ -109,6 +109,14 @@ def test_killed_anywhere_it_resumes_to_the_same_model(home: Path, monkeypatch: p
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not Path("killed/start").exists()
     assert not Path("killed/tuning/checkpoints").exists()
+
+
+def test_a_figure_that_is_not_finite_is_no_row(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = {name: torch.full_like(value, torch.nan) for name, value in load_file("small/model.safetensors").items()}
+    save_file(broken, "small/model.safetensors", {"format": "pt"})
+    assert gape_exits("hf", "extend", "small", "books.jsonl", *SMALL, "--out", "out", "--method", "plain") == 2
+    assert "nll: " in capsys.readouterr().err
+    assert not Path("out/rows.jsonl").exists()
 
 
 def test_one_process_extends(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
