@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import gape.hf
 from gape.experiments import extend, extend_measures
@@ -96,8 +96,8 @@ def test_killed_anywhere_it_resumes_to_the_same_model(home: Path, monkeypatch: p
         raise Killed
 
     places = (
-        (extend.recall, "samples"), (extend.extension, "floor_plan"), (extend.extension, "put_in"),
-        (extend.measures, "answer"), (extend.Path, "rename"), (extend.report, "write"),
+        (extend.recall, "samples"), (extend.Job, "planned"), (extend.finetune, "save"), (extend.measures, "answer"),
+        (extend.Path, "rename"), (extend.shutil, "rmtree"), (extend.report, "write"),
     )  # fmt: skip
     for owner, name in places:
         with monkeypatch.context() as patched:
@@ -107,6 +107,23 @@ def test_killed_anywhere_it_resumes_to_the_same_model(home: Path, monkeypatch: p
     gape.hf.extend("small", "books.jsonl", out="killed", **options)
     first, second = weights("whole"), weights("killed")
     assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not Path("killed/start").exists()
+    assert not Path("killed/tuning/checkpoints").exists()
+
+
+def test_a_figure_that_is_not_finite_is_no_row(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = {name: torch.full_like(value, torch.nan) for name, value in load_file("small/model.safetensors").items()}
+    save_file(broken, "small/model.safetensors", {"format": "pt"})
+    assert gape_exits("hf", "extend", "small", "books.jsonl", *SMALL, "--out", "out", "--method", "plain") == 2
+    assert "nll: " in capsys.readouterr().err
+    assert not Path("out/rows.jsonl").exists()
+
+
+def test_one_process_extends(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert gape_exits("hf", "extend", "small", "books.jsonl", *SMALL, "--out", "out") == 2
+    assert "nproc-per-node: " in capsys.readouterr().err
+    assert not Path("out").exists()
 
 
 def test_lora_changes_projections_alone_and_is_merged(home: Path) -> None:
@@ -139,6 +156,12 @@ def test_a_dry_run_says_time_and_memory_and_writes_nothing(home: Path, capsys: p
         (("small", "books.jsonl", "--method", "other"), "method: "),
         (("small", "books.jsonl", "--free", "99"), "free: "),
         (("small", "books.jsonl", "--length", "64"), "length: "),
+        (("small", "books.jsonl", "--lengths", "0,640"), "lengths: "),
+        (("small", "books.jsonl", "--keep", "0.8"), "keep: "),
+        (("small", "books.jsonl", "--plan", "mass=7"), "mass: "),
+        (("small", "books.jsonl", "--plan", "other=1"), "plan: "),
+        (("small", "books.jsonl", "--plan", "position=other"), "other"),
+        (("small", "books.jsonl", "--method", "yarn", "--free", "2"), "free: "),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_left(

@@ -260,10 +260,28 @@ def test_recall_texts_are_tuned_on(models: Path, capsys: pytest.CaptureFixture[s
     assert gape_exits("hf", "inject", "worded", "--context-length", "16", "--out", "gated") == 0
     assert gape_exits("hf", "finetune", "gated", "text.txt", "--out", "run", *options, "--heldout-fraction", "0") == 0
     assert json.loads(Path("run/run.json").read_text())["recall"]["share"] == 0.5
-    command = ("hf", "finetune", "gated", "run/corpus", "--out", "other", *options, "--length", "100")
-    assert gape_exits(*command) == 2
-    assert "length: " in capsys.readouterr().err
-    assert not Path("other").exists()
+    for more, words in (
+        (("--length", "100"), "length: "),
+        (("--context-parallel", "2"), "skip_to: "),
+        (("--lora", "2", "--learn", "gates"), "learn: "),
+    ):
+        assert gape_exits("hf", "finetune", "gated", "text.txt", "--out", "other", *options, *more) == 2
+        assert words in capsys.readouterr().err
+        assert not Path("other").exists()
+
+
+def test_the_card_names_the_loss_of_the_weights_that_were_saved(models: Path) -> None:
+    corpus = str(text.corpus(models / "books").directory)
+
+    def card_after(steps: int, start: str, out: str) -> str:
+        options = (*TRAIN, "--steps", str(steps), "--validate-every", "2")
+        assert gape_exits("hf", "finetune", start, corpus, "--out", out, *options) == 0
+        return Path(f"{out}/model/README.md").read_text()
+
+    assert gape_exits("hf", "inject", "llama", "--context-length", "16", "--out", "gated") == 0
+    assert "held-out loss" in card_after(2, "gated", "validated")
+    # The last validation was of other weights, and so was that of the model it began with.
+    assert "held-out loss" not in card_after(3, "validated/model", "later")
 
 
 def test_a_corpus_of_bytes_with_a_short_first_document_is_refused(models: Path) -> None:

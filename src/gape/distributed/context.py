@@ -203,10 +203,10 @@ class ContextParallel:
         sides = (None if x is None else x[:, :, part] for x, part in ((gate, rows), (side, slice(end))))
         if _scheme(layer) is None:
             return _attend_injected(layer, q[:, :, rows], k[:, :, :end], v[:, :, :end], *sides)
-        seen = {}
+        documents = {}
         if q_documents is not None and k_documents is not None:
-            seen = {"q_documents": q_documents[:, rows], "k_documents": k_documents[:, :end]}
-        return attend(q[:, :, rows], k[:, :, :end], v[:, :, :end], *sides, **seen, **how)
+            documents = {"q_documents": q_documents[:, rows], "k_documents": k_documents[:, :end]}
+        return attend(q[:, :, rows], k[:, :, :end], v[:, :, :end], *sides, **documents, **how)
 
     def _pieces(self, n: int) -> list[tuple[slice, int]]:
         """Runs of queries that follow one another, and where the keys that they see end."""

@@ -197,8 +197,8 @@ def _announce(me: _Processes, error: BaseException) -> None:
 
 def _lost_connection(error: BaseException) -> bool:
     """Whether an error is that of a collective whose other side is gone."""
-    told = isinstance(error, RuntimeError) and any(word in str(error) for word in _CONNECTION)
-    return told or isinstance(error, dist.DistError)
+    by_words = isinstance(error, RuntimeError) and any(word in str(error) for word in _CONNECTION)
+    return by_words or isinstance(error, dist.DistError)
 
 
 def _blame(me: _Processes, error: BaseException) -> RankError:

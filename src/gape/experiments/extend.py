@@ -37,7 +37,7 @@ from gape.tasks import recall
 from gape.tasks.ruler import sources
 from gape.tasks.ruler.generator import SHORTEST
 from gape.tasks.ruler.readers import TransformersReader
-from gape.utils import files, locks
+from gape.utils import files, launch, locks
 from gape.utils.jsonl import read_object
 from gape.utils.progress import Progress
 from gape.utils.validation import invalid_argument, suggestion, whole
@@ -163,6 +163,8 @@ class Job:
             ValueError: names the argument.
         """
         settings = self.settings
+        if launch.size() > 1:
+            raise invalid_argument("nproc-per-node", launch.size(), "one process; gape hf finetune takes several")
         refuse_missing(settings.model)
         for given in settings.data:
             if not given.startswith("hf:") and not Path(given).exists():
@@ -177,10 +179,28 @@ class Job:
         if settings.free is not None and whole("free", settings.free, 0) > most:
             raise invalid_argument("free", settings.free, f"at most {most}, the key heads of the model")
         settings.train_config(self.native, self.precision)
-        if settings.method == "floors":
-            extension.put_in(model, "floors", to=settings.to, floors=self._stored_floors())
-        elif settings.method in ("yarn", "nope"):
-            extension.put_in(model, settings.method, to=settings.to, factor=settings.factor)
+        self._refuse_method(model)
+
+    def _refuse_method(self, model: Any) -> None:
+        """Refuse options of the method by what would be put into a model, which is changed."""
+        settings, plan = self.settings, None
+        if settings.method == "ours":
+            # Bad options show on any text and any scores.
+            layers, _, n_kv_heads = sizes(model)
+            ids, scores = torch.arange(min(16, self.native))[None], torch.zeros(layers, n_kv_heads)
+            plan = extension.floor_plan(model.eval(), scores, self.free(model), ids, **settings.plan)
+        self._put_in(model, plan)
+
+    def _put_in(self, model: Any, plan: FloorPlan | None) -> None:
+        settings = self.settings
+        extension.put_in(
+            model, settings.method, to=settings.to, plan=plan, floors=self._stored_floors(), factor=settings.factor,
+            log_scale=settings.log_scale,
+        )  # fmt: skip
+
+    def free(self, model: Any) -> int:
+        """How many key heads have no floor."""
+        return extension.default_free(model) if self.settings.free is None else self.settings.free
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -197,14 +217,15 @@ class Job:
                 settings.model, settings.data, self.out, settings.heldout_fraction, self.progress
             )
             _refuse_short(corpus, window)
-            if settings.method != "plain":
-                # What the tuning would refuse.
-                train = WindowSource(corpus, length=window)
-                RecallSource(train, load_tokenizer(settings.model), settings.recall_config())
             return corpus
 
+        def check(text: WindowSource) -> None:
+            if settings.method != "plain":
+                # What the tuning would refuse.
+                RecallSource(text, load_tokenizer(settings.model), settings.recall_config())
+
         windows = {"length": window, "batch_size": settings.batch_size}
-        return finetune.window_source(settings.model, config, self.out, opened, windows).corpus
+        return finetune.window_source(settings.model, config, self.out, opened, windows, check).corpus
 
     def run(self) -> None:
         """Everything that is missing, in order."""
@@ -217,7 +238,8 @@ class Job:
             self._start()
             self._tune()
             measures.measure(store, AFTER, wanted, self.corpus, partial(self._reader, str(self.out / MODEL)), original)
-        report.write(self.out, settings.stored() | {"native": self.native}, store.rows(), self._minutes())
+        minutes = report.tuning_minutes(self.out / TUNING)
+        report.write(self.out, settings.stored() | {"native": self.native}, store.rows(), minutes)
 
     def measures(self) -> Measures:
         """What is measured: lengths up to the target that held-out documents fill, and needles."""
@@ -278,10 +300,7 @@ class Job:
         model = load_transformers(settings.model).to(self.device).eval()
         plan = self._plan(model) if settings.method == "ours" else None
         torch.manual_seed(settings.seed)
-        extension.put_in(
-            model.cpu(), settings.method, to=settings.to, plan=plan, floors=self._stored_floors(),
-            factor=settings.factor, log_scale=settings.log_scale,
-        )  # fmt: skip
+        self._put_in(model.cpu(), plan)
         model.config.gape_from = base_of(settings.model)
         finetune.save(model, settings.model, start)
 
@@ -301,10 +320,8 @@ class Job:
 
     def planned(self, model: Any, scores: torch.Tensor) -> FloorPlan:
         """Floors for a model by the scores of its heads (L, Hk)."""
-        settings = self.settings
-        free = extension.default_free(model) if settings.free is None else settings.free
         ids = next(iter(self._passages(min(LOGIT_TOKENS, self.native))))[None].to(self.device)
-        return extension.floor_plan(model, scores, free, ids, **settings.plan)
+        return extension.floor_plan(model, scores, self.free(model), ids, **self.settings.plan)
 
     def _passages(self, length: int) -> Iterator[torch.Tensor]:
         """Passages of training text, int64 (length,) or shorter where no document has so many."""
@@ -348,34 +365,22 @@ class Job:
     def _tune(self) -> None:
         """Tune the model, and put the result in its place."""
         settings, done = self.settings, self.out / MODEL
-        if (done / "config.json").is_file():
-            return
-        kept = self._kept()
-        written = finetune.finetune(
-            str(self.out / START), [str(self.corpus.directory)], self.out / TUNING,
-            settings.train_config(self.native, self.precision), length=settings.window(self.native),
-            batch_size=settings.batch_size, learn="all", device=str(self.device), resume="auto",
-            heldout_fraction=settings.heldout_fraction, gradient_checkpointing=settings.gradient_checkpointing,
-            variant=settings.method, recall=settings.recall_config(), kept=kept, lora=settings.lora,
-        )  # fmt: skip
-        written.rename(done)
+        if not (done / "config.json").is_file():
+            kept = self._kept()
+            written = finetune.finetune(
+                str(self.out / START), [str(self.corpus.directory)], self.out / TUNING,
+                settings.train_config(self.native, self.precision), length=settings.window(self.native),
+                batch_size=settings.batch_size, learn="all", device=str(self.device), resume="auto",
+                heldout_fraction=settings.heldout_fraction, gradient_checkpointing=settings.gradient_checkpointing,
+                variant=settings.method, recall=settings.recall_config(), kept=kept, lora=settings.lora,
+            )  # fmt: skip
+            written.rename(done)
         # What a resumed command would need is not needed any more, and is several times as large as the model.
         shutil.rmtree(self.out / TUNING / "checkpoints", ignore_errors=True)
         shutil.rmtree(self.out / START, ignore_errors=True)
 
     def _reader(self, name: str) -> TransformersReader:
         return transformers_reader(name, device=self.device, low=self.low)
-
-    def _minutes(self) -> float | None:
-        """Minutes of the updates, from the log of the tuning."""
-        path = self.out / TUNING / "runtime.jsonl"
-        if not path.is_file():
-            return None
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        timing = {row["step"]: row["seconds_per_step"] for row in rows if row.get("event") == "timing"}
-        steps = sorted(timing)
-        seconds = sum((step - before) * timing[step] for before, step in zip([0, *steps], steps, strict=False))
-        return seconds / 60 if steps else None
 
 
 def _refuse_short(corpus: Corpus, window: int) -> None:

@@ -9,8 +9,9 @@ import torch
 
 import gape.hf
 from gape.experiments.extend_settings import SCORED_TEXTS, Settings
+from gape.experiments.finetune import checkpoint_gradients
 from gape.experiments.open_model import base_of, load_transformers
-from gape.hf import extension
+from gape.hf.adapters import add_lora
 from gape.hf.extension import METHODS
 from gape.hf.heads import sizes
 
@@ -27,7 +28,6 @@ def describe(job: Job) -> str:
     job.check()
     model = load_transformers(settings.model)
     n_parameters, window = sum(p.numel() for p in model.parameters()), settings.window(job.native)
-    free = extension.default_free(model) if settings.free is None else settings.free
     layers, _, n_kv_heads = sizes(model)
     config = settings.train_config(job.native, job.precision)
     lines = [
@@ -35,7 +35,9 @@ def describe(job: Job) -> str:
         f"method       {settings.method}: {METHODS[settings.method]}",
     ]
     if settings.method == "ours":
-        lines.append(f"heads        {free} of {layers * n_kv_heads} key heads free, by {SCORED_TEXTS} recall texts")
+        lines.append(
+            f"heads        {job.free(model)} of {layers * n_kv_heads} key heads free, by {SCORED_TEXTS} recall texts"
+        )
     if settings.method != "plain":
         tokens = config.accumulation * settings.batch_size * window
         seconds, peak = _trial(model, settings, window, job.device, low=job.low)
@@ -54,7 +56,12 @@ def describe(job: Job) -> str:
 def _trial(model: Any, settings: Settings, window: int, device: torch.device, *, low: bool) -> tuple[float, int]:
     """Seconds of a micro-batch, and bytes of tuning: weights, gradients, two averages and what the pass needs."""
     own = sum(p.nbytes for p in model.parameters())
-    states = own if settings.lora else 4 * own
+    # Matrices of LoRA are small beside the weights.
+    moments = 0 if settings.lora else 2 * own
+    if settings.lora:
+        add_lora(model, settings.lora)
+    if settings.gradient_checkpointing:
+        checkpoint_gradients(model)
     wrapped = gape.hf.LanguageModel(model.to(device).train())
     ids = torch.zeros(settings.batch_size, window, dtype=torch.int64, device=device)
     if device.type == "cuda":
@@ -67,5 +74,5 @@ def _trial(model: Any, settings: Settings, window: int, device: torch.device, *,
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - began
     # Weights and gradients are in the peak already.
-    peak = torch.cuda.max_memory_allocated(device) + 2 * own if device.type == "cuda" else 0
-    return seconds, max(states, peak)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else own + moments // 2
+    return seconds, peak + moments

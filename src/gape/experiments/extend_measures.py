@@ -88,6 +88,9 @@ def measure(
         corpus: whose held-out documents are read.
         open_reader: opens the model, once and only if something is missing.
         original: opens the model that short answers are compared with; None compares nothing.
+
+    Raises:
+        ValueError: a figure that is not finite; rows before it are stored.
     """
     names = list(_names(measures, stage, compares=original is not None))
     left = store.missing(names)
@@ -98,8 +101,18 @@ def measure(
     with ProgressTable(unit="measurement") as table:
         for number, name in enumerate(left, len(names) - len(left)):
             table.show(f"{stage}: {name['kind']}", number, len(names))
-            store.append(name | _measured(name, reader, measures, corpus, original) | skipping)
+            row = name | _measured(name, reader, measures, corpus, original) | skipping
+            _refuse_not_finite(row)
+            store.append(row)
             _free(reader.device)
+
+
+def _refuse_not_finite(row: Record) -> None:
+    """Refuse a row that tables and curves could not show."""
+    for key, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            where = f"{row['kind']} {row['stage']}" + (f" at {row['length']:,} tokens" if "length" in row else "")
+            raise ValueError(f"{key}: got {value} ({where}), expected a finite number of the model")
 
 
 def _skip(reader: TransformersReader) -> Record:

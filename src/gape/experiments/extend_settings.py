@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gape.data import RecallConfig
+from gape.data.recall import fraction
 from gape.experiments.extend_measures import MEASURED_PROMPTS
 from gape.experiments.open_model import base_of
 from gape.hf.extension import METHODS
@@ -20,6 +21,8 @@ from gape.utils.validation import invalid_argument, positive_number, whole
 WINDOW, UPDATE = 4096, 65536
 #: Texts that heads are scored on, a third of them at each distance.
 SCORED_TEXTS = 15
+#: Of :func:`gape.hf.plan_floors`, those that are not chosen here.
+PLAN_OPTIONS = ("bounds", "mass", "position", "free_position", "least", "amplitude", "context_length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +74,11 @@ class Settings:
             whole(name, getattr(self, name), 0)
         if self.length is not None:
             whole("length", self.length, 2)
+        for length in self.lengths or ():
+            whole("lengths", length, 2)
         if self.factor is not None:
             positive_number("factor", self.factor)
+        self._refuse_unused()
         if (self.method == "floors") != (self.floors is not None):
             raise invalid_argument(
                 "floors", self.floors, "a file of gape hf heads with the method floors, and only there"
@@ -80,6 +86,18 @@ class Settings:
         if self.prompts > MEASURED_PROMPTS:
             raise invalid_argument("prompts", self.prompts, f"at most {MEASURED_PROMPTS}")
         self.recall_config()
+        if fraction("keep", self.keep) + self.recall > 1:
+            raise invalid_argument("keep", self.keep, f"at most {1 - self.recall:g}, what recall texts leave")
+
+    def _refuse_unused(self) -> None:
+        """Refuse options that the method does not read, and unknown ones of the plan."""
+        for name, method in (("factor", "yarn"), ("free", "ours"), ("plan", "ours"), ("log_scale", "ours")):
+            value = getattr(self, name)
+            if self.method != method and not (value is None or value is False or value == {}):
+                raise invalid_argument(name, value, f"nothing with the method {self.method}; {method} takes it")
+        for name in self.plan:
+            if name not in PLAN_OPTIONS:
+                raise ValueError(f"plan: got the key {name!r}, expected one of {', '.join(PLAN_OPTIONS)}")
 
     def recall_config(self) -> RecallConfig:
         """The recall texts of the tuning."""

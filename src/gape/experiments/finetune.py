@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,10 @@ def finetune(
     progress, target = Progress(), pick_device(device)
     # A corpus that is made of text is written: whatever can be refused before is.
     whole("batch_size", batch_size)
+    if lora and learn != "all":
+        raise invalid_argument("learn", learn, "'all' beside lora, whose matrices and the gates are all that learns")
+    if recall.skip_to and config.context_parallel > 1:
+        raise invalid_argument("skip_to", recall.skip_to, "0 under context_parallel, which counts positions itself")
     if resume != "auto":
         choose(out / "checkpoints", resume, progress.log)
     model = _learner(name, attention, learn, length, gradient_checkpointing=gradient_checkpointing)
@@ -208,10 +213,11 @@ def finetune(
         "length": length, "batch_size": batch_size, "seed": config.seed, "device": target,
         "accumulation": config.accumulation,
     }  # fmt: skip
+    mix = partial(_mixed, name=name, recall=recall, kept=kept)
     text = window_source(
-        name, model.config, out, lambda: corpus_of(name, data, out, heldout_fraction, progress), windows
+        name, model.config, out, lambda: corpus_of(name, data, out, heldout_fraction, progress), windows, mix
     )
-    source = _mixed(text, name, recall, kept)
+    source = mix(text)
     about = describe(model.config, name) | {"learn": learn}
     settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
     settings |= {"task": {"length": length}, "model": about, "train": config.to_dict()}
@@ -225,7 +231,7 @@ def finetune(
             wrapped, config, source, out, _validation(text, progress, lambda: trainer.job, config), stop=stop,
             console=progress.console, extra={"base": name, "learn": learn, "tokenizer": text.corpus.tokenizer},
         )  # fmt: skip
-        summary = trainer.run(resume)
+        trainer.run(resume)
 
     def export() -> None:
         trained, tuner = model, adapters
@@ -237,10 +243,7 @@ def finetune(
         checkpoint.load_model_tensors(gape.hf.LanguageModel(trained), chosen.model, chosen.state["aliases"])
         if tuner is not None:
             tuner.merge_and_unload()
-        if hasattr(trained.config, "gape") and (summary.get("validation") or {}).get("loss") is not None:
-            # For the model card.
-            measured = {f"held-out loss, windows of {length:,} tokens": summary["validation"]["loss"]}
-            trained.config.gape = {**trained.config.gape, "measured": measured}
+        _note_loss(trained, chosen, length)
         save(trained.cpu(), name, out / MODEL)
         # Last: a run that has it is done.
         files.replace(out / SETTINGS, files.to_json(settings))
@@ -248,6 +251,17 @@ def finetune(
     processes.from_first(export)
     processes.leave()
     return out / MODEL
+
+
+def _note_loss(model: Any, chosen: checkpoint.Checkpoint, length: int) -> None:
+    """Leave the held-out loss of these weights for the model card; what others measured before they changed goes."""
+    if not hasattr(model.config, "gape"):
+        return
+    notes = {name: value for name, value in model.config.gape.items() if name != "measured"}
+    loss = (chosen.state["validation"] or {}).get("loss")
+    if loss is not None and chosen.state["validated"] == chosen.step:
+        notes["measured"] = {f"held-out loss, windows of {length:,} tokens": loss}
+    model.config.gape = notes
 
 
 def _mixed(text: WindowSource, name: str, recall: RecallConfig, kept: Kept) -> WindowSource | RecallSource:
@@ -258,14 +272,21 @@ def _mixed(text: WindowSource, name: str, recall: RecallConfig, kept: Kept) -> W
 
 
 def window_source(
-    name: str, config: Any, out: Path, corpus: Callable[[], Corpus], windows: Mapping[str, Any]
+    name: str,
+    config: Any,
+    out: Path,
+    corpus: Callable[[], Corpus],
+    windows: Mapping[str, Any],
+    check: Callable[[WindowSource], Any] = lambda source: None,
 ) -> WindowSource:
-    """Windows of a corpus that fits a model; one that was made here and does not is taken away again."""
+    """Windows of a corpus that fits a model and passes a check; one that was made here and does not is taken away."""
     existed = (out / CORPUS).exists()
     try:
         opened = corpus()
         refuse_corpus(name, config, opened)
-        return WindowSource(opened, **windows)
+        source = WindowSource(opened, **windows)
+        check(source)
+        return source
     except ValueError:
         if not existed and (out / CORPUS).exists() and launch.is_first():
             shutil.rmtree(out / CORPUS)
@@ -288,9 +309,14 @@ def _learner(name: str, attention: str | None, learn: str, length: int, *, gradi
         parameter.requires_grad_(True)
     freeze(model, learn)
     if gradient_checkpointing:
-        # The other kind gives no gradients where the embedding is frozen.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_gradients(model)
     return model
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Let a model compute activations again in the backward pass instead of keeping them."""
+    # The other kind gives no gradients where the embedding is frozen.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _validation(training: WindowSource, progress: Progress, job: Callable[[], Job], config: TrainConfig) -> Any:

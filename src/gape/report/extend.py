@@ -12,7 +12,7 @@ from typing import Any
 from gape.report.page import document
 from gape.report.tables import Table
 from gape.utils import files
-from gape.utils.jsonl import Record
+from gape.utils.jsonl import Record, read_lines
 
 SUMMARY, PAGE, CARD = "summary.json", "report.html", "README.md"
 #: What a row of each kind adds to a summary, by length.
@@ -92,6 +92,17 @@ def write(out: Path, settings: Record, rows: Sequence[Record], minutes: float | 
     content += [table.html() for table in tables]
     content += ["<h2>Settings</h2>", f"<pre>{escape(_lines(settings))}</pre>"]
     files.replace(out / PAGE, document(title, content).encode())
+
+
+def tuning_minutes(run: Path) -> float | None:
+    """Minutes of the updates of a tuning, from the log of its run; None where there is none."""
+    path = run / "runtime.jsonl"
+    if not path.is_file():
+        return None
+    timing = {row["step"]: row["seconds_per_step"] for row in read_lines(path) if row.get("event") == "timing"}
+    steps = sorted(timing)
+    seconds = sum((step - before) * timing[step] for before, step in zip([0, *steps], steps, strict=False))
+    return seconds / 60 if steps else None
 
 
 def _tables(summary: Mapping[str, Record]) -> Iterable[Table]:
