@@ -84,6 +84,7 @@ class Killed(BaseException):
     """What no handler takes for an error."""
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_resumes_to_the_same_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {
         "to": TO, "steps": 3, "batch_size": 1, "update_tokens": 2 * NATIVE, "windows": 1, "samples": 0, "prompts": 1,
@@ -126,6 +127,7 @@ def test_one_process_extends(home: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_lora_changes_projections_alone_and_is_merged(home: Path) -> None:
     assert (
         gape_exits("hf", "extend", "small", "books.jsonl", *SMALL, "--out", "out", "--lora", "2", "--prompts", "0") == 0
