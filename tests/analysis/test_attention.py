@@ -59,7 +59,7 @@ def test_weights_times_values_are_what_the_layer_computes(position: str, packed:
 
 
 def test_uniform_attention_has_the_entropy_of_its_number_of_keys() -> None:
-    actual = statistics(plain(torch.zeros(1, 2, N, 4), torch.randn(1, 2, N, 4)), query_block=5)
+    actual = statistics(plain(torch.zeros(1, 2, N, 4), torch.randn(1, 2, N, 4)), block=5)
     i = torch.arange(N)
     torch.testing.assert_close(actual.entropy, (i + 1.0).log().expand(1, 2, N))
     torch.testing.assert_close(actual.distance, (i / 2).expand(1, 2, N))

@@ -1,4 +1,4 @@
-"""Attention statistics in tiles are those of the dense weights, for every scheme and layout."""
+"""Attention statistics in blocks are those of the dense weights, for every scheme and layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def dense(record: Attended, n: int) -> torch.Tensor:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("position", gape.positions.available())
 @torch.no_grad()
-def test_tiles_give_the_statistics_of_the_dense_weights(position: str, packed: bool) -> None:
+def test_blocks_give_the_statistics_of_the_dense_weights(position: str, packed: bool) -> None:
     options = {}
     if packed:
         documents = (torch.arange(N) >= 17).long().expand(2, N)
@@ -36,8 +36,8 @@ def test_tiles_give_the_statistics_of_the_dense_weights(position: str, packed: b
     i = options.get("positions", torch.arange(N))
     i = i if i.dim() == 1 else i[0]
     away = i[:, None] - i
-    for blocks in ((5, 7), (N, 3), (16, None)):
-        actual = statistics(record, query_block=blocks[0], key_block=blocks[1])
+    for block in (5, N, None):
+        actual = statistics(record, block=block)
         entropy = torch.special.entr(w).sum(-1)
         torch.testing.assert_close(actual.entropy.double(), entropy, atol=1e-5, rtol=0)
         torch.testing.assert_close(actual.distance.double(), (w * away).sum(-1), atol=1e-4, rtol=1e-5)
@@ -49,9 +49,7 @@ def test_a_share_of_the_attention_lies_beyond_the_used_distance() -> None:
     record = attended(model("p-rope+gape", torch.float32), tokens(1, 200))[0]
     w = dense(record, 200)[0, 0, -1]
     away = torch.arange(199, -1, -1)
-    for share, used in zip(
-        (0.5, 0.1), statistics(record, (0.5, 0.1), query_block=64, key_block=50).used[0, 0, -1], strict=True
-    ):
+    for share, used in zip((0.5, 0.1), statistics(record, (0.5, 0.1), block=64).used[0, 0, -1], strict=True):
         beyond = [float(w[away >= distance].sum()) for distance in (float(used) * 1.13 + 1, float(used) / 1.13 - 1)]
         assert beyond[0] <= share <= beyond[1]
 
@@ -64,19 +62,19 @@ def test_uniform_attention_uses_half_of_its_keys() -> None:
 
 
 @torch.no_grad()
-def test_no_tile_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_block_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    logits = entropy.reference.logits
+    weights = Attended.weights
 
-    def recorded(problem: object) -> torch.Tensor:
-        scores = logits(problem)
-        sizes.append(scores.numel())
-        return scores
+    def recorded(record: Attended, start: int, stop: int) -> torch.Tensor:
+        block = weights(record, start, stop)
+        sizes.append(block.numel())
+        return block
 
-    monkeypatch.setattr(entropy.reference, "logits", recorded)
-    monkeypatch.setattr(entropy, "TILE_WEIGHTS", 4 * 8 * 10)
-    statistics(attended(model("fox"), tokens(1, N))[0], query_block=8)
-    assert max(sizes) <= 4 * 8 * 10
+    monkeypatch.setattr(Attended, "weights", recorded)
+    monkeypatch.setattr(entropy, "BLOCK_WEIGHTS", 4 * 8 * N)
+    statistics(attended(model("fox"), tokens(1, N))[0])
+    assert max(sizes) <= 4 * 8 * N
     # Keys after the last query of a block are never visited.
     assert sum(sizes) < 0.8 * 4 * N * N
 

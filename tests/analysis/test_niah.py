@@ -23,7 +23,7 @@ def model(position: str) -> gape.GPT:
 
 
 def test_a_gated_model_is_described_by_sample_layer_and_head() -> None:
-    actual = inspect_model(model("p-rope+gape"), TASK, factors=(1, 2), samples=3, map_size=8)
+    actual = inspect_model(model("p-rope+gape"), TASK, factors=(1, 2), samples=3)
     assert json.loads(json.dumps(actual)) == actual
     assert [spread["length"] for spread in actual["spread"]] == [32, 64]
     for spread in actual["spread"]:
@@ -32,7 +32,6 @@ def test_a_gated_model_is_described_by_sample_layer_and_head() -> None:
     assert all(torch.tensor(gates[name]).shape == (3, 2, 2) for name in ("query_gate", "required", "target_landmark"))
     assert set(gates["landmark"]) == set(KINDS)
     assert torch.tensor(actual["trace"]["landmark"]).shape == (2, 2, 32)
-    assert torch.tensor(actual["maps"]["weights"]).shape == (2, 2, 8, 8)
 
 
 def test_landmarks_are_averaged_by_kind_of_token() -> None:
@@ -50,10 +49,9 @@ def test_landmarks_are_averaged_by_kind_of_token() -> None:
 
 
 def test_a_model_without_gates_has_none_to_show() -> None:
-    actual = inspect_model(model("rope"), TASK, factors=(1,), samples=1, map_size=0)
+    actual = inspect_model(model("rope"), TASK, factors=(1,), samples=1)
     assert actual["gates"] is None
     assert actual["trace"] is None
-    assert actual["maps"] is None
 
 
 def test_analysing_twice_gives_the_same() -> None:

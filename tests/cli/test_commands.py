@@ -49,7 +49,6 @@ validation_samples = 4
 [analysis]
 samples = 2
 factors = [1, 2]
-map_size = 4
 [sweep]
 "model.position" = ["rope", "rope+gape"]
 """

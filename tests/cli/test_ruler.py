@@ -105,19 +105,6 @@ def test_a_run_that_forgets_is_a_variant_of_itself(here: Path, capsys: pytest.Ca
     assert "p-RoPE+GAPE (forgetting 0.001 by queries) − p-RoPE+GAPE" in capsys.readouterr().out
 
 
-def test_figures_from_stored_results(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    assert gape_exits("reproduce", "ruler-44m") == 2
-    assert "gape ruler eval runs/lm/books/* --data samples" in capsys.readouterr().err
-    assert gape_exits("reproduce", "ruler-124m") == 2
-    assert "gape hf convert GPT2" in capsys.readouterr().err
-    runs = ["runs/p-rope", "runs/p-rope+gape"]
-    assert gape_exits("ruler", "eval", *runs, "--data", "samples", "--limit", "1", "--no-generate", *EVAL) == 0
-    assert gape_exits("ruler", "table", "runs", "--out", "results/ruler/44m") == 0
-    assert gape_exits("reproduce", "ruler-44m") == 0
-    assert Path("figures/ruler-44m.md").is_file()
-
-
 def test_a_gpt2_of_the_users(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     small.random_gpt2(here / "gpt2", positions=512)
@@ -131,8 +118,6 @@ def test_a_gpt2_of_the_users(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     (row, *_) = lines("runs/ruler/gpt2/ruler.jsonl")
     assert (row["run"], row["position"], row["model"]) == ("gpt2", "gpt2", "gpt2-2x32")
     assert gape_exits("ruler", "table", "runs/ruler", "--out", "results/ruler/124m") == 0
-    pytest.importorskip("matplotlib")
-    assert gape_exits("reproduce", "ruler-124m") == 0
 
 
 def test_two_models_of_one_name_are_not_mixed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

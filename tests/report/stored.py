@@ -38,15 +38,13 @@ def looks(position: str, target: str, seed: int) -> dict[str, Any]:
 
     analysis: dict[str, Any] = {
         "run": f"seed{seed}_{target}_{position}", "variant": "", "position": position, "target": target, "seed": seed,
-        "train_length": 64, "samples": 2, "factors": [1, 2], "step": 10, "gates": None, "trace": None, "maps": None,
+        "train_length": 64, "samples": 2, "factors": [1, 2], "step": 10, "gates": None, "trace": None,
         "spread": [
             {"factor": f, "length": 64 * f, "needles": f, "entropy": [heads(2 - 0.4 * ("gape" in position), 3)] * 2}
             for f in (1, 2)
         ],
     }  # fmt: skip
     place = {"length": 64, "needles": [3, 40], "target_at": 5}
-    if seed == 0:
-        analysis["maps"] = place | {"weights": [[[[0.25] * 4] * 4] * 2] * 2}
     if "gape" in position:
         names = ("amplitude", "query_gate", "rate", "effective", "required", "target_landmark")
         analysis["gates"] = {name: [heads(0, 1), heads(0, 1)] for name in names}

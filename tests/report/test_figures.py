@@ -20,7 +20,7 @@ Figure = pytest.importorskip("matplotlib.figure").Figure
 
 #: Enough for every figure of language models to have something to show.
 FEW = ("rope", "p-rope+gape", "alibi")
-DRAWN = [name for name, entry in catalogue.FIGURES.items() if not entry.tables]
+DRAWN = [name for name in catalogue.FIGURES if name != "hf-perplexity"]
 
 
 def results_for(entry: catalogue.Entry) -> Results:
@@ -119,13 +119,6 @@ def test_a_name_is_shown_as_it_is_and_not_as_a_formula(tmp_path: Path) -> None:
     assert name in {line["label"] for line in json.loads(numbers.read_text())["rows"][0][0]["lines"]}
 
 
-@pytest.mark.parametrize("target", ["first", "last"])
-def test_attention_maps_name_the_needle(target: str) -> None:
-    entry = catalogue.figure("attention-maps")
-    figure = entry.draw(entry.data(stored(schemes=("rope",), targets=(target,), seeds=1)))
-    assert target in figure.get_suptitle()
-
-
 def test_perplexity_is_drawn_by_stratum_with_variants_named() -> None:
     data = series.perplexity(lm_stored.stored())
     assert [panel["stratum"] for panel in data["panels"]] == ["8192", "32768"]
@@ -184,24 +177,6 @@ def test_pictures_stand_beside_each_other_as_in_the_paper() -> None:
 def test_variants_with_gates_and_without_have_styles_of_their_own() -> None:
     drawn = lines([{"position": position} for position in ("yarn", "yarn", "yarn+gape", "yarn+gape", "yarn+gape")])
     assert len({(style["color"], style["markerfacecolor"]) for style in drawn}) == 5
-
-
-def test_figures_that_are_no_longer_drawn_go_and_those_of_others_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries = {name: catalogue.figure(name) for name in ("overview", "attention-maps")}
-    monkeypatch.setattr(catalogue, "FIGURES", entries)
-    results, figures = stored(schemes=("rope",), targets=("last",), seeds=1), tmp_path / "figures"
-    write.report(results, tmp_path)
-    mine = {"fox.png": b"mine", "attention-maps.pdf": b"drawn over by hand"}
-    for name, content in mine.items():
-        (figures / name).write_bytes(content)
-    for _ in range(2):
-        write.report(results.without(["inside"]), tmp_path)
-        assert {path.name for path in figures.iterdir()} == {
-            "overview.json", "overview.png", "overview.pdf", "drawn.json", *mine,
-        }  # fmt: skip
-    assert {name: (figures / name).read_bytes() for name in mine} == mine
 
 
 class Links(HTMLParser):

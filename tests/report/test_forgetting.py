@@ -7,20 +7,17 @@ from typing import Any
 import pytest
 
 from gape.report import forgetting
-from gape.report.figures import draw_forgetting
-from gape.report.results import Results
 
 
 def row(**more: Any) -> dict[str, Any]:
     return {
         "run": "a", "position": "rope+gape", "variant": "", "seed": 0, "step": 5, "corpus": "c", "text_seed": 0,
         "precision": "float32", "device": "cpu", "length": 64, "how": "dense", "eps": 0.0, "bounds": None,
-        "machine": "this", "torch": "2",
+        "machine": "this",
     } | more  # fmt: skip
 
 
 PERPLEXITY = {"kind": "perplexity", "perplexity": 20.0, "plan": "p", "max_windows": 3}
-DECODE = {"kind": "decode", "batch": 1, "tokens": 4, "bytes": 10, "tokens_per_second": 5.0}
 CACHE = {"kind": "cache", "bytes": 10, "num_keys": [[4, 6]], "realised_eps": 1e-4}
 OTHER = {"how": "forgetting", "eps": 1e-3, "bounds": "weights"}
 
@@ -34,11 +31,6 @@ OTHER = {"how": "forgetting", "eps": 1e-3, "bounds": "weights"}
         (PERPLEXITY, {"machine": "that"}, 5, "+0.000%"),
         (CACHE, {"bytes": 5}, 5, "0.500"),
         (CACHE, {"step": 6}, 5, "–"),
-        (DECODE, {"tokens_per_second": 10.0}, 8, "2.00×"),
-        (DECODE, {"machine": "that"}, 8, "–"),
-        (DECODE, {}, 9, "–"),
-        (DECODE, {"mean_ms": 8.0, "looked": 0}, 9, "–"),
-        (DECODE, {"mean_ms": 8.0, "looked": 1}, 9, "125.0"),
     ],
 )
 def test_other_windows_weights_and_machines_are_not_compared(
@@ -56,22 +48,3 @@ def test_needle_rows_show_the_tiles_that_were_visited() -> None:
     (table,) = forgetting.tables(rows)
     (cells,) = table.rows
     assert dict(zip(table.header, cells, strict=True))["tiles"] == "0.250"
-
-
-def test_panels_without_measurements_are_left_out() -> None:
-    pytest.importorskip("matplotlib")
-    rows = [row(**PERPLEXITY), row(**PERPLEXITY | OTHER)]
-    results = Results(measured={"forgetting": tuple(rows)})
-    figure = draw_forgetting(forgetting.series(results))
-    assert [axis.get_title() for axis in figure.axes] == ["Cost"]
-
-
-def test_a_control_is_in_tables_but_not_in_figures() -> None:
-    pytest.importorskip("matplotlib")
-    rows = [row(**PERPLEXITY), row(**PERPLEXITY | OTHER), row(**PERPLEXITY | OTHER | {"eps": 1e-30})]
-    (axis,) = draw_forgetting(forgetting.series(Results(measured={"forgetting": tuple(rows)}))).axes
-    drawn = [list(line.get_xdata()) for line in axis.get_lines()]
-    assert [1e-3] in drawn
-    assert not any(1e-30 in points for points in drawn)
-    (table,) = forgetting.tables(rows)
-    assert [cells[3] for cells in table.rows] == ["–", "1e-30", "0.001"]

@@ -1,8 +1,7 @@
-"""RULER's tables and figures: drawn from stored rows alone."""
+"""RULER's tables: from stored rows alone."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from gape.report import catalogue, ruler, write
 from gape.report.results import Results, gather, store
-from gape.report.series import NoData
 
 MEANS = {"rope": 10.2, "p-rope": 9.9, "p-rope+gape": 9.3}
 SUBSETS = [(task, length) for task in ("vt", "cwe") for length in (4096, 8192)]
@@ -148,25 +146,6 @@ def test_an_ablation_comes_with_its_intervals() -> None:
     assert {cells[-1] for cells in table.rows} == {"worse"}
     _, other = ruler.ablation_tables(results(records), ("p-rope+gape", "gate-fixed"))
     assert {cells[1].split(" − ")[1] for cells in other.rows} == {"p-RoPE+GAPE (gate-fixed)"}
-
-
-@pytest.mark.parametrize(
-    ("name", "records"),
-    [
-        ("ruler-44m", rows()),
-        ("ruler-ablation", rows({"p-rope+gape": 9.0}) + rows({"p-rope+gape": 9.4}, variant="landmark-fixed")),
-        ("ruler-124m", rows({"rope": 5.0, "p-rope+gape": 4.0}, model="gape_gpt-12x768")),
-    ],
-)
-def test_every_entry_is_drawn_with_its_table(name: str, records: list[dict[str, Any]], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    entry = catalogue.figure(name)
-    numbers, _, _, table = catalogue.write(entry, results(records), tmp_path)
-    data = json.loads(numbers.read_text(), parse_constant=lambda word: pytest.fail(word))
-    assert data["columns"] == ["cwe_4k", "cwe_8k", "vt_4k", "vt_8k"]
-    assert "| Model | Method | cwe_4k |" in table.read_text(encoding="utf-8")
-    with pytest.raises(NoData):
-        entry.data(results([]))
 
 
 def test_reports_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from gape.analysis.entropy import statistics
 from gape.analysis.lm import round_digits
-from gape.analysis.maps import attention_map
 from gape.analysis.routing import horizon
 from gape.analysis.tap import Attended, attended
 from gape.tasks import niah
@@ -29,7 +28,6 @@ def inspect_model(
     samples: int = 10,
     seed: int = 0,
     trace: bool = True,
-    map_size: int = 64,
 ) -> dict[str, Any]:
     """Entropy at several lengths, gates at the training length, one sequence in full.
 
@@ -40,14 +38,13 @@ def inspect_model(
         samples: sequences of the "test" split, the same for every model.
         seed: which.
         trace: whether to keep the landmarks along the first sequence.
-        map_size: cells along each side of the first sequence's attention maps; 0 for none.
 
     Returns:
         Plain lists and numbers of six significant digits. `spread` has an entry per factor with `entropy`, `distance`,
         `sink` (means over all queries) and `query_entropy` (of the final query), each by sample, layer and head.
         `gates` has, at the final query and the training length, the amplitude, query gate, rate, effective context
         length, required and actual landmark of the digit that answers, each by sample, layer and head, and mean
-        landmarks by kind of token; None for a scheme without gates. `trace` and `maps` are of the first sequence.
+        landmarks by kind of token; None for a scheme without gates. `trace` is of the first sequence.
 
     Raises:
         ValueError: factors without 1, the length at which gates are read.
@@ -55,7 +52,7 @@ def inspect_model(
     if 1 not in factors:
         raise invalid_argument("factors", factors, "multiples of the length, 1 among them")
     device = next(model.parameters()).device
-    results: dict[str, Any] = {"spread": [], "gates": None, "trace": None, "maps": None}
+    results: dict[str, Any] = {"spread": [], "gates": None, "trace": None}
     gates: list[dict[str, Any]] = []
     for factor in factors:
         at = config.at(config.length * factor)
@@ -66,8 +63,8 @@ def inspect_model(
             spread.append(_spread(layers))
             if factor == 1 and layers[0].gates is not None:
                 gates.append(_gates(layers, drawn, at))
-            if factor == 1 and index == 0:
-                results |= _first_sequence(layers, drawn, at, trace, map_size)
+            if trace and factor == 1 and index == 0:
+                results["trace"] = _trace(layers, drawn, at)
         results["spread"].append({"factor": factor, "length": at.length, "needles": at.needles} | _columns(spread))
     if gates:
         results["gates"] = _columns(gates)
@@ -106,22 +103,14 @@ def _gates(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig
     return rows
 
 
-def _first_sequence(
-    layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig, trace: bool, map_size: int
-) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    about = {
-        "length": config.length,
-        "needles": drawn.needles[0].tolist(),
-        "target_at": int(drawn.needles[0, config.target_index]) + niah.NEEDLE - 1,
-    }
-    landmarks = [layer.landmark[0] for layer in layers if layer.landmark is not None]
-    if trace and landmarks:
-        results["trace"] = about | {"landmark": [round_digits(layer, 4) for layer in landmarks]}
-    if map_size:
-        maps = [attention_map(layer, map_size)[0] for layer in layers]
-        results["maps"] = about | {"weights": [round_digits(layer, 3) for layer in maps]}
-    return results
+def _trace(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any] | None:
+    """Landmarks along a sequence; None without gates."""
+    landmarks = [round_digits(layer.landmark[0], 4) for layer in layers if layer.landmark is not None]
+    if not landmarks:
+        return None
+    needles = drawn.needles[0].tolist()
+    digit = needles[config.target_index] + niah.NEEDLE - 1
+    return {"length": config.length, "needles": needles, "target_at": digit, "landmark": landmarks}
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, Any]:

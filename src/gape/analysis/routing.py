@@ -16,7 +16,7 @@ from gape.utils.validation import invalid_argument
 
 
 class Horizon(NamedTuple):
-    """What the theory says about one query of every head; each (B, Hq), float32 (float64 beside float64).
+    """What the theory says about the last query of every head; each (B, Hq), float32 (float64 beside float64).
 
     Attributes:
         rate: Γ·g/T, logits taken off an unprotected key per token of distance.
@@ -32,13 +32,12 @@ class Horizon(NamedTuple):
 
 
 @torch.no_grad()
-def horizon(attended: Attended, at: Tensor, query: int = -1, p: float = 0.01) -> Horizon:
-    """The theory's numbers for a query of a gated layer and the key at position `at` of each sequence.
+def horizon(attended: Attended, at: Tensor, p: float = 0.01) -> Horizon:
+    """The theory's numbers for the last query of a gated layer and the key at position `at` of each sequence.
 
     Args:
         attended: what a gated layer attended with, in index order.
         at: integer (B,), positions of the keys that should be retrieved, before the query.
-        query: index of the query, the last one by default.
         p: the attention that may be lost, in (0, 1).
 
     Raises:
@@ -48,16 +47,11 @@ def horizon(attended: Attended, at: Tensor, query: int = -1, p: float = 0.01) ->
         raise invalid_argument(
             "attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order"
         )
-    n_q, n_k = attended.visibility.n_q, attended.visibility.n_k
-    i = n_k - n_q + query % n_q
-    groups = attended.q.size(1) // attended.k.size(1)
-    k = attended.k[:, :, : i + 1].repeat_interleave(groups, dim=1)
-    rate = attended.rate[:, :, query]
-    s_max = theory.score_bound(attended.q[:, :, query].unsqueeze(-2), k, attended.scale)
+    i = attended.visibility.n_k - 1
+    rate, s_max = attended.rate[:, :, -1], score_bounds(attended)[:, :, -1]
     effective = theory.effective_context_length(rate, s_max, i, p)
-    depth = at.to(rate.dtype).unsqueeze(-1) / max(i, 1)
-    required = theory.required_landmark(i, depth, rate, s_max)
-    return Horizon(*(torch.as_tensor(x) for x in (rate, s_max, effective, required)))
+    required = theory.required_landmark(i, at.to(rate.dtype).unsqueeze(-1) / max(i, 1), rate, s_max)
+    return Horizon(rate, s_max, torch.as_tensor(effective), torch.as_tensor(required))
 
 
 @torch.no_grad()

@@ -194,7 +194,7 @@ def _analyse(run: NeedleRun, model: GPT, directory: Path, step: int) -> None:
     settings = _analysis(run)
     results = inspect_model(
         model, run.task, factors=settings["factors"], samples=settings["samples"], seed=settings["eval_seed"],
-        trace=settings["traces"], map_size=settings["map_size"],
+        trace=settings["traces"],
     )  # fmt: skip
     record = identity(run) | settings | {"step": step} | results
     files.replace(directory / ANALYSIS, files.to_json(record, indent=None))
@@ -223,7 +223,7 @@ def _analysis(run: NeedleRun) -> Record:
     traced = not analysis.seeds or run.seed in analysis.seeds
     return {
         "samples": analysis.samples, "factors": list(analysis.factors), "eval_seed": run.evaluation.seed,
-        "traces": analysis.traces and traced, "map_size": analysis.map_size if traced else 0,
+        "traces": analysis.traces and traced,
     }  # fmt: skip
 
 

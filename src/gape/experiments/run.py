@@ -182,20 +182,17 @@ class NeedleAnalysis:
         samples: sequences; 0 leaves the analysis out.
         factors: multiples of the training length at which attention entropy is taken, 1 among them.
         traces: whether the landmarks along one sequence are kept.
-        map_size: cells along each side of the attention maps that are kept; 0 keeps none.
-        seeds: the runs whose traces and maps are kept; all when empty.
+        seeds: the runs whose traces are kept; all when empty.
     """
 
     samples: int = 10
     factors: tuple[int, ...] = (1, 2, 4)
     traces: bool = True
-    map_size: int = 64
     seeds: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         _multiples(self.factors)
         whole("samples", self.samples, 0)
-        whole("map_size", self.map_size, 0)
         if 1 not in self.factors:
             raise invalid_argument("factors", self.factors, "multiples with 1 among them, where gates are read")
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gape.report import diagrams, figures, forgetting, inside, inside_figures, ruler, series, tables
+from gape.report import diagrams, figures, inside, inside_figures, series
 from gape.report.results import Results
 from gape.report.series import Data
 from gape.report.style import house_style, save
@@ -37,8 +37,6 @@ class Entry:
         recipe: the recipe whose results it shows.
         every_variant: whether it shows all variants of a recipe; others show one, and say which.
         command: of a figure of language models: what of `gape` leaves its rows in a run's directory.
-        commands: commands that make its results, where they are not a recipe's training, that command and a report.
-        tables: makes the tables that stand beside it, in NAME.md.
     """
 
     name: str
@@ -50,14 +48,12 @@ class Entry:
     recipe: str = "niah/paper"
     every_variant: bool = False
     command: str = ""
-    commands: str = ""
-    tables: Callable[[Results], list[tables.Table]] | None = None
 
     @property
     def how(self) -> str:
         """The commands that make its results."""
-        if self.commands:
-            return self.commands
+        if self.recipe.startswith("hf/"):
+            return "the commands of docs/results/smollm2.md"
         train = f"gape lm train {self.recipe} data=DIR" if self.command else f"gape niah train {self.recipe}"
         measure = f", gape {self.command} runs/{self.recipe}/* --data DIR" if self.command else ""
         return f"{train}{measure} and gape report runs/{self.recipe} --out results/{self.recipe}"
@@ -74,20 +70,6 @@ class Entry:
             raise series.NoData(f"{self.name}: got no results, expected those of the recipe {self.recipe}")
         variant = "" if self.every_variant else series.main_variant(results)
         return self.measure(results) | ({"variant": variant} if variant else {})
-
-
-_SAMPLES = (
-    "gape ruler generate --tokenizer GPT2 --tasks cwe,niah_multikey_1,qa_2,vt --haystack TEXT --hotpotqa FILE "
-    "--out samples"
-)
-
-
-def _ruler_of(recipe: str, name: str) -> str:
-    """Commands that make RULER's results of a recipe's models."""
-    return (
-        f"{_SAMPLES}, gape lm train {recipe} data=DIR, gape ruler eval runs/{recipe}/* --data samples --tokenizer GPT2 "
-        f"and gape ruler table runs/{recipe} --out results/ruler/{name}"
-    )
 
 
 #: A figure of language models.
@@ -151,17 +133,9 @@ _NEEDLE = (
         caption="Accuracy by context length for every variant. Means and deviations over seeds.",
     ),
     Entry(
-        name="landmarks", paper=None, measure=inside.landmarks, draw=inside_figures.draw_landmarks,
-        caption="The landmark gate along one sequence in every layer and head.",
-    ),
-    Entry(
         name="landmark-kinds", paper=None, measure=inside.landmark_kinds, draw=inside_figures.draw_landmark_kinds,
         recipe="niah/landmarks", every_variant=True,
         caption="Mean landmarks by kind of token. Sparse peaks on needles would be high digits and low fillers.",
-    ),
-    Entry(
-        name="attention-maps", paper=None, measure=inside.attention_maps, draw=inside_figures.draw_attention_maps,
-        caption="Attention of one sequence in cells of queries and keys.",
     ),
 )  # fmt: skip
 _LANGUAGE = (
@@ -215,40 +189,7 @@ _LANGUAGE = (
         name="hf-perplexity", paper=None, command="hf perplexity",
         caption="Perplexity of held-out documents by context length, of a model of transformers fine-tuned alike with "
         "and without gates. Bands are 95% intervals over documents.",
-        measure=series.hf_perplexity, draw=figures.draw_perplexity, recipe="hf/smollm2", tables=tables.hf_tables,
-        commands="gape hf import FILE --out models/smollm2, gape data prepare BOOKS --heldout HELDOUT --strata 66000 "
-        "--excerpts --tokenizer models/smollm2 --out DATA and bash examples/extend.sh models/smollm2 DATA "
-        "runs/hf/smollm2, then gape report runs/hf/smollm2 models/smollm2 --out results/hf/smollm2",
-    ),
-    _language(
-        name="ruler-44m", paper="tab:results_wide", command="ruler eval",
-        caption="Answer NLL per token on RULER's subsets. Bars are 95% intervals over samples.",
-        measure=ruler.losses, draw=figures.draw_ruler, recipe="ruler/44m", tables=ruler.tables,
-        commands=_ruler_of("lm/books", "44m"),
-    ),
-    _language(
-        name="ruler-ablation", paper="tab:ablation_comparison", command="ruler eval",
-        caption="Change of answer NLL on RULER's subsets against p-RoPE+GAPE. Bars are 95% intervals over samples.",
-        measure=ruler.ablations, draw=figures.draw_ruler, recipe="ruler/ablation", tables=ruler.ablation_tables,
-        commands=_ruler_of("lm/ablations", "ablation"),
-    ),
-    _language(
-        name="ruler-124m", paper="tab:results_wide", command="ruler eval",
-        caption="Answer NLL per token on RULER's subsets, GPT-2 fine-tuned with other positions. Bars are 95% "
-        "intervals over samples.",
-        measure=ruler.others_losses, draw=figures.draw_ruler, recipe="ruler/124m", tables=ruler.tables,
-        commands=f"{_SAMPLES}, for each scheme gape hf convert GPT2 --position SCHEME --context-length 1024 --out "
-        "gpt2-SCHEME and gape hf finetune gpt2-SCHEME DATA --out runs/gpt2/SCHEME, then gape ruler eval "
-        "runs/gpt2/*/model --data samples and gape ruler table runs/ruler --out results/ruler/124m",
-    ),
-    _language(
-        name="forgetting", paper=None, command="lm forgetting",
-        caption="Cache: bytes beside the full cache. Cost: beside dense attention on the same text. Prefill and "
-        "decoding: times that earlier versions measured, beside dense attention and the full cache.",
-        measure=forgetting.series, draw=figures.draw_forgetting, recipe="forgetting", tables=forgetting.result_tables,
-        commands="gape lm train lm/forgetting data=DIR, gape lm forgetting runs/lm/forgetting/* --data DIR, gape niah "
-        "train niah/forgetting, gape niah forgetting runs/niah/forgetting/*, "
-        "and then gape report runs/lm/forgetting runs/niah/forgetting --out results/forgetting",
+        measure=series.hf_perplexity, draw=figures.draw_perplexity, recipe="hf/smollm2",
     ),
 )  # fmt: skip
 
@@ -267,7 +208,7 @@ def figure(name: str) -> Entry:
 
 
 def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
-    """Draw a figure: NAME.json with its numbers, NAME.png and NAME.pdf, and NAME.md where it has tables.
+    """Draw a figure: NAME.json with its numbers, NAME.png and NAME.pdf.
 
     The same results give the same bytes.
 
@@ -288,11 +229,7 @@ def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
         drawn = save(drawing, directory, entry.name)
     numbers = directory / f"{entry.name}.json"
     files.replace(numbers, (json.dumps(data, ensure_ascii=False) + "\n").encode())
-    if entry.tables is None or results is None:
-        return [numbers, *drawn]
-    markdown = directory / f"{entry.name}.md"
-    files.replace(markdown, ("\n\n".join(table.markdown() for table in entry.tables(results)) + "\n").encode())
-    return [numbers, *drawn, markdown]
+    return [numbers, *drawn]
 
 
 def _escape(value: Any) -> Any:

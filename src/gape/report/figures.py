@@ -1,8 +1,7 @@
-"""Figures of accuracy, loss, RULER and forgetting, each drawn from the data of its series."""
+"""Figures of accuracy and loss, each drawn from the data of its series."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gape.report.series import Data
@@ -13,11 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CHANCE = 0.1
-Points = dict[str, list[tuple[float, float]]]
-#: Inches: of the figure of forgetting without its legend, of a line of the legend, and from an axis to the legend.
-_HEIGHT, _ENTRY, _BELOW = 3.0, 0.13, 0.5
-#: An eps that half precision rounds away: a control, which tables have.
-_CONTROL = 1e-9
 
 
 def draw_accuracy(data: Data) -> Figure:
@@ -111,107 +105,6 @@ def draw_far_back(data: Data) -> Figure:
     axes[1, 0].set_ylabel("Gain from the far text (nats)")
     legend_below(figure, axes)
     return figure
-
-
-def draw_ruler(data: Data) -> Figure:
-    """A point with its interval for each method, side by side in each subset."""
-    figure, axes = new_figure(max(6.4, 1.1 * len(data["columns"])), 3.4)
-    ax, count = axes[0, 0], len(data["methods"])
-    for number, (method, style) in enumerate(zip(data["methods"], lines(data["methods"]), strict=True)):
-        at = [(c + 0.7 * (number + 0.5) / count - 0.35, *cell) for c, cell in enumerate(method["cells"]) if cell]
-        reach = [[mean - low for _, mean, low, _ in at], [high - mean for _, mean, _, high in at]]
-        x, means = [point[0] for point in at], [point[1] for point in at]
-        ax.errorbar(x, means, reach, label=method["label"], elinewidth=1.2, **{**style, "linestyle": "none"})
-    ax.set_xticks(range(len(data["columns"])), data["columns"], rotation=30, ha="right")
-    ax.set_ylabel("Change of answer NLL (%)" if data["percent"] else "Answer NLL (nats per token)")
-    if data["percent"]:
-        ax.axhline(0, color=FAINT, linewidth=0.8)
-    figure.legend(loc="outside lower center", ncols=min(4, count))
-    return figure
-
-
-def draw_forgetting(data: Data) -> Figure:
-    """Bytes by length, cost by eps, and times that earlier versions measured: what there is of them."""
-    panels: dict[str, Callable[[Axes, list[Data]], None]] = {
-        "prefill": _draw_prefill, "cache": _draw_cache, "decode": _draw_decode, "cost": _draw_cost,
-    }  # fmt: skip
-    shown = [part for part in panels if data.get(part)]
-    figure, axes = new_figure(11 * len(shown) / 3, _HEIGHT, 1, len(shown))
-    for part, ax in zip(shown, axes[0], strict=True):
-        panels[part](ax, data[part])
-    entries = [len(ax.get_legend_handles_labels()[1]) for ax in axes[0]]
-    figure.set_figheight(_HEIGHT + _ENTRY * max(entries, default=0))
-    return figure
-
-
-def _draw_prefill(ax: Axes, rows: list[Data]) -> None:
-    points: Points = {}
-    for row in rows:
-        if row["eps"] and row["speedup"]:
-            what = "" if row["what"] == "attention" else ", whole model"
-            points.setdefault(f"{row['label']}, eps {row['eps']:g}{what}", []).append((row["length"], row["speedup"]))
-    ax.set_title("Prefill")
-    ax.set_ylabel("Times as fast as dense")
-    _draw_points(ax, points, level=1)
-    if points:
-        length_axis(ax, (int(length) for each in points.values() for length, _ in each))
-
-
-def _draw_cache(ax: Axes, rows: list[Data]) -> None:
-    points: Points = {}
-    for row in rows:
-        if row["bounds"] and row["share"]:
-            key = f"{row['label']}, {row['bounds']}, eps {row['eps']:g}"
-            points.setdefault(key, []).append((row["length"], row["share"]))
-    ax.set_title("Cache")
-    ax.set_ylabel("Bytes, of the full cache")
-    _draw_points(ax, points, level=1)
-    if points:
-        length_axis(ax, (int(length) for each in points.values() for length, _ in each))
-
-
-def _draw_decode(ax: Axes, rows: list[Data]) -> None:
-    points: Points = {}
-    for row in rows:
-        if row["bounds"] and row["share"]:
-            key = f"{row['label']}, {row['bounds']}, {row['length']:,}, batch {row['batch']}"
-            points.setdefault(key, []).append((row["share"], row["speedup"]))
-    ax.set_title("Decoding")
-    ax.set_xlabel("Bytes, of the full cache")
-    ax.set_ylabel("Tokens per second, × full cache")
-    _draw_points(ax, points, level=1)
-
-
-def _draw_cost(ax: Axes, rows: list[Data]) -> None:
-    points: Points = {}
-    kind = rows[0]["kind"]
-    for row in rows:
-        if row["kind"] == kind and row["eps"] > _CONTROL and row["change"] is not None:
-            target = f", {row['target']}" if row["target"] else ""
-            key = f"{row['label']}{target}, {row['how']}, {row['length']:,}"
-            points.setdefault(key, []).append((row["eps"], row["change"]))
-    ax.set_title("Cost")
-    ax.set_xlabel("eps")
-    ax.set_ylabel("Change of perplexity (%)" if kind == "perplexity" else "Change of accuracy")
-    _draw_points(ax, points, level=0)
-    if points:
-        eps = [eps for each in points.values() for eps, _ in each]
-        ax.set_xscale("log")
-        ax.set_xlim(min(eps) / 10**0.2, max(eps) * 10**0.2)
-
-
-def _draw_points(ax: Axes, points: Points, level: float) -> None:
-    """A line for each label through its points, in order, broken for a whole model; beside them the level of dense."""
-    from matplotlib.transforms import ScaledTranslation  # noqa: PLC0415
-
-    for number, (label, each) in enumerate(points.items()):
-        style = "os^D"[number // len(CYCLE) % 4] + ("--" if "whole model" in label else "-")
-        ax.plot(*zip(*sorted(each), strict=True), style, color=CYCLE[number % len(CYCLE)], label=label)
-    ax.axhline(level, color=FAINT, linewidth=0.8)
-    if points:
-        # Below: lines cross every corner.
-        below = ax.transAxes + ScaledTranslation(0, -_BELOW, ax.figure.dpi_scale_trans)
-        ax.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below)
 
 
 def tilt(ax: Axes) -> None:

@@ -1,7 +1,4 @@
-"""What forgetting gains and costs: tables and the figure's numbers out of the rows of `gape lm forgetting`.
-
-Rows of kinds "prefill" and "decode" are times that earlier versions measured.
-"""
+"""What forgetting gains and costs: tables of the rows of `gape lm forgetting`, each beside the dense model."""
 
 from __future__ import annotations
 
@@ -10,73 +7,28 @@ from typing import Any
 
 from gape.report.results import KINDS, Results
 from gape.report.schemes import name
-from gape.report.series import Data, NoData
 from gape.report.tables import Table, number
 from gape.utils.jsonl import Record
 
 Cell = Callable[[Record], str]
-Columns = dict[str, Cell]
 
 KEY = KINDS["forgetting"].key
 #: What two rows that are compared have in common: weights and text.
 SAME = ("step", "weights", "corpus", "text_seed", "plan", "max_windows", "last", "samples", "tokens")
-#: Kinds whose rows are times, which are compared on one machine alone.
-TIMED = {"prefill", "decode"}
-#: Keys of texts that may be missing.
-_TEXTS = ("target", "bounds")
-
-
-def _cell(key: str, form: str = "", unit: str = "") -> Cell:
-    return lambda record: number(record[key], form, unit)
-
-
-def _eps(record: Record) -> str:
-    return f"{record['eps']:g}" if record["eps"] else "–"
-
-
-_COST = {"by": _cell("how"), "eps": _eps}
-#: The columns of each table by their headers, with what is in their cells.
-_PREFILL: Columns = {
-    "Run": _cell("label"), "what": _cell("what"), "tokens": _cell("length", ","), "by": _cell("impl"), "eps": _eps,
-    "tiles": _cell("tiles", ".3f"), "ms": _cell("ms", ".2f"), "speed": _cell("speedup", ".2f", "×"),
-}  # fmt: skip
-_CACHE: Columns = {
-    "Run": _cell("label"), "context": _cell("length", ","), "cache": _cell("cache"), "eps": _eps,
-    "MiB": lambda record: f"{record['bytes'] / 2**20:.1f}", "of full": _cell("share", ".3f"),
-    "keys of a head": lambda record: f"{record['fewest']:,} … {record['most']:,}",
-    "realised eps": _cell("realised_eps", ".1e"),
-}  # fmt: skip
-_DECODE: Columns = {
-    "Run": _cell("label"), "context": _cell("length", ","), "batch": _cell("batch"), "cache": _cell("cache"),
-    "eps": _eps, "MiB": lambda record: f"{record['bytes'] / 2**20:.1f}", "of full": _cell("share", ".3f"),
-    "tokens/s": _cell("tokens_per_second", ".1f"), "speed": _cell("speedup", ".2f", "×"),
-    "with looks": _cell("with_looks", ".1f"), "beyond": _cell("beyond", ","),
-}  # fmt: skip
-_PERPLEXITY: Columns = {
-    "Run": _cell("label"), "context": _cell("length", ","), **_COST, "perplexity": _cell("value", ".3f"),
-    "change": _cell("change", "+.3f", "%"),
-}  # fmt: skip
-_NEEDLE: Columns = {
-    "Run": _cell("label"), "tokens": _cell("length", ","), **_COST, "needle": _cell("target"),
-    "tiles": _cell("tiles", ".3f"), "keys": _cell("held", ".3f"), "accuracy": _cell("value", ".3f"),
-    "change": _cell("change", "+.3f"),
-}  # fmt: skip
 
 
 def tables(rows: Iterable[Record]) -> list[Table]:
-    """A table for each kind of measurement that there are rows of."""
-    latest = _latest(rows)
-    costs, cost_order = _costs(latest), ("label", "target", "length", "how", "eps")
+    """A table for each kind of measurement that there are rows of; of two rows of one measurement the later counts."""
+    latest = list({(row["run"], *(row.get(key) for key in KEY)): row for row in rows}.values())
     kinds = (
+        _table("Cache beside the full one", _CACHE, _beside(latest, "cache", "bytes")),
         _table(
-            "Prefill: attention alone beside plain dense attention, the whole model beside itself without skipping",
-            _PREFILL, _speedups(latest), ("label", "what", "length", "eps"),
+            "Perplexity beside dense attention on the same windows", _PERPLEXITY,
+            _beside(latest, "perplexity", "perplexity"),
         ),
-        _table("Cache beside the full one", _CACHE, _caches(latest), ("label", "length", "bounds", "eps")),
-        _table("Decoding beside the full cache", _DECODE, _decoding(latest), ("label", "length", "batch", "bounds")),
-        _table("Perplexity beside dense attention on the same windows", _PERPLEXITY, _of(costs, "perplexity"),
-               cost_order),
-        _table("Needle accuracy beside dense attention on the same samples", _NEEDLE, _of(costs, "needle"), cost_order),
+        _table(
+            "Needle accuracy beside dense attention on the same samples", _NEEDLE, _beside(latest, "needle", "accuracy")
+        ),
     )  # fmt: skip
     return [table for table in kinds if table.rows]
 
@@ -86,110 +38,66 @@ def result_tables(results: Results) -> list[Table]:
     return tables(results.of("forgetting"))
 
 
-def series(results: Results) -> Data:
-    """The numbers of the figure.
-
-    Raises:
-        NoData: nothing was measured.
-    """
-    rows = _latest(results.of("forgetting"))
-    data = {"prefill": _speedups(rows), "cache": _caches(rows), "decode": _decoding(rows), "cost": _costs(rows)}
-    if not any(data.values()):
-        raise NoData("no measurements of forgetting")
-    return data
+def _cell(key: str, form: str = "", unit: str = "") -> Cell:
+    return lambda row: number(row.get(key), form, unit)
 
 
-def _latest(rows: Iterable[Record]) -> list[Record]:
-    """The later of two rows of one measurement."""
-    return list({(row["run"], *(row.get(key) for key in KEY)): row for row in rows}.values())
+def _change(change: Callable[[float, float], float], form: str, unit: str = "") -> Cell:
+    """How a row's value compares with that of the dense model; a dash where there is none."""
+    return lambda row: number(None if row["dense"] is None else change(row["value"], row["dense"]), form, unit)
 
 
-def _speedups(rows: Sequence[Record]) -> list[Record]:
-    """Times of prefill beside plain dense attention (attention alone) and beside the dense model (all of it)."""
+def _keys(row: Record) -> str:
+    counts = [count for layer in row["num_keys"] for count in layer]
+    return f"{min(counts):,} … {max(counts):,}"
+
+
+def _how(row: Record) -> str:
+    """How the model ran, in a few words."""
+    return f"{row['how']}, {row['bounds']}" if row.get("bounds") else str(row["how"])
+
+
+_SETTING: dict[str, Cell] = {
+    "by": _how, "eps": lambda row: f"{row['eps']:g}" if row["eps"] else "–",
+}  # fmt: skip
+#: The columns of each table by their headers, with what is in their cells.
+_CACHE: dict[str, Cell] = {
+    "Run": _cell("label"), "context": _cell("length", ","), **_SETTING,
+    "MiB": lambda row: f"{row['bytes'] / 2**20:.1f}", "of full": _change(lambda own, full: own / full, ".3f"),
+    "keys of a head": _keys,
+    "realised eps": lambda row: number(row["realised_eps"] if row["bounds"] else None, ".1e"),
+}  # fmt: skip
+_PERPLEXITY: dict[str, Cell] = {
+    "Run": _cell("label"), "context": _cell("length", ","), **_SETTING, "perplexity": _cell("value", ".3f"),
+    "change": _change(lambda own, dense: 100 * (own - dense) / dense, "+.3f", "%"),
+}  # fmt: skip
+_NEEDLE: dict[str, Cell] = {
+    "Run": _cell("label"), "tokens": _cell("length", ","), **_SETTING, "needle": _cell("target"),
+    "tiles": _cell("tiles", ".3f"), "keys": _cell("key_share", ".3f"), "accuracy": _cell("value", ".3f"),
+    "change": _change(lambda own, dense: own - dense, "+.3f"),
+}  # fmt: skip
+
+
+def _beside(rows: Sequence[Record], kind: str, value: str) -> list[Record]:
+    """The rows of a kind with their value, that of the dense model, and the tiles that were visited."""
+    own, tiles = ([row for row in rows if row["kind"] == which] for which in (kind, "tiles"))
     records = []
-    prefill, tiles = _of(rows, "prefill"), _of(rows, "tiles")
-    for row in prefill:
-        base = (
-            _find(prefill, row, impl="cudnn", eps=0.0) if row["what"] == "attention" else _find(prefill, row, eps=0.0)
+    for row in own:
+        dense = _find(own, row, how="dense", eps=0.0, bounds=None)
+        visited = _find(tiles, row, impl=row.get("impl"), samples=None) if row["how"] == "skipping" else None
+        records.append(
+            row
+            | {"label": _label(row), "value": row[value], "dense": dense and dense[value]}
+            | {"tiles": visited and visited["mean"]}
         )
-        visited = _find(tiles, row, eps=row["eps"], impl=row["impl"], what=None)
-        records.append({
-            "label": _label(row), "run": row["run"], "what": row["what"], "length": row["length"], "impl": row["impl"],
-            "eps": row["eps"], "ms": row["ms"], "tiles": visited and visited["mean"],
-            "speedup": base and base["ms"] / row["ms"],
-        })  # fmt: skip
     return records
-
-
-def _caches(rows: Sequence[Record]) -> list[Record]:
-    """Bytes and keys of caches beside the full one."""
-    records = []
-    caches = _of(rows, "cache")
-    for row in caches:
-        base = _find(caches, row, how="dense", eps=0.0, bounds=None)
-        keys = [count for layer in row["num_keys"] for count in layer]
-        records.append({
-            "label": _label(row), "run": row["run"], "length": row["length"], "cache": _cache(row),
-            "bounds": row["bounds"], "eps": row["eps"], "bytes": row["bytes"], "fewest": min(keys), "most": max(keys),
-            "realised_eps": row["realised_eps"] if row["bounds"] else None,
-            "share": base and row["bytes"] / base["bytes"],
-        })  # fmt: skip
-    return records
-
-
-def _decoding(rows: Sequence[Record]) -> list[Record]:
-    """Bytes and speed of decoding beside the full cache."""
-    records = []
-    decode = _of(rows, "decode")
-    for row in decode:
-        base = _find(decode, row, how="dense", eps=0.0, bounds=None)
-        records.append({
-            "label": _label(row), "run": row["run"], "length": row["length"], "batch": row["batch"],
-            "cache": _cache(row), "bounds": row["bounds"], "eps": row["eps"], "bytes": row["bytes"],
-            "tokens_per_second": row["tokens_per_second"], "beyond": row.get("beyond"),
-            "with_looks": 1000 * row["batch"] / row["mean_ms"] if row.get("looked") else None,
-            "share": base and row["bytes"] / base["bytes"],
-            "speedup": base and row["tokens_per_second"] / base["tokens_per_second"],
-        })  # fmt: skip
-    return records
-
-
-def _costs(rows: Sequence[Record]) -> list[Record]:
-    """Perplexity and needle accuracy beside the dense model's on the same text; tiles visited for needles."""
-    records = []
-    tiles = _of(rows, "tiles")
-    for kind, value in (("perplexity", "perplexity"), ("needle", "accuracy")):
-        scores = _of(rows, kind)
-        for row in scores:
-            base = _find(scores, row, how="dense", eps=0.0, bounds=None)
-            change = None
-            if base is not None:
-                difference = row[value] - base[value]
-                change = 100 * difference / base[value] if kind == "perplexity" else difference
-            visited = _find(tiles, row, impl=row.get("impl"), samples=None) if row["how"] == "skipping" else None
-            records.append({
-                "label": _label(row), "run": row["run"], "kind": kind, "length": row["length"], "how": _cache(row),
-                "target": row.get("target"), "eps": row["eps"], "value": row[value], "change": change,
-                "tiles": visited and visited["mean"], "held": row.get("key_share", row.get("held")),
-            })  # fmt: skip
-    return records
-
-
-def _of(rows: Iterable[Record], kind: str) -> list[Record]:
-    return [row for row in rows if row["kind"] == kind]
 
 
 def _find(rows: Iterable[Record], like: Record, **changed: Any) -> Record | None:
-    """The row of the same weights, text and device as another, with some values of its key changed; None without.
-
-    Times are of the same machine and version of torch, too.
-    """
-    keys = ["run", *(key for key in (*KEY, *SAME) if key not in ("kind", "how", "impl"))]
-    for row in rows:
-        same = keys + ["machine", "torch"] * (row["kind"] in TIMED)
-        if all(row.get(key) == value for key, value in ({key: like.get(key) for key in same} | changed).items()):
-            return row
-    return None
+    """The row of the same weights, text and device as another, with some values of its key changed; None without."""
+    keys = ("run", *(key for key in (*KEY, *SAME) if key not in ("kind", "how", "impl")))
+    values = {key: like.get(key) for key in keys} | changed
+    return next((row for row in rows if all(row.get(key) == value for key, value in values.items())), None)
 
 
 def _label(row: Record) -> str:
@@ -198,14 +106,9 @@ def _label(row: Record) -> str:
     return base + name(row) + (f", seed {row['seed']}" if row["seed"] else "")
 
 
-def _cache(row: Record) -> str:
-    """How the model ran, in a few words."""
-    if row["how"] == "dense":
-        return "full" if row["kind"] in ("cache", "decode") else "dense"
-    return f"{row['how']}, {row['bounds']}" if row.get("bounds") else str(row["how"])
+def _table(title: str, columns: dict[str, Cell], rows: Iterable[Record]) -> Table:
+    def order(row: Record) -> tuple[Any, ...]:
+        return row["label"], row.get("target") or "", row["length"], row["how"], row.get("bounds") or "", row["eps"]
 
-
-def _table(title: str, columns: Columns, records: Iterable[Record], order: Sequence[str]) -> Table:
-    ordered = sorted(records, key=lambda record: [record[key] or "" if key in _TEXTS else record[key] for key in order])
-    rows = tuple(tuple(cell(record) for cell in columns.values()) for record in ordered)
-    return Table(title=title, header=tuple(columns), rows=rows)
+    cells = tuple(tuple(cell(row) for cell in columns.values()) for row in sorted(rows, key=order))
+    return Table(title=title, header=tuple(columns), rows=cells)

@@ -103,20 +103,6 @@ def landmark_kinds(results: Results) -> Data:
     return {"rows": rows}
 
 
-def attention_maps(results: Results) -> Data:
-    """Attention of one sequence, a map per layer and head, for the first base and gated scheme that were kept."""
-    preferred = ("p-rope+gape", "p-rope", "nope+gape", "nope")
-    ranked = sorted(
-        _with(of_main_variant(results), "maps"),
-        key=lambda r: (_place(preferred, r["position"]), r["target"], r["seed"]),
-    )
-    if not ranked:
-        raise NoData("attention maps: got no run whose maps were kept")
-    first = ranked[0]
-    others = [r for r in ranked if r["target"] == first["target"] and r["position"] != first["position"]]
-    return {"models": [_names(record) | record["maps"] for record in (first, *others[:1])]}
-
-
 def entropy(results: Results) -> Data:
     """The paper's three panels: entropy by layer, gates against entropy, the last layer's masks over training."""
     records = language_rows(results, "entropy")

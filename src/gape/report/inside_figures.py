@@ -100,20 +100,6 @@ def draw_gates_entropy(data: Data) -> Figure:
     return figure
 
 
-def draw_landmarks(data: Data) -> Figure:
-    """The landmark gate along one sequence for every layer and head."""
-    layers, heads = len(data["landmark"]), len(data["landmark"][0])
-    figure, axes = new_figure(4.3 * heads + 0.4, 2.1 * layers + 0.7, layers, heads, sharex=True, sharey=True)
-    figure.suptitle(f"{data['label']}, {data['target']} needle", fontsize=10)
-    for layer in range(layers):
-        for head in range(heads):
-            _landmark_panel(axes[layer, head], data, layer, head)
-            axes[layer, head].set_xlabel("Position" if layer == layers - 1 else "")
-            axes[layer, head].set_ylabel("Landmark l" if head == 0 else "")
-    legend_below(figure, axes, 1.9)
-    return figure
-
-
 def draw_landmark_kinds(data: Data) -> Figure:
     """Mean landmark by kind of token, a row per run, a column per layer and head."""
     rows = data["rows"]
@@ -135,24 +121,6 @@ def draw_landmark_kinds(data: Data) -> Figure:
         ax.grid(visible=False)
         ax.set_title(f"layer {layer + 1}, head {head + 1}")
     figure.colorbar(image, ax=axes[0, -1], label="mean landmark")
-    return figure
-
-
-def draw_attention_maps(data: Data) -> Figure:
-    """A map per layer and head, a row per model, of one needle; darker is more attention, on a logarithmic scale."""
-    models = data["models"]
-    heads = [(layer, head) for layer, maps in enumerate(models[0]["weights"]) for head in range(len(maps))]
-    figure, axes = new_figure(2.4 * len(heads) + 0.8, 2.5 * len(models) + 0.3, len(models), len(heads))
-    figure.suptitle(f"{TARGETS[models[0]['target']]}, {models[0]['length']:,} tokens", fontsize=10)
-    image: Any = None
-    for r, model in enumerate(models):
-        for c, (layer, head) in enumerate(heads):
-            ax = axes[r, c]
-            image = _image(ax, _clip(model["weights"][layer][head]), model["length"], **_attention())
-            ax.set_title(f"{model['label']}: layer {layer + 1}, head {head + 1}", fontsize=8)
-            ax.set_xlabel("Key" if r == len(models) - 1 else "")
-            ax.set_ylabel("Query" if c == 0 else "")
-    figure.colorbar(image, ax=axes[:, -1], label="attention on a cell's keys", shrink=0.8)
     return figure
 
 

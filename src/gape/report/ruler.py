@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gape.report.results import Results, refuse_same_seed
 from gape.report.schemes import by_scheme, group_by, name
-from gape.report.series import Data, NoData
 from gape.report.statistics import verdict
 from gape.report.tables import Table, interval
 from gape.tasks.perplexity_rows import Floats, weighted_interval
@@ -17,8 +16,6 @@ from gape.utils.jsonl import Record
 
 #: The model that ablations are measured against.
 FULL = ("p-rope+gape", "")
-#: What sizes of models trained here begin with.
-OURS = "GPT-"
 
 Column = tuple[str, int]
 
@@ -185,49 +182,6 @@ def ablation(schemes: Sequence[Method], full: tuple[str, str] = FULL) -> Table:
     title = f"RULER: change of answer NLL against {next(iter(bases.values())).label}; above zero is worse"
     header = ("Model", "Method", *map(_header, across))
     return Table(title=title, header=header, rows=tuple(rows), strong=frozenset(strong))
-
-
-def losses(results: Results) -> Data:
-    """Mean answer NLL and its interval, by method and subset, of models trained here."""
-    return _series(_methods_of(results, ours=True))
-
-
-def others_losses(results: Results) -> Data:
-    """The same of models of `transformers`."""
-    return _series(_methods_of(results, ours=False))
-
-
-def ablations(results: Results) -> Data:
-    """The change of NLL against the full model in percent, by method and subset."""
-    bases, others = _without_part(_methods_of(results, ours=True), FULL)
-    if not others:
-        raise NoData(f"ruler: the results lack {FULL[0]} or models without a part of it")
-    return _series(others, bases)
-
-
-def _methods_of(results: Results, *, ours: bool) -> list[Method]:
-    rows = [row for row in results.of("ruler") if row["model"].startswith(OURS) == ours]
-    if not rows:
-        raise NoData(f"ruler: the results hold no rows of gape ruler eval of {'our' if ours else 'other'} models")
-    return methods(rows)
-
-
-def _series(schemes: Sequence[Method], bases: Mapping[str, Method] | None = None) -> Data:
-    """Means and intervals of methods, or of their differences from the full model in percent of its mean."""
-    across = columns(schemes)
-    entries = []
-    for method in schemes:
-        cells: list[tuple[float, float, float] | None] = []
-        for column in across:
-            if bases is None:
-                each = method.values(column)
-                cells.append(None if each is None else (float(each.mean()), *_interval(each)))
-            else:
-                p = difference(method, bases[method.model], column)
-                cells.append(None if p is None else (p.percent(p.mean), p.percent(p.low), p.percent(p.high)))
-        model = f"{method.model} " if len({other.model for other in schemes}) > 1 else ""
-        entries.append({"label": f"{model}{method.label}", "position": method.key[0], "cells": cells})
-    return {"columns": [_header(column) for column in across], "methods": entries, "percent": bases is not None}
 
 
 def _refuse_other_seeds(method: Method) -> None:

@@ -221,11 +221,6 @@ def perplexity_tables(results: Results) -> list[Table]:
     return tables
 
 
-def hf_tables(results: Results) -> list[Table]:
-    """Perplexity of models of transformers by context, and every model with gates beside every one without."""
-    return language_tables(results.only(perplexity=series.hf_rows(results))) + hf_differences(results)
-
-
 def hf_differences(results: Results) -> list[Table]:
     """Models of transformers with gates beside others, on the same windows; none without rows.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from gape.report import catalogue, forgetting, ruler
@@ -12,10 +13,8 @@ from gape.report.series import NoData
 from gape.report.style import matplotlib
 from gape.report.tables import Table, hf_differences, language_tables, needle_tables
 from gape.utils import files
-from gape.utils.jsonl import read_object
 
-#: DRAWN, in `figures/`, has the hash of each file that the report wrote there.
-PAGE, DRAWN = "index.html", "drawn.json"
+PAGE = "index.html"
 
 
 def report(
@@ -24,8 +23,7 @@ def report(
     """Write everything that can be said of some results; the same results give the same bytes.
 
     The directory gets `results.jsonl`, `analysis.jsonl` and `runs.jsonl` (so it can be read in place of the runs),
-    `tables.md`, `figures/` and `index.html`. Figures that an earlier report drew there and this one does not are
-    removed, files of others are not. Without Matplotlib the page has tables only, and says why.
+    `tables.md`, `figures/` and `index.html`. Without Matplotlib the page has tables only, and says why.
 
     Args:
         results: from :func:`gape.report.results.gather`.
@@ -61,26 +59,10 @@ def tables(results: Results) -> list[Table]:
 
 def _figures(results: Results, directory: Path) -> list[tuple[catalogue.Entry, Path]]:
     """Draw what the results have data for, the theory's figures left out."""
-    drawn, written = [], list[Path]()
+    drawn = []
     for entry in catalogue.FIGURES.values():
-        if entry.measure is None:
-            continue
-        try:
-            paths = catalogue.write(entry, results, directory)
-        except NoData:
-            continue
-        written += paths
-        drawn.append((entry, next(path for path in paths if path.suffix == ".png")))
-    _tidy(directory, {path.name: files.sha256(path.read_bytes()) for path in written})
+        if entry.measure is not None:
+            with suppress(NoData):
+                _, png, _ = catalogue.write(entry, results, directory)
+                drawn.append((entry, png))
     return drawn
-
-
-def _tidy(directory: Path, written: dict[str, str]) -> None:
-    """Remove what an earlier report drew and this one did not, unless somebody changed it since."""
-    before = read_object(directory / DRAWN).get("sha256", {})
-    for name, digest in before.items():
-        path = directory / Path(name).name
-        if name not in written and path.is_file() and files.sha256(path.read_bytes()) == digest:
-            path.unlink()
-    if written or before:
-        files.replace(directory / DRAWN, files.to_json({"sha256": written}))
