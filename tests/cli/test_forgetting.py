@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,13 +32,23 @@ NEEDLE = [
 FEW = ["--eps", "1e-3", "--device", "cpu"]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus and a run on it."""
+    home = tmp_path_factory.mktemp("lm")
+    text.corpus(home / "books")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        assert gape_exits("lm", "train", "lm/toy", "data=books/corpus", *LANGUAGE) == 0
+    return home
+
+
 @pytest.fixture
-def language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A corpus and a run on it."""
+def language(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A copy of the corpus and of the run."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    corpus = text.corpus(tmp_path / "books").directory
-    assert gape_exits("lm", "train", "lm/toy", f"data={corpus}", *LANGUAGE) == 0
-    return corpus, tmp_path / "runs/lm/toy/p-rope+gape"
+    return tmp_path / "books/corpus", tmp_path / "runs/lm/toy/p-rope+gape"
 
 
 def measured(home: Path, corpus: Path, *more: str) -> int:

@@ -23,7 +23,8 @@ from tests.cli.test_commands import TOY, gape_exits
 from tests.hf.tiny import tiny
 from tests.tasks import text
 
-LISTS = 1200
+LISTS = 200
+MORE_LISTS = 1200
 ABSENT = object()
 WHOLE = ("-1", "0", "99999999999999999999", "1e999", "nan", "inf", "", "x", "1.5", "-", "½", "0x10", "1_0", " 1")
 REAL = ("nan", "inf", "-inf", "1e999", "-1e999", "-1", "", "x", "-0.0", "1e-999", "½", "99999999999999999999")
@@ -97,7 +98,7 @@ COMMAND = typer.main.get_command(app)
 COMMANDS = dict(commands(COMMAND))
 
 
-def argument_lists(count: int, seed: int = 0) -> Iterator[list[str]]:
+def argument_lists(count: int, seed: int) -> Iterator[list[str]]:
     """Lists of a command that are right but for one to three values, or an option too many."""
     draw = random.Random(seed)
     for number in range(count):
@@ -205,9 +206,14 @@ def outcome(arguments: list[str], home: Path, capsys: pytest.CaptureFixture[str]
     return None if last.startswith(("gape: ", "Error")) and named in last else f"said {errors}"
 
 
-def test_random_arguments_are_refused_in_one_line(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("count", "seed"), [(LISTS, 0), pytest.param(MORE_LISTS, 1, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_random_arguments_are_refused_in_one_line(
+    quick: Path, capsys: pytest.CaptureFixture[str], count: int, seed: int
+) -> None:
     wrong = {}
-    for number, arguments in enumerate(argument_lists(LISTS)):
+    for number, arguments in enumerate(argument_lists(count, seed)):
         if fault := outcome(arguments, quick, capsys):
             wrong[number] = arguments, fault
     assert not wrong
