@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 
 import gape.hf
-from gape.hf.cache import extra_width, furthest, pack, refuse_uneven, unpack, update_cache
-from tests.hf.tiny import FLOOR, broken_off, made, opened, ours, tiny, tokens
+from gape.hf.cache import MARK, extra_width, furthest, pack, refuse_uneven, unpack, update_cache
+from tests.hf.tiny import FLOOR, broken_off, last_logits_without, made, opened, ours, tiny, tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -103,3 +103,20 @@ def test_keys_without_gates_are_cached_as_they_are(model):
     actual = gpt.generate(ids, past_key_values=cache, **settings)
     assert torch.equal(actual, gpt.generate(ids, use_cache=False, **settings))
     assert {layer.keys.size(-1) for layer in cache.layers} == {8}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_heads_may_drop_keys_of_their_own(family, name):
+    model, cache, ids = opened(tiny(family, name)), DynamicCache(), tokens(1, 33)
+    model(ids[:, :-1], past_key_values=cache)
+    generator = torch.Generator().manual_seed(0)
+    for layer in cache.layers:
+        chosen = torch.rand(layer.keys.shape[:3], generator=generator).topk(12).indices.sort().values.unsqueeze(-1)
+        layer.keys, layer.values = (
+            x.gather(2, chosen.expand(-1, -1, -1, x.size(-1))) for x in (layer.keys, layer.values)
+        )
+        setattr(layer, MARK, True)
+    actual = model(ids[:, -1:], past_key_values=cache, position_ids=torch.tensor([[32]])).logits[:, -1]
+    torch.testing.assert_close(actual, last_logits_without(model, cache, ids), atol=1e-5, rtol=1e-5)

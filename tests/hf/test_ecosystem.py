@@ -1,4 +1,4 @@
-"""Other tools on models with gates: families of one's own, the way out for servers, mixed adapters, kvpress."""
+"""Other tools on models with gates: families of one's own, the way out for servers, mixed adapters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("transformers")
 
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import gape.hf
 from gape.hf.families import TRANSFORMERS_4
-from tests.hf.tiny import SIZES, injected, opened, tiny, tokens
+from tests.hf.tiny import SIZES, injected, tiny, tokens
 
 
 def test_register_family_refuses_what_it_cannot_serve():
@@ -45,15 +45,6 @@ def test_a_batch_of_several_adapters_with_gates_is_an_error(tmp_path):
     model.add_adapter("second", gape.hf.lora_config(base, r=2))
     with pytest.raises((ValueError, TypeError, NotImplementedError)), torch.no_grad():
         model.eval()(tokens(), adapter_names=["first", "second"])
-
-
-def test_presses_of_kvpress_are_an_error_and_not_other_numbers():
-    kvpress = pytest.importorskip("kvpress")
-    model, cache = opened(tiny("llama")), DynamicCache()
-    with kvpress.KnormPress(compression_ratio=0.5)(model), torch.no_grad():
-        model(tokens(1, 20), past_key_values=cache)
-        with pytest.raises((RuntimeError, ValueError)):
-            model(tokens(1, 1), past_key_values=cache)
 
 
 @torch.no_grad()

@@ -163,3 +163,28 @@ def broken_off(model: Any, cache: Any, new: int = 3) -> None:
 def same(family: str, a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal, to the bit where the family allows it."""
     return torch.allclose(a, b, atol=1e-5) if family in MIXTURES else torch.equal(a, b)
+
+
+@torch.no_grad()
+def last_logits_without(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the last token where all keys are cached, and those that a cache lacks are hidden from it by head.
+
+    Args:
+        model: with gates in every layer; its layers take masks of mine from now on.
+        cache: of transformers; each head may lack other keys.
+        ids: (1, N).
+    """
+    from gape.hf.cache import unpack
+
+    whole, masks = transformers.DynamicCache(), []
+    for layer in cache.layers:
+        positions = unpack(layer.keys, model.config.head_dim, by_head=True)[2]
+        seen = torch.zeros(1, layer.keys.size(1), ids.size(1), dtype=torch.bool).scatter_(-1, positions, True)
+        groups = model.config.num_attention_heads // layer.keys.size(1)
+        masks.append(seen.repeat_interleave(groups, dim=1).unsqueeze(-2))
+    model(ids[:, :-1], past_key_values=whole)
+    for layer, mask in zip(model.model.layers, masks, strict=True):
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs, mask=mask: (args, kwargs | {"attention_mask": mask}), with_kwargs=True
+        )
+    return model(ids[:, -1:], past_key_values=whole).logits[:, -1]

@@ -25,6 +25,7 @@ from gape.hf.implementations import (
     GateValues,
     check_causality,
     masked_attention,
+    refuse_head_masks,
     refuse_paged,
     supported_name,
 )
@@ -267,6 +268,7 @@ class InjectedAttention(Skips):
         if kwargs.get("encoder_hidden_states") is not None or kwargs.get("head_mask") is not None:
             raise ValueError("encoder_hidden_states, head_mask: got a value, expected None in a layer with gates")
         refuse_paged(kwargs)
+        refuse_head_masks(self)
         if any(getattr(hook, "__name__", "") == ACCELERATE_HOOK for hook in self._forward_pre_hooks.values()):
             raise ValueError(
                 "context parallelism: accelerate drops masks and slices positions that gates read, expected "

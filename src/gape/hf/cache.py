@@ -22,6 +22,8 @@ from gape.utils.validation import invalid_argument
 
 #: Layers of caches whose handling of keys is tested here, by name.
 LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+#: The attribute of a cache's layer in which every head has dropped keys of its own, so that positions differ by head.
+MARK = "gape_keys_by_head"
 #: Dtype → bits of a piece, pieces of a landmark, base of a position's digits and how many there are.
 _FORMS = {
     torch.bfloat16: (8, 3, 256, 3),
@@ -73,12 +75,16 @@ def pack(k: Tensor, landmark: Tensor | None, positions: Tensor) -> Tensor:
     return torch.cat([k, torch.stack([part.to(k.dtype) for part in columns], dim=-1)], dim=-1)
 
 
-def unpack(packed: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(k, landmark, positions) of what `pack` returned, k being `width` wide; positions are int64 (B, N)."""
+def unpack(packed: Tensor, width: int, *, by_head: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """(k, landmark, positions) of what `pack` returned, k being `width` wide.
+
+    Positions are int64 (B, N), or (B, Hk, N) by head.
+    """
     _, parts, base, digits = _FORMS[packed.dtype]
     k, landmark, places = torch.split(packed, [width, parts, digits], dim=-1)
-    # All heads of a sample have the same positions.
-    written = places[:, 0].to(torch.float64 if packed.device.type != "mps" else torch.float32).round().to(torch.int64)
+    # All heads of a sample have the same positions, unless keys were dropped by head.
+    places = places if by_head else places[:, 0]
+    written = places.to(torch.float64 if packed.device.type != "mps" else torch.float32).round().to(torch.int64)
     positions = written[..., -1]
     for place in reversed(range(digits - 1)):
         positions = positions * base + written[..., place]
@@ -110,7 +116,8 @@ def update_cache(
         stores_positions: whether keys carry their positions without gates too.
 
     Returns:
-        All that the cache holds: keys, values, landmarks, and the keys' positions, None where keys do not carry them.
+        All that the cache holds: keys, values, landmarks, and the keys' positions, None where keys do not carry them,
+        (B, Hk, N) where heads dropped keys of their own.
 
     Raises:
         ValueError: a cache that is not known to leave keys as they are.
@@ -135,7 +142,9 @@ def update_cache(
     values = values[..., : v.size(-1)]
     if plain:
         return keys[..., :width], values, None, None
-    k, cached_landmark, k_positions = unpack(keys[..., :width], k.size(-1))
+    k, cached_landmark, k_positions = unpack(
+        keys[..., :width], k.size(-1), by_head=getattr(cache.layers[layer], MARK, False)
+    )
     return k, values, None if landmark is None else cached_landmark, k_positions
 
 

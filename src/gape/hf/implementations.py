@@ -84,6 +84,17 @@ def refuse_paged(kwargs: Mapping[str, Any]) -> None:
         raise invalid_argument("cache", type(kwargs["cache"]).__name__, f"None: {NO_BATCHING}")
 
 
+def refuse_head_masks(module: Any) -> None:
+    """Refuse the mask that some presses of kvpress leave on a layer for its attention function, which is not called.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if getattr(module, "masked_key_indices", None) is not None:
+        expected = "None: a layer with gates has no masks of kvpress; gape.hf.presses.GatedPress drops keys by scores"
+        raise invalid_argument("masked_key_indices", "indices", expected)
+
+
 class RefusesBatching:
     """Mixed into models with gates: refuses continuous batching before its thread begins."""
 
@@ -160,7 +171,8 @@ def masked_attention(
         values: of the gates, or None without.
         name: the model's attention implementation.
         q_positions: integer (Nq,) or (B, Nq).
-        k_positions: integer (Nk,) or (B, Nk); None without gates, where the mask alone says who attends to whom.
+        k_positions: integer (Nk,), (B, Nk) or, where heads differ, (B, Hk, Nk); None without gates, where the mask
+            alone says who attends to whom.
         mask: bool or additive (B or 1, heads or 1, Nq, at least Nk), or None where causality by index is all.
         scale: the softmax scale.
         softcap: content logits are cap · tanh(logit / cap); the bias is not capped.
@@ -175,6 +187,10 @@ def masked_attention(
         ValueError: a mask of another kind, or `skips` where only the dense form can run.
     """
     n = q.size(2)
+    if k_positions is not None and k_positions.dim() == 3:
+        folded, more = _heads_as_samples(q, k, v, values, q_positions, k_positions, mask)
+        out, weights = masked_attention(*folded, name=name, scale=scale, softcap=softcap, auto=auto, **more)
+        return out.reshape(*q.shape[:3], -1), None if weights is None else weights.reshape(*q.shape[:3], -1)
     if mask is None and 1 < n < k.size(2):
         # The first call with a static cache: what lies behind the first n keys is still empty.
         k, v, k_positions = k[:, :, :n], v[:, :, :n], None if k_positions is None else k_positions[..., :n]
@@ -202,6 +218,36 @@ def masked_attention(
     impl = IMPL if skips else auto if impl == "auto" else impl
     visibility |= {"context_length": values.context_length, "scale": scale, "impl": impl, "eps": skips}
     return gated_attention(q, k, v, *values[:3], **visibility), None
+
+
+def _heads_as_samples(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: GateValues | None,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    mask: Tensor | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of :func:`masked_attention` in which each key head, with its query heads, is a sample of its own.
+
+    A sample has one position for a token, so this is how heads can have different ones.
+    """
+    heads = k.size(1)
+    groups = q.size(1) // heads
+    q = q.reshape(-1, groups, *q.shape[2:])
+    k, v = (x.reshape(-1, 1, *x.shape[2:]) for x in (k, v))
+    if values is not None:
+        gate = (values.amplitude[:, None] * values.gate).reshape(-1, groups, values.gate.size(-1))
+        landmark = values.landmark.reshape(-1, 1, values.landmark.size(-1))
+        values = GateValues(gate, landmark, torch.ones_like(values.amplitude[:groups]), values.context_length)
+    if q_positions.dim() == 2:
+        q_positions = q_positions.repeat_interleave(heads, dim=0)
+    if mask is not None and mask.size(1) > 1:
+        mask = mask.expand(len(k) // heads, -1, -1, -1).reshape(-1, groups, *mask.shape[2:])
+    elif mask is not None and mask.size(0) > 1:
+        mask = mask.repeat_interleave(heads, dim=0)
+    return (q, k, v, values), {"q_positions": q_positions, "k_positions": k_positions.flatten(0, 1), "mask": mask}
 
 
 def dense_attention(
