@@ -31,9 +31,9 @@ class Witness:
         self.cached: list[list[list[Tensor]]] = []
 
     def attend(
-        self, owner: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotate: Any, *, step: Any, real: Any
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotate: Any, *, step: Any, real: Any
     ) -> Tensor:
-        out = PagedLayer.attend(self.layer, owner, q, k, v, positions, rotate, step=step, real=real)
+        out = PagedLayer.attend(self.layer, q, k, v, positions, rotate, step=step, real=real)
         q, k, rate, landmark = rotate()
         positions = positions.expand(q.size(0), -1)
         real = torch.ones_like(positions, dtype=torch.bool) if real is None else real

@@ -204,7 +204,7 @@ def skipped(length: str, eps: str):
     sent = torch.tensor([[c.traffic["gather"], c.traffic["blocks"], c.traffic["bounds"]] for c in contexts.values()])
     torch.distributed.all_reduce(sent)
     with torch.no_grad():
-        q, k, v = layer._projected(rows, rows.size(1))
+        q, k, v = layer.project(rows)
         score = float(layer.scale * q.norm(dim=-1).max() * k.norm(dim=-1).max())
         exposure = float(1 - layer.gates.landmark(k).max())
         rate = float(layer.gates.amplitude.min()) * 4.0 / 1024 * exposure

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 
 import gape.hf
-from gape.hf.cache import MARK, extra_width, furthest, pack, refuse_uneven, unpack, update_cache
+from gape.hf.cache import MARK, PackedKeys, extra_width, furthest, pack, refuse_uneven, unpack
 from tests.hf.tiny import FLOOR, broken_off, last_logits_without, made, opened, ours, tiny, tokens
 
 
@@ -53,7 +53,7 @@ def test_positions_that_keys_cannot_carry_are_nan_in_a_graph(batched):
 
 def test_a_cache_does_not_round_the_gradients_of_gates_that_learn_alone():
     k, landmark = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16), torch.rand(1, 2, 3, requires_grad=True)
-    assert update_cache(DynamicCache(), 0, k, k, landmark, torch.arange(3))[2] is landmark
+    assert PackedKeys(cache=DynamicCache(), layer=0).append(k, k, landmark, torch.arange(3)).side is landmark
 
 
 def test_lengths_on_a_device_are_not_read():

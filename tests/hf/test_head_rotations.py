@@ -119,7 +119,7 @@ def test_bounds_hold_for_queries_at_the_last_position() -> None:
     attention, norm = block.attention, block.attention_norm
     x = norm(100 * torch.randn(1, 2000, 48, dtype=torch.float64))
     limits = limits_of_weights(attention, norm)
-    q, k, _ = attention._projected(x, 2000)
+    q, k, _ = attention.project(x)
     for position in (5, 10_000, 2**31 - 1):
         places = torch.full((2000,), position)
         turned, keys = attention.scheme.queries(q, places)[0], attention.scheme.keys(k, places)[0]

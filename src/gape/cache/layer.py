@@ -78,7 +78,6 @@ class PagedLayer:
 
     def attend(
         self,
-        owner: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -91,7 +90,6 @@ class PagedLayer:
         """Add tokens and attend to them and to everything cached.
 
         Args:
-            owner: the module that attends.
             q, k, v: (B, Hq, n, D), (B, Hk, n, D) and (B, Hk, n, Dv) as projected.
             positions: integer (n,) or (B, n); of a row they rise by one.
             rotate: gives rotated q and k, rate and landmark, where no kernel does that.
@@ -102,10 +100,8 @@ class PagedLayer:
             (B, Hq, n, Dv).
 
         Raises:
-            ValueError: another module or batch, positions that do not rise by one, or an earlier call that broke off.
+            ValueError: another batch, positions that do not rise by one, or an earlier call that broke off.
         """
-        if owner is not self.spec.owner:
-            raise ValueError("cache: made for another model, expected one of this layer")
         cache, width = self._cache, v.size(-1)
         if not cache.capturing:
             if self.index == 0:

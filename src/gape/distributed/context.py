@@ -169,9 +169,8 @@ class ContextParallel:
         """Attend from this process's queries to the keys of all; what `layer.attend` gives."""
         if not self._active:
             return attend(q, k, v, gate, side, **arguments)
-        q_positions, q_documents = arguments.pop("q_positions", None), arguments.pop("q_documents", None)
-        how = {name: x for name, x in arguments.items() if name not in ("k_positions", "k_documents", "mask")}
-        if q_positions is None or k.size(2) != q.size(2) or how.pop("attn_mask", None) is not None:
+        q_positions, q_documents = arguments["q_positions"], arguments.get("q_documents")
+        if q_positions is None or k.size(2) != q.size(2) or arguments.get("attn_mask") is not None:
             raise ValueError(
                 "context_parallel: got no positions, or a cache, a mask or fewer queries than keys, expected a slice"
             )
@@ -189,15 +188,14 @@ class ContextParallel:
                 raise invalid_argument("positions", q_positions, "those that share() gave, in a model of transformers")
             return attend(
                 q, k, v, gate, side, q_positions=q_positions, k_positions=self._whole(q_positions),
-                q_documents=q_documents, k_documents=documents, **how,
+                q_documents=q_documents, k_documents=documents,
             )  # fmt: skip
-        outs = [self._piece(layer, attend, q, k, v, gate, side, q_documents, documents, how, *each) for each in pieces]
-        y = torch.cat(outs, dim=2)
-        return y if _scheme(layer) is not None else (y, None)
+        outs = [self._piece(layer, attend, q, k, v, gate, side, q_documents, documents, *each) for each in pieces]
+        return torch.cat(outs, dim=2), None
 
     def _piece(
         self, layer: Any, attend: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, side: Tensor | None,
-        q_documents: Tensor | None, k_documents: Tensor | None, how: dict[str, Any], rows: slice, end: int,
+        q_documents: Tensor | None, k_documents: Tensor | None, rows: slice, end: int,
     ) -> Any:  # fmt: skip
         """What a run of queries gives: they are the last of the keys up to `end`, which needs no mask."""
         sides = (None if x is None else x[:, :, part] for x, part in ((gate, rows), (side, slice(end))))
@@ -206,7 +204,7 @@ class ContextParallel:
         documents = {}
         if q_documents is not None and k_documents is not None:
             documents = {"q_documents": q_documents[:, rows], "k_documents": k_documents[:, :end]}
-        return attend(q[:, :, rows], k[:, :, :end], v[:, :, :end], *sides, **documents, **how)
+        return attend(q[:, :, rows], k[:, :, :end], v[:, :, :end], *sides, **documents)[0]
 
     def _pieces(self, n: int) -> list[tuple[slice, int]]:
         """Runs of queries that follow one another, and where the keys that they see end."""

@@ -1,6 +1,4 @@
-"""Attention layers in models of `transformers`: project → gates → rotation → cache → attention.
-
-:func:`attend_layer` takes these steps, for injected layers of other families and for those of our GPT.
+"""Attention layers that gates were put into: what they do in each of the steps of every attention layer.
 
 An injected module is an instance of a subclass of its own class. Its parameters keep their names; `gape` holds the
 gates. Setting the class back leaves the module as it was. No class and no function of `transformers` is changed.
@@ -11,14 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gape.cache.layer import Rotated
-from gape.hf.cache import refuse_uneven, update_cache
-from gape.hf.families import QKV, Family, family_named, window_of
+from gape.hf.cache import PackedKeys, refuse_uneven
+from gape.hf.families import Family, family_named, window_of
 from gape.hf.gates import RetrofitGates
 from gape.hf.implementations import (
     OPERATOR_OF,
@@ -31,11 +28,12 @@ from gape.hf.implementations import (
 )
 from gape.hf.paged import PagesForTransformers
 from gape.hf.save_load import rebuild
+from gape.models.attention_steps import QKV, AttentionLayer, Embeddings, attend_layer
 from gape.models.skipping import Skips
 from gape.ops.decode_prologue import Step
 from gape.ops.inputs import working_dtype
 from gape.positions.angles import share_angles, shares_angles
-from gape.positions.base import Scheme
+from gape.positions.base import Scheme, Side
 from gape.positions.gated import step_under
 from gape.positions.rotary import NoPE
 from gape.utils.validation import invalid_argument
@@ -48,108 +46,40 @@ HALVES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 ACCELERATE_HOOK = "_self_attn_pre_forward_hook"
 
 
-class AttentionLayer(Protocol):
-    """An attention layer in the steps that :func:`attend_layer` takes; `config` says the attention implementation."""
-
-    config: Any
-    layer_idx: int
-
-    @property
-    def gates(self) -> Any:
-        """None without gates."""
-
-    @property
-    def cache_owner(self) -> Any:
-        """What a cache in pages knows the layer by."""
-
-    @property
-    def context_length(self) -> float:
-        """T, by which gates divide distances."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no layer before it is called through :func:`attend_layer`."""
-
-    @property
-    def key_width(self) -> int:
-        """The least width of a cached key."""
-
-    @property
-    def stores_positions(self) -> bool:
-        """Whether cached keys carry their positions without gates too."""
-
-    def project(self, x: Tensor) -> QKV:
-        """x (B, N, E) → q, k, v (B, H, N, D)."""
-
-    def rotate(
-        self, q: Tensor, k: Tensor, positions: Tensor, x: Tensor, embeddings: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Rotated q and k, the queries' gate (B, Hq, N) and the keys' landmark (B, Hk, N); None without gates."""
-
-    def step(self, q: Tensor, positions: Tensor, embeddings: tuple[Tensor, Tensor] | None) -> Step | None:
-        """What :meth:`rotate` does, for kernels; None where they cannot."""
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, Hq, N, Dv), and weights where the dense form ran; `visibility` is for :func:`masked_attention`."""
-
-    def merge(self, y: Tensor) -> Tensor:
-        """(B, Hq, N, Dv) → (B, N, E)."""
-
-
-def attend_layer(
+def attend_in_transformers(
     layer: AttentionLayer,
     x: Tensor,
     positions: Tensor,
     mask: Tensor | None,
     cache: Any,
     *,
-    embeddings: tuple[Tensor, Tensor] | None = None,
-    cache_position: Tensor | None = None,
+    owner: Any,
+    number: int,
+    implementation: str,
+    embeddings: Embeddings = None,
+    attend: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
+    **packing: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """One attention layer: project → gates → rotation → cache → attention.
+    """:func:`gape.models.attention_steps.attend_layer` under a mask of `transformers` and with a cache for it.
 
     Args:
-        layer: the layer.
-        x: (B, N, E).
-        positions: integer (N,) or (B, N).
+        layer, x, positions, embeddings, attend: as there.
         mask: of `transformers`; caches in pages do not read it.
         cache: of `transformers`, or None; the tokens are added to it.
-        embeddings: cosines and sines of the model's own rotation, if it has one.
-        cache_position: integer (N,), for caches of transformers 4.
-
-    Returns:
-        (B, N, E), and the weights (B, Hq, N, keys) where the dense form ran, else None.
+        owner: what a cache in pages knows the layer by.
+        number: of the layer.
+        implementation: the model's attention implementation.
+        **packing: settings of :class:`gape.hf.cache.PackedKeys`.
 
     Raises:
-        ValueError: a cache or a mask that does not go with gates, or a cache that an earlier call left half filled.
+        ValueError: a cache or a mask that does not go with gates.
     """
-    q, k, v = layer.project(x)
-    gates = layer.gates
-    if cache is not None and layer.is_first:
-        refuse_uneven(cache, layer.layer_idx, x.size(1))
-    if gates is not None and isinstance(cache, PagesForTransformers):
-
-        def rotate() -> Rotated:
-            rotated_q, rotated_k, gate, landmark = layer.rotate(q, k, positions, x, embeddings)
-            return rotated_q, rotated_k, gates.amplitude[:, None] * gate / layer.context_length, landmark
-
-        owner = layer.cache_owner
-        y = cache.layer(layer.layer_idx, owner).attend(
-            owner, q, k, v, positions, rotate, step=layer.step(q, positions, embeddings),
-            real=cache.real_tokens(mask, x.size(1), x.size(0)),
-        )  # fmt: skip
-        return layer.merge(y), None
-    check_causality(layer.config._attn_implementation, q)
-    q, k, gate, landmark = layer.rotate(q, k, positions, x, embeddings)
-    k, v, cached, k_positions = update_cache(
-        cache, layer.layer_idx, k, v, None if layer.gates is None else landmark, positions, cache_position,
-        key_width=layer.key_width, stores_positions=layer.stores_positions,
-    )  # fmt: skip
-    landmark = landmark if layer.gates is None else cached
-    y, weights = layer.attend(q, k, v, gate, landmark, q_positions=positions, k_positions=k_positions, mask=mask)
-    return layer.merge(y), weights
+    if layer.gates is not None and isinstance(cache, PagesForTransformers):
+        real = cache.real_tokens(mask, x.size(1), x.size(0))
+        return attend_layer(layer, x, positions, cache.layer(number, owner), real=real, embeddings=embeddings)
+    check_causality(implementation, x)
+    keys = None if cache is None else PackedKeys(cache=cache, layer=number, **packing)
+    return attend_layer(layer, x, positions, keys, embeddings=embeddings, attend=attend, mask=mask)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +126,6 @@ class InjectedAttention(Skips):
     gape: Any
     gape_base: type[nn.Module]
     gape_wiring: Wiring
-    key_width = 0
-    stores_positions = False
 
     @property
     def impl(self) -> str:  # type: ignore[override]
@@ -210,19 +138,9 @@ class InjectedAttention(Skips):
         return self.gape
 
     @property
-    def cache_owner(self) -> Any:
-        """The gates, which a cache in pages knows the layer by."""
-        return self.gape
-
-    @property
     def context_length(self) -> float:
         """T, by which gates divide distances."""
         return self.gape_wiring.context_length
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the first injected layer of its model."""
-        return self.layer_idx == self.gape_wiring.first_layer
 
     @property
     def softcap(self) -> float | None:
@@ -276,18 +194,21 @@ class InjectedAttention(Skips):
             )
         # GPT-NeoX has a name of its own for it.
         cache = kwargs.get("layer_past") if past_key_values is None else past_key_values
-        return attend_layer(
-            self, hidden_states, _positions(kwargs, hidden_states.size(0)), attention_mask, cache,
-            embeddings=position_embeddings, cache_position=kwargs.get("cache_position"),
+        if cache is not None and self.layer_idx == self.gape_wiring.first_layer:
+            refuse_uneven(cache, self.layer_idx, hidden_states.size(1))
+        return attend_in_transformers(
+            self, hidden_states, _positions(kwargs, hidden_states.size(0)), attention_mask, cache, owner=self.gape,
+            number=self.layer_idx, implementation=self.config._attn_implementation, embeddings=position_embeddings,
+            cache_position=kwargs.get("cache_position"),
         )  # fmt: skip
 
-    def project(self, x: Tensor) -> QKV:
-        """q, k and v as the family projects (and norms) them."""
+    def project(self, x: Tensor, queries: int | None = None) -> QKV:
+        """q, k and v as the family projects (and norms) them; all tokens have queries."""
         return self.gape_wiring.family.layout.project(self, x)
 
     def rotate(
-        self, q: Tensor, k: Tensor, positions: Tensor, x: Tensor, embeddings: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        self, q: Tensor, k: Tensor, positions: Tensor, x: Tensor, embeddings: Embeddings, past: Side = None
+    ) -> tuple[Tensor, Tensor, Side, Side]:
         """The gates of q and k before their rotation, and the rotation: the model's own, or that in its place."""
         gate, landmark = (None, None) if self.gape is None else self.gape(q, k)
         scheme, rotation = self.gape_wiring.scheme, self.gape_wiring.rotation
@@ -298,7 +219,7 @@ class InjectedAttention(Skips):
                 q, k = rotation(q, k, *embeddings)
         return q, k, gate, landmark
 
-    def step(self, q: Tensor, positions: Tensor, embeddings: tuple[Tensor, Tensor] | None) -> Step | None:
+    def step(self, q: Tensor, positions: Tensor, embeddings: Embeddings) -> Step | None:
         """What :meth:`rotate` does, for kernels; None where it is more than they do."""
         wiring, gates = self.gape_wiring, self.gape
         if type(gates) is not RetrofitGates:
@@ -310,7 +231,7 @@ class InjectedAttention(Skips):
                 return None
         return step_under(gates, positions, angles, context_length=wiring.context_length, strength=gates.strength)
 
-    def _own_angles(self, q: Tensor, embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    def _own_angles(self, q: Tensor, embeddings: Embeddings) -> tuple[Tensor, Tensor] | None:
         """The model's own cosines and sines as kernels read them; None where it rotates in another way."""
         wiring = self.gape_wiring
         if wiring.rotation is None or embeddings is None or wiring.family.model_type not in HALVES:
@@ -327,12 +248,12 @@ class InjectedAttention(Skips):
         return shared[1]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Side, side: Side, **visibility: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend under the gates, if there are some."""
+        """Attend under the gates, if there are some; `side` are the keys' landmarks."""
         values = None
-        if gate is not None and landmark is not None:
-            values = GateValues(gate, landmark, self.gape.amplitude, self.gape_wiring.context_length)
+        if gate is not None and side is not None:
+            values = GateValues(gate, side, self.gape.amplitude, self.gape_wiring.context_length)
         return masked_attention(
             q, k, v, values, name=self.config._attn_implementation, scale=self.gape_wiring.family.layout.scale(self),
             softcap=self.softcap, skips=self.skips, **visibility,

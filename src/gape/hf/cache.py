@@ -8,12 +8,14 @@ float32, the position within :func:`furthest`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from gape.cache.kv import CachedKeys
 from gape.hf.families import TRANSFORMERS_4
 from gape.ops import inputs
 from gape.ops.columns import pieces
@@ -91,61 +93,62 @@ def unpack(packed: Tensor, width: int, *, by_head: bool = False) -> tuple[Tensor
     return k, landmark.to(bias_dtype(packed.dtype)).sum(-1), positions
 
 
-def update_cache(
-    cache: Any,
-    layer: int,
-    k: Tensor,
-    v: Tensor,
-    landmark: Tensor | None,
-    positions: Tensor,
-    cache_position: Tensor | None = None,
-    *,
-    key_width: int = 0,
-    stores_positions: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Add keys and values to a cache.
+@dataclass(frozen=True, kw_only=True)
+class PackedKeys:
+    """A layer of a cache of `transformers`, whose keys carry their landmarks and positions.
 
-    Args:
-        cache: of `transformers`, or None.
+    Attributes:
+        cache: of `transformers`.
         layer: its number.
-        k, v: (B, Hk, N, D) and (B, Hk, N, Dv).
-        landmark: (B, Hk, N), or None without gates.
-        positions: integer (N,) or (B, N).
         cache_position: integer (N,), for caches of transformers 4.
         key_width: the least width of a cached key; it is wider where its landmark and position take more.
         stores_positions: whether keys carry their positions without gates too.
-
-    Returns:
-        All that the cache holds: keys, values, landmarks, and the keys' positions, None where keys do not carry them,
-        (B, Hk, N) where heads dropped keys of their own.
-
-    Raises:
-        ValueError: a cache that is not known to leave keys as they are.
     """
-    if cache is None:
-        return k, v, landmark, positions
-    static = _layer_kind(cache, layer).startswith("Static")
-    pads_values = TRANSFORMERS_4 and static
-    learns = k.requires_grad or (landmark is not None and landmark.requires_grad)
-    first = torch.is_grad_enabled() and learns and not int(cache.get_seq_length(layer))
-    plain = landmark is None and not stores_positions
-    packed = k if plain else pack(k, landmark, positions)
-    width = packed.size(-1)
-    # Static layers of transformers 4 allocate values as wide as keys.
-    cached_width = max(width, key_width, v.size(-1) if pads_values else 0)
-    cached_v = F.pad(v, (0, cached_width - v.size(-1))) if pads_values else v
-    more = ({"cache_position": cache_position},) if TRANSFORMERS_4 else ()
-    keys, values = cache.update(F.pad(packed, (0, cached_width - width)), cached_v, layer, *more)
-    if first:
-        # Nothing was cached before, so gradients need not pass the packing.
-        return k, v, landmark, positions
-    values = values[..., : v.size(-1)]
-    if plain:
-        return keys[..., :width], values, None, None
-    k, cached_landmark, k_positions = unpack(
-        keys[..., :width], k.size(-1), by_head=getattr(cache.layers[layer], MARK, False)
-    )
-    return k, values, None if landmark is None else cached_landmark, k_positions
+
+    cache: Any
+    layer: int
+    cache_position: Tensor | None = None
+    key_width: int = 0
+    stores_positions: bool = False
+
+    @property
+    def side(self) -> None:
+        """None: no scheme that runs with such a cache adds up numbers of earlier keys."""
+
+    def append(
+        self, k: Tensor, v: Tensor, landmark: Tensor | None, positions: Tensor | None, documents: Tensor | None = None
+    ) -> CachedKeys:
+        """Add keys (B, Hk, N, D), values and landmarks (B, Hk, N) at positions (N,) or (B, N), and return all.
+
+        Landmarks are None without gates. Positions come back as None where keys do not carry them, as (B, Hk, N) where
+        heads dropped keys of their own.
+
+        Raises:
+            ValueError: a cache that is not known to leave keys as they are.
+        """
+        assert positions is not None
+        cache, layer = self.cache, self.layer
+        static = _layer_kind(cache, layer).startswith("Static")
+        pads_values = TRANSFORMERS_4 and static
+        learns = k.requires_grad or (landmark is not None and landmark.requires_grad)
+        first = torch.is_grad_enabled() and learns and not int(cache.get_seq_length(layer))
+        plain = landmark is None and not self.stores_positions
+        packed = k if plain else pack(k, landmark, positions)
+        width = packed.size(-1)
+        # Static layers of transformers 4 allocate values as wide as keys.
+        cached_width = max(width, self.key_width, v.size(-1) if pads_values else 0)
+        cached_v = F.pad(v, (0, cached_width - v.size(-1))) if pads_values else v
+        more = ({"cache_position": self.cache_position},) if TRANSFORMERS_4 else ()
+        keys, values = cache.update(F.pad(packed, (0, cached_width - width)), cached_v, layer, *more)
+        if first:
+            # Nothing was cached before, so gradients need not pass the packing.
+            return CachedKeys(k, v, landmark, positions, None)
+        values = values[..., : v.size(-1)]
+        if plain:
+            return CachedKeys(keys[..., :width], values, None, None, None)
+        by_head = getattr(cache.layers[layer], MARK, False)
+        k, cached_landmark, k_positions = unpack(keys[..., :width], k.size(-1), by_head=by_head)
+        return CachedKeys(k, values, None if landmark is None else cached_landmark, k_positions, None)
 
 
 def refuse_uneven(cache: Any, layer: int, n: int) -> None:

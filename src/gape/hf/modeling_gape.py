@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,11 +12,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from gape.gates import GAPEGates
-from gape.hf.attention import attend_layer
+from gape.hf.attention import attend_in_transformers
 from gape.hf.auto_map import AutoMapped, LocalCode
+from gape.hf.cache import refuse_uneven
 from gape.hf.card import write_card
-from gape.hf.families import QKV
 from gape.hf.implementations import GateValues, RefusesBatching, masked_attention, refuse_paged, supported_name
 from gape.hf.masks import causal_mask
 from gape.hf.paged import PagesForTransformers, with_pages
@@ -23,8 +23,8 @@ from gape.hf.save_load import check_checksum, gate_checksum, refuse_missing
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT, Block
-from gape.ops.decode_prologue import Step
 from gape.positions import Scheme, is_gated
+from gape.positions.base import Side
 from gape.utils.validation import invalid_argument
 
 _FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
@@ -201,6 +201,8 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
         checkpointed = self.gradient_checkpointing and self.training
         use_cache = (self.config.use_cache if use_cache is None else use_cache) and not checkpointed
         cache = self._cache_for(past_key_values, use_cache)
+        if cache is not None:
+            refuse_uneven(cache, 0, x.size(1))
         with_states = self._option("output_hidden_states", output_hidden_states)
         with_weights = self._option("output_attentions", output_attentions)
         positions = self._positions(x, attention_mask, position_ids, cache)
@@ -224,7 +226,7 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
         )
 
     def _mask(self, x: Tensor, real: Tensor | None, positions: Tensor, cache: Any) -> Tensor | None:
-        """The mask of x (B, N, E) for :func:`gape.hf.attention.attend_layer`."""
+        """The mask of x (B, N, E) for :func:`gape.hf.attention.attend_in_transformers`."""
         if isinstance(cache, PagesForTransformers):
             # A captured step has a mask of one number.
             return real if real is not None and real.shape[1:] == (1, 1, 1) else cache.begin(real, x)
@@ -251,10 +253,35 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
         cache_position: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """One block, as :meth:`gape.models.gpt.Block.forward` has it."""
-        layer = GPTLayer(block.attention, self.config, index)
-        y, weights = attend_layer(layer, block.attention_norm(x), positions, mask, cache, cache_position=cache_position)
+        attention = block.attention
+        y, weights = attend_in_transformers(
+            attention, block.attention_norm(x), positions, mask, cache, owner=attention, number=index,
+            implementation=self.config._attn_implementation, attend=self._attend(attention),
+            cache_position=cache_position,
+            # Keys with a reserve are narrower than values; a bias of the scheme's own needs positions too.
+            key_width=attention.head_dim, stores_positions=type(attention.scheme).attend is not Scheme.attend,
+        )  # fmt: skip
         x = x + block.dropout(y)
         return x + block.dropout(block.mlp(block.mlp_norm(x))), weights
+
+    def _attend(self, layer: GAPEAttention) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """Attention of a layer under masks of `transformers`."""
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, gate: Side, side: Side, **visibility: Any
+        ) -> tuple[Tensor, Tensor | None]:
+            def plain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+                return layer.scheme.attend(q, k, v, gate, side, **arguments)
+
+            values = None
+            if layer.gates is not None and gate is not None and side is not None:
+                values = GateValues(gate, side, layer.gates.amplitude, layer.context_length)
+            return masked_attention(
+                q, k, v, values, name=self.config._attn_implementation, scale=layer.scale, plain=plain,
+                auto=layer.impl, skips=layer.skips, **visibility,
+            )  # fmt: skip
+
+        return attend
 
     def _positions(self, x: Tensor, real: Tensor | None, given: Tensor | None, cache: Any) -> Tensor:
         """Positions (N,) or (B, N) of these tokens."""
@@ -306,85 +333,6 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
         if is_gated(model.config.position):
             check_checksum(model, model.config.gate_checksum, path)
         return (model, info) if with_info else model
-
-
-class GPTLayer:
-    """An attention layer of the GPT in the steps of :class:`gape.hf.attention.AttentionLayer`."""
-
-    def __init__(self, attention: GAPEAttention, config: GapeConfig, layer_idx: int) -> None:
-        self.attention, self.config, self.layer_idx = attention, config, layer_idx
-
-    @property
-    def gates(self) -> GAPEGates | None:
-        """The gates of a `+gape` scheme, None under others."""
-        return self.attention.gates
-
-    @property
-    def cache_owner(self) -> GAPEAttention:
-        """The attention layer, which a cache in pages knows it by."""
-        return self.attention
-
-    @property
-    def context_length(self) -> float:
-        """T, by which gates divide distances."""
-        return self.attention.context_length
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the first layer."""
-        return self.layer_idx == 0
-
-    @property
-    def key_width(self) -> int:
-        """The width of a head, since keys with a reserve are narrower than values."""
-        return self.attention.head_dim
-
-    @property
-    def stores_positions(self) -> bool:
-        """Whether the scheme has a bias of its own, which needs positions too."""
-        return type(self.attention.scheme).attend is not Scheme.attend
-
-    def project(self, x: Tensor) -> QKV:
-        """x (B, N, E) → q, k, v (B, H, N, width)."""
-        attention = self.attention
-        heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
-        widths = (attention.content_dim, attention.content_dim, attention.head_dim)
-        parts = attention.qkv(x).split([h * w for h, w in zip(heads, widths, strict=True)], dim=-1)
-        q, k, v = (part.unflatten(-1, (h, w)).transpose(1, 2) for part, h, w in zip(parts, heads, widths, strict=True))
-        return q, k, v
-
-    def rotate(
-        self, q: Tensor, k: Tensor, positions: Tensor, x: Tensor, embeddings: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Rotated q and k, each with the number per head and token that the scheme needs to attend."""
-        q, q_side = self.attention.scheme.queries(q, positions, x)
-        k, k_side = self.attention.scheme.keys(k, positions, x, None)
-        return q, k, q_side, k_side
-
-    def step(self, q: Tensor, positions: Tensor, embeddings: Any) -> Step | None:
-        """What :meth:`rotate` does, for kernels; None where it is more than they do."""
-        return self.attention.step(positions)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None, **visibility: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend as the scheme does, with the numbers of queries and keys that :meth:`rotate` gave."""
-        attention, values = self.attention, None
-        if self.gates is not None and gate is not None and landmark is not None:
-            values = GateValues(gate, landmark, self.gates.amplitude, attention.context_length)
-
-        def plain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
-            return attention.scheme.attend(q, k, v, gate, landmark, **arguments)
-
-        return masked_attention(
-            q, k, v, values, name=self.config._attn_implementation, scale=attention.scale, plain=plain,
-            auto=attention.impl, skips=attention.skips, **visibility,
-        )  # fmt: skip
-
-    def merge(self, y: Tensor) -> Tensor:
-        """(B, H, N, width) → (B, N, E)."""
-        projected: Tensor = self.attention.out(y.transpose(1, 2).flatten(2))
-        return projected
 
 
 def _length(cache: Any) -> int | Tensor:

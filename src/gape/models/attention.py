@@ -1,4 +1,4 @@
-"""The drop-in attention layer: project → gates → rotation → cache → attention."""
+"""The drop-in attention layer, under any positional scheme."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from gape import positions as schemes
 from gape.cache.kv import KVCache
-from gape.cache.layer import PagedLayer, Rotated
+from gape.cache.layer import PagedLayer
 from gape.gates import GAPEGates
+from gape.models.attention_steps import QKV, Embeddings, attend_layer, last
 from gape.models.skipping import Skips
 from gape.ops import Plan, available_implementations, explain, inputs, prologue
 from gape.ops.api import explain_fused
@@ -21,7 +22,7 @@ from gape.ops.decode_prologue import Step
 from gape.ops.implementations import FusedChoice, choose_fused
 from gape.ops.inputs import learning, working_dtype
 from gape.ops.prologue import OnePass, Projection
-from gape.positions.base import counted
+from gape.positions.base import Side, counted
 from gape.utils import validation
 from gape.utils.validation import invalid_argument
 
@@ -134,70 +135,30 @@ class GAPEAttention(Skips, nn.Module):
         past = 0 if cache is None else cache.length
         n = self._checked(x, positions, documents, cache, attn_mask, keep)
         self.landmark_mean = None
-        if keep and (self.stepwise or isinstance(cache, PagedLayer)):
+        paged = isinstance(cache, PagedLayer)
+        if keep and (self.stepwise or paged):
             # Whoever listens gets every query, and a paged cache needs the bounds of all of them.
             return self.forward(x, positions, documents, cache, attn_mask)[:, n - keep :]
         whole = keep in (0, n) and cache is None
         fused = self._fused_prologue(x, positions, documents, attn_mask) if whole else None
         if fused is not None:
             given, eps = self._fused_arguments(x, *fused), self.how(n).get("eps", 0.0)
-            return self._joined(fused[0].fused.run(*given, scale=self.scale, eps=eps))
-        q, k, v = self._projected(x, keep or n)
-        indices = self._indices(past, n, x.device, shared=cache is not None) if positions is None else positions
-        if isinstance(cache, PagedLayer):
-            return self._joined(self._attend_pages(q, k, v, x, indices, documents, cache))
-        last = slice(n - (keep or n), None)
-        q, gate = self.scheme.queries(q, indices[..., last], x[:, last])
-        k, side = self.scheme.keys(k, indices, x, None if cache is None else cache.side)
-        if self.keep_landmark and side is not None and self.gates is not None:
-            self.landmark_mean = GAPEGates.landmark_penalty(side)
-        k_positions, k_documents = positions, documents
-        if cache is not None:
-            cached = cache.append(k, v, side, positions, documents)
-            k, v, side, k_positions, k_documents = cached
-        y = self.attend(
-            q, k, v, gate, side, k_positions=k_positions, k_documents=k_documents,
-            q_positions=None if positions is None else positions[..., last],
-            q_documents=None if documents is None else documents[:, last],
-            attn_mask=_rows(attn_mask, last), **self.how(q.size(2)),
-        )  # fmt: skip
-        return self._joined(y)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, side: Tensor | None, **visibility: Any
-    ) -> Tensor:
-        """Attend with rotated q and k and the scheme's sides; context parallelism puts its own in this place."""
-        return self.scheme.attend(q, k, v, gate, side, scale=self.scale, **visibility)
+            return self.merge(fused[0].fused.run(*given, scale=self.scale, eps=eps))
+        return attend_layer(
+            self, x, self._indices(past, n, x.device, shared=cache is not None) if positions is None else positions,
+            cache, queries=keep or n, in_order=positions is None, documents=documents,
+            real=documents != 0 if paged and documents is not None else None, attn_mask=_rows(attn_mask, keep or n),
+        )[0]  # fmt: skip
 
     @staticmethod
     def _indices(past: int, n: int, device: torch.device, *, shared: bool) -> Tensor:
         """Positions past … past + n − 1; layers of a call with a cache share the tensor, and angles made of it."""
         return counted(past, n, device) if shared else torch.arange(past, past + n, device=device)
 
-    def _attend_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, positions: Tensor, documents: Tensor | None, cache: PagedLayer
-    ) -> Tensor:
-        """Add tokens to pages and attend to all of them, (B, H, N, D)."""
-
-        def rotate() -> Rotated:
-            rotated_q, gate = self.scheme.queries(q, positions, x)
-            rotated_k, landmark = self.scheme.keys(k, positions, x)
-            gates = self.gates
-            rate = None if gates is None or gate is None else gates.amplitude[:, None] * gate / self.context_length
-            return rotated_q, rotated_k, rate, landmark
-
-        real = None if documents is None else documents != 0
-        return cache.attend(self, q, k, v, positions, rotate, step=self.step(positions), real=real)
-
-    def step(self, positions: Tensor) -> Step | None:
-        """What the scheme does to q and k of tokens at `positions`, for kernels; None where it is more than they do."""
-        if not isinstance(self.scheme, schemes.Gated) or self.stepwise or self.keep_landmark:
-            return None
-        return self.scheme.step(positions)
-
-    def _projected(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, queries, C) of the last tokens, k (B, Hk, N, C) and v (B, Hk, N, D) of all."""
+    def project(self, x: Tensor, queries: int | None = None) -> QKV:
+        """k (B, Hk, N, C) and v (B, Hk, N, D) of all tokens, and q (B, H, queries, C) of the last, or of all."""
         n = x.size(1)
+        queries = n if queries is None else queries
         if queries == n or not self._bare:
             parts = list(torch.split(self.qkv(x), self._widths, dim=-1))
             parts[0] = parts[0][:, n - queries :]
@@ -208,13 +169,35 @@ class GAPEAttention(Skips, nn.Module):
             parts = [q, *torch.split(kv, self._widths[1:], dim=-1)]
         return self._in_heads(parts, self.content_dim)
 
-    def _in_heads(self, parts: Sequence[Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _in_heads(self, parts: Sequence[Tensor], width: int) -> QKV:
         """q (B, H, N, width), k (B, Hk, N, width) and v (B, Hk, N, D) from parts (B, N, heads · width)."""
         sizes = ((self.n_heads, width), (self.n_kv_heads, width), (self.n_kv_heads, self.head_dim))
         q, k, v = (x.reshape(*x.shape[:2], *size).transpose(1, 2) for x, size in zip(parts, sizes, strict=True))
         return q, k, v
 
-    def _joined(self, y: Tensor) -> Tensor:
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, x: Tensor, embeddings: Embeddings = None, past: Side = None
+    ) -> tuple[Tensor, Tensor, Side, Side]:
+        """Rotated q and k, each with the number per head and token that the scheme needs to attend."""
+        n = q.size(2)
+        q, gate = self.scheme.queries(q, last(positions, n), x if x.size(1) == n else x[:, x.size(1) - n :])
+        k, side = self.scheme.keys(k, positions, x, past)
+        if self.keep_landmark and side is not None and self.gates is not None:
+            self.landmark_mean = GAPEGates.landmark_penalty(side)
+        return q, k, gate, side
+
+    def step(self, q: Tensor, positions: Tensor, embeddings: Embeddings = None) -> Step | None:
+        """What :meth:`rotate` does to tokens at `positions`, for kernels; None where it is more than they do."""
+        if not isinstance(self.scheme, schemes.Gated) or self.stepwise or self.keep_landmark:
+            return None
+        return self.scheme.step(positions)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, gate: Side, side: Side, **visibility: Any) -> tuple[Tensor, None]:
+        """Attend with rotated q and k and the scheme's sides; context parallelism puts its own in this place."""
+        how = self.how(q.size(2))
+        return self.scheme.attend(q, k, v, gate, side, scale=self.scale, **how, **visibility), None
+
+    def merge(self, y: Tensor) -> Tensor:
         """Heads (B, H, N, D) side by side and projected, (B, N, E)."""
         projected: Tensor = self.out(y.transpose(1, 2).reshape(y.size(0), y.size(2), self.n_heads * self.head_dim))
         return projected
@@ -241,7 +224,7 @@ class GAPEAttention(Skips, nn.Module):
         fused = self._fused_prologue(x, positions, documents, attn_mask)
         if fused is not None:
             return explain_fused(fused[0], *self._fused_arguments(x, *fused), scale=self.scale)
-        q, k, v = self._projected(x, n)
+        q, k, v = self.project(x)
         indices = torch.arange(n, device=x.device) if positions is None else positions
         (q, gate), (k, landmark) = self.scheme.queries(q, indices, x), self.scheme.keys(k, indices, x)
         sides: list[Any] = [gate, landmark, gates.amplitude]
@@ -317,6 +300,8 @@ class GAPEAttention(Skips, nn.Module):
         if cache is not None and not isinstance(cache, KVCache | PagedLayer):
             raise invalid_argument("cache", cache, "a KVCache, or a layer of a cache in pages")
         if isinstance(cache, PagedLayer):
+            if cache.spec.owner is not self:
+                raise ValueError("cache: made for another model, expected one of this layer")
             if attn_mask is not None:
                 raise invalid_argument("attn_mask", attn_mask, "None with a cache in pages; documents hide pads")
             # Once for all layers: a GPU has to wait for the answer.
@@ -338,9 +323,9 @@ class GAPEAttention(Skips, nn.Module):
         return f"position={self.position!r}, heads={self.n_heads}/{self.n_kv_heads}, reserve={self.reserve}"
 
 
-def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:
-    """The rows of a mask (..., N or 1, keys); a row that stands for all stays."""
-    return mask if mask is None or mask.dim() < 2 or mask.size(-2) == 1 else mask[..., rows, :]
+def _rows(mask: Tensor | None, rows: int) -> Tensor | None:
+    """The last `rows` of a mask (..., N or 1, keys); a row that stands for all stays."""
+    return mask if mask is None or mask.dim() < 2 or mask.size(-2) in (1, rows) else mask[..., -rows:, :]
 
 
 def reserved(position: str, head_dim: int, reserve: int | None = None) -> int:
