@@ -22,7 +22,7 @@ import typer
 
 import common
 from gape.cli.options import INTS, Device, Precision, numbers
-from gape.experiments.extend import MARK, ROWS, TUNING, perform
+from gape.experiments.extend import MARK, ROWS, perform
 from gape.experiments.extend_settings import Settings
 from gape.report.extend import SUMMARY, summarise
 from gape.utils import files, jsonl
@@ -40,18 +40,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nope": {"method": "nope"},
     "floors": {"method": "floors", "floors": FLOORS},
     "ours": {},
-    "ours-hope": {"plan": {"position": "hope", "least": 8.0}},
-    "ours-rope": {"plan": {"free_position": "rope"}},
+    "ours-theorem": {"plan": {"position": "rope", "least": 0.0}},
+    "ours-floor32": {"plan": {"least": 32.0}},
+    "ours-floor200": {"plan": {"least": 200.0}},
+    "ours-nosinks": {"sinks": False},
     "ours-log": {"log_scale": True},
-    "ours-skip": {"skip_to": 65536},
-    "ours-bare": {"plan": {"mass": None}},
+    "ours-short": {"steps": 800, "long_steps": 0},
+    "ours-skip": {"steps": 800, "long_steps": 0, "skip_to": 65536},
     "ours-free10": {"free": 10},
     "ours-free24": {"free": 24},
     "ours-norecall": {"recall": 0.0},
 }
 #: Small files of a run that tell what happened.
 KEPT = (MARK, ROWS, SUMMARY, "README.md", "report.html", "plan.json", "heads.json")
-LOGS = ("log.jsonl", "runtime.jsonl")
+PHASES, LOGS = ("tuning", "tuning-long"), ("log.jsonl", "runtime.jsonl")
 #: Lengths at which everything is measured.
 LENGTHS = "1024,4096,8192,16384,32768,65536,131072"
 
@@ -64,7 +66,6 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the run.")] = 0,
     minutes: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 8.0,
     to: Annotated[int, typer.Option(help="Tokens that the model should read.")] = 65536,
-    steps: Annotated[int, typer.Option(help="Updates.")] = 300,
     batch_size: Annotated[int, typer.Option(help="Windows of a micro-batch.")] = 8,
     lengths: Annotated[str, typer.Option(metavar=INTS, help="Tokens at which it is measured.")] = LENGTHS,
     home: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/extend"),
@@ -82,7 +83,7 @@ def main(
     if method not in VARIANTS:
         raise invalid_argument("method", method, f"one of {', '.join(VARIANTS)}")
     settings = Settings(
-        model=model, data=(str(data),), to=to, steps=steps, batch_size=batch_size, seed=seed,
+        model=model, data=(str(data),), to=to, batch_size=batch_size, seed=seed,
         needles=None if needles is None else str(needles), samples=0, before=VARIANTS[method].get("method") == "plain",
         lengths=numbers("lengths", lengths, int, "1024,4096"), **VARIANTS[method],
     )  # fmt: skip
@@ -102,9 +103,9 @@ def _collect(place: Path, target: Path) -> None:
     """Pack what is small, the log of the tuning among it, into one archive."""
     target.mkdir(parents=True, exist_ok=True)
     with tarfile.open(target / f"{place.name}.tar.gz", "w:gz") as archive:
-        for source in (*(place / name for name in KEPT), *(place / TUNING / name for name in LOGS)):
-            if source.is_file():
-                archive.add(source, f"{place.name}/{source.name}")
+        for name in (*KEPT, *(f"{folder}/{log}" for folder in PHASES for log in LOGS)):
+            if (place / name).is_file():
+                archive.add(place / name, f"{place.name}/{name}")
 
 
 def gather(folders: Sequence[Path]) -> None:

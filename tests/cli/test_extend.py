@@ -22,7 +22,8 @@ from tests.hf.tiny import tiny
 
 NATIVE, TO = 640, 1280
 SMALL = [
-    "--to", str(TO), "--steps", "3", "--batch-size", "1", "--update-tokens", str(2 * NATIVE), "--windows", "1",
+    "--to", str(TO), "--steps", "3", "--long-steps", "2", "--batch-size", "1", "--update-tokens", str(2 * NATIVE),
+    "--windows", "1",
     "--samples", "0", "--prompts", "2", "--keep", "0", "--checkpoint-every", "1", "--heldout-fraction", "0.3",
     "--lengths", f"{NATIVE},{TO}", "--new-tokens", "2", "--device", "cpu",
 ]  # fmt: skip
@@ -44,6 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(extend, "KEPT_TOKENS", 4)
     monkeypatch.setattr(extend, "SCORED_TEXTS", 3)
     monkeypatch.setattr(extend, "LOGIT_TOKENS", 64)
+    monkeypatch.setattr(extend, "SINK_TOKENS", 64)
     return tmp_path
 
 
@@ -87,7 +89,8 @@ class Killed(BaseException):
 @pytest.mark.slow
 def test_killed_anywhere_it_resumes_to_the_same_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {
-        "to": TO, "steps": 3, "batch_size": 1, "update_tokens": 2 * NATIVE, "windows": 1, "samples": 0, "prompts": 1,
+        "to": TO, "steps": 3, "long_steps": 2, "batch_size": 1, "update_tokens": 2 * NATIVE, "windows": 1,
+        "samples": 0, "prompts": 1,
         "keep": 0.1, "checkpoint_every": 1, "heldout_fraction": 0.3, "lengths": (NATIVE,), "new_tokens": 1,
         "before": False, "device": "cpu",
     }  # fmt: skip
@@ -97,7 +100,8 @@ def test_killed_anywhere_it_resumes_to_the_same_model(home: Path, monkeypatch: p
         raise Killed
 
     places = (
-        (extend.recall, "samples"), (extend.Job, "planned"), (extend.finetune, "save"), (extend.measures, "answer"),
+        (extend.recall, "samples"), (extend.Job, "planned"), (extend, "sink_landmarks"), (extend.finetune, "save"),
+        (extend.measures, "answer"),
         (extend.Path, "rename"), (extend.shutil, "rmtree"), (extend.report, "write"),
     )  # fmt: skip
     for owner, name in places:
@@ -109,7 +113,7 @@ def test_killed_anywhere_it_resumes_to_the_same_model(home: Path, monkeypatch: p
     first, second = weights("whole"), weights("killed")
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not Path("killed/start").exists()
-    assert not Path("killed/tuning/checkpoints").exists()
+    assert not any(Path(f"killed/{run}/checkpoints").exists() for run in ("tuning", "tuning-long"))
 
 
 def test_a_figure_that_is_not_finite_is_no_row(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,6 +168,8 @@ def test_a_dry_run_says_time_and_memory_and_writes_nothing(home: Path, capsys: p
         (("small", "books.jsonl", "--plan", "other=1"), "plan: "),
         (("small", "books.jsonl", "--plan", "position=other"), "other"),
         (("small", "books.jsonl", "--method", "yarn", "--free", "2"), "free: "),
+        (("small", "books.jsonl", "--method", "yarn", "--no-sinks"), "sinks: "),
+        (("small", "books.jsonl", "--long-length", "9999"), "long_length"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_left(

@@ -183,7 +183,7 @@ def test_kept_texts_fill_their_share(corpus: Corpus) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [({"share": 1.5}, "share"), ({"weight": 0}, "weight"), ({"facts": 9}, "facts"), ({"skip_to": -1}, "skip_to")],
+    [({"share": 1.5}, "share"), ({"weight": 0}, "weight"), ({"facts": 65}, "facts"), ({"skip_to": -1}, "skip_to")],
 )
 def test_values_out_of_range_are_refused(settings: dict[str, float], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):

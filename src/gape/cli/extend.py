@@ -18,13 +18,16 @@ def extend(
     method: Annotated[str, typer.Option(help="ours; yarn, nope, floors or plain to compare with.")] = "ours",
     steps: Annotated[int, typer.Option(help="Updates of the tuning.")] = 300,
     length: Annotated[int | None, typer.Option(help="Tokens of a training window; the native context or 4096.")] = None,
+    long_steps: Annotated[int, typer.Option(help="Updates of a second phase, in longer windows; 0: none.")] = 140,
+    long_length: Annotated[int | None, typer.Option(help="Tokens of its windows; --to or 65536.")] = None,
     update_tokens: Annotated[int, typer.Option(help="Tokens of an update.")] = 65536,
     batch_size: Annotated[int, typer.Option(help="Windows of a micro-batch.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Highest rate; a cosine takes it down to a tenth.")] = 3e-4,
     free: Annotated[int | None, typer.Option(help="Key heads without a floor; about one in six by default.")] = None,
     plan: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE of gape.hf.plan_floors, such as position=hope; may be repeated.")
+        list[str] | None, typer.Option(help="KEY=VALUE of gape.hf.plan_floors, such as least=64; may be repeated.")
     ] = None,
+    sinks: Annotated[bool, typer.Option(help="Landmarks keep the first token in view of heads with a floor.")] = True,
     log_scale: Annotated[bool, typer.Option(help="Logits grow with the logarithm of the length.")] = False,
     floors: Annotated[Path | None, typer.Option(help="File of gape hf heads, for --method floors.")] = None,
     factor: Annotated[float | None, typer.Option(help="Of YaRN, for --method yarn; as far as --to by default.")] = None,
@@ -33,7 +36,7 @@ def extend(
     skip_to: Annotated[
         int, typer.Option(help="Half of the windows skip positions at random, up to this one; 0 skips none.")
     ] = 0,
-    keep: Annotated[float, typer.Option(help="Share of windows with the model's own answers to short prompts.")] = 0.05,
+    keep: Annotated[float, typer.Option(help="Share of windows with the model's own answers to short prompts.")] = 0.1,
     lora: Annotated[int, typer.Option(help="Rank of LoRA matrices that learn in place of the weights; 0: none.")] = 0,
     lengths: Annotated[
         str | None, typer.Option(metavar=INTS, help="Tokens at which it is measured; doubling up to --to by default.")
@@ -62,8 +65,9 @@ def extend(
     from gape.experiments.extend_settings import Settings  # noqa: PLC0415
 
     settings = Settings(
-        model=model, data=tuple(data), to=to, method=method, steps=steps, length=length, update_tokens=update_tokens,
-        batch_size=batch_size, learning_rate=learning_rate, free=free, plan=values("plan", plan), log_scale=log_scale,
+        model=model, data=tuple(data), to=to, method=method, steps=steps, length=length, long_steps=long_steps,
+        long_length=long_length, update_tokens=update_tokens, batch_size=batch_size, learning_rate=learning_rate,
+        free=free, plan=values("plan", plan), sinks=sinks, log_scale=log_scale,
         floors=None if floors is None else str(floors), factor=factor, recall=recall, recall_weight=recall_weight,
         skip_to=skip_to, keep=keep, lora=lora, needles=needles, samples=samples, windows=windows, prompts=prompts,
         lengths=None if lengths is None else numbers("lengths", lengths, int, "1024,4096"),

@@ -109,8 +109,8 @@ _VALUES: dict[str, Callable[[Random], str]] = {
     "word": lambda rng: "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(3)).capitalize(),
     "time": lambda rng: f"{rng.randrange(24)}:{rng.randrange(60):02}",
 }
-#: Numbers of facts, as often as they are drawn.
-_COUNTS = (1, 1, 1, 2, 2, 3, 4, 6, 8)
+#: Facts of a text at most, and names that one question asks for at most.
+MOST_FACTS, _TOGETHER = 64, 4
 #: Tokens of a passage that is repeated as filler, from the first to below the second.
 _PASSAGE = (12, 64)
 _SENTENCE_ENDS = (".", "!", "?", "\n", '."', "!'", '?"', ".”", "?”", "!”")
@@ -142,22 +142,29 @@ class Request:
     """What one text is to be like.
 
     Attributes:
-        facts: how many are put in at most; each text draws its own number.
-        asked: of these, how many are asked for at most.
+        facts: how many are put in at most; each text draws its own number, small ones more often.
+        asked: of these, how many are asked for at most; half of `facts` by default.
         depths: between which parts of the text, from 0 to 1, facts stand.
         repeated: share of texts whose filler is one short passage over and over.
     """
 
     facts: int = 8
-    asked: int = 4
+    asked: int | None = None
     depths: tuple[float, float] = (0.0, 1.0)
     repeated: float = 0.25
 
     def __post_init__(self) -> None:
-        most = max(_COUNTS)
         for name in ("facts", "asked"):
-            if whole(name, getattr(self, name)) > most:
-                raise invalid_argument(name, getattr(self, name), f"a whole number from 1 to {most}")
+            if (value := getattr(self, name)) is not None and whole(name, value) > MOST_FACTS:
+                raise invalid_argument(name, value, f"a whole number from 1 to {MOST_FACTS}")
+
+    def draw_count(self, rng: Random) -> int:
+        """How many facts a text has: the logarithm of the number is spread evenly."""
+        return int((self.facts + 1) ** rng.random())
+
+    def draw_asked(self, rng: Random, facts: int) -> int:
+        """How many of a text's facts are asked for."""
+        return min(facts, 1 + rng.randrange(self.asked or max(1, self.facts // 2)))
 
 
 DEFAULT = Request()
@@ -193,16 +200,15 @@ class RecallWriter:
             The text; None where not even one fact leaves half of the passage.
         """
         form, layout = rng.choice(FORMS), rng.choice(_LAYOUTS)
-        count = min(rng.choice(_COUNTS), request.facts)
+        count = request.draw_count(rng)
         together, repeats = rng.random() < 0.5, rng.random() < request.repeated
         names = self._names(rng, form.names, count)
         facts = [self._fact(form, name, _VALUES[form.values](rng)) for name in names]
         while facts:
-            chosen = rng.sample(range(len(facts)), min(len(facts), 1 + rng.randrange(request.asked)))
+            chosen = rng.sample(range(len(facts)), request.draw_asked(rng, len(facts)))
             asked = [facts[number] for number in chosen]
-            tail, answers = self._together(form, layout, asked) if together and len(asked) > 1 else self._apart(
-                form, layout, asked
-            )  # fmt: skip
+            ask = self._together if together and 1 < len(asked) <= _TOGETHER else self._apart
+            tail, answers = ask(form, layout, asked)
             room = len(passage) - len(tail) - sum(len(fact.ids) for fact in facts)
             if 2 * room >= len(passage):
                 body = self._repeated(passage, room, rng) if repeats else passage[:room]

@@ -1,9 +1,9 @@
 """What `gape hf extend` does: make a model read, and find, at many times its context, and show that it does.
 
 A directory holds everything: `extend.json` (settings), `corpus/`, `needles/`, `heads.json`, `plan.json`, `kept.json`,
-`start/` (the model before tuning), `tuning/` (a run), `model/` (the result), `rows.jsonl`, `summary.json`,
-`report.html`, `README.md`. Each part is written once and at once, so that a command which was killed goes on to the
-same model.
+`start/` (the model before tuning), `tuning/` and `tuning-long/` (runs), `model/` (the result), `rows.jsonl`,
+`summary.json`, `report.html`, `README.md`. Each part is written once and at once, so that a command which was killed
+goes on to the same model.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from gape.experiments import extend_measures as measures
 from gape.experiments import finetune, ruler
 from gape.experiments.experiment import low_precision, pick_device
 from gape.experiments.extend_measures import AFTER, BEFORE, Measures
-from gape.experiments.extend_settings import SCORED_TEXTS, Settings
-from gape.experiments.open_model import MODEL, base_of, load_transformers, refuse_missing
+from gape.experiments.extend_settings import SCORED_TEXTS, Phase, Settings
+from gape.experiments.extend_texts import SHORT, passage, passages, prose, refuse_short
+from gape.experiments.open_model import MODEL, SETTINGS, base_of, load_transformers, refuse_missing
 from gape.experiments.open_reader import transformers_reader
 from gape.experiments.result_store import ResultStore
 from gape.experiments.retrieval_heads import with_floors
 from gape.hf import extension
 from gape.hf.floors import FloorPlan
 from gape.hf.heads import sizes
+from gape.hf.sinks import SinkLandmarks, sink_landmarks
 from gape.report import extend as report
 from gape.tasks import recall
 from gape.tasks.ruler import sources
@@ -42,16 +44,18 @@ from gape.utils.jsonl import read_object
 from gape.utils.progress import Progress
 from gape.utils.validation import invalid_argument, suggestion, whole
 
-MARK, ROWS, PLAN, HEADS, KEPT, START, TUNING = (
-    "extend.json", "rows.jsonl", "plan.json", "heads.json", "kept.json", "start", "tuning",
+MARK, ROWS, PLAN, HEADS, KEPT, START = (
+    "extend.json", "rows.jsonl", "plan.json", "heads.json", "kept.json", "start",
 )  # fmt: skip
 NEEDLES, HAYSTACK = "needles", "haystack.txt"
 #: Tasks of RULER that are measured.
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1")
-#: Tokens of the shortest context that is measured, and of those that are scored at the end of each.
-SHORT, LAST = 1024, 512
+#: Tokens that are scored at the end of each context.
+LAST = 512
 #: Tokens on which logits are measured.
 LOGIT_TOKENS = 8192
+#: Texts that sinks are measured on, and tokens of each.
+SINK_TEXTS, SINK_TOKENS = 16, 1024
 #: Answers to each prompt of those that are tuned on, and tokens of each.
 KEPT_ANSWERS, KEPT_TOKENS = 4, 128
 #: Characters of the haystack of prose.
@@ -178,7 +182,8 @@ class Job:
         most = layers * n_kv_heads
         if settings.free is not None and whole("free", settings.free, 0) > most:
             raise invalid_argument("free", settings.free, f"at most {most}, the key heads of the model")
-        settings.train_config(self.native, self.precision)
+        for phase in settings.phases(self.native):
+            settings.train_config(phase, self.precision)
         self._refuse_method(model)
 
     def _refuse_method(self, model: Any) -> None:
@@ -191,11 +196,11 @@ class Job:
             plan = extension.floor_plan(model.eval(), scores, self.free(model), ids, **settings.plan)
         self._put_in(model, plan)
 
-    def _put_in(self, model: Any, plan: FloorPlan | None) -> None:
+    def _put_in(self, model: Any, plan: FloorPlan | None, landmarks: SinkLandmarks | None = None) -> None:
         settings = self.settings
         extension.put_in(
-            model, settings.method, to=settings.to, plan=plan, floors=self._stored_floors(), factor=settings.factor,
-            log_scale=settings.log_scale,
+            model, settings.method, to=settings.to, plan=plan, landmarks=landmarks, floors=self._stored_floors(),
+            factor=settings.factor, log_scale=settings.log_scale,
         )  # fmt: skip
 
     def free(self, model: Any) -> int:
@@ -216,7 +221,7 @@ class Job:
             corpus = finetune.corpus_of(
                 settings.model, settings.data, self.out, settings.heldout_fraction, self.progress
             )
-            _refuse_short(corpus, window)
+            refuse_short(corpus, max(phase.length for phase in settings.phases(self.native)), window)
             return corpus
 
         def check(text: WindowSource) -> None:
@@ -238,7 +243,7 @@ class Job:
             self._start()
             self._tune()
             measures.measure(store, AFTER, wanted, self.corpus, partial(self._reader, str(self.out / MODEL)), original)
-        minutes = report.tuning_minutes(self.out / TUNING)
+        minutes = report.tuning_minutes([self.out / phase.folder for phase in settings.phases(self.native)])
         report.write(self.out, settings.stored() | {"native": self.native}, store.rows(), minutes)
 
     def measures(self) -> Measures:
@@ -268,7 +273,8 @@ class Job:
             return ()
         haystack, folder = self.out / HAYSTACK, self.out / NEEDLES
         if not haystack.is_file():
-            files.replace(haystack, self._prose().encode())
+            text = prose(self.corpus, load_tokenizer(settings.model), _HAYSTACK_CHARACTERS)
+            files.replace(haystack, text.encode())
         for length in (length for length in lengths if length >= max(SHORTEST, self.native // 2)):
             order = ruler.Samples(
                 tasks=TASKS, lengths=(length,), tokenizer=settings.model, count=settings.samples, seed=0,
@@ -281,17 +287,6 @@ class Job:
                 self.progress.log(f"needles at {length:,} are left out: {error}")
         return tuple(sources.read([str(folder)])[0]) if folder.is_dir() else ()
 
-    def _prose(self) -> str:
-        """Held-out text, for needles."""
-        tokenizer, parts, count = load_tokenizer(self.settings.model), list[str](), 0
-        for document in self.corpus.documents("heldout"):
-            ids = [token for token in self.corpus.tokens(document).tolist() if token != self.corpus.end_of_text]
-            parts.append(tokenizer.decode(ids))
-            count += len(parts[-1])
-            if count > _HAYSTACK_CHARACTERS:
-                break
-        return "\n".join(parts)[:_HAYSTACK_CHARACTERS]
-
     def _start(self) -> None:
         """Write the model before tuning, with all that was put into it."""
         start, settings = self.out / START, self.settings
@@ -299,8 +294,9 @@ class Job:
             return
         model = load_transformers(settings.model).to(self.device).eval()
         plan = self._plan(model) if settings.method == "ours" else None
+        landmarks = self._landmarks(model) if settings.method == "ours" and settings.sinks else None
         torch.manual_seed(settings.seed)
-        self._put_in(model.cpu(), plan)
+        self._put_in(model.cpu(), plan, landmarks)
         model.config.gape_from = base_of(settings.model)
         finetune.save(model, settings.model, start)
 
@@ -320,15 +316,15 @@ class Job:
 
     def planned(self, model: Any, scores: torch.Tensor) -> FloorPlan:
         """Floors for a model by the scores of its heads (L, Hk)."""
-        ids = next(iter(self._passages(min(LOGIT_TOKENS, self.native))))[None].to(self.device)
+        ids = passage(self.corpus, min(LOGIT_TOKENS, self.native)).to(self.device)
         return extension.floor_plan(model, scores, self.free(model), ids, **self.settings.plan)
 
-    def _passages(self, length: int) -> Iterator[torch.Tensor]:
-        """Passages of training text, int64 (length,) or shorter where no document has so many."""
-        rows = sorted(self.corpus.documents("train"), key=lambda document: -document.length)
-        for document in rows:
-            tokens = self.corpus.tokens(document, 0, min(length, document.length))
-            yield torch.from_numpy(tokens.astype("int64"))
+    def _landmarks(self, model: Any) -> SinkLandmarks:
+        """Landmark gates that keep sinks in view, by passages of training text."""
+        length = min(SINK_TOKENS, self.settings.window(self.native))
+        landmarks = sink_landmarks(model, passages(self.corpus, SINK_TEXTS, length).to(self.device))
+        self.progress.log(f"sinks: kept in view by {landmarks.heads} of {landmarks.bias.numel()} key heads")
+        return landmarks
 
     def _scores(self, model: Any) -> torch.Tensor:
         """The retrieval score of every key head, on recall texts of training documents, stored."""
@@ -364,32 +360,32 @@ class Job:
 
     def _tune(self) -> None:
         """Tune the model, and put the result in its place."""
-        settings, done = self.settings, self.out / MODEL
+        settings, done, source = self.settings, self.out / MODEL, self.out / START
+        phases = settings.phases(self.native)
         if not (done / "config.json").is_file():
-            kept = self._kept()
-            written = finetune.finetune(
-                str(self.out / START), [str(self.corpus.directory)], self.out / TUNING,
-                settings.train_config(self.native, self.precision), length=settings.window(self.native),
-                batch_size=settings.batch_size, learn="all", device=str(self.device), resume="auto",
-                heldout_fraction=settings.heldout_fraction, gradient_checkpointing=settings.gradient_checkpointing,
-                variant=settings.method, recall=settings.recall_config(), kept=kept, lora=settings.lora,
-            )  # fmt: skip
-            written.rename(done)
+            for phase in phases:
+                source = self._tuned(source, phase)
+            source.rename(done)
         # What a resumed command would need is not needed any more, and is several times as large as the model.
-        shutil.rmtree(self.out / TUNING / "checkpoints", ignore_errors=True)
+        for phase in phases:
+            for left in ("checkpoints", MODEL):
+                shutil.rmtree(self.out / phase.folder / left, ignore_errors=True)
         shutil.rmtree(self.out / START, ignore_errors=True)
+
+    def _tuned(self, source: Path, phase: Phase) -> Path:
+        """The directory of a model behind a phase of the tuning, which is done if it is not yet."""
+        settings, run = self.settings, self.out / phase.folder
+        if (run / SETTINGS).is_file():
+            return run / MODEL
+        return finetune.finetune(
+            str(source), [str(self.corpus.directory)], run, settings.train_config(phase, self.precision),
+            length=phase.length, batch_size=phase.batch_size, learn="all", device=str(self.device), resume="auto",
+            heldout_fraction=settings.heldout_fraction, gradient_checkpointing=settings.gradient_checkpointing,
+            variant=settings.method, recall=settings.recall_config(phase.length), kept=self._kept(), lora=settings.lora,
+        )  # fmt: skip
 
     def _reader(self, name: str) -> TransformersReader:
         return transformers_reader(name, device=self.device, low=self.low)
-
-
-def _refuse_short(corpus: Corpus, window: int) -> None:
-    """Refuse a corpus whose documents do not fill a window to train on, or one to measure on."""
-    for split, needed in (("train", window + 1), ("heldout", min(window, SHORT) + 1)):
-        lengths = [document.length for document in corpus.documents(split)] if split in corpus.splits else []
-        if max(lengths, default=0) < needed:
-            got = f"{len(lengths)} {split} documents of at most {max(lengths, default=0):,} tokens"
-            raise invalid_argument("data", got, f"more text: one of at least {needed:,} tokens")
 
 
 def _doubling(first: int, last: int) -> Iterator[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import gape.hf
-from gape.experiments.extend_settings import SCORED_TEXTS, Settings
+from gape.experiments.extend_settings import SCORED_TEXTS, Phase, Settings
 from gape.experiments.finetune import checkpoint_gradients
 from gape.experiments.open_model import base_of, load_transformers
 from gape.hf.adapters import add_lora
@@ -27,9 +27,8 @@ def describe(job: Job) -> str:
     settings = job.settings
     job.check()
     model = load_transformers(settings.model)
-    n_parameters, window = sum(p.numel() for p in model.parameters()), settings.window(job.native)
+    n_parameters = sum(p.numel() for p in model.parameters())
     layers, _, n_kv_heads = sizes(model)
-    config = settings.train_config(job.native, job.precision)
     lines = [
         f"model        {base_of(settings.model)}: {n_parameters:,} parameters, {job.native:,} → {settings.to:,} tokens",
         f"method       {settings.method}: {METHODS[settings.method]}",
@@ -39,21 +38,31 @@ def describe(job: Job) -> str:
             f"heads        {job.free(model)} of {layers * n_kv_heads} key heads free, by {SCORED_TEXTS} recall texts"
         )
     if settings.method != "plain":
-        tokens = config.accumulation * settings.batch_size * window
-        seconds, peak = _trial(model, settings, window, job.device, low=job.low)
-        total = seconds * config.accumulation * settings.steps
-        lines += [
-            f"tuning       {settings.steps} updates of {tokens:,} tokens, windows of {window:,}, "
-            f"{settings.recall:.0%} recall texts, {settings.keep:.0%} answers of the original",
-            f"time         {total / 60:,.1f} min on {job.device}, {total / settings.steps:.2f} s an update",
-            f"memory       {peak / 2**30:,.1f} GiB in tuning",
-        ]
+        lines += _tuning(model, job)
     lines.append(f"measured     perplexity and needles by length up to {settings.to:,}, generate, short answers")
     lines.append(f"written to   {job.out}: model, rows, card, page")
     return "\n".join(lines)
 
 
-def _trial(model: Any, settings: Settings, window: int, device: torch.device, *, low: bool) -> tuple[float, int]:
+def _tuning(model: Any, job: Job) -> list[str]:
+    """Lines on the phases of the tuning: updates, time and memory."""
+    settings, total, most = job.settings, 0.0, 0
+    parts = []
+    for phase in settings.phases(job.native):
+        config = settings.train_config(phase, job.precision)
+        seconds, peak = _trial(model, settings, phase, job.device, low=job.low)
+        total, most = total + seconds * config.accumulation * phase.steps, max(most, peak)
+        tokens = config.accumulation * phase.batch_size * phase.length
+        parts.append(f"{phase.steps} updates of {tokens:,} tokens in windows of {phase.length:,}")
+    return [
+        f"tuning       {', then '.join(parts)}; {settings.recall:.0%} recall texts, "
+        f"{settings.keep:.0%} answers of the original",
+        f"time         {total / 60:,.1f} min on {job.device}",
+        f"memory       {most / 2**30:,.1f} GiB in tuning",
+    ]
+
+
+def _trial(model: Any, settings: Settings, phase: Phase, device: torch.device, *, low: bool) -> tuple[float, int]:
     """Seconds of a micro-batch, and bytes of tuning: weights, gradients, two averages and what the pass needs."""
     own = sum(p.nbytes for p in model.parameters())
     # Matrices of LoRA are small beside the weights.
@@ -63,7 +72,7 @@ def _trial(model: Any, settings: Settings, window: int, device: torch.device, *,
     if settings.gradient_checkpointing:
         checkpoint_gradients(model)
     wrapped = gape.hf.LanguageModel(model.to(device).train())
-    ids = torch.zeros(settings.batch_size, window, dtype=torch.int64, device=device)
+    ids = torch.zeros(phase.batch_size, phase.length, dtype=torch.int64, device=device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2 if device.type == "cuda" else 1):

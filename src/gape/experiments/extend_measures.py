@@ -214,7 +214,7 @@ def _timed(reader: TransformersReader, ids: Tensor, new: int) -> tuple[float, in
     """Seconds of `generate` for so many tokens, and bytes of its cache."""
     options: dict[str, Any] = {}
     if has_gates(reader.model):
-        options["past_key_values"] = gape.hf.ForgettingCache(reader.model, eps=EPS, partial=True)
+        options["past_key_values"] = gape.hf.ForgettingCache(reader.model, eps=EPS, bounds="queries", partial=True)
     _free(reader.device)
     begin = time.perf_counter()
     answer = reader.model.generate(

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gape.data import RecallConfig
 from gape.data.recall import fraction
+from gape.data.recall_texts import MOST_FACTS
 from gape.experiments.extend_measures import MEASURED_PROMPTS
 from gape.experiments.open_model import base_of
 from gape.hf.extension import METHODS
@@ -19,10 +20,24 @@ from gape.utils.validation import invalid_argument, positive_number, whole
 
 #: Tokens of the longest default window and of an update.
 WINDOW, UPDATE = 4096, 65536
+#: Facts of a recall text of `WINDOW` tokens at most.
+FACTS = 8
+#: Tokens of the windows of the second phase.
+LONG_WINDOW = 65536
 #: Texts that heads are scored on, a third of them at each distance.
 SCORED_TEXTS = 15
 #: Of :func:`gape.hf.plan_floors`, those that are not chosen here.
 PLAN_OPTIONS = ("bounds", "mass", "position", "free_position", "least", "amplitude", "context_length")
+
+
+class Phase(NamedTuple):
+    """A part of the tuning with windows of one length: a folder, updates, tokens and windows at once, the rate."""
+
+    folder: str
+    steps: int
+    length: int
+    batch_size: int
+    learning_rate: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +53,8 @@ class Settings:
     method: str = "ours"
     steps: int = 300
     length: int | None = None
+    long_steps: int = 140
+    long_length: int | None = None
     update_tokens: int = UPDATE
     batch_size: int = 4
     learning_rate: float = 3e-4
@@ -45,13 +62,14 @@ class Settings:
     warmup: int = 20
     free: int | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
+    sinks: bool = True
     log_scale: bool = False
     floors: str | None = None
     factor: float | None = None
     recall: float = 0.3
     recall_weight: float = 4.0
     skip_to: int = 0
-    keep: float = 0.05
+    keep: float = 0.1
     lora: int = 0
     heldout_fraction: float = 0.05
     lengths: tuple[int, ...] | None = None
@@ -70,10 +88,11 @@ class Settings:
             raise invalid_argument("method", self.method, f"one of {', '.join(METHODS)}")
         for name in ("to", "steps", "update_tokens", "batch_size", "windows", "new_tokens"):
             whole(name, getattr(self, name))
-        for name in ("samples", "prompts", "lora", "seed"):
+        for name in ("samples", "prompts", "lora", "seed", "long_steps"):
             whole(name, getattr(self, name), 0)
-        if self.length is not None:
-            whole("length", self.length, 2)
+        for name in ("length", "long_length"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), 2)
         for length in self.lengths or ():
             whole("lengths", length, 2)
         if self.factor is not None:
@@ -95,27 +114,41 @@ class Settings:
             value = getattr(self, name)
             if self.method != method and not (value is None or value is False or value == {}):
                 raise invalid_argument(name, value, f"nothing with the method {self.method}; {method} takes it")
+        if self.method != "ours" and not self.sinks:
+            raise invalid_argument("sinks", False, f"nothing with the method {self.method}; ours takes it")
         for name in self.plan:
             if name not in PLAN_OPTIONS:
                 raise ValueError(f"plan: got the key {name!r}, expected one of {', '.join(PLAN_OPTIONS)}")
 
-    def recall_config(self) -> RecallConfig:
-        """The recall texts of the tuning."""
-        return RecallConfig(share=self.recall, weight=self.recall_weight, skip_to=self.skip_to)
+    def recall_config(self, length: int = WINDOW) -> RecallConfig:
+        """The recall texts of windows of so many tokens: longer ones have more facts."""
+        return RecallConfig(
+            share=self.recall, weight=self.recall_weight, skip_to=self.skip_to if self.skip_to > length else 0,
+            facts=min(MOST_FACTS, max(FACTS, FACTS * length // WINDOW)),
+        )  # fmt: skip
 
     def window(self, native: int) -> int:
         """Tokens of a training window."""
         return self.length or min(WINDOW, native)
 
-    def train_config(self, native: int, precision: str) -> TrainConfig:
-        """The settings of the tuning."""
-        accumulation = max(1, round(self.update_tokens / (self.batch_size * self.window(native))))
+    def phases(self, native: int) -> tuple[Phase, ...]:
+        """The tuning: windows within the native context first, then longer ones where some are wanted."""
+        short = Phase("tuning", self.steps, self.window(native), self.batch_size, self.learning_rate)
+        length = self.long_length or min(LONG_WINDOW, self.to)
+        # As many tokens at once as before, and a rate between those that the first phase begins and ends with.
+        batch = max(1, self.batch_size * short.length // length)
+        long = Phase("tuning-long", self.long_steps, length, batch, self.learning_rate / 3)
+        return (short, long) if self.long_steps else (short,)
+
+    def train_config(self, phase: Phase, precision: str) -> TrainConfig:
+        """The settings of a phase of the tuning."""
+        accumulation = max(1, round(self.update_tokens / (phase.batch_size * phase.length)))
         return TrainConfig(
-            max_steps=self.steps, learning_rate=self.learning_rate, min_learning_rate=self.learning_rate / 10,
-            warmup_steps=min(self.warmup, self.steps), weight_decay=0.0, gate_lr_multiplier=self.gate_rate,
+            max_steps=phase.steps, learning_rate=phase.learning_rate, min_learning_rate=phase.learning_rate / 10,
+            warmup_steps=min(self.warmup, phase.steps), weight_decay=0.0, gate_lr_multiplier=self.gate_rate,
             accumulation=accumulation, seed=self.seed, precision=precision, compile="off", stop_after_perfect=0,
             validate_every=self.checkpoint_every, checkpoint_every=self.checkpoint_every, keep_last=1,
-            log_every=min(10, self.steps),
+            log_every=min(10, phase.steps),
         )  # fmt: skip
 
     def stored(self) -> dict[str, Any]:

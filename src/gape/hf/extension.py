@@ -12,6 +12,7 @@ from gape.hf.families import family_of, rope_theta
 from gape.hf.floors import FloorPlan, plan_floors
 from gape.hf.heads import scores, sizes
 from gape.hf.injection import inject
+from gape.hf.sinks import CLOSED, SinkLandmarks, set_landmarks
 from gape.utils.validation import invalid_argument, whole
 
 #: By name: what is put into a model.
@@ -22,8 +23,10 @@ METHODS = {
     "floors": "gates with the floors of a file, the model's own rotation",
     "plain": "nothing; the model is only measured",
 }
-#: Landmarks stay closed, so that floors bound what a head sees.
-GATES: Mapping[str, Any] = {"learn_landmark": False, "init_landmark_bias": -9.0}
+#: No key is a landmark, so that floors bound what a head sees.
+GATES: Mapping[str, Any] = {"learn_landmark": False, "init_landmark_bias": CLOSED}
+#: The floor of heads that are not free: a key T/80 tokens away has lost one logit at least.
+FLOOR = 80.0
 #: One in so many key heads is left free by default.
 FREE_SHARE = 6.4
 
@@ -80,7 +83,9 @@ def head_scores(model: Any, texts: list[tuple[Tensor, range, int]]) -> Tensor:
 
 
 def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options: Any) -> FloorPlan:
-    """Floors by theorem for a model without gates; logits are bounded by those measured on a text.
+    """A plan for a model without gates: every head turns within its trained range, and most have a floor.
+
+    Rotations that meet no new angle need no floor; these floors are for the cache. Scores are those measured on a text.
 
     Args:
         model: on its device, in eval mode.
@@ -89,7 +94,9 @@ def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options
         ids: (B, N), the text, on the model's device.
         **options: of :func:`gape.hf.plan_floors`, in place of those chosen here.
     """
-    chosen: dict[str, Any] = {"free": free, "scores": head_score, "bounds": "scores", "ids": ids}
+    chosen: dict[str, Any] = {
+        "free": free, "scores": head_score, "bounds": "scores", "ids": ids, "position": "hope", "least": FLOOR,
+    }  # fmt: skip
     return plan_floors(model, **(chosen | options))
 
 
@@ -99,6 +106,7 @@ def put_in(
     *,
     to: int,
     plan: FloorPlan | None = None,
+    landmarks: SinkLandmarks | None = None,
     floors: list[list[float]] | None = None,
     factor: float | None = None,
     log_scale: bool = False,
@@ -110,6 +118,7 @@ def put_in(
         method: one of :data:`METHODS`.
         to: the context that it should reach.
         plan: of floors, for "ours".
+        landmarks: gates that keep sinks in view, for "ours"; without them no key is a landmark.
         floors: a list for each layer, for "floors".
         factor: of YaRN; `to` over the native context by default.
         log_scale: whether logits of queries beyond the native context grow with its logarithm, in heads without a
@@ -129,7 +138,10 @@ def put_in(
         if plan is None:
             raise invalid_argument("plan", None, "a plan of floors")
         options: dict[str, Any] = {"log_scale": True} if log_scale else {}
-        inject(model, floors=plan, start="paper", gates=GATES, **options)
+        gates = GATES if landmarks is None else {"init_landmark_bias": CLOSED}
+        inject(model, floors=plan, start="paper", gates=gates, **options)
+        if landmarks is not None:
+            set_landmarks(model, landmarks)
     elif method == "floors":
         inject(model, context_length=native, start="paper", gates={**GATES, "gate_floor": floors})
     elif method == "yarn":

@@ -94,15 +94,17 @@ def write(out: Path, settings: Record, rows: Sequence[Record], minutes: float | 
     files.replace(out / PAGE, document(title, content).encode())
 
 
-def tuning_minutes(run: Path) -> float | None:
-    """Minutes of the updates of a tuning, from the log of its run; None where there is none."""
-    path = run / "runtime.jsonl"
-    if not path.is_file():
-        return None
-    timing = {row["step"]: row["seconds_per_step"] for row in read_lines(path) if row.get("event") == "timing"}
-    steps = sorted(timing)
-    seconds = sum((step - before) * timing[step] for before, step in zip([0, *steps], steps, strict=False))
-    return seconds / 60 if steps else None
+def tuning_minutes(runs: Sequence[Path]) -> float | None:
+    """Minutes of the updates of a tuning, from the logs of its runs; None where one has none."""
+    seconds = 0.0
+    for path in (run / "runtime.jsonl" for run in runs):
+        rows = read_lines(path) if path.is_file() else []
+        timing = {row["step"]: row["seconds_per_step"] for row in rows if row.get("event") == "timing"}
+        if not timing:
+            return None
+        steps = sorted(timing)
+        seconds += sum((step - before) * timing[step] for before, step in zip([0, *steps], steps, strict=False))
+    return seconds / 60
 
 
 def _tables(summary: Mapping[str, Record]) -> Iterable[Table]:
