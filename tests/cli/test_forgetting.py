@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from gape.experiments import forgetting_bench
+from gape.experiments import forgetting, forgetting_bench
 from gape.utils.signals import Interrupted
 from tests.cli.test_commands import gape_exits
 from tests.tasks import text
@@ -131,10 +131,10 @@ def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_shares_of_keys_count_by_samples() -> None:
     """A last batch that is smaller has no more to say than its samples."""
     caches = iter([SimpleNamespace(num_keys=[[4, 8], [2, 2]]), SimpleNamespace(num_keys=[[8, 8], [8, 8]])])
-    reader = forgetting_bench.Forgetful(MagicMock(), lambda: next(caches), 3)
+    shares: list[float] = []
     for batch in (2, 1):
-        reader(torch.zeros(batch, 8))
-    assert reader.key_shares == [0.5, 0.5, 1.0]
+        forgetting.read_through(MagicMock(), lambda: next(caches), 3, shares, torch.zeros(batch, 8))
+    assert shares == [0.5, 0.5, 1.0]
 
 
 def test_all_runs_are_checked_before_one_is_measured(

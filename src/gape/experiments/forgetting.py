@@ -14,22 +14,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gape.analysis.passages import Reader
-from gape.experiments.experiment import Log, pick_device
-from gape.experiments.forgetting_bench import (
-    Bench,
-    Forgetful,
-    Precision,
-    Settings,
-    Way,
-    gpt_subject,
-    injected_subject,
-    setting,
-)
+from gape.experiments.experiment import Log, pick_device, wants_bfloat16
+from gape.experiments.forgetting_bench import SERVED, Bench, Settings, Way, setting
 from gape.experiments.open_model import kind_of, open_model
 from gape.experiments.run import NeedleRun
-from gape.models.gpt import GPT
 from gape.models.skipping import IMPL
 from gape.ops.inputs import Problem
 from gape.report.results import pack_hits
@@ -46,12 +37,11 @@ WHAT = {"lm": "a language model", "niah": "a run of the needle task"}
 ONLY = {"perplexity": "lm", "needle": "niah"}
 
 
-def check(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
-    """The measures of a model, if they can be measured.
+def chosen_measures(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
+    """The measures of a model, those of its kind by default.
 
     Raises:
-        ValueError: the model has no gates, or none that can be measured at these lengths, a measure is unknown or not
-            one for its kind, or no text is that long.
+        ValueError: a measure is unknown or not one for its kind.
     """
     chosen = tuple(measures or DEFAULT[bench.kind])
     for name in chosen:
@@ -59,9 +49,6 @@ def check(bench: Bench, measures: Sequence[str] | None) -> tuple[str, ...]:
             raise invalid_argument("measure", name, f"some of {', '.join(MEASURES)}")
         if ONLY.get(name, bench.kind) != bench.kind:
             raise invalid_argument("measure", name, f"others for {WHAT[bench.kind]}")
-    bench.subject.check(max(bench.lengths))
-    for length in bench.lengths:
-        bench.text(length)
     return chosen
 
 
@@ -108,12 +95,10 @@ def _bytes(row: Record) -> str:
 
 def perplexities(bench: Bench) -> None:
     """Perplexity dense, skipping, and read through forgetting caches."""
-    assert bench.reader is not None
-    assert bench.reader.corpus is not None
     settings = bench.settings
     for length in bench.lengths:
         protocol = perplexity.Protocol(context=length, last=min(settings.last, length))
-        plan = perplexity.plan(bench.reader.corpus, protocol, max_windows=settings.max_windows, seed=settings.seed)
+        plan = perplexity.plan(bench.corpus, protocol, max_windows=settings.max_windows, seed=settings.seed)
         for way in bench.ways(length):
             about = {"kind": "perplexity", "length": length, "max_windows": settings.max_windows}
             about |= protocol.settings() | way.name
@@ -122,14 +107,12 @@ def perplexities(bench: Bench) -> None:
 
 
 def _score_windows(bench: Bench, plan: perplexity.Plan, about: Record, way: Way) -> Record:
-    assert bench.reader is not None
-    assert bench.reader.corpus is not None
     scores = bench.opened.directory / f".forgetting-{about['how']}-{about['length']}.jsonl"
-    label = f"{bench.opened.identity['run']}: {setting(about)}"
+    label, make = f"{bench.opened.identity['run']}: {setting(about)}", way.new_cache
     with ProgressTable(unit="window") as table, way.context():
         scored = perplexity_rows.score_all(
-            cast(GPT, way.reader), bench.reader.corpus, plan, store=scores,
-            of=repr(sorted((bench.shared | about).items(), key=str)), chunk=about["chunk"],
+            bench.model, bench.corpus, plan, store=scores, of=repr(sorted((bench.shared | about).items(), key=str)),
+            chunk=about["chunk"], new_cache=None if make is None else lambda capacity: make(),
             progress=lambda done, total: table.show(label, done, total),
         )  # fmt: skip
         table.remove(label)
@@ -145,28 +128,44 @@ def needles(bench: Bench) -> None:
         config = run.task.at(length)
         for way in bench.ways(length):
             about = {"kind": "needle", "length": length, "factor": factor, "samples": samples, **way.name}
-            bench.once(
-                about, partial(_answer_needles, bench, config, way), lambda row: f"accuracy {row['accuracy']:.3f}"
-            )
+            make = partial(_answer_needles, bench, config, way)
+            bench.once(about, make, lambda row: f"accuracy {row['accuracy']:.3f}")
 
 
 def _answer_needles(bench: Bench, config: niah.NIAHConfig, way: Way) -> Record:
+    shares: list[float] = []
+    reader = bench.model
+    if way.new_cache is not None:
+        reader = partial(read_through, bench.model, way.new_cache, way.name["chunk"], shares)
     with way.context():
         right = niah.hits(
-            way.reader, config, samples=bench.settings.samples, seed=bench.settings.seed, device=bench.device
-        )
-    shares = way.reader.key_shares if isinstance(way.reader, Forgetful) else []
+            reader, config, samples=bench.settings.samples, seed=bench.settings.seed, device=bench.device
+        )  # fmt: skip
     share = {"key_share": sum(shares) / len(shares)} if shares else {}
     return {"accuracy": float(right.double().mean()), "hits": pack_hits(right.tolist())} | share
 
 
+def read_through(
+    model: Any, new_cache: Callable[[], Any], chunk: int, shares: list[float], ids: Tensor, *, logits_to_keep: int = 0
+) -> Any:
+    """What a model says of ids (B, N) that it reads chunk by chunk through a cache.
+
+    `shares` gets, for each sample, the share of the keys that were cached when the last chunk had come.
+    """
+    cache = new_cache()
+    *before, last = torch.split(ids, chunk, dim=1)
+    for part in before:
+        model(part, cache=cache, logits_to_keep=1)
+    answer = model(last, cache=cache, logits_to_keep=logits_to_keep)
+    counts = [keys for layer in cache.num_keys for keys in layer]
+    shares += [sum(counts) / len(counts) / ids.size(1)] * ids.size(0)
+    return answer
+
+
 #: Everything that can be measured, by name.
 MEASURES: dict[str, Callable[[Bench], None]] = {
-    "tiles": tiles,
-    "cache": caches,
-    "perplexity": perplexities,
-    "needle": needles,
-}
+    "tiles": tiles, "cache": caches, "perplexity": perplexities, "needle": needles,
+}  # fmt: skip
 
 
 def measure_runs(
@@ -191,16 +190,20 @@ def measure_runs(
         All rows of the models' weights, by directory.
 
     Raises:
-        ValueError: a directory without a model, no corpus for a language model, or what :func:`check` refuses.
+        ValueError: a directory without a model, no corpus for a language model, or what :meth:`Bench.refuse` refuses.
     """
     progress, target, rows = Progress(), pick_device(device), list[Record]()
-    how, reader = Precision.parse(precision, target), _corpus(directories, data)
+    if precision != SERVED:
+        precision = "bfloat16" if wants_bfloat16(precision, target, SERVED) else "float32"
+    reader = _corpus(directories, data)
     for directory in directories:
-        check(_bench(directory, reader, settings, torch.device("cpu"), how, lambda _: None), measures)
+        bench = _bench(directory, reader, settings, torch.device("cpu"), precision, lambda _: None)
+        chosen_measures(bench, measures)
+        bench.refuse()
     for directory in directories:
         with locks.locked(directory, "measured"), ProgressTable(progress, "measure") as table:
-            bench = _bench(directory, reader, settings, target, how, progress.log)
-            names = check(bench, measures)
+            bench = _bench(directory, reader, settings, target, precision, progress.log)
+            names = chosen_measures(bench, measures)
             for number, name in enumerate(names):
                 table.show(str(directory), number, len(names))
                 MEASURES[name](bench)
@@ -214,19 +217,16 @@ def _corpus(directories: Sequence[Path], data: Path | None) -> Reader | None:
     for directory in directories:
         if kind_of(directory) != "niah" and data is None:
             raise ValueError(f"data: got nothing, expected --data CORPUS for the language model in {directory}")
-    if data is None:
-        return None
-    if not data.is_dir():
+    if data is not None and not data.is_dir():
         raise ValueError(f"data: got {str(data)!r}, expected a corpus that gape data prepare wrote")
-    return Reader(data)
+    return None if data is None else Reader(data)
 
 
 def _bench(
-    directory: Path, reader: Reader | None, settings: Settings, device: torch.device, precision: Precision, log: Log
+    directory: Path, reader: Reader | None, settings: Settings, device: torch.device, precision: str, log: Log
 ) -> Bench:
-    opened = open_model(directory, device, precision.weights, log)
-    subject = gpt_subject(opened.model) if isinstance(opened.model, GPT) else injected_subject(opened.model)
-    bench = Bench(opened=opened, subject=subject, settings=settings, reader=reader, precision=precision, log=log)
+    opened = open_model(directory, device, torch.bfloat16 if precision == SERVED else torch.float32, log)
+    bench = Bench(opened=opened, settings=settings, reader=reader, precision=precision, log=log)
     if bench.kind != "lm":
         return replace(bench, reader=None)
     assert reader is not None

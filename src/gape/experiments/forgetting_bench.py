@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from gape.analysis.passages import Reader
 from gape.analysis.tap import attended
 from gape.cache.eviction import BOUNDS
 from gape.cache.gpt import ForgettingCache, FullCache
-from gape.experiments.experiment import Log, wants_bfloat16
-from gape.experiments.open_model import OpenModel
+from gape.data import Corpus
+from gape.experiments.experiment import Log
+from gape.experiments.open_model import OpenModel, refuse_length
 from gape.experiments.result_store import ResultStore
 from gape.experiments.run import NeedleRun
 from gape.models.gpt import GPT
@@ -34,100 +35,9 @@ from gape.utils import run_info
 from gape.utils.jsonl import Record
 from gape.utils.validation import invalid_argument, weight, whole
 
-if TYPE_CHECKING:
-    from gape.hf import LanguageModel
-
 ROWS = "forgetting.jsonl"
-#: The --precision in which weights are rounded, too.
+#: The precision in which weights are rounded, too.
 SERVED = "bfloat16-weights"
-
-
-class Precision(NamedTuple):
-    """In which precision a model runs.
-
-    Attributes:
-        name: in rows.
-        autocast: whether bfloat16 is autocast.
-        weights: dtype of the weights; gates of injected models stay in float32.
-    """
-
-    name: str
-    autocast: bool
-    weights: torch.dtype
-
-    @property
-    def products(self) -> torch.dtype:
-        """The dtype in which attention multiplies."""
-        return torch.bfloat16 if self.autocast else self.weights
-
-    @staticmethod
-    def parse(name: str, device: torch.device) -> Precision:
-        """What a name means on a device.
-
-        Raises:
-            ValueError: no such precision.
-        """
-        if name == SERVED:
-            return Precision(name, autocast=False, weights=torch.bfloat16)
-        low = wants_bfloat16(name, device, SERVED)
-        return Precision("bfloat16" if low else "float32", autocast=low, weights=torch.float32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A language model as it is measured: a GPT of ours, or one of transformers behind the same interface.
-
-    Attributes:
-        model: in eval mode.
-        impl: the implementation that its attention runs dense.
-        attended: ids (B, N) → what each layer with gates attends with.
-        full_cache: makes an empty cache in pages that keeps everything.
-        forgetting_cache: called as :class:`gape.cache.gpt.ForgettingCache` is, without the model.
-        check: refuses, with a ValueError, a model that cannot be measured on texts of so many tokens.
-    """
-
-    model: GPT | LanguageModel
-    impl: str
-    attended: Callable[[Tensor], list[Problem]]
-    full_cache: Callable[[], Any]
-    forgetting_cache: Callable[..., Any]
-    check: Callable[[int], None]
-
-
-def gpt_subject(model: GPT) -> Subject:
-    """A GPT as it is measured."""
-    width = next(model.blocks()).attention.head_dim
-
-    def problems(ids: Tensor) -> list[Problem]:
-        layers = (layer.problem(0, layer.visibility.n_q) for layer in attended(model, ids, logits_to_keep=1))
-        return [replace(problem, v=problem.k.new_empty(*problem.k.shape[:3], width)) for problem in layers]
-
-    def check(longest: int) -> None:
-        if next(model.gates(), None) is None:
-            raise invalid_argument("run", model.config.position, "a scheme with gates, which alone forgets")
-
-    return Subject(
-        model=model, impl=model.config.impl, attended=problems, check=check,
-        full_cache=partial(FullCache, model), forgetting_cache=partial(ForgettingCache, model),
-    )  # fmt: skip
-
-
-def injected_subject(model: LanguageModel) -> Subject:
-    """A model that gates were put into, as it is measured."""
-    from gape import hf  # noqa: PLC0415
-    from gape.experiments.open_model import refuse_length  # noqa: PLC0415
-    from gape.hf.implementations import OPERATOR_OF, supported_name  # noqa: PLC0415
-    from gape.hf.language import attention_inputs, gated_layers  # noqa: PLC0415
-
-    def check(longest: int) -> None:
-        gated_layers(model.model)
-        refuse_length(model.model, longest)
-
-    return Subject(
-        model=model, impl=OPERATOR_OF[supported_name(model.config._attn_implementation)], check=check,
-        attended=partial(attention_inputs, model), full_cache=partial(hf.FullCache, model.model),
-        forgetting_cache=partial(hf.ForgettingCache, model.model),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,18 +69,16 @@ class Settings:
     chunk: int = 16384
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "factors"):
-            for value in getattr(self, name):
-                whole(name, value)
+        single = [(name, getattr(self, name)) for name in ("max_windows", "last", "samples", "chunk")]
+        several = [(name, value) for name in ("lengths", "factors") for value in getattr(self, name)]
+        for name, value in (*single, *several):
+            # Rows hold 64-bit numbers.
+            if whole(name, value) >= 2**63:
+                raise invalid_argument(name, value, "a whole number below 2⁶³")
+        whole("seed", self.seed, 0)
         for eps in self.eps:
             if weight("eps", eps) == 0:
                 raise invalid_argument("eps", eps, "numbers above 0; dense attention is measured in any case")
-        for name in ("max_windows", "last", "samples", "chunk"):
-            whole(name, getattr(self, name))
-            # Rows hold 64-bit numbers.
-            if getattr(self, name) >= 2**63:
-                raise invalid_argument(name, getattr(self, name), "a whole number below 2⁶³")
-        whole("seed", self.seed, 0)
         for bounds in self.bounds:
             if bounds not in BOUNDS:
                 raise invalid_argument("bounds", bounds, f"some of {', '.join(BOUNDS)}")
@@ -178,37 +86,35 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to run the model.
+    """A way to read a text.
 
     Attributes:
-        name: how, eps and whatever else names it in rows.
-        reader: what reads a text: the model, or something with its interface.
-        context: in which it does.
+        name: how, eps, chunk and whatever else names it in rows.
+        context: in which the model reads.
+        new_cache: makes an empty cache that evicts; None without one.
     """
 
     name: Record
-    reader: Any
     context: Callable[[], Any] = nullcontext
+    new_cache: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A model on the bench.
+    """A trained model that is measured, with its text and its rows.
 
     Attributes:
         opened: where it lies, what names it, its tokenizer, and the settings of its run if it is one of ours.
-        subject: the model as it is measured.
         settings: what is to be measured.
         reader: a corpus, for a language model.
-        precision: in which it runs.
+        precision: "float32", "bfloat16" (autocast) or :data:`SERVED`.
         log: called with a line for each measurement.
     """
 
     opened: OpenModel
-    subject: Subject
     settings: Settings
     reader: Reader | None
-    precision: Precision
+    precision: str
     log: Log
 
     @property
@@ -217,14 +123,21 @@ class Bench:
         return "lm" if self.opened.run is None else self.opened.run.kind
 
     @property
-    def model(self) -> GPT | LanguageModel:
-        """The model."""
-        return self.subject.model
+    def model(self) -> Any:
+        """The model: a GPT of ours, or one of transformers behind the same interface."""
+        return self.opened.model
 
     @property
     def device(self) -> torch.device:
         """Where it is."""
         return next(self.model.parameters()).device
+
+    @property
+    def corpus(self) -> Corpus:
+        """What a language model reads."""
+        assert self.reader is not None
+        assert self.reader.corpus is not None
+        return self.reader.corpus
 
     @property
     def lengths(self) -> list[int]:
@@ -236,12 +149,28 @@ class Bench:
     @cached_property
     def shared(self) -> Record:
         """What all rows have in common."""
-        conditions: Record = {"precision": self.precision.name, "device": self.device.type}
-        if self.reader is not None and self.reader.corpus is not None:
-            conditions["corpus"] = self.reader.corpus.fingerprint()
+        conditions: Record = {"precision": self.precision, "device": self.device.type}
+        if self.reader is not None:
+            conditions["corpus"] = self.corpus.fingerprint()
         if isinstance(self.opened.run, NeedleRun):
             conditions["target"] = self.opened.run.task.target
         return self.opened.identity | conditions | {"text_seed": self.settings.seed}
+
+    def refuse(self) -> None:
+        """Refuse a model that cannot be measured at these lengths.
+
+        Raises:
+            ValueError: it has no gates, or some that cannot be measured, or no text is that long.
+        """
+        if not isinstance(self.model, GPT):
+            from gape.hf.language import gated_layers  # noqa: PLC0415
+
+            gated_layers(self.model.model)
+            refuse_length(self.model.model, max(self.lengths))
+        elif next(self.model.gates(), None) is None:
+            raise invalid_argument("run", self.model.config.position, "a scheme with gates, which alone forgets")
+        for length in self.lengths:
+            self.text(length)
 
     def text(self, length: int) -> Tensor:
         """Token ids (1, length) of held-out text."""
@@ -253,16 +182,23 @@ class Bench:
         return torch.from_numpy(passage.ids.astype(np.int64))[None].to(self.device)
 
     def layers(self, length: int) -> list[Problem]:
-        """What each layer with gates attends with on a text of `length`.
-
-        Values are drawn: no tile depends on them.
-        """
-        dtype = self.precision.products
+        """What each layer with gates attends with on a text of `length`. Values are drawn: no tile depends on them."""
         with self._autocast():
-            return [
-                replace(one, q=one.q.to(dtype), k=one.k.to(dtype), v=torch.randn_like(one.v, dtype=dtype))
-                for one in self.subject.attended(self.text(length))
-            ]
+            problems = self._problems(self.text(length))
+        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
+        return [
+            replace(one, q=one.q.to(dtype), k=one.k.to(dtype), v=torch.randn_like(one.v, dtype=dtype))
+            for one in problems
+        ]
+
+    def _problems(self, ids: Tensor) -> list[Problem]:
+        if not isinstance(self.model, GPT):
+            from gape.hf.language import attention_inputs  # noqa: PLC0415
+
+            return attention_inputs(self.model, ids)
+        width = next(self.model.blocks()).attention.head_dim
+        layers = (layer.problem(0, ids.size(1)) for layer in attended(self.model, ids, logits_to_keep=1))
+        return [replace(problem, v=problem.k.new_empty(*problem.k.shape[:3], width)) for problem in layers]
 
     @cached_property
     def skips(self) -> bool:
@@ -289,20 +225,24 @@ class Bench:
         with self._autocast():
             results = make()
         stamp = run_info.stamp(self.device)
-        environment = {"machine": stamp.pop("device")} | stamp
-        self._store.append(self.shared | about | results | environment)
+        self._store.append(self.shared | about | results | {"machine": stamp.pop("device")} | stamp)
         self.log(f"{self.opened.identity['run']}: {setting(about)}: {describe(results)}")
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision.autocast)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def caches(self) -> Iterator[tuple[Record, Callable[[], Any]]]:
         """The full cache, then forgetting ones, those that the model's floors allow."""
-        yield {"how": "dense", "eps": 0.0, "bounds": None}, self.subject.full_cache
+        full, forgetting, model = FullCache, ForgettingCache, self.model
+        if not isinstance(model, GPT):
+            from gape import hf  # noqa: PLC0415
+
+            full, forgetting, model = hf.FullCache, hf.ForgettingCache, model.model
+        yield {"how": "dense", "eps": 0.0, "bounds": None}, partial(full, model)
         for bounds in self.settings.bounds:
             try:
                 # Heads without a floor keep all their keys.
-                cache = self.subject.forgetting_cache(eps=self.settings.eps[0], bounds=bounds, partial=True)
+                cache = forgetting(model, eps=self.settings.eps[0], bounds=bounds, partial=True)
             except ValueError as error:
                 self.log(f"{self.opened.identity['run']}: no forgetting cache by {bounds}: {error}")
                 continue
@@ -311,44 +251,24 @@ class Bench:
 
     def ways(self, length: int) -> Iterator[Way]:
         """The ways to read a text of `length`: dense, skipping, and through forgetting caches."""
-        settings, model = self.settings, self.model
-        yield Way(name={"how": "dense", "impl": self.subject.impl, "eps": 0.0, "chunk": settings.chunk}, reader=model)
-        for eps in settings.eps if self.skips else ():
-            name = {"how": "skipping", "impl": IMPL, "eps": eps, "chunk": settings.chunk}
-            yield Way(name=name, reader=model, context=partial(skipping, model, eps))
-        chunk = eviction_chunk(length, settings.chunk)
-        for name, make in self.caches():
+        chunk = {"chunk": self.settings.chunk}
+        yield Way(name={"how": "dense", "impl": self._impl, "eps": 0.0} | chunk)
+        for eps in self.settings.eps if self.skips else ():
+            name = {"how": "skipping", "impl": IMPL, "eps": eps} | chunk
+            yield Way(name=name, context=partial(skipping, self.model, eps))
+        chunk = {"chunk": eviction_chunk(length, self.settings.chunk)}
+        for name, new_cache in self.caches():
             if name["how"] == "forgetting":
-                yield Way(name=name | {"chunk": chunk}, reader=Forgetful(model, make, chunk))
+                yield Way(name=name | chunk, new_cache=new_cache)
 
+    @property
+    def _impl(self) -> str:
+        """The implementation that its attention runs dense."""
+        if isinstance(self.model, GPT):
+            return self.model.config.impl
+        from gape.hf.implementations import OPERATOR_OF, supported_name  # noqa: PLC0415
 
-class Forgetful:
-    """A model that reads through forgetting caches, in chunks: as much of a GPT as perplexity and needles need.
-
-    Attributes:
-        key_shares: of every sample, the share of the keys that were cached when the last chunk had come, over layers
-            with gates and their heads.
-    """
-
-    def __init__(self, model: GPT | LanguageModel, make_cache: Callable[[], Any], chunk: int) -> None:
-        self._model, self._make_cache, self._chunk = model, make_cache, chunk
-        self.hidden, self.token_losses, self.parameters = model.hidden, model.token_losses, model.parameters
-        self.key_shares: list[float] = []
-
-    def new_cache(self, capacity: int = 0) -> Any:
-        """A forgetting cache; the capacity does not matter."""
-        return self._make_cache()
-
-    def __call__(self, ids: Tensor, *, logits_to_keep: int = 0) -> Any:
-        """What the model says of ids (B, N), read piece by piece."""
-        cache = self._make_cache()
-        *before, last = torch.split(ids, self._chunk, dim=1)
-        for part in before:
-            self._model(part, cache=cache, logits_to_keep=1)
-        answer = self._model(last, cache=cache, logits_to_keep=logits_to_keep)
-        counts = [keys for layer in cache.num_keys for keys in layer]
-        self.key_shares += [sum(counts) / len(counts) / ids.size(1)] * ids.size(0)
-        return answer
+        return OPERATOR_OF[supported_name(self.model.config._attn_implementation)]
 
 
 def setting(about: Mapping[str, Any]) -> str:

@@ -255,13 +255,17 @@ def eviction_chunk(length: int, chunk: int) -> int:
     return chunk if length > chunk else max(1, length // 8)
 
 
-def scores(model: GPT, corpus: Corpus, plan: Plan, *, first: int = 0, chunk: int = 16384) -> Iterator[list[float]]:
+def scores(
+    model: GPT, corpus: Corpus, plan: Plan, *, first: int = 0, chunk: int = 16384,
+    new_cache: Callable[[int], Any] | None = None,
+) -> Iterator[list[float]]:  # fmt: skip
     """The summed loss of each window, batch by batch from number `first` on; as :func:`window_losses` scores them."""
     device = next(model.parameters()).device
     for batch in plan.batches()[first:]:
         rows = [_tokens(corpus, plan, window) for window in plan.windows[batch].tolist()]
         ids, scored = torch.from_numpy(np.stack(rows)).to(device), int(plan.windows[batch[0], 3])
-        yield window_losses(model, ids, scored, chunk=chunk).double().cpu().numpy().sum(1).tolist()
+        losses = window_losses(model, ids, scored, chunk=chunk, new_cache=new_cache)
+        yield losses.double().cpu().numpy().sum(1).tolist()
 
 
 def _tokens(corpus: Corpus, plan: Plan, window: list[int]) -> Ints:

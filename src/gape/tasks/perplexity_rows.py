@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,12 +72,13 @@ def score_all(
     store: Path,
     of: str,
     chunk: int = 16384,
+    new_cache: Callable[[int], Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Floats:
     """Score every window of a plan, resuming after the batches that `store` holds.
 
     Args:
-        model, corpus, plan, chunk: as in :func:`gape.tasks.perplexity.scores`.
+        model, corpus, plan, chunk, new_cache: as in :func:`gape.tasks.perplexity.scores`.
         store: a file with a line per batch; the caller deletes it when the result is stored.
         of: what the scores depend on besides the plan: weights, precision. A file of something else is overwritten.
         progress: called with windows done and in all.
@@ -99,7 +100,7 @@ def score_all(
         for values in _stored(store, lines, header):
             add(values)
         progress(windows, len(plan.windows))
-        for values in scores(model, corpus, plan, first=done, chunk=chunk):
+        for values in scores(model, corpus, plan, first=done, chunk=chunk, new_cache=new_cache):
             lines.write(sums=values)
             add(values)
     finally:
