@@ -237,10 +237,6 @@ def test_heads_are_pruned_where_that_is_asked_for(here: Path, capsys: pytest.Cap
     assert sum(row.count(0.0) for row in made["gate_floor"]) == 1 * 2
     assert (made["candidates"], made["context_length"], made["gates"]) == (3, 16, {"learn_landmark": False})
     assert len(made["loss"]) == 3
-    # The same order, and then one that prunes nothing.
-    assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "2", *PRUNE) == 0
-    assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "2") == 2
-    assert "out: got str 'floors.json'" in capsys.readouterr().err
 
 
 def test_the_tokens_of_the_answer_are_found(here: Path) -> None:
@@ -259,11 +255,9 @@ def test_the_tokens_of_the_answer_are_found(here: Path) -> None:
 def test_a_file_of_floors_is_written_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "1") == 0
     written = Path("floors.json").read_bytes()
-    assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "1") == 0
-    for more in (("--samples", "2"), ("--floor", "16")):
-        capsys.readouterr()
-        assert gape_exits(*HEADS, "--out", "floors.json", *more) == 2
-        assert "out: got str 'floors.json'" in capsys.readouterr().err
+    capsys.readouterr()
+    assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "1") == 2
+    assert "out: got str 'floors.json', expected a name that is free" in capsys.readouterr().err
     assert Path("floors.json").read_bytes() == written
 
 
@@ -315,7 +309,7 @@ def test_heads_of_a_model_with_gates_are_refused(here: Path, capsys: pytest.Capt
         (None, (), "floors: floors.json cannot be read"),
         ("no JSON", (), "floors: floors.json cannot be read"),
         ('{"gate_floor": 4}', (), "floors: got int 4"),
-        ('{"gate_floor": [[4, "x"]]}', (), "floors: got str 'x'"),
+        ('{"gate_floor": [[4, "x"]]}', (), "gate_floor"),
         ('{"gate_floor": [[4, 4, 4, 4]]}', (), "gate_floor"),
         ('{"gate_floor": [[4], [0]]}', ("--gate", "gate_floor=4"), "floors: got str 'floors.json', expected none"),
         ('{"gate_floor": [[4], [0]]}', ("--position", "yarn"), "since yarn has no gates"),

@@ -62,8 +62,6 @@ def evaluate(
         str | None, typer.Option(help="Tokenizer of a run; models of transformers have their own.")
     ] = None,
     tasks: Names = None,
-    task: Annotated[str | None, typer.Option(help="The task of samples that do not say it.")] = None,
-    length: Annotated[int | None, typer.Option(help="The length of samples that do not say it.")] = None,
     limit: Annotated[int | None, typer.Option(help="Only so many samples of each task and length.")] = None,
     template: Annotated[str, typer.Option(help="base, no-prefix, chat, or a text with {input} and {prefix}.")] = "base",
     overlength: Annotated[str, typer.Option(help="Samples too long for a model: error, skip or truncate.")] = "error",
@@ -108,7 +106,7 @@ def evaluate(
         precision="bfloat16" if wants_bfloat16(precision, target) else "float32",
         way=Way(skip_eps=skip_eps, forget_eps=forget_eps, bounds=bounds),
     )  # fmt: skip
-    samples, sources = read(data, task_name=task, length=length)
+    samples, sources = read(data)
     evaluation = Evaluation(
         samples=choose(samples, None if tasks is None else tasks.split(","), limit), sources=sources,
         settings=settings, tokenizer=tokenizer, device=target, name=name, out=out,

@@ -23,12 +23,10 @@ from gape.tasks.ruler.readers import TransformersReader
 from gape.tasks.ruler.sources import Sample
 from gape.utils import files
 from gape.utils.progress import Progress, ProgressTable
-from gape.utils.validation import finite, invalid_argument, positive_number, whole
+from gape.utils.validation import invalid_argument, positive_number, whole
 
 #: The key of the floors in a file, as gates know them.
 FLOORS = "gate_floor"
-#: What a file says of its settings; the last three only where heads were pruned.
-_KEYS = ("free", "floor", "model", "data", "candidates", "context_length", "gates")
 #: Heads that are printed.
 _SHOWN = 10
 _ABSENT, _LONG = "their answer does not stand in the text", "they are longer than the model can read"
@@ -93,10 +91,11 @@ def write(settings: Settings, out: Path, device: str) -> None:
 
     Raises:
         ValueError: no such model or data, a model with gates, too few heads, no sample that shows where its answer
-            stands, or another file in the place of `out`.
+            stands, or a file in the place of `out`.
     """
     progress, target = Progress(), pick_device(device)
-    _refuse_other(out, settings)
+    if out.exists():
+        raise invalid_argument("out", str(out), "a name that is free")
     refuse_missing(settings.model)
     if str(read_config(settings.model).model_type).startswith("gape_"):
         raise invalid_argument("model", settings.model, "one without gates; gape hf remove takes them out")
@@ -113,7 +112,8 @@ def write(settings: Settings, out: Path, device: str) -> None:
     if settings.candidates is not None:
         best = _prune(reader, located, heads.best(score, settings.candidates), settings, progress)
         record |= {FLOORS: best.floors, "loss": [round(loss, 6) for loss in best.losses]}
-    _save(out, files.to_json(record, indent=None))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(out, files.to_json(record, indent=None))
     _show(score, settings.free)
 
 
@@ -254,27 +254,6 @@ def _show(score: Tensor, free: int) -> None:
     print(f"{free} of {count} key heads are free and keep {100 * free / count:.1f} % of the keys of all heads")
 
 
-def _refuse_other(out: Path, settings: Settings) -> None:
-    """Refuse a file in the place of `out` that other settings gave, or none of ours."""
-    if not out.exists():
-        return
-    try:
-        there = files.from_json(out.read_bytes())
-    except (OSError, ValueError):
-        there = {}
-    if {key: there[key] for key in _KEYS if key in there} != settings.to_record():
-        raise invalid_argument("out", str(out), "a name that is free, or the file that the same command has written")
-
-
-def _save(out: Path, data: bytes) -> None:
-    if out.exists():
-        if out.read_bytes() != data:
-            raise invalid_argument("out", str(out), "a name that is free: this file has other floors or scores")
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(out, data)
-
-
 def with_floors(gates: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Options of gates with the floors of a file of `gape hf heads`.
 
@@ -287,11 +266,6 @@ def with_floors(gates: Mapping[str, Any], path: Path) -> dict[str, Any]:
         rows = files.from_json(path.read_bytes()).get(FLOORS)
     except (OSError, ValueError) as error:
         raise ValueError(f"floors: {path} cannot be read, expected a file of gape hf heads: {error}") from error
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
-        raise invalid_argument(
-            "floors", rows, f"a list of {FLOORS} for each layer in {path}, as gape hf heads writes it"
-        )
-    for value in (value for row in rows for value in row):
-        if finite("floors", value, "numbers from 0") < 0:
-            raise invalid_argument("floors", value, "numbers from 0")
+    if not isinstance(rows, list):
+        raise invalid_argument("floors", rows, f"a list of {FLOORS} in {path}, as gape hf heads writes it")
     return {**gates, FLOORS: rows}

@@ -141,9 +141,10 @@ class GapeLM(TemplateLM):  # type: ignore[misc,untyped-decorator,unused-ignore]
         budgets = [int(options.get("max_gen_toks") or self.max_gen_toks) for _, options in prompts]
         outputs: dict[int, str] = {}
         for batch in self._batches([len(ids) for ids in encoded]):
-            completions = self.reader.complete([encoded[n] for n in batch], [budgets[n] for n in batch])
+            completions = self.reader.complete([encoded[n] for n in batch], max(budgets[n] for n in batch))
             for number, ids in zip(batch, completions, strict=True):
-                outputs[number] = _until(self.reader.decode(ids), prompts[number][1].get("until"))
+                text = self.reader.decode(ids[: budgets[number]])
+                outputs[number] = _until(text, prompts[number][1].get("until"))
                 self.cache_hook.add_partial("generate_until", requests[number].args, outputs[number])
         return [outputs[number] for number in range(len(requests))]
 

@@ -51,6 +51,13 @@ def test_rows_say_everything(reader: GPTReader, items: list[Prepared], tmp_path:
     assert {"versions", "machine", "prompts_sha256"} <= manifest.keys()
 
 
+def test_samples_of_another_budget_are_read_apart(reader: GPTReader, tmp_path: Path) -> None:
+    """Each has room for its own budget, but not for that of another."""
+    records = [small.record(n, budget=6 + n) for n in range(2)]
+    samples, _ = read([str(small.write_samples(tmp_path / "vt.jsonl", *records))])
+    assert len(evaluation.batches(prompts.prepare(reader, samples), 10**6)) == 2
+
+
 def test_batches_hold_one_task_and_no_more_tokens_than_the_limit(items: list[Prepared]) -> None:
     batches = evaluation.batches(items, 300)
     assert sorted(n for batch in batches for n in batch) == list(range(7))

@@ -55,17 +55,16 @@ def test_losses_are_those_of_a_plain_forward_pass(position: str, chunk: int) -> 
 def test_answers_do_not_depend_on_companions(position: str, chunk: int) -> None:
     """Nor on chunks: each is what the model generates by itself."""
     reader = ours(position, chunk)
-    together = reader.complete(PROMPTS, [7, 3, 5])
-    for prompt, budget, actual in zip(PROMPTS, [7, 3, 5], together, strict=True):
-        alone = reader.model.generate(torch.from_numpy(prompt)[None], budget, temperature=0)
+    for prompt, actual in zip(PROMPTS, reader.complete(PROMPTS, 7), strict=True):
+        alone = reader.model.generate(torch.from_numpy(prompt)[None], 7, temperature=0)
         assert actual == alone[0, len(prompt) :].tolist()
 
 
 def test_an_end_of_text_ends_an_answer() -> None:
     reader = ours()
-    (first, *_) = reader.complete(PROMPTS[:1], [4])[0]
+    (first, *_) = reader.complete(PROMPTS[:1], 4)[0]
     reader.tokenizer.end_of_text = first
-    assert reader.complete(PROMPTS[:1], [4]) == [[]]
+    assert reader.complete(PROMPTS[:1], 4) == [[]]
 
 
 def plain(model: torch.nn.Module, prompt: Ids, answer: Ids) -> float:
@@ -87,10 +86,9 @@ def test_a_model_of_transformers_has_its_own_loss(gpt2: Path, chunk: int) -> Non
 
 def test_a_model_of_transformers_generates_by_itself_what_it_does_in_company(gpt2: Path) -> None:
     reader = transformers_reader(str(gpt2))
-    together = reader.complete(PROMPTS, [6, 2, 4])
-    for prompt, budget, actual in zip(PROMPTS, [6, 2, 4], together, strict=True):
+    for prompt, actual in zip(PROMPTS, reader.complete(PROMPTS, 6), strict=True):
         ids = torch.from_numpy(prompt)[None]
-        alone = reader.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=budget, do_sample=False)
+        alone = reader.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
         expected = alone[0, len(prompt) :].tolist()
         assert actual == expected[: [*expected, 0].index(0)]
 
@@ -100,15 +98,8 @@ def test_answers_are_greedy_whatever_a_model_comes_with(gpt2: Path, tmp_path: Pa
     reader.model.generation_config.repetition_penalty = 5.0
     reader.model.save_pretrained(tmp_path)
     reader.tokenizer.save_pretrained(tmp_path)
-    alone, other = (transformers_reader(str(path)).complete(PROMPTS[:1], [12]) for path in (gpt2, tmp_path))
+    alone, other = (transformers_reader(str(path)).complete(PROMPTS[:1], 12) for path in (gpt2, tmp_path))
     assert other == alone
-
-
-def test_a_budget_of_another_takes_no_answer_past_the_limit(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    reader = transformers_reader(str(small.random_gpt2(tmp_path, positions=64)))
-    together = reader.complete(PROMPTS[1:], [3, 30])
-    assert together == [reader.complete([prompt], [n])[0] for prompt, n in zip(PROMPTS[1:], [3, 30], strict=True)]
 
 
 def test_another_chat_is_another_tokenizer(gpt2: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ('{"input": "T", "outputs": [""], "length": 9}', r"line 2 has outputs \[''\], expected one or more"),
         ('{"input": "T", "outputs": [3], "length": 9}', r"line 2 has outputs \[3\], expected"),
         ('{"input": "T", "outputs": ["a"], "length": 9, "task": "maze"}', "line 2 is of task 'maze', which is none"),
-        ('{"input": "T", "outputs": ["a"]}', "line 2 says no length, and neither does its file; say it with --length"),
+        ('{"input": "T", "outputs": ["a"]}', "line 2 says no length, and neither does its file; call it TASK_LENGTH"),
     ],
 )
 def test_a_line_that_is_no_sample_is_named(line: str, message: str, tmp_path: Path) -> None:
@@ -113,12 +113,10 @@ def test_a_line_that_is_no_sample_is_named(line: str, message: str, tmp_path: Pa
         read([str(path)])
 
 
-def test_task_and_length_may_be_given(tmp_path: Path) -> None:
+def test_a_file_that_names_no_task_is_refused(tmp_path: Path) -> None:
     path = small.write_samples(tmp_path / "samples.jsonl", {"input": "T", "outputs": ["a"]})
-    with pytest.raises(ValueError, match="names no task, and neither does its file; say it with --task"):
+    with pytest.raises(ValueError, match=r"names no task, and neither does its file; call it TASK_LENGTH\.jsonl"):
         read([str(path)])
-    ((actual,), _) = read([str(path)], task_name="cwe", length=2048)
-    assert (actual.task, actual.length) == ("cwe", 2048)
 
 
 def test_nothing_and_twice_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.tasks.ruler.test_readers import rows
 
 #: Keys fade within a few tokens.
 GATES = {"gate_floor": 96.0, "init_landmark_bias": -9.0}
-PROMPTS, ANSWERS, BUDGETS = rows(90, 131, 73), rows(5, 2, 9, seed=1), [6, 3, 4]
+PROMPTS, ANSWERS, BUDGET = rows(90, 131, 73), rows(5, 2, 9, seed=1), 6
 
 
 def ours(options: dict[str, Any] = GATES) -> GPTReader:
@@ -61,8 +61,8 @@ def test_losses_of_a_model_that_forgets(build: Any) -> None:
 
 @READERS
 def test_answers_of_a_model_that_forgets(build: Any) -> None:
-    dense, caches = build().complete(PROMPTS, BUDGETS), list[Any]()
-    assert forgetful(build(), caches).complete(PROMPTS, BUDGETS) == dense
+    dense, caches = build().complete(PROMPTS, BUDGET), list[Any]()
+    assert forgetful(build(), caches).complete(PROMPTS, BUDGET) == dense
     assert max(max(layer) for layer in caches[0].num_keys) < 131
 
 

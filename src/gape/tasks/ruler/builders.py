@@ -27,16 +27,7 @@ _INTERPOLATED = 6
 
 
 class TooShortError(Exception):
-    """A prompt without any filler is longer than its room.
-
-    Attributes:
-        prompt: tokens of the shortest prompt.
-        answer: tokens of the answer.
-    """
-
-    def __init__(self, prompt: int, answer: int) -> None:
-        super().__init__(f"{prompt} tokens of prompt and {answer} of answer")
-        self.prompt, self.answer = prompt, answer
+    """A prompt without any filler is longer than its room."""
 
 
 class Room:
@@ -45,12 +36,11 @@ class Room:
     Args:
         tokenizer: counts them.
         room: how many.
-        answer: tokens of the answer, for the error.
         slack: so many may stay unused; fewer where a search gets there.
     """
 
-    def __init__(self, tokenizer: Tokenizer, room: int, answer: int, slack: int) -> None:
-        self.tokenizer, self.room, self.answer, self.slack = tokenizer, room, answer, slack
+    def __init__(self, tokenizer: Tokenizer, room: int, slack: int) -> None:
+        self.tokenizer, self.room, self.slack = tokenizer, room, slack
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
@@ -72,7 +62,7 @@ class Room:
         """
         low, low_tokens = least, self.count(render(least))
         if low_tokens > self.room:
-            raise TooShortError(low_tokens, self.answer)
+            raise TooShortError
         high, rate = most + 1, 0.0
         # A small step first: it is cheap to measure and says what a unit costs.
         guess = least + max(1, min((most - least) // 16, 64))

@@ -129,11 +129,11 @@ def key(question: Mapping[str, Any]) -> str:
 
 
 def batches(items: Sequence[Prepared], batch_tokens: int) -> list[list[int]]:
-    """Numbers of samples that are read together: of one task and length, long ones first, none that is skipped."""
-    groups: dict[tuple[str, int], list[int]] = {}
+    """Numbers of samples that are read together: of one task, length and budget, long ones first, none skipped."""
+    groups: dict[tuple[str, int, int], list[int]] = {}
     for number, item in enumerate(items):
         if not item.skipped:
-            groups.setdefault((item.sample.task, item.sample.length), []).append(number)
+            groups.setdefault((item.sample.task, item.sample.length, item.sample.budget), []).append(number)
     chosen: list[list[int]] = []
     for numbers in groups.values():
         ordered = sorted(numbers, key=lambda n: (-len(items[n].prompt), n))
@@ -282,8 +282,7 @@ def _score_batch(reader: Reader, items: Sequence[Prepared], batch: Sequence[int]
         if not math.isfinite(row["nll"]):
             raise ValueError(f"loss: got {row['nll']} for {row['source']} sample {row['number']}, expected a number")
     if generate:
-        budgets = [item.sample.budget for item in chosen]
-        outputs = reader.complete([item.prompt for item in chosen], budgets)
+        outputs = reader.complete([item.prompt for item in chosen], chosen[0].sample.budget)
         for row, ids in zip(rows, outputs, strict=True):
             row["output"] = reader.decode(ids)
             row["parsed"] = clean_output(row["output"])

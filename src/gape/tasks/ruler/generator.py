@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -128,41 +129,21 @@ class Generator:
         And ours: `budget`, the tokens kept free for the answer, which `length` counts; `settings` and `wording`.
 
         Raises:
-            ValueError: the task does not fit into the length; says into which it does.
+            ValueError: the task does not fit into the length.
         """
-        draft = self._draft(number)
-        if isinstance(draft, int):
-            raise invalid_argument(
-                "length", self.length, f"at least {self._fitting(draft, number):,} for {self.name} with this tokenizer"
-            )
-        return self._to_record(draft, number)
-
-    def _draft(self, number: int) -> Draft | int:
-        """A sample, or the shortest length into which one of those that were drawn would go."""
-        own, shortest = task(self.name), []
+        own = task(self.name)
         for attempt in range(TRIES):
             # The length is no part of it: as far as the draws allow the question is the same at every length.
             rng = Random(key("ruler", WORDING, self.name, self.seed, number, attempt))
-            try:
-                return BUILDERS[own.family](own, rng, self._room_for(own), self.ingredients)
-            except TooShortError as error:
-                shortest.append(_shortest(own, error))
-        return max(SHORTEST, min(shortest))
-
-    def _fitting(self, length: int, number: int) -> int:
-        """A length into which a sample goes, tried from one that may do on."""
-        for _ in range(TRIES):
-            draft = replace(self, length=length)._draft(number)
-            if not isinstance(draft, int):
-                break
-            length = max(draft, length + 1)
-        return length
+            with suppress(TooShortError):
+                return self._to_record(BUILDERS[own.family](own, rng, self._room_for(own), self.ingredients), number)
+        raise invalid_argument("length", self.length, f"a longer one: {self.name} does not fit with this tokenizer")
 
     def _room_for(self, own: Task) -> Any:
         def room_for(answer: str) -> Room:
             tokens = len(self.tokenizer.encode(f" {answer}"))
             room = self.length - self.tokenizer.before - own.budget_at(self.length, tokens)
-            return Room(self.tokenizer, room, tokens, slack=self.length // 200)
+            return Room(self.tokenizer, room, slack=self.length // 200)
 
         return room_for
 
@@ -180,11 +161,3 @@ class Generator:
             "outputs": draft.outputs, "length": length, "max_seq_length": self.length, "budget": budget,
             "settings": dict(draft.settings), "wording": WORDING,
         }  # fmt: skip
-
-
-def _shortest(own: Task, error: TooShortError) -> int:
-    """The shortest length into which a prompt goes with its answer."""
-    length = error.prompt + error.answer
-    while length < error.prompt + own.budget_at(length, error.answer):
-        length = error.prompt + own.budget_at(length, error.answer)
-    return length

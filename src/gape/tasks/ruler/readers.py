@@ -31,17 +31,21 @@ class Reader(ABC):
     """A model with its tokenizer, which reads prompts chunk by chunk.
 
     Attributes:
+        model: in eval mode.
         limit: tokens that it can read; None for any number.
         device: where it is.
         chunk: tokens that go through the model at once.
+        low: whether to read in bfloat16 autocast.
         forgetting: makes an empty cache that evicts; None for the model's own caches. See
             :class:`gape.tasks.ruler.evaluation.Way`.
     """
 
     limit: int | None = None
-    device: torch.device
-    chunk: int
     forgetting: Callable[[], Any] | None = None
+
+    def __init__(self, model: Any, chunk: int, *, low: bool = False) -> None:
+        self.model, self.chunk, self.low = model, chunk, low
+        self.device = next(model.parameters()).device
 
     @abstractmethod
     def encode(self, text: str, *, start: bool = True) -> list[int]:
@@ -60,20 +64,34 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
-        """The loss in nats of every token of each answer behind its prompt."""
-
-    @abstractmethod
-    def complete(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
-        """The likeliest next tokens of each prompt, up to its budget or an end of text, which is left out."""
+    def complete(self, prompts: Sequence[Ids], budget: int) -> list[list[int]]:
+        """The likeliest next tokens of each prompt, up to a budget or an end of text, which is left out."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """What identifies tokenizer and weights."""
 
-    def scored_chunk(self, length: int) -> int:
-        """Tokens of so many that go through the model at once where answers are scored, behind what is evicted."""
-        return self.chunk if self.forgetting is None else eviction_chunk(length, self.chunk)
+    def language_model(self) -> Any:
+        """The model with the interface of :class:`gape.GPT`."""
+        return self.model
+
+    def precision(self) -> torch.autocast:
+        """The context in which the model is read."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low)
+
+    def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
+        """The loss in nats of every token of each answer behind its prompt."""
+        ids = pad([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
+        first, length, make = min(len(prompt) for prompt in prompts) - 1, ids.shape[1] - 1, self.forgetting
+        with self.precision():
+            losses = window_losses(
+                self.language_model(), torch.from_numpy(ids).to(self.device), length - first,
+                chunk=self.chunk if make is None else eviction_chunk(length, self.chunk),
+                new_cache=None if make is None else lambda capacity: make(),
+            )  # fmt: skip
+        each = losses.double().cpu().numpy()
+        starts = [len(prompt) - 1 - first for prompt in prompts]
+        return [row[at : at + len(answer)] for row, at, answer in zip(each, starts, answers, strict=True)]
 
 
 class GPTReader(Reader):
@@ -87,8 +105,8 @@ class GPTReader(Reader):
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, *, low: bool = False, chunk: int = 16384) -> None:
-        self.model, self.tokenizer, self.low, self.chunk = model, tokenizer, low, chunk
-        self.device = next(model.parameters()).device
+        super().__init__(model, chunk, low=low)
+        self.tokenizer = tokenizer
 
     def encode(self, text: str, *, start: bool = True) -> list[int]:
         """The ids of a text; nothing is put before it, as in training."""
@@ -102,35 +120,28 @@ class GPTReader(Reader):
         """Refuses: our models have no chat template."""
         raise ValueError("template: got 'chat', expected 'base' or a text with {input}: this model knows no chat")
 
-    def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
-        """See :class:`Reader`."""
-        ids = pad([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
-        first = min(len(prompt) for prompt in prompts) - 1
-        with self.precision():
-            losses = window_losses(
-                self.model, torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first,
-                chunk=self.scored_chunk(ids.shape[1] - 1), new_cache=self._new_cache,
-            )  # fmt: skip
-        return _cut(losses, prompts, answers, first)
-
     @torch.no_grad()
-    def complete(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
+    def complete(self, prompts: Sequence[Ids], budget: int) -> list[list[int]]:
         """See :class:`Reader`."""
         ids = torch.from_numpy(pad(prompts, left=True)).to(self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         positions, documents = _left_pad_positions(ids, lengths)
-        cache = self._new_cache(ids.size(1) + max(budgets))
+        cache = self.model.new_cache(ids.size(1) + budget) if self.forgetting is None else self.forgetting()
+        ends = set() if self.tokenizer.end_of_text is None else {self.tokenizer.end_of_text}
+        new: list[Tensor] = []
         with self.precision():
             for start in range(0, ids.size(1), self.chunk):
                 part = slice(start, start + self.chunk)
                 x = self.model.hidden(ids[:, part], _part(positions, part), _part(documents, part), cache=cache)
-            generated = _Generated(budgets, self.tokenizer.end_of_text)
-            while generated.add(self.model.logits(x[:, -1:])[:, -1].argmax(-1)):
+            while True:
+                new.append(self.model.logits(x[:, -1:])[:, -1].argmax(-1, keepdim=True))
+                rows = torch.cat(new, dim=1).tolist()
+                if len(new) >= budget or all(ends.intersection(row) for row in rows):
+                    return [_until(row, ends) for row in rows]
                 positions = None if positions is None else positions[:, -1:] + 1
                 # A single token is no pad, but the model's own caches go on as they began.
                 documents = None if documents is None or self.forgetting is not None else documents[:, -1:]
-                x = self.model.hidden(generated.last, positions, documents, cache=cache)
-        return generated.rows
+                x = self.model.hidden(new[-1], positions, documents, cache=cache)
 
     def identity(self) -> dict[str, Any]:
         """See :class:`Reader`."""
@@ -140,14 +151,6 @@ class GPTReader(Reader):
             "parameters": self.model.count_parameters(), "weights": weights_digest(self.model),
             "tokenizer": self.tokenizer.identity(),
         }  # fmt: skip
-
-    def _new_cache(self, capacity: int) -> Any:
-        """An empty cache; one that forgets takes the room it needs."""
-        return self.model.new_cache(capacity) if self.forgetting is None else self.forgetting()
-
-    def precision(self) -> torch.autocast:
-        """The context in which the model is read."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low)
 
 
 class TransformersReader(Reader):
@@ -161,8 +164,8 @@ class TransformersReader(Reader):
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str, *, chunk: int = 16384) -> None:
-        self.model, self.tokenizer, self.name, self.chunk = model, tokenizer, name, chunk
-        self.device = next(model.parameters()).device
+        super().__init__(model, chunk)
+        self.tokenizer, self.name = tokenizer, name
         limit = getattr(model.config, "max_position_embeddings", None)
         # In our models it is the training length, which is no limit.
         self.limit = limit if isinstance(limit, int) and not model.config.model_type.startswith("gape_") else None
@@ -187,46 +190,15 @@ class TransformersReader(Reader):
         turn = [{"role": "user", "content": text}]
         return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
 
-    @torch.no_grad()
-    def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
+    def language_model(self) -> Any:
         """See :class:`Reader`."""
-        rows = pad([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
-        ids = torch.from_numpy(rows).to(self.device)
-        inputs, targets = ids[:, :-1], ids[:, 1:]
-        length, first = inputs.size(1), min(len(prompt) for prompt in prompts) - 1
-        step, losses = self.scored_chunk(length), []
-        cache = None if self.forgetting is None else self.forgetting()
-        for start in range(0, length, step):
-            stop = min(start + step, length)
-            scored = max(1, stop - max(start, first))
-            out = self.model(
-                input_ids=inputs[:, start:stop], past_key_values=cache, use_cache=length > step,
-                logits_to_keep=scored,
-            )  # fmt: skip
-            cache = out.get("past_key_values")
-            if stop > first:
-                logits = out["logits"][:, -scored:].float()
-                losses.append(
-                    nn.functional.cross_entropy(logits.mT, targets[:, stop - scored : stop], reduction="none")
-                )
-        return _cut(torch.cat(losses, dim=1), prompts, answers, first)
+        from gape.hf import LanguageModel  # noqa: PLC0415
+
+        return LanguageModel(self.model)
 
     @torch.no_grad()
-    def complete(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
+    def complete(self, prompts: Sequence[Ids], budget: int) -> list[list[int]]:
         """See :class:`Reader`."""
-        longest, outputs = max(map(len, prompts)), dict[int, list[int]]()
-        if self.limit is None or longest + max(budgets) <= self.limit:
-            groups = [list(range(len(prompts)))]
-        else:
-            # Each has room for its own budget, but not for that of another.
-            groups = [[row for row, own in enumerate(budgets) if own == budget] for budget in sorted(set(budgets))]
-        for rows in groups:
-            batch = self._together([prompts[row] for row in rows], [budgets[row] for row in rows])
-            outputs |= dict(zip(rows, batch, strict=True))
-        return [outputs[row] for row in range(len(prompts))]
-
-    def _together(self, prompts: Sequence[Ids], budgets: Sequence[int]) -> list[list[int]]:
-        """What follows prompts that are read as one batch."""
         ids = torch.from_numpy(pad(prompts, left=True)).to(self.device)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
@@ -237,11 +209,10 @@ class TransformersReader(Reader):
         if self.forgetting is not None:
             options["past_key_values"] = self.forgetting()
         generated = self.model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=max(budgets), do_sample=False, num_beams=1,
+            input_ids=ids, attention_mask=mask, max_new_tokens=budget, do_sample=False, num_beams=1,
             pad_token_id=next(iter(ends), 0), **options,
         )  # fmt: skip
-        new = generated[:, ids.size(1) :].tolist()
-        return [_until(row[:budget], ends) for row, budget in zip(new, budgets, strict=True)]
+        return [_until(row, ends) for row in generated[:, ids.size(1) :].tolist()]
 
     def identity(self) -> dict[str, Any]:
         """See :class:`Reader`."""
@@ -272,29 +243,6 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-class _Generated:
-    """Tokens generated so far, a row each, none past its budget or an end of text."""
-
-    def __init__(self, budgets: Sequence[int], end: int | None) -> None:
-        self._budgets, self._end = budgets, end
-        self._done = [budget < 1 for budget in budgets]
-        self.rows: list[list[int]] = [[] for _ in budgets]
-        self.last: Tensor
-
-    def add(self, tokens: Tensor) -> bool:
-        """Take one token for each row (B,); whether any row wants another. `last` is what to read next, (B, 1)."""
-        self.last = tokens[:, None]
-        for row, token in enumerate(tokens.tolist()):
-            if self._done[row]:
-                continue
-            if token == self._end:
-                self._done[row] = True
-                continue
-            self.rows[row].append(token)
-            self._done[row] = len(self.rows[row]) >= self._budgets[row]
-        return not all(self._done)
-
-
 def pad(rows: Sequence[Ids], *, left: bool) -> Ids:
     """Rows as one array (B, N), with zeros before or behind the shorter ones."""
     ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
@@ -313,15 +261,6 @@ def _left_pad_positions(ids: Tensor, lengths: Tensor) -> tuple[Tensor | None, Te
 
 def _part(values: Tensor | None, part: slice) -> Tensor | None:
     return None if values is None else values[:, part]
-
-
-def _cut(losses: Tensor, prompts: Sequence[Ids], answers: Sequence[Ids], first: int) -> list[Floats]:
-    """Those of the answers' tokens out of the losses (B, n) of everything from position `first` on."""
-    each = losses.double().cpu().numpy()
-    starts = [len(prompt) - 1 - first for prompt in prompts]
-    return [
-        each[row, start : start + len(answer)] for row, (start, answer) in enumerate(zip(starts, answers, strict=True))
-    ]
 
 
 def _until(ids: list[int], ends: set[int]) -> list[int]:

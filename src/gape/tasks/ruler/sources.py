@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from gape.tasks.ruler.tasks import CALLED, task
 from gape.utils.files import open_decompressed
-from gape.utils.validation import whole
 
 #: Names of fields in public files, in the order tried.
 _PROMPTS, _OUTPUTS = ("input", "prompt", "context"), ("outputs", "output", "answers", "answer")
@@ -60,34 +59,20 @@ class Source(NamedTuple):
     samples: int
 
 
-class Defaults(NamedTuple):
-    """The task and nominal length of samples that do not name theirs."""
-
-    task: str | None = None
-    length: int | None = None
-
-
-_NO_DEFAULTS = Defaults()
-
-
-def read(
-    specs: Iterable[str], *, task_name: str | None = None, length: int | None = None
-) -> tuple[list[Sample], list[Source]]:
+def read(specs: Iterable[str]) -> tuple[list[Sample], list[Source]]:
     """All samples of some files and datasets.
 
     Args:
         specs: files of JSON lines, also `.gz` and `.xz`; folders of them; or `hf:DATASET[@REVISION][:CONFIG]`, a
             dataset of the Hugging Face hub or a folder that holds one.
-        task_name, length: of samples that do not say it.
 
     Raises:
         ValueError: a line that is no sample, with its place and what is wrong; nothing there; two sources of one name.
     """
-    defaults = Defaults(task_name and task(task_name).name, length and whole("length", length))
     samples: list[Sample] = []
     sources: list[Source] = []
     for spec in specs:
-        for loaded, source in _open(str(spec), defaults):
+        for loaded, source in _open(str(spec)):
             if source.name in (other.name for other in sources):
                 raise ValueError(f"data: two sources are called {source.name}; give them other names")
             samples += loaded
@@ -95,9 +80,9 @@ def read(
     return samples, sources
 
 
-def _open(spec: str, defaults: Defaults) -> Iterator[tuple[list[Sample], Source]]:
+def _open(spec: str) -> Iterator[tuple[list[Sample], Source]]:
     if spec.startswith("hf:"):
-        yield from _hub(spec, defaults)
+        yield from _hub(spec)
         return
     path = Path(spec)
     files = sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]
@@ -105,10 +90,10 @@ def _open(spec: str, defaults: Defaults) -> Iterator[tuple[list[Sample], Source]
         raise ValueError(f"data: got {spec!r}, expected a file of JSON lines, a folder of them, or hf:DATASET")
     for file in files:
         name = file.relative_to(path).as_posix() if path.is_dir() else file.name
-        yield _file(file, name, defaults)
+        yield _file(file, name)
 
 
-def _file(path: Path, name: str, defaults: Defaults) -> tuple[list[Sample], Source]:
+def _file(path: Path, name: str) -> tuple[list[Sample], Source]:
     digest = hashlib.sha256()
     samples = []
     # RULER writes niah_single_1/validation.jsonl, others niah_single_1.jsonl.
@@ -123,13 +108,13 @@ def _file(path: Path, name: str, defaults: Defaults) -> tuple[list[Sample], Sour
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{place} is not JSON: {error}") from error
-            samples.append(sample(record, place=place, source=name, number=number, named=named, defaults=defaults))
+            samples.append(sample(record, place=place, source=name, number=number, named=named))
     if not samples:
         raise ValueError(f"data: {path} has no samples")
     return samples, Source(name, digest.hexdigest(), len(samples))
 
 
-def _hub(spec: str, defaults: Defaults) -> Iterator[tuple[list[Sample], Source]]:
+def _hub(spec: str) -> Iterator[tuple[list[Sample], Source]]:
     """Every split of a configuration, or of all of them."""
     from gape.data import inputs  # noqa: PLC0415
 
@@ -148,21 +133,11 @@ def _hub(spec: str, defaults: Defaults) -> Iterator[tuple[list[Sample], Source]]
             for number, row in enumerate(rows, 1):
                 digest.update(json.dumps(row, sort_keys=True, default=str).encode())
                 place = f"{name}: row {number}"
-                parsed.append(
-                    sample(row, place=place, source=name, number=number, named=[str(split), part], defaults=defaults)
-                )
+                parsed.append(sample(row, place=place, source=name, number=number, named=[str(split), part]))
             yield parsed, Source(name if commit is None else f"{name}@{commit}", digest.hexdigest(), len(parsed))
 
 
-def sample(
-    record: Any,
-    *,
-    place: str,
-    source: str,
-    number: int,
-    named: Sequence[str] = (),
-    defaults: Defaults = _NO_DEFAULTS,
-) -> Sample:
+def sample(record: Any, *, place: str, source: str, number: int, named: Sequence[str] = ()) -> Sample:
     """A sample from a record of RULER's fields or those of its relatives.
 
     Args:
@@ -172,14 +147,13 @@ def sample(
         place: file and line, for errors.
         source, number: see :class:`Sample`.
         named: names of files, folders or configurations that may say the task and the length, nearest first.
-        defaults: task and length where nothing names them.
 
     Raises:
         ValueError: a field is missing or of another type, or there is no answer; says where and which.
     """
     if not isinstance(record, dict):
         raise ValueError(f"{place} is not a JSON object")
-    name, nominal = _task_and_length(record, named, defaults, place)
+    name, nominal = _task_and_length(record, named, place)
     outputs = _outputs(record, place)
     budget = next((record[key] for key in _BUDGETS if isinstance(record.get(key), int)), None)
     prefix = next((record[key] for key in _PREFIXES if isinstance(record.get(key), str)), "")
@@ -218,26 +192,23 @@ def _outputs(record: Mapping[str, Any], place: str) -> tuple[str, ...]:
     return outputs
 
 
-def _task_and_length(
-    record: Mapping[str, Any], named: Sequence[str], defaults: Defaults, place: str
-) -> tuple[str, int]:
+def _task_and_length(record: Mapping[str, Any], named: Sequence[str], place: str) -> tuple[str, int]:
     """The task and the nominal length of a record."""
     own = record.get("task")
     stated = [own] if isinstance(own, str) else []
     parsed = [pair for name in (*stated, *named) if (pair := _parse(name)) is not None]
     if own is not None and (not stated or _parse(stated[0]) is None):
         raise ValueError(f"{place} is of task {own!r}, which is none of RULER's")
-    name = parsed[0][0] if parsed else defaults.task
-    if name is None:
-        raise ValueError(f"{place} names no task, and neither does its file; say it with --task")
+    if not parsed:
+        raise ValueError(f"{place} names no task, and neither does its file; call it TASK_LENGTH.jsonl")
     length = next((record[key] for key in _LENGTHS if isinstance(record.get(key), int)), None)
-    nominal = length or next((size for _, size in parsed if size), None) or defaults.length
+    nominal = length or next((size for _, size in parsed if size), None)
     if nominal is None and isinstance(record.get("length"), int):
         # Samples stop short of the length they were made for, which is a power of two.
         nominal = 2 ** (max(record["length"], 1) - 1).bit_length()
     if nominal is None:
-        raise ValueError(f"{place} says no length, and neither does its file; say it with --length")
-    return name, nominal
+        raise ValueError(f"{place} says no length, and neither does its file; call it TASK_LENGTH.jsonl")
+    return parsed[0][0], nominal
 
 
 def _parse(name: str) -> tuple[str, int | None] | None:
