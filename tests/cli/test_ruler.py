@@ -112,8 +112,6 @@ def test_a_gpt2_of_the_users(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert gape_exits(*gpt2, "--max-length", "200") == 2
     assert "samples are longer than the 200 tokens that the model may read" in capsys.readouterr().err
     assert not Path("runs/ruler").exists()
-    assert gape_exits(*gpt2, "--max-length", "200", "--overlength", "truncate", "--name", "cut") == 0
-    assert "1 truncated" in capsys.readouterr().err
     assert gape_exits(*gpt2, "--no-generate") == 0
     (row, *_) = lines("runs/ruler/gpt2/ruler.jsonl")
     assert (row["run"], row["position"], row["model"]) == ("gpt2", "gpt2", "gpt2-2x32")
@@ -226,7 +224,6 @@ def test_tasks_that_do_not_fit_are_named(here: Path, capsys: pytest.CaptureFixtu
         (["eval", "runs", "--data", "samples"], "model: got 'runs', expected a run of gape lm train or a folder"),
         (["eval", "runs/p-rope", "--data", "samples", "--tasks", "cwe"], "the data have no samples of cwe"),
         (["eval", "runs/p-rope", "--data", "samples", "--tasks", "niah"], "task: got 'niah', expected one of"),
-        (["eval", "runs/p-rope", "--data", "samples", "--overlength", "no"], "overlength: got str 'no', expected one"),
         (["eval", "runs/p-rope", "--data", "samples", "--template", "x"], "template: got str 'x', expected one of"),
         (["eval", "runs/p-rope", "--data", "samples", "--tokenizer", "none/such/files"], "tokenizer: got 'none/such"),
         (["eval", "runs/p-rope", "--data", "samples", "--limit", "0"], "limit: got int 0"),

@@ -22,8 +22,8 @@ def row(position: str, task: str, length: int, mean: float, **more: Any) -> dict
     run = "_".join(filter(None, (position, more.get("variant", ""), str(more.get("seed", 0)))))
     return {
         "run": run, "variant": "", "position": position, "seed": 0, "train_length": 1024, "step": 5, "key": "k",
-        "model": "GPT-6x512", "task": task, "length": length, "data": ["s"], "samples": 20, "skipped": 0,
-        "truncated": 0, "plan": f"{task}{length}", "nll": sum(values) / 20, "sample_nll": values,
+        "model": "GPT-6x512", "task": task, "length": length, "data": ["s"], "samples": 20,
+        "plan": f"{task}{length}", "nll": sum(values) / 20, "sample_nll": values,
     } | more  # fmt: skip
 
 

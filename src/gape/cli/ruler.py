@@ -63,8 +63,7 @@ def evaluate(
     ] = None,
     tasks: Names = None,
     limit: Annotated[int | None, typer.Option(help="Only so many samples of each task and length.")] = None,
-    template: Annotated[str, typer.Option(help="base, no-prefix, chat, or a text with {input} and {prefix}.")] = "base",
-    overlength: Annotated[str, typer.Option(help="Samples too long for a model: error, skip or truncate.")] = "error",
+    template: Annotated[str, typer.Option(help="base, or chat: a turn of the model's own chat.")] = "base",
     max_length: Annotated[
         int | None, typer.Option(help="Tokens that a model may read; what its config says by default.")
     ] = None,
@@ -95,13 +94,12 @@ def evaluate(
     from gape.report.results import Results  # noqa: PLC0415
     from gape.report.ruler import tables  # noqa: PLC0415
     from gape.tasks.ruler.evaluation import Settings, Way  # noqa: PLC0415
-    from gape.tasks.ruler.prompts import check_template  # noqa: PLC0415
     from gape.tasks.ruler.sources import read  # noqa: PLC0415
     from gape.utils.progress import Progress  # noqa: PLC0415
 
     target = pick_device(device)
     settings = Settings(
-        template=check_template(template), overlength=overlength, max_length=max_length, generate=generated,
+        template=template, max_length=max_length, generate=generated,
         batch_tokens=batch_tokens, chunk=chunk,
         precision="bfloat16" if wants_bfloat16(precision, target) else "float32",
         way=Way(skip_eps=skip_eps, forget_eps=forget_eps, bounds=bounds),

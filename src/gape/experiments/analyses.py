@@ -21,7 +21,7 @@ from gape.experiments.open_model import OpenModel, open_run
 from gape.experiments.result_store import ResultSets
 from gape.models.gpt import GPT
 from gape.report import tables
-from gape.report.results import collect
+from gape.report.results import KINDS, read_rows
 from gape.report.tables import Table
 from gape.tasks.far_back import FarBackConfig
 from gape.train import checkpoint
@@ -120,7 +120,8 @@ def routing(runs: Sequence[Path]) -> Table:
     Raises:
         ValueError: no run has one.
     """
-    rows = collect(runs).measured.get("routing", ())
+    files = [run / KINDS["routing"].file for run in runs]
+    rows = [row for file in files if file.is_file() for row in read_rows(file, KINDS["routing"].needed)]
     if not rows:
         raise ValueError(
             f"routing: got {', '.join(map(str, runs))}, expected runs with routing.jsonl, which gape lm train writes "

@@ -130,7 +130,7 @@ class Bench:
     @property
     def device(self) -> torch.device:
         """Where it is."""
-        return next(self.model.parameters()).device
+        return next(self.opened.model.parameters()).device
 
     @property
     def corpus(self) -> Corpus:

@@ -29,6 +29,8 @@ from gape.utils.validation import invalid_argument, positive_number, whole
 FLOORS = "gate_floor"
 #: Heads that are printed.
 _SHOWN = 10
+#: No limit: samples that are too long are left out.
+_ANY = 2**62
 _ABSENT, _LONG = "their answer does not stand in the text", "they are longer than the model can read"
 
 
@@ -176,8 +178,8 @@ def _locate_sample(reader: TransformersReader, sample: Sample) -> LocatedSample 
     spans = [_places(sample.input, output) for output in sample.outputs]
     if not all(spans):
         return _ABSENT
-    (item,) = prompts.prepare(reader, [sample], overlength="skip", generate=False)
-    if item.skipped:
+    (item,) = prompts.prepare(reader, [sample], max_length=_ANY, generate=False)
+    if reader.limit is not None and len(item.prompt) + len(item.answer) > reader.limit:
         return _LONG
     text = prompts.render(reader, sample, "base")
     offsets = reader.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

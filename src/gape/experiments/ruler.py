@@ -221,8 +221,8 @@ def measure(models: Sequence[str], evaluation: Evaluation, *, log: Log) -> list[
         tokenizer = str(opened.known["tokenizer"]["sha256"]) + str(opened.reader.limit)
         if tokenizer not in encoded:
             encoded[tokenizer] = prompts.prepare(
-                opened.reader, evaluation.samples, template=settings.template, overlength=settings.overlength,
-                max_length=settings.max_length, generate=settings.generate,
+                opened.reader, evaluation.samples, template=settings.template, max_length=settings.max_length,
+                generate=settings.generate,
             )  # fmt: skip
         rows += _measure_model(opened, encoded[tokenizer], evaluation, log)
     return rows
@@ -265,7 +265,6 @@ def _measure_model(opened: _Opened, items: Sequence[Prepared], evaluation: Evalu
     about = opened.identity | {
         "key": key, "model": opened.known["size"], "parameters": opened.known["parameters"],
         "precision": settings.precision, "device": evaluation.device.type, "template": settings.template,
-        "overlength": settings.overlength,
     }  # fmt: skip
     opened.home.mkdir(parents=True, exist_ok=True)
     with locks.locked(opened.home, "measured"), ProgressTable(unit="sample") as table:
@@ -277,7 +276,7 @@ def _measure_model(opened: _Opened, items: Sequence[Prepared], evaluation: Evalu
         results = [about | row for row in scoring.summarise(rows)]
         store.append(*store.missing(results))
     _log_rows(name, results, log)
-    return [row for row in results if row["samples"]]
+    return results
 
 
 def _position(reader: TransformersReader) -> str | None:
@@ -292,12 +291,8 @@ def _position(reader: TransformersReader) -> str | None:
 def _log_rows(name: str, rows: Sequence[Record], log: Log) -> None:
     for row in rows:
         place = f"{name}: {row['task']} at {row['length']:,}"
-        odd = ", ".join(f"{row[what]} {what}" for what in ("skipped", "truncated") if row[what])
-        if not row["samples"]:
-            log(f"{place}: {odd}")
-            continue
         match = f", match {100 * row['match']:.1f}%" if "match" in row else ""
         log(
             f"{place}: NLL {row['nll']:.3f} ({row['nll_low']:.3f} … {row['nll_high']:.3f}){match}, "
-            f"{row['samples']} sample{'s' * (row['samples'] != 1)}" + (f", {odd}" if odd else "")
+            f"{row['samples']} sample{'s' * (row['samples'] != 1)}"
         )

@@ -180,12 +180,6 @@ _LANGUAGE = (
         measure=series.far_back, draw=figures.draw_far_back,
     ),
     _language(
-        name="lm-context", paper=None, command="analyze entropy",
-        caption="Left: how far attention reaches by context length. Right: for schemes with a rate, the theory's "
-        "effective context length of every head against the distance that its attention uses.",
-        measure=inside.context, draw=inside_figures.draw_context,
-    ),
-    _language(
         name="hf-perplexity", paper=None, command="hf perplexity",
         caption="Perplexity of held-out documents by context length, of a model of transformers fine-tuned alike with "
         "and without gates. Bands are 95% intervals over documents.",

@@ -14,7 +14,7 @@ import numpy as np
 
 from gape.report.results import Results
 from gape.report.schemes import TARGETS, by_scheme, group_by, label, name, scheme_order, variant_of
-from gape.report.series import Data, NoData, language_rows, of_main_variant, train_length
+from gape.report.series import Data, NoData, language_rows, of_main_variant
 from gape.report.statistics import columns, mean_of
 from gape.utils.jsonl import Record
 
@@ -127,31 +127,6 @@ def entropy(results: Results) -> Data:
     return {"asked": shared, "lines": lines, "scatter": scatter, "masks": masks}
 
 
-def context(results: Results) -> Data:
-    """How far attention reaches, by length and scheme, and the theory's effective context beside it."""
-    lines, panels = [], []
-    for run in _first_seeds(language_rows(results, "entropy")):
-        sets = sorted((s for s in run["sets"] if s["asked"]["length"]), key=lambda s: s["asked"]["length"])
-        if not sets:
-            continue
-        # Medians over samples, then quartiles over layers and heads; the middle share is the one shown.
-        shown = 1
-        heads = [np.median(np.array(s["used"], dtype=float), axis=0)[..., shown].ravel() for s in sets]
-        quartiles = [np.quantile(values, (0.25, 0.5, 0.75)).tolist() for values in heads]
-        lines.append(
-            {
-                "label": name(run), "position": run["position"], "variant": variant_of(run),
-                "share": sets[0]["shares"][shown], "lengths": [s["asked"]["length"] for s in sets],
-                "quartiles": quartiles,
-            }
-        )  # fmt: skip
-        if sets[-1]["effective"] is not None:
-            panels.append(_horizons(sets[-1], run))
-    if not lines:
-        raise NoData("context: got no entropy of passages of a stated length")
-    return {"lines": lines, "panels": panels, "train_length": train_length(results)}
-
-
 def spectrum(results: Results) -> Data:
     """Norms of queries and keys by rotary pair: means over layers and heads, a line per scheme."""
     sides: dict[str, list[Data]] = {"queries": [], "keys": []}
@@ -164,7 +139,6 @@ def spectrum(results: Results) -> Data:
                 {
                     "label": name(run), "position": run["position"], "variant": variant_of(run),
                     "inv_freq": norms["inv_freq"], "mean": profile.tolist(), "std": std.mean((0, 1)).tolist(),
-                    "peak": float(profile.max() / profile.mean()), "layers": mean.mean(1).tolist(),
                 }
             )  # fmt: skip
     return {"sides": sides}
@@ -284,24 +258,6 @@ def _correlation(x: Any, y: Any) -> float | None:
     if len(x) < 2 or np.std(x) == 0 or np.std(y) == 0:
         return None
     return float(np.corrcoef(x, y)[0, 1])
-
-
-def _horizons(measured: Data, run: Record) -> Data:
-    """By layer and head: the theory's horizon without and with the mean landmark, and the distance that is used."""
-    share = measured["shares"].index(measured["given_up"])
-    effective, used = (_medians(measured[key]) for key in ("effective", "used"))
-    landmark = np.zeros_like(effective) if measured["landmark"] is None else _medians(measured["landmark"])
-    return {
-        "label": name(run), "position": run["position"], "length": measured["asked"]["length"],
-        "given_up": measured["given_up"], "effective": _plain(effective), "used": _plain(used[..., share]),
-        "spared": _plain(effective / np.clip(1 - landmark, 1e-6, None)),
-    }  # fmt: skip
-
-
-def _medians(values: Any) -> Any:
-    """Medians over samples; a horizon without an end, None in JSON, counts as infinite."""
-    numbers = np.array(values, dtype=float)
-    return np.median(np.where(np.isnan(numbers), math.inf, numbers), axis=0)
 
 
 def _plain(values: Any) -> list[list[float | None]]:

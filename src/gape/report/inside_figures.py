@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gape.report.figures import tilt
 from gape.report.schemes import TARGETS, join_names
 from gape.report.series import Data
 from gape.report.style import (
     COLOURS,
     CYCLE,
-    FAINT,
     INK,
     OTHER,
     legend_below,
@@ -132,25 +130,6 @@ def draw_entropy(data: Data) -> Figure:
     _entropy_panel(axes[0, 0], data)
     for ax, part in zip(axes[0, 1:], shown, strict=True):
         panels[part](ax, data[part])
-    legend_below(figure, axes[:, :1])
-    return figure
-
-
-def draw_context(data: Data) -> Figure:
-    """How far attention reaches by length; beside it, for schemes with a rate, the theory's horizon of every head."""
-    panels = data["panels"]
-    figure, axes = new_figure(3.5 * (1 + len(panels)) + 0.4, 3.8, 1, 1 + len(panels))
-    ax = axes[0, 0]
-    for entry, style in zip(data["lines"], lines(data["lines"]), strict=True):
-        low, middle, high = np.array(entry["quartiles"]).T
-        ax.plot(entry["lengths"], middle, label=entry["label"], **style)
-        ax.fill_between(entry["lengths"], low, high, color=style["color"], alpha=0.12, linewidth=0)
-    length_axis(ax, (length for entry in data["lines"] for length in entry["lengths"]))
-    log_axis(ax, "y", base=2)
-    ax.set_ylabel(f"Distance beyond which {data['lines'][0]['share']:.0%} of attention lies")
-    ax.set_title("Used: median and quartiles of heads", fontsize=9)
-    for ax, panel in zip(axes[0, 1:], panels, strict=True):
-        _horizon_panel(ax, panel)
     legend_below(figure, axes[:, :1])
     return figure
 
@@ -275,26 +254,6 @@ def _over_training(ax: Axes, steps: Sequence[int], heads: Sequence[Sequence[floa
     """A line per head over the steps of training."""
     for head, (values, colour) in enumerate(zip(heads, ramp(len(heads)), strict=True)):
         ax.plot(steps, _gaps(values), color=colour, linewidth=width, label=f"head {head}")
-
-
-def _horizon_panel(ax: Axes, panel: Data) -> None:
-    colours = ramp(len(panel["effective"]))
-    finite = [x for key in ("effective", "used") for row in panel[key] for x in row if x]
-    layers = zip(panel["effective"], panel["spared"], panel["used"], strict=True)
-    for layer, (effective, spared, used) in enumerate(layers):
-        style = {"markersize": 3.5, "color": colours[layer]}
-        if spared != effective:
-            ax.plot(_gaps(spared), used, "o", **style, markerfacecolor="none", markeredgewidth=0.6)
-        ax.plot(_gaps(effective), used, "o", **style, label=f"layer {layer}")
-    ends = [min([*finite, panel["length"]]), max([*finite, panel["length"]])]
-    ax.plot(ends, ends, color=FAINT, linewidth=0.8, linestyle="--", label="used = theory")
-    for which in ("x", "y"):
-        log_axis(ax, which, base=2)
-    tilt(ax)
-    ax.set_title(f"{panel['label']}, {panel['length']:,} tokens", fontsize=9)
-    ax.set_xlabel(f"Effective context, unprotected keys hold {panel['given_up']:.0%}")
-    ax.set_ylabel(f"Distance beyond which {panel['given_up']:.0%} lies")
-    ax.legend(fontsize=6)
 
 
 def _pictures(data: Data, rows: list[tuple[str, list[Any]]], style: dict[str, Any], what: str) -> Figure:

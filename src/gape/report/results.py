@@ -134,17 +134,6 @@ def gather(paths: Iterable[str | Path]) -> Results:
         ValueError: a path without results, a file that is not what it should be, two different runs of one name, or
             runs that would be averaged as seeds of one scheme and are not.
     """
-    results = collect(paths)
-    _refuse_mixtures(results)
-    return results
-
-
-def collect(paths: Iterable[str | Path]) -> Results:
-    """As :func:`gather`, but runs may differ in anything: for what shows each run by itself.
-
-    Raises:
-        ValueError: as :func:`gather`, except for runs that only an average would mix.
-    """
     known: dict[str, dict[tuple[Any, ...], Record]] = {}
     for path in map(Path, paths):
         sources = _sweep(path) or ({path: _report(path)} if _is_report(path) else {})
@@ -154,7 +143,9 @@ def collect(paths: Iterable[str | Path]) -> Results:
             for kind, records in source.items():
                 _add(known.setdefault(kind, {}), {_identity(kind, record): record for record in records}, home)
     runs = known.pop("runs", {})
-    return _sort_rows({kind: rows.values() for kind, rows in known.items()}, [runs[key] for key in sorted(runs)])
+    results = _sort_rows({kind: rows.values() for kind, rows in known.items()}, [runs[key] for key in sorted(runs)])
+    _refuse_mixtures(results)
+    return results
 
 
 def needle_results(rows: Iterable[Record]) -> Results:

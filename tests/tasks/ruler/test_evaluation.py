@@ -113,10 +113,10 @@ def test_a_broken_line_of_scored_samples_is_named(reader: GPTReader, items: list
 
 
 def test_a_plan_is_of_what_was_read(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
-    """Another tokenizer's losses per token, or those of a prompt that was cut, are of something else."""
+    """Another tokenizer's losses per token are of something else."""
     rows = score(reader, items[:2], tmp_path / "out")
-    changed = ([rows[0] | more, rows[1]] for more in ({}, {"answer_tokens": 2}, {"cut": 5}))
-    assert len({evaluation.summarise(rows)[0]["plan"] for rows in changed}) == 3
+    changed = ([rows[0] | more, rows[1]] for more in ({}, {"answer_tokens": 2}))
+    assert len({evaluation.summarise(rows)[0]["plan"] for rows in changed}) == 2
 
 
 def test_a_loss_that_is_no_number_is_named(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
@@ -127,17 +127,11 @@ def test_a_loss_that_is_no_number_is_named(reader: GPTReader, items: list[Prepar
 
 def test_summaries_count_and_average(reader: GPTReader, tmp_path: Path) -> None:
     samples, _ = read([str(small.write_samples(tmp_path / "vt.jsonl", *(small.record(n) for n in range(5))))])
-    items = prompts.prepare(reader, samples, max_length=200, overlength="skip")
-    skipped = sum(item.skipped for item in items)
-    assert 0 < skipped < 4
-    rows = score(reader, items, tmp_path / "out")
+    rows = score(reader, prompts.prepare(reader, samples), tmp_path / "out")
     (row,) = evaluation.summarise(rows)
-    counted = [row["nll"] for row in rows if not row["skipped"]]
-    assert (row["samples"], row["skipped"], row["truncated"]) == (5 - skipped, skipped, 0)
-    assert row["nll"] == pytest.approx(sum(counted) / len(counted))
+    losses = [row["nll"] for row in rows]
+    assert row["samples"] == 5
+    assert row["nll"] == pytest.approx(sum(losses) / 5)
     assert row["nll_low"] <= row["nll"] <= row["nll_high"]
-    assert row["sample_nll"] == [round(value, 5) for value in counted]
+    assert row["sample_nll"] == [round(value, 5) for value in losses]
     assert 0 <= row["match"] <= 1
-    cut = prompts.prepare(reader, samples, max_length=200, overlength="truncate")
-    (row,) = evaluation.summarise(score(reader, cut, tmp_path / "cut"))
-    assert (row["samples"], row["skipped"], row["truncated"]) == (5, 0, skipped)

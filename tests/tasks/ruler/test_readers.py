@@ -141,18 +141,6 @@ def test_an_answer_has_the_tokens_it_has_behind_its_prompt(gpt2: Path) -> None:
     assert [*item.prompt, *item.answer] == whole
 
 
-@pytest.mark.parametrize(
-    ("template", "prompt"),
-    [
-        ("base", "The text. Q? It is:"),
-        ("no-prefix", "The text. Q?"),
-        ("User: {input}\nBot:{prefix}", "User: The text. Q?\nBot: It is:"),
-    ],
-)
-def test_templates(template: str, prompt: str) -> None:
-    assert prompts.render(ours(), sample(), template) == prompt
-
-
 def test_a_chat_template_is_the_models_own(gpt2: Path) -> None:
     reader = transformers_reader(str(gpt2))
     with pytest.raises(ValueError, match="template: got 'chat'"):
@@ -168,21 +156,11 @@ def test_a_chat_template_is_the_models_own(gpt2: Path) -> None:
         prompts.prepare(ours(), [sample()], template="chat")
 
 
-def test_samples_that_are_too_long() -> None:
-    """An error by default, with every policy's count."""
+def test_samples_that_are_too_long_are_an_error() -> None:
     reader, samples = ours(), [sample(), sample(input="x" * 60, number=2)]
     with pytest.raises(ValueError, match=r"1 of 2 samples are longer than the 60 tokens .* needs 87 with its answer"):
         prompts.prepare(reader, samples, max_length=60)
     assert len(prompts.prepare(reader, samples, max_length=87)) == 2
-    assert [item.skipped for item in prompts.prepare(reader, samples, max_length=60, overlength="skip")] == [
-        False,
-        True,
-    ]
-    intact, cut = prompts.prepare(reader, samples, max_length=60, overlength="truncate")
-    assert (intact.cut, cut.cut, len(cut.prompt), cut.tokens) == (0, 27, 40, 67)
-    assert reader.decode(cut.prompt.tolist()) == "x" * 33 + " It is:"
-    with pytest.raises(ValueError, match="overlength: got str 'left', expected one of error, skip, truncate"):
-        prompts.prepare(reader, samples, overlength="left")
     with pytest.raises(ValueError, match="template: got str 'bsae'"):
         prompts.prepare(reader, samples, template="bsae")
 

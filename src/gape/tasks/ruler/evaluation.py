@@ -93,7 +93,7 @@ class Settings:
     """How samples are read and scored.
 
     Attributes:
-        template, overlength, max_length: as :func:`gape.tasks.ruler.prompts.prepare` takes them.
+        template, max_length: as :func:`gape.tasks.ruler.prompts.prepare` takes them.
         generate: whether answers are generated and matched, besides the likelihood of the right ones.
         batch_tokens: of a batch of short samples.
         chunk: tokens that go through the model at once.
@@ -102,7 +102,6 @@ class Settings:
     """
 
     template: str = "base"
-    overlength: str = "error"
     max_length: int | None = None
     generate: bool = True
     batch_tokens: int = 2**16
@@ -129,11 +128,10 @@ def key(question: Mapping[str, Any]) -> str:
 
 
 def batches(items: Sequence[Prepared], batch_tokens: int) -> list[list[int]]:
-    """Numbers of samples that are read together: of one task, length and budget, long ones first, none skipped."""
+    """Numbers of samples that are read together: of one task, length and budget, long ones first."""
     groups: dict[tuple[str, int, int], list[int]] = {}
     for number, item in enumerate(items):
-        if not item.skipped:
-            groups.setdefault((item.sample.task, item.sample.length, item.sample.budget), []).append(number)
+        groups.setdefault((item.sample.task, item.sample.length, item.sample.budget), []).append(number)
     chosen: list[list[int]] = []
     for numbers in groups.values():
         ordered = sorted(numbers, key=lambda n: (-len(items[n].prompt), n))
@@ -175,10 +173,6 @@ def evaluate(
     lines = JSONLines(directory / SAMPLES)
     try:
         done = _read_samples(directory / SAMPLES, lines, items)
-        for number, item in enumerate(items):
-            if item.skipped and number not in done:
-                done[number] = _about(number, item)
-                lines.write(**done[number])
         progress(len(done), len(items))
         for batch in batches(items, settings.batch_tokens):
             # A batch is read whole even if a part of it is done: another composition could change the last digits.
@@ -197,32 +191,30 @@ def evaluate(
 def summarise(rows: Sequence[Record], seed: int = 0) -> list[Record]:
     """A record for each task and length: mean, deviation and interval of the loss per token, and of the match.
 
-    Loss and match of every counted sample are in it, in the samples' order, so that models are compared on the same
-    samples; `plan` is equal where these are, in as many tokens and cut alike.
+    Loss and match of every sample are in it, in the samples' order, so that models are compared on the same samples;
+    `plan` is equal where these are, in as many tokens.
     """
     groups: dict[tuple[str, int], list[Record]] = {}
     for row in rows:
         groups.setdefault((row["task"], row["length"]), []).append(row)
     records = []
     for (name, length), own in groups.items():
-        counted = [row for row in own if not row["skipped"]]
         record: Record = {
-            "task": name, "length": length, "data": sorted({row["source"] for row in own}), "samples": len(counted),
-            "skipped": len(own) - len(counted), "truncated": sum(row["cut"] > 0 for row in counted),
-            "plan": files.sha256("\n".join(_signature(row) for row in counted).encode())[:16],
+            "task": name, "length": length, "data": sorted({row["source"] for row in own}), "samples": len(own),
+            "plan": files.sha256("\n".join(_signature(row) for row in own).encode())[:16],
+            "answer_tokens": sum(row["answer_tokens"] for row in own) / len(own),
         }  # fmt: skip
-        if counted:
-            record |= _statistics([row["nll"] for row in counted], "nll", seed)
-            record["answer_tokens"] = sum(row["answer_tokens"] for row in counted) / len(counted)
-            if "score" in counted[0]:
-                record |= _statistics([row["score"] for row in counted], "match", seed)
+        record |= _statistics([row["nll"] for row in own], "nll", seed)
+        if "score" in own[0]:
+            record |= _statistics([row["score"] for row in own], "match", seed)
         records.append(record)
     return records
 
 
 def _signature(row: Record) -> str:
-    """What must be equal for the losses of two models to be comparable: prompt, cut, answer and its tokens."""
-    return f"{row['prompt_sha256']} {row['cut']} {row['answer_tokens']} {row['answer']}"
+    """What must be equal for the losses of two models to be comparable: prompt, answer and its tokens."""
+    # The 0 is of tokens that were once cut out of long prompts: hashes of stored rows have it.
+    return f"{row['prompt_sha256']} 0 {row['answer_tokens']} {row['answer']}"
 
 
 def _statistics(values: Sequence[float], name: str, seed: int) -> Record:
@@ -267,9 +259,8 @@ def _about(number: int, item: Prepared) -> Record:
     sample = item.sample
     return {
         "sample": number, "source": sample.source, "number": sample.number, "task": sample.task,
-        "length": sample.length, "prompt_sha256": item.digest, "prompt_tokens": item.tokens, "cut": item.cut,
-        "skipped": item.skipped, "answer": sample.answer, "answer_tokens": len(item.answer),
-        "references": list(sample.outputs),
+        "length": sample.length, "prompt_sha256": item.digest, "prompt_tokens": len(item.prompt),
+        "answer": sample.answer, "answer_tokens": len(item.answer), "references": list(sample.outputs),
     }  # fmt: skip
 
 

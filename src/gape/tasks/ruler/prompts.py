@@ -1,9 +1,9 @@
-"""From samples to ids: templates, the ids of prompt and answer, and what is done with prompts that are too long."""
+"""From samples to ids: the text of a prompt, the ids of prompt and answer, and whether a model can read them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,9 +12,8 @@ from gape.tasks.ruler.sources import Sample
 from gape.utils.files import sha256
 from gape.utils.validation import invalid_argument
 
-#: Templates by name; any other text with {input} in it is one too.
-TEMPLATES = {"base": "{input}{prefix}", "no-prefix": "{input}", "chat": "chat turn of {input}, then {prefix}"}
-OVERLENGTH = ("error", "skip", "truncate")
+#: The input with the answer's prefix behind it, and the same as a turn of the model's own chat.
+TEMPLATES = ("base", "chat")
 #: Characters before an answer that decide how it is split into tokens.
 _BEFORE = 256
 
@@ -27,44 +26,19 @@ class Prepared:
         sample: the sample.
         digest: SHA-256 of the prompt's text.
         prompt, answer: their ids.
-        cut: tokens taken out of the prompt's middle.
-        skipped: whether it is too long and left out.
     """
 
     sample: Sample
     digest: str
     prompt: Ids
     answer: Ids
-    cut: int = 0
-    skipped: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the prompt before anything was taken out."""
-        return len(self.prompt) + self.cut
-
-
-def check_template(template: str) -> str:
-    """A template, by name or as a text.
-
-    Raises:
-        ValueError: it has no {input}.
-    """
-    text = TEMPLATES.get(template, template)
-    if "{input}" not in text:
-        raise invalid_argument(
-            "template", template, f"one of {', '.join(TEMPLATES)}, or a text with {{input}} and {{prefix}}"
-        )
-    return template
 
 
 def render(reader: Reader, sample: Sample, template: str) -> str:
     """The text of a prompt, without white space at its end, which belongs to what follows; that of a chat stays."""
     if template == "chat":
         return reader.chat(sample.input) + sample.prefix.strip()
-    # Not str.format: prompts and templates may have braces of their own.
-    text = TEMPLATES.get(template, template).replace("{prefix}", sample.prefix).replace("{input}", sample.input)
-    return text.rstrip()
+    return (sample.input + sample.prefix).rstrip()
 
 
 def answer_ids(reader: Reader, prompt: str, answer: str) -> list[int]:
@@ -85,7 +59,6 @@ def prepare(
     samples: Sequence[Sample],
     *,
     template: str = "base",
-    overlength: str = "error",
     max_length: int | None = None,
     generate: bool = True,
 ) -> list[Prepared]:
@@ -94,18 +67,15 @@ def prepare(
     Args:
         reader: whose tokenizer and limit count.
         samples: which.
-        template: see :data:`TEMPLATES`.
-        overlength: "error"; "skip" leaves such samples out; "truncate" takes tokens out of the middle of a prompt, so
-            that the instruction before and the question behind it stay.
+        template: one of :data:`TEMPLATES`.
         max_length: tokens of prompt and answer together, in place of the reader's limit.
         generate: whether the whole budget must fit, or the answer alone.
 
     Raises:
-        ValueError: an unknown policy or template, or samples that are too long.
+        ValueError: an unknown template, or samples that are too long.
     """
-    if overlength not in OVERLENGTH:
-        raise invalid_argument("overlength", overlength, f"one of {', '.join(OVERLENGTH)}")
-    check_template(template)
+    if template not in TEMPLATES:
+        raise invalid_argument("template", template, f"one of {', '.join(TEMPLATES)}")
     limit = reader.limit if max_length is None else max_length
     prepared, long = [], []
     for sample in samples:
@@ -114,27 +84,14 @@ def prepare(
         answer = np.array(answer_ids(reader, text, sample.answer), dtype=np.int64)
         if not len(prompt) or not len(answer):
             raise ValueError(f"tokenizer: makes no tokens of {sample.source}, sample {sample.number}")
-        room = None if limit is None else limit - max(len(answer), sample.budget if generate else 0)
-        item = Prepared(sample=sample, digest=sha256(text.encode()), prompt=prompt, answer=answer)
-        if room is not None and len(prompt) > room:
-            long.append(item)
-            item = _shorten(item, room, overlength)
-        prepared.append(item)
-    if long and overlength == "error":
-        one = long[0]
-        needed = len(one.prompt) + max(len(one.answer), one.sample.budget if generate else 0)
+        prepared.append(Prepared(sample=sample, digest=sha256(text.encode()), prompt=prompt, answer=answer))
+        needed = len(prompt) + max(len(answer), sample.budget if generate else 0)
+        if limit is not None and needed > limit:
+            long.append((sample, needed))
+    if long:
+        one, needed = long[0]
         raise ValueError(
             f"{len(long)} of {len(samples)} samples are longer than the {limit:,} tokens that the model may read "
-            f"(the first, {one.sample.source} {one.sample.number}, needs {needed:,} with its answer); "
-            "--overlength skip or truncate goes on without them or cuts them, --max-length sets another limit"
+            f"(the first, {one.source} {one.number}, needs {needed:,} with its answer); --max-length sets another limit"
         )
     return prepared
-
-
-def _shorten(item: Prepared, room: int, overlength: str) -> Prepared:
-    if overlength != "truncate":
-        return replace(item, skipped=True)
-    if room < 2:
-        raise invalid_argument("max_length", room, f"room for a prompt beside the answer to {item.sample.source}")
-    head, tail = item.prompt[: room // 2], item.prompt[room // 2 - room :]
-    return replace(item, prompt=np.concatenate([head, tail]), cut=len(item.prompt) - room)
