@@ -82,13 +82,13 @@ def test_recall_texts_are_trained_on_and_belong_to_the_run(corpus: Path, capsys:
 def test_measured_further_and_compared(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(corpus, "evaluation.contexts=[]") == 0
     homes = [f"runs/lm/toy/{run}" for run in RUNS]
-    arguments = ["--data", corpus, "--contexts", "16,64", "--protocol", "strided", "--stride", "8", "--device", "cpu"]
+    arguments = ["--data", corpus, "--contexts", "16,64", "--last", "8", "--device", "cpu"]
     assert gape_exits("lm", "perplexity", *homes, *arguments) == 0
     output = capsys.readouterr()
-    assert "Perplexity by context, strided, all documents" in output.out
+    assert "Perplexity by context, last-k, all documents" in output.out
     assert "Nats per token beside p-rope on the same windows" in output.out
     assert "1 of 4 documents have fewer than 65 tokens and are left out: held-0" in output.err
-    assert [(r["context"], r["stride"]) for r in rows(homes[0])] == [(16, 8), (64, 8)]
+    assert [(r["context"], r["last"]) for r in rows(homes[0])] == [(16, 8), (64, 8)]
     assert gape_exits("lm", "perplexity", *homes, *arguments) == 0
     assert len(rows(homes[0])) == 2
     assert not list(Path(homes[0]).glob(".scores*"))
@@ -134,7 +134,7 @@ def test_stopped_in_measuring_it_goes_on(corpus: Path, monkeypatch: pytest.Monke
 
 def test_scores_that_a_death_left_go_at_the_next_start(corpus: Path) -> None:
     assert train(corpus, "--only", "p-rope") == 0
-    left = Path("runs/lm/toy/p-rope/.scores-last-k-16.jsonl")
+    left = Path("runs/lm/toy/p-rope/.scores-16.jsonl")
     left.touch()
     assert train(corpus, "--only", "p-rope") == 0
     assert not left.exists()

@@ -107,7 +107,7 @@ def test_nothing_is_said_in_the_words_or_with_the_keys_of_ruler() -> None:
     ingredients, asked = Ingredients(), set[str]()
     for task in TASKS.values():
         if task.family in ("needles", "variables"):
-            room = Room(ByteTokenizer(), 700, 10)
+            room = Room(ByteTokenizer(), 700, 10, 10)
             draft = BUILDERS[task.family](task, Random(0), lambda answer, room=room: room, ingredients)
             asked |= _words(draft.input + draft.prefix) - _words(ingredients.noise.passage(0, 200))
     keys = {word.lower() for word in (*ingredients.names.nouns, *ingredients.names.adjectives)}

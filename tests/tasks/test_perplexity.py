@@ -14,7 +14,7 @@ import gape
 from gape.data import Corpus
 from gape.report.statistics import window_difference
 from gape.tasks import perplexity, perplexity_rows
-from gape.tasks.perplexity import PROTOCOLS, Protocol
+from gape.tasks.perplexity import Protocol
 from gape.tasks.perplexity_rows import weighted_interval
 from tests.tasks import text
 
@@ -24,36 +24,34 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return text.corpus(tmp_path_factory.mktemp("books"))
 
 
-def protocol(name: str, context: int = 32, **options: int) -> Protocol:
-    return Protocol(name=name, context=context, **{"last": 8, "stride": 12} | options)
+def protocol(context: int = 32, **options: int) -> Protocol:
+    return Protocol(context=context, **{"last": 8} | options)
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
 @pytest.mark.parametrize("length", [33, 34, 64, 65, 97, 200])
-def test_every_token_is_scored_once(name: str, length: int) -> None:
-    """last-k leaves out what no full window can end on: the first tokens, and fewer than K at the end."""
+def test_every_token_is_scored_once(length: int) -> None:
+    """Apart from what no full window can end on: the first tokens, and fewer than K at the end."""
     scored = np.zeros(length, dtype=int)
-    for start, size, last in protocol(name).cut(length).tolist():
+    for start, size, last in protocol().cut(length).tolist():
         assert start >= 0
         assert start + size < length
-        assert 1 <= last <= size <= 32
-        assert size == 32 or name == "non-overlapping"
+        assert (size, last) == (32, 8)
         scored[start + size - last + 1 : start + size + 1] += 1
-    covered = slice(25, 1 + (length - 1) // 8 * 8) if name == "last-k" else slice(1, None)
+    covered = slice(25, 1 + (length - 1) // 8 * 8)
     assert (scored[covered] == 1).all()
     assert scored.sum() == len(scored[covered])
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_a_document_that_fills_no_window_has_none(name: str) -> None:
-    assert len(protocol(name).cut(33)) == 1
-    assert len(protocol(name).cut(32)) == 0
+def test_a_document_that_fills_no_window_has_none() -> None:
+    assert len(protocol().cut(33)) == 1
+    assert len(protocol().cut(32)) == 0
+    assert len(protocol(align=64).cut(64)) == 0
 
 
 def test_aligned_contexts_score_the_same_tokens(books: Corpus) -> None:
     ends = []
     for context in (8, 32, 64):
-        plan = perplexity.plan(books, protocol("last-k", context, align=64), max_windows=9, seed=3)
+        plan = perplexity.plan(books, protocol(context, align=64), max_windows=9, seed=3)
         assert len(plan.windows) == 9
         assert plan.of > 9
         document, start, length, _ = plan.windows.T
@@ -61,10 +59,9 @@ def test_aligned_contexts_score_the_same_tokens(books: Corpus) -> None:
     assert ends[0] == ends[1] == ends[2]
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
 @pytest.mark.parametrize("position", ["p-rope+gape", "alibi"])
-def test_it_is_the_plain_computation(books: Corpus, name: str, position: str) -> None:
-    model, plan = text.gpt(position), perplexity.plan(books, protocol(name))
+def test_it_is_the_plain_computation(books: Corpus, position: str) -> None:
+    model, plan = text.gpt(position), perplexity.plan(books, protocol())
     scored = perplexity_rows.score_all(model, books, plan, store=Path(books.directory) / "scores", of="")
     (Path(books.directory) / "scores").unlink()
     for number, (document, start, length, last) in enumerate(plan.windows.tolist()):
@@ -74,16 +71,16 @@ def test_it_is_the_plain_computation(books: Corpus, name: str, position: str) ->
 
 
 def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(books: Corpus, tmp_path: Path) -> None:
-    model, plan = text.gpt(), perplexity.plan(books, protocol("strided"))
+    model, plan = text.gpt(), perplexity.plan(books, protocol())
     torch.nn.init.zeros_(model.embedding.weight)
     (row,) = perplexity_rows.rows(plan, perplexity_rows.score_all(model, books, plan, store=tmp_path / "s", of=""))
     assert row["perplexity"] == pytest.approx(text.VOCAB)
     assert (row["std"], row["low"]) == pytest.approx((0.0, row["high"]), abs=1e-6)
-    assert row["tokens"] == sum(n - 1 for n in text.LENGTHS)
+    assert row["tokens"] == sum((n - 1) // 8 * 8 - 24 for n in text.LENGTHS)
 
 
 def test_a_loss_that_is_not_finite_is_no_result(books: Corpus) -> None:
-    plan = perplexity.plan(books, protocol("strided"))
+    plan = perplexity.plan(books, protocol())
     sums = np.ones(len(plan.windows))
     sums[3] = np.nan
     with pytest.raises(ValueError, match=r"loss: got one that is not finite in 1 of"):
@@ -126,7 +123,7 @@ def test_logits_never_exist_whole(books: Corpus, monkeypatch: pytest.MonkeyPatch
 
 def test_stopped_and_resumed_is_the_same(books: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perplexity, "BATCH_TOKENS", 100)
-    model, plan = text.gpt(), perplexity.plan(books, protocol("strided"))
+    model, plan = text.gpt(), perplexity.plan(books, protocol())
     whole = perplexity_rows.score_all(model, books, plan, store=tmp_path / "whole", of="run")
 
     def interrupt(done: int, total: int) -> None:
@@ -150,25 +147,25 @@ def test_stopped_and_resumed_is_the_same(books: Corpus, tmp_path: Path, monkeypa
 
 
 def test_short_documents_are_named_and_none_at_all_is_refused(books: Corpus) -> None:
-    plan = perplexity.plan(books, protocol("last-k", 128))
+    plan = perplexity.plan(books, protocol(128))
     assert [document.id for document in plan.left_out] == ["held-0", "held-1"]
     with pytest.raises(ValueError, match=r"context: got int 200, .* 201 tokens, and all 4 .* held-3, has 200"):
-        perplexity.plan(books, protocol("last-k", 200))
+        perplexity.plan(books, protocol(200))
 
 
 def test_strata_get_rows_of_their_own(tmp_path: Path) -> None:
     books = text.corpus(tmp_path, lengths=(51, 61, 120, 130), strata=(50, 100))
-    plan = perplexity.plan(books, protocol("non-overlapping"))
+    plan = perplexity.plan(books, protocol())
     rows = perplexity_rows.rows(plan, perplexity_rows.score_all(text.gpt(), books, plan, store=tmp_path / "s", of=""))
     assert [(row["stratum"], row["documents"], row["tokens"]) for row in rows] == [
-        ("50", 2, 110), ("100", 2, 248), (None, 4, 358),
+        ("50", 2, 56), ("100", 2, 192), (None, 4, 248),
     ]  # fmt: skip
-    assert rows[2]["nll"] * 358 == pytest.approx(rows[0]["nll"] * 110 + rows[1]["nll"] * 248)
+    assert rows[2]["nll"] * 248 == pytest.approx(rows[0]["nll"] * 56 + rows[1]["nll"] * 192)
 
 
 def test_overlapping_strata_have_no_row_over_all(tmp_path: Path) -> None:
     books = text.corpus(tmp_path, lengths=(101, 121), strata=(40, 80), excerpts=True)
-    plan = perplexity.plan(books, protocol("non-overlapping"))
+    plan = perplexity.plan(books, protocol())
     rows = perplexity_rows.rows(plan, perplexity_rows.score_all(text.gpt(), books, plan, store=tmp_path / "s", of=""))
     assert [(row["stratum"], row["documents"]) for row in rows] == [("40", 2), ("80", 2)]
 
@@ -188,11 +185,11 @@ def test_windows_of_one_document_count_as_one() -> None:
 
 
 def test_runs_are_compared_window_by_window(books: Corpus, tmp_path: Path) -> None:
-    plan = perplexity.plan(books, protocol("strided"))
+    plan = perplexity.plan(books, protocol())
     scored = perplexity_rows.score_all(text.gpt(), books, plan, store=tmp_path / "s", of="")
     worse = scored + 0.1 * plan.windows[:, 3]
     (one,), (other,) = (perplexity_rows.rows(plan, s) for s in (worse, scored))
-    names = {"run": "a", "position": "rope", "protocol": "strided", "context": 32}
+    names = {"run": "a", "position": "rope", "protocol": "last-k", "context": 32}
     actual = window_difference(one | names, other | names)
     # Between documents they differ far more than that.
     assert (actual.difference, actual.low, actual.high) == pytest.approx((0.1, 0.1, 0.1), abs=1e-4)
@@ -208,19 +205,16 @@ def test_runs_are_compared_window_by_window(books: Corpus, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "sliding"}, "protocol: got str 'sliding', expected one of last-k, strided, non-overlapping"),
         ({"context": 0}, "context: "),
         ({"last": 33}, "last: got int 33, expected at most the context, 32"),
-        ({"name": "strided", "stride": 33}, "stride: "),
         ({"align": -1}, "align: "),
-        ({"name": "strided", "align": 64}, "align: got int 64, expected 0 under strided"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        Protocol(**{"context": 32, "last": 8, "stride": 8} | options)
+        Protocol(**{"context": 32, "last": 8} | options)
 
 
 def test_more_windows_than_are_stored_are_refused(books: Corpus) -> None:
     with pytest.raises(ValueError, match=r"max_windows: got int 8001"):
-        perplexity.plan(books, protocol("last-k"), max_windows=8001)
+        perplexity.plan(books, protocol(), max_windows=8001)

@@ -50,10 +50,8 @@ def measure(
         str | None,
         typer.Option(metavar=INTS, help="Tokens; by default powers of two from 512 to 131072 that a document fills."),
     ] = None,
-    protocol: Annotated[str, typer.Option(help="Which tokens count: last-k, strided or non-overlapping.")] = "last-k",
-    last: Annotated[int, typer.Option(help="last-k: tokens scored at the end of each window.")] = 512,
-    stride: Annotated[int, typer.Option(help="strided: tokens from one window to the next.")] = 512,
-    align: Annotated[int, typer.Option(help="last-k: score only tokens behind so many; 0 all.")] = 0,
+    last: Annotated[int, typer.Option(help="Tokens scored at the end of each window.")] = 512,
+    align: Annotated[int, typer.Option(help="Score only tokens behind so many; 0 all.")] = 0,
     split: Split = "heldout",
     stratum: Stratum = None,
     max_windows: Annotated[int, typer.Option(help="Windows per context at most.")] = 8000,
@@ -69,8 +67,8 @@ def measure(
     from gape.utils.progress import Progress  # noqa: PLC0415
 
     evaluation = LanguageEvaluation(
-        contexts=() if contexts is None else numbers("contexts", contexts, int, "512,1024"), protocol=protocol,
-        last=last, stride=stride, align=align, max_windows=max_windows, seed=seed, chunk=chunk,
+        contexts=() if contexts is None else numbers("contexts", contexts, int, "512,1024"), last=last, align=align,
+        max_windows=max_windows, seed=seed, chunk=chunk,
     )  # fmt: skip
     settings = perplexity.Settings.of(
         open_corpus(data), evaluation, device=device, precision=precision, split=split, stratum=stratum

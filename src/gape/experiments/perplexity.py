@@ -205,7 +205,7 @@ def _measure_plan(
 
 def _scores(directory: Path, protocol: perplexity.Protocol) -> Path:
     """The file of the scores until there are rows of them."""
-    return directory / f".scores-{protocol.name}-{protocol.context}.jsonl"
+    return directory / f".scores-{protocol.context}.jsonl"
 
 
 def _store(directory: Path) -> ResultStore:

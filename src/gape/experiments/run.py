@@ -268,7 +268,7 @@ class LanguageEvaluation:
     Attributes:
         validation_windows: windows of the training length per validation, the same ones every time.
         contexts: lengths at which perplexity is measured after training; none when empty.
-        protocol, last, stride, align: as in :class:`gape.tasks.perplexity.Protocol`.
+        last, align: as in :class:`gape.tasks.perplexity.Protocol`.
         max_windows: windows per context at most.
         seed: which windows; the same for every run, so that runs can be compared window by window.
         chunk: tokens that go through the model at once; longer windows are read with a cache.
@@ -276,9 +276,7 @@ class LanguageEvaluation:
 
     validation_windows: int = 256
     contexts: tuple[int, ...] = ()
-    protocol: str = "last-k"
     last: int = 512
-    stride: int = 512
     align: int = 0
     max_windows: int = 8000
     seed: int = 0
@@ -297,7 +295,7 @@ class LanguageEvaluation:
         Raises:
             ValueError: a value that it refuses.
         """
-        return Protocol(name=self.protocol, context=context, last=self.last, stride=self.stride, align=self.align)
+        return Protocol(context=context, last=self.last, align=self.align)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,8 @@
-"""Perplexity of long text under a stated protocol: which tokens are scored, each once, and behind how much context.
+"""Perplexity of long text under a stated protocol, last-k: which tokens are scored, and behind how much context.
 
-A window of length L reads L tokens of one document and predicts the token after each; its last tokens are scored. No
-token is put in front of it. The protocols, for a document of n tokens, of which n − 1 can be predicted:
-
-    last-k           windows of the full context, scored in their last K tokens, which tile the document
-    strided          the first window is scored whole; each next one begins `stride` later and is scored in what is new
-    non-overlapping  windows side by side, each scored whole; the last may be shorter
-
-Only documents that fill a window are read. At equal seed and documents last-k scores the same tokens at every context.
+A window of length L reads L tokens of one document and predicts the token after each; its last K tokens are scored. No
+token is put in front of it. Windows end every K tokens, so that their scored tokens tile the document. Only documents
+that fill a window are read. At equal seed and documents the same tokens are scored at every context.
 """
 
 from __future__ import annotations
@@ -42,32 +37,24 @@ class Protocol:
     """How text is read and which of its tokens are scored.
 
     Attributes:
-        name: "last-k", "strided" or "non-overlapping".
         context: L, the tokens of a window.
-        last: K, for last-k.
-        stride: for strided.
-        align: for last-k: score only tokens that a context of this length could precede too, so that shorter contexts
-            are compared on the same tokens. 0 scores all.
+        last: K, the tokens that are scored at its end.
+        align: score only tokens that a context of this length could precede too, so that shorter contexts are compared
+            on the same tokens. 0 scores all.
 
     Raises:
-        ValueError: an unknown name, or a value out of range.
+        ValueError: a value out of range.
     """
 
-    name: str = "last-k"
     context: int
     last: int = 512
-    stride: int = 512
     align: int = 0
 
     def __post_init__(self) -> None:
-        if self.name not in _CUTS:
-            raise invalid_argument("protocol", self.name, f"one of {', '.join(_CUTS)}")
         whole("context", self.context)
-        if whole("align", self.align, 0) and self.name != "last-k":
-            raise invalid_argument("align", self.align, f"0 under {self.name}; last-k alone can align")
-        for name, of in (("last", "last-k"), ("stride", "strided")):
-            if whole(name, getattr(self, name)) > self.context and self.name == of:
-                raise invalid_argument(name, getattr(self, name), f"at most the context, {self.context}")
+        whole("align", self.align, 0)
+        if whole("last", self.last) > self.context:
+            raise invalid_argument("last", self.last, f"at most the context, {self.context}")
 
     @property
     def min_tokens(self) -> int:
@@ -76,43 +63,13 @@ class Protocol:
 
     def settings(self) -> dict[str, Any]:
         """What tells it from others, for a stored row."""
-        own = {"last-k": ("last", "align"), "strided": ("stride",), "non-overlapping": ()}[self.name]
-        return {"protocol": self.name, "context": self.context, **{key: getattr(self, key) for key in own}}
+        return {"protocol": "last-k", "context": self.context, "last": self.last, "align": self.align}
 
     def cut(self, length: int) -> Ints:
         """The windows of a document of `length` tokens: int64 (windows, 3): start, length, tokens scored at its end."""
-        return _CUTS[self.name](self, length - 1) if length >= self.min_tokens else np.empty((0, 3), dtype=np.int64)
-
-
-def _last_k(protocol: Protocol, predictable: int) -> Ints:
-    first = -(-max(protocol.context, protocol.align) // protocol.last)
-    ends = np.arange(first, predictable // protocol.last + 1) * protocol.last
-    return _windows(ends - protocol.context, protocol.context, protocol.last)
-
-
-def _strided(protocol: Protocol, predictable: int) -> Ints:
-    ends = np.arange(protocol.context, predictable, protocol.stride)
-    ends = np.append(ends, predictable) if len(ends) else np.array([predictable])
-    scored = np.diff(ends, prepend=ends[0] - protocol.context)
-    return _windows(ends - protocol.context, protocol.context, scored)
-
-
-def _non_overlapping(protocol: Protocol, predictable: int) -> Ints:
-    starts = np.arange(0, predictable, protocol.context)
-    lengths = np.minimum(protocol.context, predictable - starts)
-    return _windows(starts, lengths, lengths)
-
-
-_CUTS: dict[str, Callable[[Protocol, int], Ints]] = {
-    "last-k": _last_k,
-    "strided": _strided,
-    "non-overlapping": _non_overlapping,
-}
-PROTOCOLS = tuple(_CUTS)
-
-
-def _windows(starts: Ints, lengths: Ints | int, scored: Ints | int) -> Ints:
-    return np.stack(np.broadcast_arrays(starts, lengths, scored), axis=1).astype(np.int64)
+        first = -(-(self.min_tokens - 1) // self.last)
+        ends = np.arange(first, (length - 1) // self.last + 1) * self.last
+        return np.stack(np.broadcast_arrays(ends - self.context, self.context, self.last), axis=1).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +93,9 @@ class Plan:
     of: int
 
     def batches(self) -> list[Ints]:
-        """Numbers of windows that are read together: of one length and scored alike, short ones many at a time."""
-        kinds = self.windows[:, 2:]
-        batches = []
-        for kind in np.unique(kinds, axis=0)[::-1]:
-            numbers = np.flatnonzero((kinds == kind).all(1))
-            size = max(1, BATCH_TOKENS // int(kind[0]))
-            batches += [numbers[at : at + size] for at in range(0, len(numbers), size)]
-        return batches
+        """Numbers of windows that are read together, short ones many at a time."""
+        size = max(1, BATCH_TOKENS // self.protocol.context)
+        return [np.arange(at, min(at + size, len(self.windows))) for at in range(0, len(self.windows), size)]
 
     def identity(self) -> str:
         """A hash of the windows and the documents."""
@@ -263,8 +215,8 @@ def scores(
     device = next(model.parameters()).device
     for batch in plan.batches()[first:]:
         rows = [_tokens(corpus, plan, window) for window in plan.windows[batch].tolist()]
-        ids, scored = torch.from_numpy(np.stack(rows)).to(device), int(plan.windows[batch[0], 3])
-        losses = window_losses(model, ids, scored, chunk=chunk, new_cache=new_cache)
+        ids = torch.from_numpy(np.stack(rows)).to(device)
+        losses = window_losses(model, ids, plan.protocol.last, chunk=chunk, new_cache=new_cache)
         yield losses.double().cpu().numpy().sum(1).tolist()
 
 

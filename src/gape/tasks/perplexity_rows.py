@@ -138,7 +138,6 @@ def _row(plan: Plan, losses: Floats, chosen: npt.NDArray[np.bool_], seed: int) -
     each = sums / counts
     interval = weighted_interval(sums, counts, sources, seed)
     nll = float(sums.sum() / counts.sum())
-    lengths = plan.windows[chosen, 3].tolist()
     return {
         "plan": plan.identity(), "documents": len(np.unique(sources)), "too_short": len(plan.left_out),
         "windows": int(chosen.sum()), "of_windows": plan.of, "tokens": int(counts.sum()), "nll": nll,
@@ -146,7 +145,7 @@ def _row(plan: Plan, losses: Floats, chosen: npt.NDArray[np.bool_], seed: int) -
         "low": interval.low, "high": interval.high, "resampled": interval.over,
         "window_nll": [round(value, 5) for value in each.tolist()],
         "window_document": np.unique(sources, return_inverse=True)[1].tolist(),
-        "window_tokens": lengths[0] if len(set(lengths)) == 1 else lengths,
+        "window_tokens": plan.protocol.last,
     }  # fmt: skip
 
 

@@ -221,12 +221,12 @@ def test_a_search_ends_below_the_room(cost: int) -> None:
         counted += 1
         return "x" * (20 + cost * count + count * count // 50)
 
-    room = Room(load_tokenizer("bytes"), 5000, slack=0)
+    room = Room(load_tokenizer("bytes"), 5000, 4, slack=0)
     sample = room.fill(render, most=10**6)
     assert len(render(sample)) <= 5000 < len(render(sample + 1))
     assert counted < 48
     with pytest.raises(TooShortError):
-        Room(load_tokenizer("bytes"), 19, slack=0).fill(render, most=10)
+        Room(load_tokenizer("bytes"), 19, 4, slack=0).fill(render, most=10)
 
 
 def test_the_wording_of_lm_eval_has_a_shortest_length_of_its_own() -> None:

@@ -36,11 +36,12 @@ class Room:
     Args:
         tokenizer: counts them.
         room: how many.
+        answer: tokens of the answer, for the error.
         slack: so many may stay unused; fewer where a search gets there.
     """
 
-    def __init__(self, tokenizer: Tokenizer, room: int, slack: int) -> None:
-        self.tokenizer, self.room, self.slack = tokenizer, room, slack
+    def __init__(self, tokenizer: Tokenizer, room: int, answer: int, slack: int) -> None:
+        self.tokenizer, self.room, self.answer, self.slack = tokenizer, room, answer, slack
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
@@ -62,7 +63,7 @@ class Room:
         """
         low, low_tokens = least, self.count(render(least))
         if low_tokens > self.room:
-            raise TooShortError
+            raise TooShortError(f"{low_tokens:,} tokens of prompt and {self.answer:,} of answer")
         high, rate = most + 1, 0.0
         # A small step first: it is cheap to measure and says what a unit costs.
         guess = least + max(1, min((most - least) // 16, 64))

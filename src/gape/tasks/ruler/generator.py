@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -131,19 +130,21 @@ class Generator:
         Raises:
             ValueError: the task does not fit into the length.
         """
-        own = task(self.name)
+        own, needed = task(self.name), ""
         for attempt in range(TRIES):
             # The length is no part of it: as far as the draws allow the question is the same at every length.
             rng = Random(key("ruler", WORDING, self.name, self.seed, number, attempt))
-            with suppress(TooShortError):
+            try:
                 return self._to_record(BUILDERS[own.family](own, rng, self._room_for(own), self.ingredients), number)
-        raise invalid_argument("length", self.length, f"a longer one: {self.name} does not fit with this tokenizer")
+            except TooShortError as error:
+                needed = str(error)
+        raise invalid_argument("length", self.length, f"a longer one: {self.name} does not fit, it has {needed}")
 
     def _room_for(self, own: Task) -> Any:
         def room_for(answer: str) -> Room:
             tokens = len(self.tokenizer.encode(f" {answer}"))
             room = self.length - self.tokenizer.before - own.budget_at(self.length, tokens)
-            return Room(self.tokenizer, room, slack=self.length // 200)
+            return Room(self.tokenizer, room, tokens, slack=self.length // 200)
 
         return room_for
 
