@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,6 @@ from types import ModuleType
 import torch
 from rich.console import Console
 
-from gape.data.recall import RecallConfig
 from gape.distributed import processes
 from gape.experiments.open_model import SETTINGS, SUMMARY
 from gape.experiments.run import Run
@@ -22,8 +20,6 @@ from gape.utils.jsonl import Record, read_object
 from gape.utils.validation import invalid_argument
 
 Log = Callable[[str], None]
-#: Sections that settings of older runs lack.
-DEFAULTS: Record = {"recall": asdict(RecallConfig())}
 
 
 #: The module of each kind of run.
@@ -98,10 +94,8 @@ def check(run: Run, directory: Path, resume: str = "auto") -> None:
         now = run.to_dict()
         lines = [f"train.{line}" for line in changes(before.get("train", {}), now["train"])]
         for key in ("kind", "seed", "batch_size", "task", "recall", "model"):
-            # Runs from before there were recall texts had none.
-            was = before.get(key, DEFAULTS.get(key))
-            if was != now.get(key, DEFAULTS.get(key)):
-                lines.append(f"{key} was {was} and is now {now.get(key)}")
+            if before.get(key) != now.get(key):
+                lines.append(f"{key} was {before.get(key)} and is now {now.get(key)}")
         if lines:
             raise ValueError(f"{directory}: holds another run: {'; '.join(lines)}")
     experiment(run).check(run, directory)

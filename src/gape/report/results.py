@@ -24,7 +24,7 @@ RUNS = "runs.jsonl"
 
 #: Settings of a perplexity measurement besides the context: only rows that share them are compared.
 PROTOCOL = (
-    "protocol", "last", "stride", "align", "corpus", "split", "only_stratum", "precision", "max_windows", "eval_seed",
+    "protocol", "last", "align", "corpus", "split", "only_stratum", "precision", "max_windows", "eval_seed",
 )  # fmt: skip
 
 

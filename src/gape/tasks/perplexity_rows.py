@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gape.tasks.perplexity import Plan, scores
-from gape.utils.jsonl import JSONLines, Record
+from gape.utils import jsonl
+from gape.utils.jsonl import Record
 
 if TYPE_CHECKING:
     from gape.data import Corpus
@@ -86,25 +86,25 @@ def score_all(
     Returns:
         (W,), the loss of each window summed over its scored tokens.
     """
-    batches, header = plan.batches(), {"plan": plan.identity(), "of": of}
-    sums, done, windows = np.zeros(len(plan.windows)), 0, 0
+    header: Record = {"plan": plan.identity(), "of": of}
+    stored = jsonl.read_lines(store) if store.is_file() else []
+    if stored[:1] != [header]:
+        store.unlink(missing_ok=True)
+        jsonl.append(store, header)
+        stored = [header]
 
-    def add(values: list[float]) -> None:
-        nonlocal done, windows
-        sums[batches[done]] = values
-        done, windows = done + 1, windows + len(values)
-        progress(windows, len(plan.windows))
+    def values() -> Iterator[list[float]]:
+        yield from (line["sums"] for line in stored[1:])
+        for new in scores(model, corpus, plan, first=len(stored) - 1, chunk=chunk, new_cache=new_cache):
+            jsonl.append(store, {"sums": new})
+            yield new
 
-    lines = JSONLines(store)
-    try:
-        for values in _stored(store, lines, header):
-            add(values)
-        progress(windows, len(plan.windows))
-        for values in scores(model, corpus, plan, first=done, chunk=chunk, new_cache=new_cache):
-            lines.write(sums=values)
-            add(values)
-    finally:
-        lines.close()
+    sums, done = np.zeros(len(plan.windows)), 0
+    progress(done, len(plan.windows))
+    for batch, own in zip(plan.batches(), values(), strict=True):
+        sums[batch] = own
+        done += len(own)
+        progress(done, len(plan.windows))
     return sums
 
 
@@ -147,14 +147,3 @@ def _row(plan: Plan, losses: Floats, chosen: npt.NDArray[np.bool_], seed: int) -
         "window_document": np.unique(sources, return_inverse=True)[1].tolist(),
         "window_tokens": plan.protocol.last,
     }  # fmt: skip
-
-
-def _stored(store: Path, lines: JSONLines, header: Record) -> list[list[float]]:
-    """The batches of a file, without an incomplete last line; a file with another header is overwritten."""
-    lines.mend()
-    first, *batches = [json.loads(line) for line in store.read_bytes().splitlines()] or [None]
-    if first == header:
-        return [batch["sums"] for batch in batches]
-    lines.cut(0)
-    lines.write(**header)
-    return []

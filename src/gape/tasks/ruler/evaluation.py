@@ -19,8 +19,8 @@ from gape.tasks.ruler.prompts import Prepared
 from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Source
 from gape.tasks.ruler.tasks import clean_output, score, task
-from gape.utils import files
-from gape.utils.jsonl import JSONLines, Record, read_object
+from gape.utils import files, jsonl
+from gape.utils.jsonl import Record, read_object
 from gape.utils.run_info import manifest
 from gape.utils.validation import invalid_argument, weight, whole
 
@@ -170,21 +170,17 @@ def evaluate(
     """
     directory.mkdir(parents=True, exist_ok=True)
     _claim(directory, reader, items, question)
-    lines = JSONLines(directory / SAMPLES)
-    try:
-        done = _read_samples(directory / SAMPLES, lines, items)
+    path = directory / SAMPLES
+    done = _read_samples(path, items)
+    progress(len(done), len(items))
+    for batch in batches(items, settings.batch_tokens):
+        # A batch is read whole even if a part of it is done: another composition could change the last digits.
+        if not all(number in done for number in batch):
+            rows = _score_batch(reader, items, batch, settings.generate)
+            new = {row["sample"]: row for row in rows if row["sample"] not in done}
+            jsonl.append(path, *new.values())
+            done |= new
         progress(len(done), len(items))
-        for batch in batches(items, settings.batch_tokens):
-            # A batch is read whole even if a part of it is done: another composition could change the last digits.
-            if not all(number in done for number in batch):
-                for row in _score_batch(reader, items, batch, settings.generate):
-                    if row["sample"] not in done:
-                        lines.write(**row)
-                        done[row["sample"]] = row
-                lines.settle()
-            progress(len(done), len(items))
-    finally:
-        lines.close()
     return [done[number] for number in range(len(items))]
 
 
@@ -240,19 +236,13 @@ def _claim(directory: Path, reader: Reader, items: Sequence[Prepared], question:
     files.replace(path, files.to_json(manifest(reader.device, seed=0, more=more)))
 
 
-def _read_samples(path: Path, lines: JSONLines, items: Sequence[Prepared]) -> dict[int, Record]:
+def _read_samples(path: Path, items: Sequence[Prepared]) -> dict[int, Record]:
     """The samples of a file, without an incomplete last line."""
-    lines.mend()
-    done: dict[int, Record] = {}
-    for place, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            number, digest = int(row["sample"]), row["prompt_sha256"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}: line {place} is no scored sample; without that line the rest goes on") from error
-        if number < len(items) and digest == items[number].digest:
-            done[number] = row
-    return done
+    if not path.is_file():
+        return {}
+    rows = jsonl.read_lines(path, lambda row: None if isinstance(row.get("sample"), int) else "is no scored sample")
+    digests = {number: item.digest for number, item in enumerate(items)}
+    return {row["sample"]: row for row in rows if row.get("prompt_sha256") == digests.get(row["sample"], "")}
 
 
 def _about(number: int, item: Prepared) -> Record:
