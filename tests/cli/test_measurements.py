@@ -82,7 +82,7 @@ def test_rows_say_which_weights_they_are_of_also_of_an_unfinished_run() -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    ["analysis.traces=false", "analysis.seeds=[1]", "evaluation.seed=5"],
+    ["analysis.seeds=[1]", "evaluation.seed=5"],
 )
 def test_an_analysis_with_other_settings_is_run(changed: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = json.loads((HOME / "analysis.json").read_text())

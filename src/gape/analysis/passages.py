@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,14 +43,12 @@ class Passages:
         fingerprint: a hash of the source.
         length: tokens of each; None where they differ.
         items: the passages.
-        left_out: prompts that were empty or too long.
     """
 
     data: str
     fingerprint: str
     length: int | None
     items: tuple[Passage, ...]
-    left_out: int = 0
 
 
 class Reader:
@@ -105,14 +103,13 @@ class Reader:
         """Whether the passages are prompts, which are read whole."""
         return self.corpus is None and ".jsonl" in self.path.suffixes[-2:]
 
-    def passages(self, length: int | None, count: int, *, seed: int = 0, longest: int | None = None) -> Passages:
+    def passages(self, length: int | None, count: int, *, seed: int = 0) -> Passages:
         """Some passages, chosen by a hash of the seed and their names.
 
         Args:
             length: tokens of each: a window of a document, consecutive ones of a text. Not for prompts.
             count: at most so many.
             seed: which.
-            longest: prompts of more tokens are left out.
 
         Raises:
             ValueError: nothing is long enough, or a length is given for prompts.
@@ -121,14 +118,12 @@ class Reader:
         if self.prompts and length is not None:
             raise invalid_argument("length", length, "none for prompts, which are read whole")
         if self.corpus is not None:
-            items, left_out = _windows(self.corpus, self.split, self.stratum, length, count, seed), 0
+            items = _windows(self.corpus, self.split, self.stratum, length, count, seed)
         elif self.prompts:
-            items, left_out = self._prompts(count, seed, longest)
+            items = self._prompts(count, seed)
         else:
-            items, left_out = self._text(length, count), 0
-        return Passages(
-            data=self.path.name, fingerprint=self._fingerprint(), length=length, items=tuple(items), left_out=left_out
-        )
+            items = self._text(length, count)
+        return Passages(data=self.path.name, fingerprint=self._fingerprint(), length=length, items=tuple(items))
 
     def _encoder(self) -> Tokenizer:
         assert self._tokenizer is not None
@@ -151,21 +146,14 @@ class Reader:
             for start in range(0, len(ids) - span + 1, span)
         ][:count]
 
-    def _prompts(self, count: int, seed: int, longest: int | None) -> tuple[list[Passage], int]:
-        rows = list(_rows(self.path))
-        chosen: list[Passage] = []
-        left_out = 0
-        for number in shuffle(range(len(rows)), seed):
-            if len(chosen) == count:
-                break
-            ids = np.array(self._encoder().encode(rows[number]), dtype=np.int64)
-            if len(ids) == 0 or (longest is not None and len(ids) > longest):
-                left_out += 1
-            else:
-                chosen.append(Passage(f"{self.path.name}:{number + 1}", ids))
-        if not chosen:
-            raise ValueError(f"data: got {self.path}, expected prompts of 1 to {longest} tokens; {left_out} were not")
-        return chosen, left_out
+    def _prompts(self, count: int, seed: int) -> list[Passage]:
+        rows = {number: text for number, text in enumerate(_rows(self.path), 1) if text}
+        if not rows:
+            raise ValueError(f"data: got {self.path}, expected prompts that are not empty")
+        return [
+            Passage(f"{self.path.name}:{number}", np.array(self._encoder().encode(rows[number]), dtype=np.int64))
+            for number in shuffle(rows, seed)[:count]
+        ]
 
 
 def long_documents(
@@ -235,8 +223,3 @@ def _rows(path: Path) -> Iterable[str]:
             if field is None:
                 raise ValueError(f"{path}: line {place} has none of the fields {', '.join(PROMPT_FIELDS)}")
             yield row[field] + str(row.get("answer_prefix") or "")
-
-
-def lengths_of(passages: Sequence[Passage]) -> list[int]:
-    """Tokens of each passage."""
-    return [len(passage.ids) for passage in passages]

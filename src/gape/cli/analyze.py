@@ -44,7 +44,6 @@ def entropy(
     tokenizer: Tokenizer = None,
     split: Split = "heldout",
     stratum: Stratum = None,
-    longest: Annotated[int | None, typer.Option(help="Leave out prompts of more tokens.")] = None,
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
@@ -53,7 +52,7 @@ def entropy(
 
     chosen = None if lengths is None else numbers("lengths", lengths, int, "1024,4096")
     reader = _reader(data, tokenizer, split, stratum)
-    table = analyses.entropy(runs, reader, lengths=chosen, samples=samples, longest=longest, seed=seed, device=device)
+    table = analyses.entropy(runs, reader, lengths=chosen, samples=samples, seed=seed, device=device)
     typer.echo(table.text())
 
 

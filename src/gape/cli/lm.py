@@ -9,7 +9,7 @@ import typer
 
 from gape.cli import forgetting
 from gape.cli.options import INTS, Chunk, Device, Precision, Resume, Split, Stratum, numbers
-from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, print_states, run_one
+from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, chosen, run_one
 
 app = typer.Typer(help="Language models on a corpus of your own.", no_args_is_help=True, rich_markup_mode=None)
 app.command("run", hidden=True)(run_one)
@@ -26,14 +26,9 @@ def train(
     dry: Dry = False,
 ) -> None:
     """Train and measure every run of a recipe, on the corpus data=DIR. Stop it and start it again as you like."""
-    from gape.experiments.recipe import default_directory, load  # noqa: PLC0415
     from gape.experiments.sweep import run_recipe  # noqa: PLC0415
 
-    loaded = load(recipe, overrides or [], kind="lm").only(only or [])
-    directory = out or default_directory(recipe, loaded)
-    if dry:
-        print_states(loaded, directory)
-        return
+    loaded, directory = chosen("lm", recipe, overrides, only, out, dry)
     result = run_recipe(loaded, directory, jobs=jobs, resume=resume)
     for run in loaded.runs:
         if run.name not in result.failed:

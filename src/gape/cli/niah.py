@@ -10,7 +10,7 @@ import typer
 
 from gape.cli import forgetting
 from gape.cli.options import INTS, Device, Resume, numbers
-from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, print_states, run_one
+from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, chosen, run_one
 
 if TYPE_CHECKING:
     from gape.experiments.recipe import Recipe
@@ -30,14 +30,7 @@ def train(
     dry: Dry = False,
 ) -> None:
     """Train, evaluate and analyse every run of a recipe. Stop it and start it again as you like."""
-    from gape.experiments.recipe import default_directory, load  # noqa: PLC0415
-
-    loaded = load(recipe, overrides or [], kind="niah").only(only or [])
-    directory = out or default_directory(recipe, loaded)
-    if dry:
-        print_states(loaded, directory)
-        return
-    run_and_print(loaded, directory, jobs, resume)
+    run_and_print(*chosen("niah", recipe, overrides, only, out, dry), jobs, resume)
 
 
 @app.command("eval")

@@ -45,9 +45,21 @@ def run_one(
     run_directory(directory, resume)
 
 
-def print_states(recipe: Recipe, directory: Path) -> None:
-    """Print the state and the directory of every run."""
+def chosen(
+    kind: str, recipe: str, overrides: list[str] | None, only: list[str] | None, out: Path | None, dry: bool
+) -> tuple[Recipe, Path]:
+    """The recipe with the runs that were asked for, and their directory.
+
+    Raises:
+        typer.Exit: where runs are only to be listed, with the state of each.
+    """
+    from gape.experiments.recipe import default_directory, load  # noqa: PLC0415
     from gape.experiments.sweep import states  # noqa: PLC0415
 
-    for home, state in states(recipe, directory).items():
-        typer.echo(f"{state:8} {home}")
+    loaded = load(recipe, overrides or [], kind=kind).only(only or [])
+    directory = out or default_directory(recipe, loaded)
+    if dry:
+        for home, state in states(loaded, directory).items():
+            typer.echo(f"{state:8} {home}")
+        raise typer.Exit
+    return loaded, directory

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from gape.analysis import lm
-from gape.analysis.passages import Passages, Reader, lengths_of
+from gape.analysis.passages import Passages, Reader
 from gape.analysis.spectrum import rotary
 from gape.data import load_tokenizer
 from gape.experiments.experiment import Log, pick_device, wants_bfloat16
@@ -37,7 +37,6 @@ def entropy(
     *,
     lengths: Sequence[int] | None = None,
     samples: int = 10,
-    longest: int | None = None,
     seed: int = 0,
     device: str = "auto",
 ) -> Table:
@@ -48,7 +47,6 @@ def entropy(
         reader: the text.
         lengths: tokens; the training length by default.
         samples: passages of each length.
-        longest: leave out prompts of more tokens.
         seed: which passages.
         device: "auto", "cpu", "cuda", …
     """
@@ -56,10 +54,8 @@ def entropy(
     def analyse(run: OpenModel, log: Log) -> None:
         spans = [_length(reader, length, run) for length in ((None,) if lengths is None else lengths)]
         # All of them before the first is analysed: one may be longer than every document.
-        for passages in [reader.passages(length, samples, seed=seed, longest=longest) for length in spans]:
-            if passages.left_out:
-                log(f"{passages.left_out} prompts are empty or longer than {longest} tokens and left out")
-            settings = {**_source(reader, seed), "samples": samples, "longest": longest}
+        for passages in [reader.passages(length, samples, seed=seed) for length in spans]:
+            settings = {**_source(reader, seed), "samples": samples}
             _add(run, "entropy", passages, settings, partial(lm.entropy, _gpt(run), passages.items), log)
 
     _each(runs, reader, device, analyse)
@@ -189,7 +185,10 @@ def _add(
     if settings in sets:
         log(f"{name} of {passages.data} is there already")
         return
-    texts = {"passages": [passage.id for passage in passages.items], "tokens": lengths_of(passages.items)}
+    texts = {
+        "passages": [passage.id for passage in passages.items],
+        "tokens": [len(passage.ids) for passage in passages.items],
+    }
     sets.add(settings, texts | analyse())
     log(f"{name} of {passages.data} → {sets.path}")
 

@@ -223,7 +223,7 @@ def _analysis(run: NeedleRun) -> Record:
     traced = not analysis.seeds or run.seed in analysis.seeds
     return {
         "samples": analysis.samples, "factors": list(analysis.factors), "eval_seed": run.evaluation.seed,
-        "traces": analysis.traces and traced,
+        "traces": traced,
     }  # fmt: skip
 
 

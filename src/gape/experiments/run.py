@@ -181,13 +181,11 @@ class NeedleAnalysis:
     Attributes:
         samples: sequences; 0 leaves the analysis out.
         factors: multiples of the training length at which attention entropy is taken, 1 among them.
-        traces: whether the landmarks along one sequence are kept.
-        seeds: the runs whose traces are kept; all when empty.
+        seeds: the runs of which the landmarks along one sequence are kept; all when empty.
     """
 
     samples: int = 10
     factors: tuple[int, ...] = (1, 2, 4)
-    traces: bool = True
     seeds: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
