@@ -152,9 +152,9 @@ def test_bad_arguments(message: str) -> None:
 def test_runs_on_a_gpu_for_one_token() -> None:
     q, k, v = projected(torch.float16)
     pages = cached(LENGTHS, D, D_V, torch.float16).pages
-    assert prologue_runs(q, k, v, pages) == (DEVICE == "cuda")
-    assert not prologue_runs(q.repeat(1, 1, 2, 1), k, v, pages)
-    assert not prologue_runs(q.double(), k, v, pages)
+    assert prologue_runs(q, k, v, pages.layout) == (DEVICE == "cuda")
+    assert not prologue_runs(q.repeat(1, 1, 2, 1), k, v, pages.layout)
+    assert not prologue_runs(q.double(), k, v, pages.layout)
 
 
 @pytest.mark.gpu

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 import gape
+from gape.cache import layer as paged_layer
+from gape.cache.kv import KVCache
 from gape.models.skipping import skip
-from gape.ops import implementations, limits
+from gape.ops import Plan, causal, decode_prologue, implementations, limits
+from gape.ops.causal import Projected
 from gape.ops.implementations import IMPLEMENTATIONS, RULES
 from tests.ops.cases import Case, layouts, random_case
 
@@ -158,3 +161,111 @@ def test_a_layer_on_a_cpu_runs_what_is_explained(
 def test_a_layer_without_gates_is_not_explained() -> None:
     with pytest.raises(ValueError, match=r"^position: .*rope"):
         gape.GAPEAttention(64, 2, context_length=64, position="rope").explain(torch.zeros(1, N, 64))
+
+
+def paged_watched(monkeypatch: pytest.MonkeyPatch, *, runs: bool = True) -> list[str]:
+    """Notes of what a layer of a cache in pages runs; without `runs`, what is only there on a GPU gives zeros."""
+    log: list[str] = []
+
+    def noting(name: str, zeros: Any) -> None:
+        run = getattr(paged_layer, name)
+
+        def noted(q: Any, *given: Any, **options: Any) -> Any:
+            log.append(name)
+            return run(q, *given, **options) if runs else zeros(q, *given)
+
+        monkeypatch.setattr(paged_layer, name, noted)
+
+    def blank(q: Tensor, *heads: int) -> Tensor:
+        return torch.zeros(*q.shape[:3], *heads)
+
+    noting("gated_attention", lambda q, k, v, *_: blank(q, v.size(-1)).to(q))
+    noting("causal_attention", lambda q, k, v, *_: (blank(q, v.size(-1)).to(q), blank(q)))
+    noting("paged_attention", lambda q, rate, positions, pages, **_: (blank(q, 32).to(q), blank(q)))
+    noting("decode_prologue", lambda q, *_: (q, blank(q)))
+    noting("projected_attention", lambda q, k, v, *_: Projected(q, blank(q), q, k, blank(q), blank(k)))
+    return log
+
+
+#: Tokens of each call, pads before the first, dtype, and what the last call runs on a GPU: plan and functions.
+CACHED: dict[str, tuple[list[int], int, torch.dtype, tuple[str, str, int], list[str]]] = {
+    "prompt": ([20], 0, torch.float16, ("pages", "fused", 1), ["projected_attention"]),
+    "next chunk": ([20, 7], 0, torch.float16, ("pages", "fused", 2), ["projected_attention", "paged_attention"]),
+    "token": ([20, 1], 0, torch.float16, ("pages", "fused", 1), ["decode_prologue", "paged_attention"]),
+    "first token": ([1], 0, torch.float16, ("pages", "fused", 1), ["decode_prologue", "paged_attention"]),
+    "pads": ([20], 3, torch.float16, ("pages", "steps", 1), ["causal_attention"]),
+    "float32": ([20], 0, torch.float32, ("pages", "steps", 1), ["causal_attention"]),
+    "float32, next chunk": (
+        [20, 7], 0, torch.float32, ("pages", "steps", 2), ["causal_attention", "paged_attention"],
+    ),
+    "float32, token": ([20, 1], 0, torch.float32, ("pages", "fused", 1), ["decode_prologue", "paged_attention"]),
+}  # fmt: skip
+
+
+def last_call(cache: Any, sizes: list[int], pads: int, dtype: torch.dtype, log: list[Any]) -> tuple[Plan, list[Any]]:
+    """What the last of some calls of a layer is said to run, and what it ran."""
+    gpt, documents = cache._model(), {}
+    layer, pages = next(gpt.blocks()).attention, cache.layers[0]
+    with torch.no_grad():
+        for n in sizes:
+            x = torch.randn(1, n, 64, generator=torch.Generator().manual_seed(n)).to(dtype)
+            if pads:
+                positions = (torch.arange(n) - pads).clamp(min=0)[None]
+                documents = {"documents": (torch.arange(n) >= pads).long()[None], "positions": positions}
+            plan = layer.explain(x, cache=pages, **documents)
+            log.clear()
+            layer(x, cache=pages, **documents)
+    return plan, list(log)
+
+
+def paged_gpt(dtype: torch.dtype) -> gape.GPT:
+    torch.manual_seed(0)
+    config = gape.GPTConfig(
+        vocab_size=8, n_layer=1, n_head=2, n_embd=64, context_length=64, reserve=0, options={"gate_floor": 2.0}
+    )
+    return gape.GPT(config).to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("evicts", [False, True], ids=["full", "forgetting"])
+@pytest.mark.parametrize("case", CACHED.values(), ids=CACHED)
+def test_a_cache_on_a_gpu_runs_what_is_explained(case: Any, evicts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, pads, dtype, stated, runs = case
+    gpt = paged_gpt(dtype)
+    cache = gape.models.ForgettingCache(gpt, eps=1e-2) if evicts else gape.models.FullCache(gpt)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for module in (limits, decode_prologue):
+        monkeypatch.setattr(module, "HAS_TRITON", True)
+    monkeypatch.setattr(paged_layer, "runs_in_kernels", lambda layout, device: True)
+    monkeypatch.setattr(causal, "ready", lambda device, dtype: dtype == torch.float16)
+    plan, ran = last_call(cache, sizes, pads, dtype, paged_watched(monkeypatch, runs=False))
+    assert (plan.impl, plan.prologue, plan.chunks, plan.backends) == (*stated, ("triton",))
+    assert ran == runs
+
+
+@pytest.mark.parametrize("evicts", [False, True], ids=["full", "forgetting"])
+@pytest.mark.parametrize("case", CACHED.values(), ids=CACHED)
+def test_a_cache_on_a_cpu_runs_what_is_explained(case: Any, evicts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, pads, dtype, *_ = case
+    gpt = paged_gpt(dtype)
+    cache = gape.models.ForgettingCache(gpt, eps=1e-2) if evicts else gape.models.FullCache(gpt)
+    operators = watched(monkeypatch)
+    plan, ran = last_call(cache, sizes, pads, dtype, paged_watched(monkeypatch))
+    assert plan.prologue == "steps"
+    if plan.impl == "pages":
+        assert ran == (["paged_attention"] if sizes[-1] == 1 else ["causal_attention", "paged_attention"])
+        assert plan.backends == ("torch",)
+    else:
+        assert (ran, operators) == (["gated_attention"], [(plan.impl, "steps")])
+
+
+@pytest.mark.parametrize("n", [1, 7])
+def test_a_layer_with_a_dense_cache_runs_what_is_explained(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (layer, x), log, cache = layer_and_input(dtype=torch.float32), watched(monkeypatch), KVCache()
+    with torch.no_grad():
+        layer(x, cache=cache)
+        log.clear()
+        plan = layer.explain(x[:, :n], cache=cache)
+        assert cache.length == N
+        layer(x[:, :n], cache=cache)
+    assert log == [(plan.impl, "steps")]
+    assert plan.prologue == "steps"

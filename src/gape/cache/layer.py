@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gape.cache.bounds import Limits
-from gape.ops.api import gated_attention
-from gape.ops.causal import causal_attention, projected_attention, projects
+from gape.ops.api import Plan, explain, gated_attention
+from gape.ops.causal import causal_attention, causal_in_kernels, projected_attention, projects
 from gape.ops.decode_prologue import Step, decode_prologue, prologue_runs
-from gape.ops.paged import paged_attention, write_keys
+from gape.ops.paged import paged_attention, runs_in_kernels, write_keys
 from gape.ops.plain import attention
 from gape.ops.prologue import GateReading
 
@@ -59,6 +59,23 @@ class LayerSpec:
     least_rate: Tensor | None = None
     limits: Limits | None = None
     impl: str = "auto"
+
+
+class Run(NamedTuple):
+    """What a call runs.
+
+    Attributes:
+        new: how new tokens attend to each other: "operator" as without a cache, "causal" with a log-sum-exp by which
+            cached keys are added, "pages" for a single token, which is written first and read with the others.
+        fused: whether kernels read the gates and rotate, and not the layer's own steps.
+        kernels: whether kernels attend, and not PyTorch.
+        cached: whether keys in pages are read.
+    """
+
+    new: str
+    fused: bool
+    kernels: bool
+    cached: bool
 
 
 class PagedLayer:
@@ -110,22 +127,74 @@ class PagedLayer:
                 return v.new_empty(*q.shape[:3], width)
             if cache.call is None:
                 raise ValueError("cache: a layer was called alone, expected all of a model, first to last")
-        if cache.capturing or (q.size(2) == 1 and real is None):
-            out = self._decode(q, k, v, positions, rotate, step)
+        run = self._choose(q, k, v, step, real)
+        if run.new == "pages":
+            out = self._decode(run, q, k, v, positions, rotate, step)
         else:
-            out = self._prefill(q, k, v, positions, rotate, step, real)
+            out = self._prefill(run, q, k, v.to(cache.storage.layout.dtype), positions, rotate, step, real)
         if not cache.capturing:
             cache.end(self)
         return out if out.size(-1) == width else out[..., :width]
 
+    def _choose(self, q: Tensor, k: Tensor, v: Tensor, step: Step | None, real: Tensor | None) -> Run:
+        """What a call runs, before and after the cache has pages."""
+        layout, cached = self._cache.layout(k, v), self._cache.has_keys(self.index)
+        kernels = runs_in_kernels(layout, k.device)
+        if self._cache.capturing or (q.size(2) == 1 and real is None):
+            fused = step is not None and prologue_runs(q, k, v, layout)
+            return Run("pages", fused=fused, kernels=kernels, cached=True)
+        if step is not None and real is None and kernels and projects(q, k, v.to(layout.dtype), step):
+            return Run("causal", fused=True, kernels=True, cached=cached)
+        if not kernels and not cached:
+            return Run("operator", fused=False, kernels=False, cached=False)
+        return Run("causal", fused=False, kernels=causal_in_kernels(q.to(layout.dtype), v), cached=cached)
+
+    def explain(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        rotate: Callable[[], Rotated],
+        *,
+        step: Step | None = None,
+        real: Tensor | None = None,
+    ) -> Plan:
+        """Say what :meth:`attend` would run for these arguments; nothing is added."""
+        run, width = self._choose(q, k, v, step, real), (k.size(-1), v.size(-1))
+        prologue = "fused" if run.fused else "steps"
+        if run.new == "operator":
+            rotated_q, rotated_k, rate, landmark = rotate()
+            if rate is None or landmark is None:
+                raise ValueError("cache: a layer without gates runs scaled_dot_product_attention")
+            sides, spec = (rate, landmark, rate.new_ones(q.size(1))), self.spec
+            plan = explain(rotated_q, rotated_k, v, *sides, context_length=1, scale=spec.scale, impl=spec.impl)
+            return replace(plan, prologue=prologue)
+        single = run.new == "pages"
+        reason = "a single token reads all pages" if single else "a prompt attends to itself, skipping tiles"
+        if run.cached and not single:
+            reason += ", and to the pages before it"
+        return Plan(
+            impl="pages", reason=reason, backends=("triton" if run.kernels else "torch",), quadratic=False,
+            pairs="full" if single else "causal", chunks=1 + (run.cached and not single), width=width[0],
+            value_width=width[1], prologue=prologue,
+        )  # fmt: skip
+
     def _decode(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotate: Callable[[], Rotated], step: Step | None
+        self,
+        run: Run,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        rotate: Callable[[], Rotated],
+        step: Step | None,
     ) -> Tensor:
         """Write one token and attend to all pages. The token is counted later."""
         cache, scale = self._cache, self.spec.scale
         storage = cache.storage
         pages = storage.pages(self.index)
-        if step is not None and prologue_runs(q, k, v, pages):
+        if run.fused and step is not None:
             reach, own = storage.query_range[self.index].unbind()
             measured = (reach, own) if cache.measures else None
             q, rate = decode_prologue(q, k, v, step, pages, scale=scale, measured=measured)
@@ -146,6 +215,7 @@ class PagedLayer:
 
     def _prefill(
         self,
+        run: Run,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -155,43 +225,39 @@ class PagedLayer:
         real: Tensor | None,
     ) -> Tensor:
         """Attend among new tokens and to the pages, and store the new keys."""
-        cache, scale = self._cache, self.spec.scale
-        storage, eps = cache.storage, cache.skip_eps / 2
-        v = v.to(storage.layout.dtype)
-        if step is not None and real is None and storage.in_kernels and projects(q, k, v, step):
-            new = projected_attention(q, k, v, step.angles, cache.reading(self.index), scale=scale, eps=eps)
-            out = new.out
-            if storage.counts[self.index].any():
-                out = self._with_pages(new.q, new.rate, positions, out, new.lse)
+        cache = self._cache
+        if run.fused and step is not None:
+            new = projected_attention(
+                q, k, v, step.angles, cache.reading(self.index), scale=self.spec.scale, eps=cache.skip_eps / 2
+            )
+            out = self._with_pages(new.q, new.rate, positions, new.out, new.lse) if run.cached else new.out
             self._store(new.q, new.k, v, new.exposure, positions, None)
             return out
         q, k, rate, landmark = self._rotated(rotate)
         if real is None:
-            out = self._attend_prompt(q, k, v, rate, landmark, positions)
+            out = self._attend_prompt(run, q, k, v, rate, landmark, positions)
             self._store(q, k, v, 1 - landmark, positions, None)
             return out
         # Pads last: then causality hides them, and no mask is needed.
         to_front, back = _rolls(real)
         q, k, v, rate, landmark = (_rolled(x, to_front) for x in (q, k, v, rate, landmark))
         positions = positions.expand(real.shape).gather(1, to_front)
-        out = self._attend_prompt(q, k, v, rate, landmark, positions)
+        out = self._attend_prompt(run, q, k, v, rate, landmark, positions)
         self._store(q, k, v, 1 - landmark, positions, real.gather(1, to_front))
         return _rolled(out, back)
 
     def _attend_prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, landmark: Tensor, positions: Tensor
+        self, run: Run, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, landmark: Tensor, positions: Tensor
     ) -> Tensor:
         """Attend among new tokens in index order, and to the pages."""
-        cache, spec = self._cache, self.spec
-        storage = cache.storage
-        if not storage.in_kernels and not storage.counts[self.index].any():
+        spec = self.spec
+        if run.new == "operator":
             if spec.gates is None:
                 return attention(q, k, v, scale=spec.scale)
             ones = rate.new_ones(q.size(1))
             return gated_attention(q, k, v, rate, landmark, ones, context_length=1, scale=spec.scale, impl=spec.impl)
-        out, lse = causal_attention(q, k, v, rate, 1 - landmark, scale=spec.scale, eps=cache.skip_eps / 2)
-        cached = storage.counts[self.index].any()
-        return self._with_pages(q, rate, positions, out, lse) if cached else out
+        out, lse = causal_attention(q, k, v, rate, 1 - landmark, scale=spec.scale, eps=self._cache.skip_eps / 2)
+        return self._with_pages(q, rate, positions, out, lse) if run.cached else out
 
     def _with_pages(self, q: Tensor, rate: Tensor, positions: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         """The output of queries over the keys of pages too, from that over new ones and its log-sum-exp."""

@@ -22,7 +22,7 @@ from gape.cache.evictor import Evictor
 from gape.cache.layer import LayerSpec, PagedLayer, gate_readings
 from gape.cache.pages import PagedStorage, idle_pages, park
 from gape.ops.inputs import working_dtype
-from gape.ops.paged import PAGE, page_layout
+from gape.ops.paged import PAGE, PageLayout, page_layout
 from gape.ops.prologue import GateReading
 from gape.utils.validation import invalid_argument, whole
 
@@ -32,7 +32,6 @@ EARLY_TOKENS = 32_768
 EARLY_TOKENS_OF_BATCH = 131_072
 #: Positions are stored as int32.
 _POSITIONS_END = 2**31
-_NO_TOKEN = "there was no single token yet"
 #: Attention that a full cache may lose to skipped tiles, by dtype: far below what rounding does to it.
 _FULL_EPS = {torch.bfloat16: 2.0**-20, torch.float16: 2.0**-20, torch.float32: 2.0**-30}
 
@@ -79,15 +78,15 @@ class PagedCache:
         self._model = weakref.ref(model)
         self.layers = [PagedLayer(self, index, spec) for index, spec in enumerate(specs(model, rule))]
         self.capturing = False
-        self.uncaptured: str | None = _NO_TOKEN
+        self.uncaptured: str | None = "there was no single token yet"
         self._forget_tokens()
 
     def _forget_tokens(self) -> None:
         self.call: Call | None = None
         self._readings: list[GateReading] | None = None
+        self._broken = False
         #: Tokens since the last eviction, and tokens that it was for.
         self._since = self._evicted_at = 0
-        self._broken = False
         self._storage: PagedStorage | None = None
         self._evictor: Evictor | None = None
         self._give_back: Any = None
@@ -118,8 +117,8 @@ class PagedCache:
         rule = self.rule
         if eps is not None:
             rule = EvictionRule(eps=eps) if rule is None else replace(rule, eps=eps, max_keys=None, max_bytes=None)
-        clone, model = copy(self), self._model()
-        if model is None:
+        clone = copy(self)
+        if (model := self._model()) is None:
             raise ValueError("cache: its model is gone")
         PagedCache.__init__(clone, model, self._specs, rule)
         return clone
@@ -134,6 +133,15 @@ class PagedCache:
         if self._storage is None:
             raise ValueError("cache: it is empty")
         return self._storage
+
+    def layout(self, k: Tensor, v: Tensor) -> PageLayout:
+        """Of the pages; of those for k and v (B, Hk, n, width) while the cache is empty."""
+        storage = self._storage
+        return page_layout(k.size(-1), v.size(-1), working_dtype(k)) if storage is None else storage.layout
+
+    def has_keys(self, layer: int) -> bool:
+        """Whether a layer has keys in pages."""
+        return self._storage is not None and bool(self._storage.counts[layer].any())
 
     @property
     def evictor(self) -> Evictor:
@@ -163,11 +171,9 @@ class PagedCache:
         return self.layers[0].length
 
     def _broken_off(self) -> ValueError:
-        lengths = [layer.length for layer in self.layers]
-        return ValueError(
-            f"cache: a call broke off, and layers have from {min(lengths)} to {max(lengths)} tokens; "
-            "expected a cache that is whole, reset() empties it"
-        )
+        few, many = (choose(layer.length for layer in self.layers) for choose in (min, max))
+        expected = "expected a cache that is whole, reset() empties it"
+        return ValueError(f"cache: a call broke off, and layers have from {few} to {many} tokens; {expected}")
 
     @property
     def nbytes(self) -> int:
@@ -272,8 +278,7 @@ class PagedCache:
                 self.storage.advance(call.n)
                 for each in self.layers:
                     each.stored += call.n
-            self._since = 0 if call.early else self._since + call.n
-            self.call = None
+            self._since, self.call = 0 if call.early else self._since + call.n, None
 
     def _check_positions(self, rows: Tensor, first: Tensor, real: Tensor | None) -> None:
         """Refuse positions (B, n) that do not rise by one or are not behind those cached, and pads behind a token."""
@@ -352,16 +357,14 @@ class PagedCache:
             ValueError: length is negative or beyond the tokens so far, keys were evicted that a token there could see,
                 or a call broke off while it wrote.
         """
-        current = min(layer.length for layer in self.layers)
-        if whole("length", length, 0) > current:
+        if whole("length", length, 0) > (current := min(layer.length for layer in self.layers)):
             raise invalid_argument("length", length, f"a whole number from 0 to {current}, the tokens cached")
         if length == 0:
             self.reset()
             return
         if length < self._evicted_at:
-            raise invalid_argument(
-                "length", length, f"0, or at least {self._evicted_at}: keys were evicted for tokens from there on"
-            )
+            expected = f"0, or at least {self._evicted_at}: keys were evicted for tokens from there on"
+            raise invalid_argument("length", length, expected)
         if self._broken:
             raise self._broken_off()
         with self.writing():
@@ -379,16 +382,14 @@ class PagedCache:
         if self._give_back is not None:
             self._give_back()
         self._forget_tokens()
-        model = self._model()
-        if model is not None and self.rule is not None:
+        if (model := self._model()) is not None and self.rule is not None:
             for layer, spec in zip(self.layers, self._specs(model, self.rule), strict=True):
                 layer.spec = spec
 
     def _open(self, k: Tensor, v: Tensor) -> None:
         """Make the pages for a batch like k and v, or take those that an earlier cache of the model has left."""
-        layout, spec = page_layout(k.size(-1), v.size(-1), working_dtype(k)), self.layers[0].spec
+        layout, spec, model = self.layout(k, v), self.layers[0].spec, self._model()
         shape, device = (len(self.layers), k.size(0), spec.n_kv_heads), k.device
-        model = self._model()
         storage = None if model is None else idle_pages(model)
         if storage is None or (storage.shape, storage.layout, storage.device) != (shape, layout, device):
             storage = PagedStorage(*shape, spec.n_heads, layout, device)

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gape.hf import cache, masks
+from gape.cache.layer import PagedLayer
+from gape.hf import masks
 from gape.hf.attention import InjectedAttention
+from gape.hf.cache import extra_width
 from gape.hf.families import Family, family_of, window_of
 from gape.hf.gates import Settings
 from gape.hf.implementations import OPERATOR_OF, supported_name
+from gape.hf.paged import PagesForTransformers
 from gape.ops import explain as explain_operator
 from gape.utils.validation import invalid_argument, whole
 
@@ -80,7 +83,7 @@ def injection_plan(model: Any, family: Family, settings: Settings) -> InjectionP
     if family.model_type == "gpt2" and settings.position is not None:
         added -= model.transformer.wpe.weight.numel()
     like = _floating(next(model.parameters()))
-    cache_growth = gated * n_kv_heads * cache.extra_width(like.dtype) * like.element_size()
+    cache_growth = gated * n_kv_heads * extra_width(like.dtype) * like.element_size()
     name = supported_name(model.config._attn_implementation)
     return InjectionPlan(
         model=type(model).__name__,
@@ -146,17 +149,19 @@ class ModelPlan:
 
 
 @torch.no_grad()
-def explain(model: Any, tokens: int = 4096) -> ModelPlan:
-    """Say what a model with gates runs for a prompt and for each new token, with a cache of transformers.
+def explain(model: Any, tokens: int = 4096, cache: PagesForTransformers | None = None) -> ModelPlan:
+    """Say what a model with gates runs for a prompt and for each new token.
 
     Prompts are unpadded. Nothing attends; tensors of the size of q and k of one layer are allocated.
 
     Args:
         model: that :func:`gape.hf.inject` has put gates into.
-        tokens: length of the prompt.
+        tokens: length of the prompt, without what is cached.
+        cache: of the model, in pages; None for one of transformers, which is empty. Whether single tokens are replayed
+            from a captured graph, :meth:`gape.hf.ForgettingCache.explain` says.
 
     Raises:
-        ValueError: a model without gates, or a number of tokens below 1.
+        ValueError: a model without gates, a number of tokens below 1, or a cache of another model.
     """
     whole("tokens", tokens)
     modules = family_of(model).modules(model)
@@ -166,15 +171,17 @@ def explain(model: Any, tokens: int = 4096) -> ModelPlan:
     return ModelPlan(
         implementation=supported_name(model.config._attn_implementation),
         tokens=tokens,
-        prefill=_by_sentence(modules, lambda module: _layer_plan(module, tokens, tokens, like)),
-        decode=_by_sentence(modules, lambda module: _layer_plan(module, 1, tokens + 1, like)),
+        prefill=_by_sentence(modules, lambda module: _layer_plan(model, module, tokens, tokens, like, cache)),
+        decode=_by_sentence(modules, lambda module: _layer_plan(model, module, 1, tokens + 1, like, cache)),
     )
 
 
-def _layer_plan(module: Any, queries: int, keys: int, like: Tensor) -> str:
+def _layer_plan(model: Any, module: Any, queries: int, keys: int, like: Tensor, cache: Any) -> str:
     """What an attention layer runs for the last queries of so many tokens, in a sentence."""
     if not isinstance(module, InjectedAttention) or module.gates is None:
         return f"no gates, attention of transformers ({module.config._attn_implementation})"
+    if cache is not None:
+        return _paged_plan(model, module, queries, like, cache.layer(module.layer_idx, module.gape))
     how = module.how(queries)
     if how["impl"] == "reference":
         return f"the definition, dense (attn_implementation {module.config._attn_implementation})"
@@ -192,6 +199,17 @@ def _layer_plan(module: Any, queries: int, keys: int, like: Tensor) -> str:
     positions = torch.arange(keys, device=tensors[0].device)
     visibility = masks.visibility(positions[-queries:], positions, mask, queries)
     return _operator_plan(tensors, context_length=wiring.context_length, **how, **visibility)
+
+
+def _paged_plan(model: Any, module: Any, queries: int, like: Tensor, layer: PagedLayer) -> str:
+    """The same through a cache in pages."""
+    sizes = module.gape_wiring.family.layout.sizes(module)
+    q, k, v, *_ = _operator_tensors(queries, queries, sizes, like)
+    positions = torch.arange(layer.length, layer.length + queries, device=q.device)
+    rotation = next((m for m in model.modules() if hasattr(m, "rope_type")), None)
+    embeddings = None if rotation is None else rotation(q[:, 0], positions[None])
+    step = module.step(q, positions, embeddings)
+    return str(layer.explain(q, k, v, positions, lambda: module.rotate(q, k, positions, q, embeddings), step=step))
 
 
 def _by_sentence(modules: list[Any], describe: Callable[[Any], str]) -> dict[str, tuple[int, ...]]:

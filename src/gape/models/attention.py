@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from gape import positions as schemes
 from gape.cache.kv import KVCache
 from gape.cache.layer import PagedLayer
 from gape.gates import GAPEGates
-from gape.models.attention_steps import QKV, Embeddings, attend_layer, last
+from gape.models.attention_steps import QKV, Embeddings, attend_layer, last, take_steps
 from gape.models.skipping import Skips
 from gape.ops import Plan, available_implementations, explain, inputs, prologue
 from gape.ops.api import explain_fused
@@ -132,11 +133,9 @@ class GAPEAttention(Skips, nn.Module):
         Returns:
             (B, N or keep, E).
         """
-        past = 0 if cache is None else cache.length
         n = self._checked(x, positions, documents, cache, attn_mask, keep)
         self.landmark_mean = None
-        paged = isinstance(cache, PagedLayer)
-        if keep and (self.stepwise or paged):
+        if keep and (self.stepwise or isinstance(cache, PagedLayer)):
             # Whoever listens gets every query, and a paged cache needs the bounds of all of them.
             return self.forward(x, positions, documents, cache, attn_mask)[:, n - keep :]
         whole = keep in (0, n) and cache is None
@@ -144,11 +143,25 @@ class GAPEAttention(Skips, nn.Module):
         if fused is not None:
             given, eps = self._fused_arguments(x, *fused), self.how(n).get("eps", 0.0)
             return self.merge(fused[0].fused.run(*given, scale=self.scale, eps=eps))
-        return attend_layer(
-            self, x, self._indices(past, n, x.device, shared=cache is not None) if positions is None else positions,
-            cache, queries=keep or n, in_order=positions is None, documents=documents,
-            real=documents != 0 if paged and documents is not None else None, attn_mask=_rows(attn_mask, keep or n),
-        )[0]  # fmt: skip
+        return attend_layer(self, x, **self._steps(x, positions, documents, cache, attn_mask, keep or n))[0]
+
+    def _steps(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        cache: KVCache | PagedLayer | None,
+        attn_mask: Tensor | None,
+        queries: int,
+    ) -> dict[str, Any]:
+        """The arguments of :func:`gape.models.attention_steps.take_steps` besides the layer and x."""
+        past, n = 0 if cache is None else cache.length, x.size(1)
+        real = documents != 0 if isinstance(cache, PagedLayer) and documents is not None else None
+        return {
+            "positions": self._indices(past, n, x.device, shared=cache is not None) if positions is None else positions,
+            "cache": cache, "queries": queries, "in_order": positions is None, "documents": documents, "real": real,
+            "attn_mask": _rows(attn_mask, queries),
+        }  # fmt: skip
 
     @staticmethod
     def _indices(past: int, n: int, device: torch.device, *, shared: bool) -> Tensor:
@@ -208,31 +221,35 @@ class GAPEAttention(Skips, nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         attn_mask: Tensor | None = None,
+        cache: KVCache | PagedLayer | None = None,
     ) -> Plan:
-        """Say what :meth:`forward` would run for these arguments without a cache, and do not attend.
+        """Say what :meth:`forward` would run for these arguments; nothing attends, and nothing is cached.
 
         Returns:
             The plan that :func:`gape.explain` gives for the operator. Its `prologue` says how q and k are made ready,
-            "fused" in one pass over memory or by the scheme's own "steps".
+            "fused" in one pass over memory or by the scheme's own "steps". Where a cache in pages attends, `impl` is
+            "pages".
 
         Raises:
             ValueError: as :meth:`forward`, and for a scheme without gates.
         """
-        n, gates = self._checked(x, positions, documents, None, attn_mask, 0), self.gates
+        n, gates = self._checked(x, positions, documents, cache, attn_mask, 0), self.gates
         if gates is None:
             raise invalid_argument("position", self.position, "a scheme with gates, whose name ends in +gape")
-        fused = self._fused_prologue(x, positions, documents, attn_mask)
+        fused = self._fused_prologue(x, positions, documents, attn_mask) if cache is None else None
         if fused is not None:
             return explain_fused(fused[0], *self._fused_arguments(x, *fused), scale=self.scale)
-        q, k, v = self.project(x)
-        indices = torch.arange(n, device=x.device) if positions is None else positions
-        (q, gate), (k, landmark) = self.scheme.queries(q, indices, x), self.scheme.keys(k, indices, x)
-        sides: list[Any] = [gate, landmark, gates.amplitude]
-        plan = explain(
-            q, k, v, *sides, context_length=self.context_length, scale=self.scale, k_positions=positions,
-            q_documents=documents, k_documents=documents, attn_mask=attn_mask, **self.how(n),
-        )  # fmt: skip
-        return replace(plan, prologue="steps")
+
+        def plan(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, side: Tensor, **visibility: Any) -> Plan:
+            how = {"context_length": self.context_length, "scale": self.scale, **self.how(q.size(2))}
+            return replace(explain(q, k, v, gate, side, gates.amplitude, **how, **visibility), prologue="steps")
+
+        # What is added to a copy of the cache lies behind what the cache counts.
+        given = self._steps(x, positions, documents, copy(cache), attn_mask, n)
+        in_pages, kept = cache.explain if isinstance(cache, PagedLayer) else None, self.landmark_mean
+        stated: Plan = take_steps(self, x, attend=plan, in_pages=in_pages, **given)
+        self.landmark_mean = kept
+        return stated
 
     def _fused_prologue(
         self, x: Tensor, positions: Tensor | None, documents: Tensor | None, attn_mask: Tensor | None

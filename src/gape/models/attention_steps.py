@@ -79,13 +79,8 @@ def attend_layer(
     positions: Tensor,
     cache: PagedLayer | AppendsKeys | None,
     *,
-    queries: int | None = None,
-    in_order: bool = False,
-    documents: Tensor | None = None,
-    real: Tensor | None = None,
-    embeddings: Embeddings = None,
     attend: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
-    **visibility: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run one attention layer.
 
@@ -94,27 +89,56 @@ def attend_layer(
         x: (B, N, E).
         positions: integer (N,) or (B, N).
         cache: the tokens are added to it.
+        attend: takes the place of `layer.attend`.
+        **options: of :func:`take_steps`.
+
+    Returns:
+        (B, queries, E), and the weights (B, Hq, queries, keys) where the dense form ran, else None.
+    """
+    in_pages = None if not isinstance(cache, PagedLayer) else cache.attend
+    answer = take_steps(layer, x, positions, cache, attend or layer.attend, in_pages, **options)
+    y, weights = (answer, None) if in_pages else answer
+    return layer.merge(y), weights
+
+
+def take_steps(
+    layer: AttentionLayer,
+    x: Tensor,
+    positions: Tensor,
+    cache: PagedLayer | AppendsKeys | None,
+    attend: Callable[..., Any],
+    in_pages: Callable[..., Any] | None,
+    *,
+    queries: int | None = None,
+    in_order: bool = False,
+    documents: Tensor | None = None,
+    real: Tensor | None = None,
+    embeddings: Embeddings = None,
+    **visibility: Any,
+) -> Any:
+    """Project, read gates, rotate and add to the cache; the answer is that of `attend`, or of `in_pages` for pages.
+
+    Args:
+        layer, x, positions, cache: as in :func:`attend_layer`.
+        attend: called as :meth:`AttentionLayer.attend` is.
+        in_pages: called as :meth:`gape.cache.layer.PagedLayer.attend` is; None with another cache.
         queries: answer the last so many tokens; None answers all. Not with a cache in pages.
         in_order: whether the positions count on from what is cached, so that attention and cache need not be told them.
         documents: integer (B, N), for attention; None without.
         real: bool (B, N), False for pads, for a cache in pages; None where there are none.
         embeddings: cosines and sines that the model hands to its layers.
-        attend: takes the place of `layer.attend`.
         **visibility: further arguments of `attend`, such as a mask.
-
-    Returns:
-        (B, queries, E), and the weights (B, Hq, queries, keys) where the dense form ran, else None.
     """
     q, k, v = layer.project(x, queries)
-    if isinstance(cache, PagedLayer):
+    if in_pages is not None:
 
         def rotate() -> Rotated:
             rotated_q, rotated_k, gate, landmark = layer.rotate(q, k, positions, x, embeddings)
             rate = None if gate is None else layer.gates.amplitude[:, None] * gate / layer.context_length
             return rotated_q, rotated_k, rate, landmark
 
-        step = layer.step(q, positions, embeddings)
-        return layer.merge(cache.attend(q, k, v, positions, rotate, step=step, real=real)), None
+        return in_pages(q, k, v, positions, rotate, step=layer.step(q, positions, embeddings), real=real)
+    assert not isinstance(cache, PagedLayer)
     past = None if cache is None else cache.side
     q, k, gate, side = layer.rotate(q, k, positions, x, embeddings, past)
     keys = CachedKeys(k, v, side, None if in_order else positions, documents)
@@ -123,8 +147,7 @@ def attend_layer(
     visibility |= {"q_positions": None if in_order else last(positions, q.size(2)), "k_positions": keys.positions}
     if documents is not None:
         visibility |= {"q_documents": last(documents, q.size(2)), "k_documents": keys.documents}
-    y, weights = (attend or layer.attend)(q, keys.k, keys.v, gate, keys.side, **visibility)
-    return layer.merge(y), weights
+    return attend(q, keys.k, keys.v, gate, keys.side, **visibility)
 
 
 def last(x: Tensor, rows: int) -> Tensor:

@@ -17,6 +17,11 @@ from gape.ops.prologue import Angles, GateReading, ready, whole_rows
 _LOGITS = 2**26
 
 
+def causal_in_kernels(q: Tensor, v: Tensor) -> bool:
+    """Whether :func:`causal_attention` runs in a kernel, and not in PyTorch."""
+    return q.is_cuda and triton_cannot(q, v) is None
+
+
 @torch.no_grad()
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, rate: Tensor, exposure: Tensor, *, scale: float, eps: float = 0.0
@@ -33,7 +38,7 @@ def causal_attention(
     Returns:
         Output (B, Hq, n, Dv) in q's dtype and natural log-sum-exp (B, Hq, n) in float32 (float64 beside float64).
     """
-    if q.is_cuda and triton_cannot(q, v) is None:
+    if causal_in_kernels(q, v):
         from gape.ops.triton.attention import causal_answer  # noqa: PLC0415
 
         return causal_answer(q, k, v, rate, exposure, scale=scale, eps=eps)

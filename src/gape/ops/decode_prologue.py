@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gape.ops.inputs import learning
 from gape.ops.limits import HALVES, HAS_TRITON, TRITON_WIDTH
-from gape.ops.paged import Pages
+from gape.ops.paged import PageLayout, Pages
 from gape.ops.prologue import Angles
 from gape.utils.validation import invalid_argument
 
@@ -47,14 +47,13 @@ class Step:
     strength: Tensor | None = None
 
 
-def prologue_runs(q: Tensor, k: Tensor, v: Tensor, pages: Pages) -> bool:
+def prologue_runs(q: Tensor, k: Tensor, v: Tensor, layout: PageLayout) -> bool:
     """Whether :func:`decode_prologue` can run for q, k and v (B, H, 1, D): one token a row on a GPU, nothing learned.
 
     Not for compilers, nor for tensors that hold nothing.
     """
     if torch.compiler.is_compiling() or any(type(x) is not Tensor for x in (q, k, v)):
         return False
-    layout = pages.layout
     narrow = torch.float64 not in (q.dtype, k.dtype, v.dtype) and layout.dtype in (*HALVES, torch.float32)
     fits = max(layout.key_width, layout.value_width) <= TRITON_WIDTH
     one = q.size(2) == k.size(2) == 1 and q.size(0) > 0
