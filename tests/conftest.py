@@ -8,9 +8,12 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 import pytest
 import torch
 
+from tests.interpreter import prepare_once_a_launch
+
 # Without a GPU Triton kernels run in its interpreter, which must be asked for before triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    prepare_once_a_launch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM
+
 import gape.hf
 from tests.hf.tiny import FAMILIES, opened, same, tiny, tokens, train
 
@@ -51,10 +53,21 @@ def test_every_gate_parameter_moves_within_five_steps(family):
             assert float((parameter - before[name]).detach().abs().min()) > 1e-4, name
 
 
-@pytest.mark.parametrize("families", [QUICK, pytest.param(tuple(FAMILIES), marks=RARE)], ids=["some", "all"])
-def test_trained_models_are_the_same_in_a_fresh_process(families, tmp_path):
+@each_family
+def test_trained_models_are_the_same_when_they_are_loaded(family, tmp_path):
+    model = gape.hf.inject(tiny(family), context_length=16)
+    train(model)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert same(family, loaded(tokens()).logits, model(tokens()).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.families
+def test_trained_models_are_the_same_in_a_fresh_process(tmp_path):
     ids, expected = tokens(), {}
-    for family in families:
+    for family in FAMILIES:
         model = gape.hf.inject(tiny(family), context_length=16)
         train(model)
         model.save_pretrained(tmp_path / family)

@@ -74,8 +74,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@each_model
-@pytest.mark.parametrize("kind", ["full", "forgetting"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gape", "full"),
+        ("llama", "forgetting"),
+        pytest.param("gape", "forgetting", marks=pytest.mark.slow),
+        pytest.param("llama", "full", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_settings_of_generate_change_nothing(name: str, kind: str, settings: dict[str, Any]) -> None:
     model, outputs = made(name).double(), []
@@ -122,8 +129,16 @@ def test_a_text_goes_on_in_a_second_call(name: str) -> None:
         assert torch.equal(model.generate(**given, past_key_values=cache), model.generate(**given))
 
 
-@pytest.mark.parametrize("bounds", ["weights", "queries"])
-@pytest.mark.parametrize("name", ["gape", "gpt2", "qwen3", "phi3"])
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        *[("gape", "weights"), ("gpt2", "queries"), ("qwen3", "weights"), ("phi3", "queries")],
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in [("gape", "queries"), ("gpt2", "weights"), ("qwen3", "queries"), ("phi3", "weights")]
+        ),
+    ],
+)
 def test_no_query_loses_more_than_eps(name: str, bounds: str) -> None:
     model = made(name, **({"options": FLOOR | {"gate_floor": 12.0}} if name == "gape" else {})).double()
     cache = ForgettingCache(model, eps=1e-2, bounds=bounds)

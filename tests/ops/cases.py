@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: Layouts whose parts others have as well: among the slow tests where kernels run in the interpreter.
+REPEATED = (
+    "odd length", "no groups", "one query", "shuffled keys only", "repeated", "right padding", "packed", "own scale",
+    "far from zero",
+)  # fmt: skip
+
 
 @dataclass
 class Case:

@@ -9,7 +9,7 @@ from gape import gated_attention
 from gape.ops import reference
 from gape.ops.api import _problem
 from gape.ops.inputs import Problem
-from tests.ops.cases import Case, layouts, random_case
+from tests.ops.cases import REPEATED, Case, layouts, random_case
 
 pytest.importorskip("triton")
 from gape.ops.triton import decode
@@ -75,9 +75,12 @@ def distance(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 HALF = [("plain", torch.float16), ("packed, restarting", torch.float16), ("mask with empty rows", torch.float16)]
+SINGLE_PRECISION = [
+    pytest.param(name, torch.float32, marks=[pytest.mark.slow] * (name in REPEATED)) for name in LAYOUTS
+]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in LAYOUTS), *HALF], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [*SINGLE_PRECISION, *HALF], ids=str)
 def test_equals_reference(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers start as NaN, so that an element nobody wrote shows."""
     exact = reference.run(problem(LAYOUTS[name], dtype, exact=True))
@@ -87,7 +90,7 @@ def test_equals_reference(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
     assert distance(decoded(given, 3), exact) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("dim", [32, 96, 128])
+@pytest.mark.parametrize("dim", [pytest.param(32, marks=pytest.mark.slow), 96, 128])
 def test_head_dims_and_many_splits(dim: int) -> None:
     case = random_case(n_q=2, n_k=150, dim=dim, value_dim=dim - 7, heads=6, kv_heads=2)
     exact = reference.run(problem(case, torch.float32, exact=True))

@@ -49,7 +49,7 @@ def by_steps(scheme: Gated, q: Tensor, k: Tensor) -> dict[str, Tensor]:
     [
         ("rope", 63, (4, 2), 32),
         ("p-rope", 127, (4, 4), 32),
-        ("yarn", 1000, (4, 1), 26),
+        ("yarn", 300, (4, 1), 26),
         ("nope", 1, (4, 2), 48),
         ("mixed", 127, (4, 4), 32),
     ],

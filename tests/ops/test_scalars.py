@@ -10,19 +10,27 @@ import pytest
 
 pytest.importorskip("triton")
 
-# Compiled for a GPU that need not be there, in a process of its own: here kernels are interpreted.
+# Compiled for a GPU that need not be there, as far as Triton's own form, where types are settled; in a process of its
+# own: here kernels are interpreted. For kernels of the prologue it prints how many lines have a double in them.
 SCRIPT = """
 import sys
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from gape.ops.triton import attention_bwd, attention_fwd, decode_kernels, tiles
+from triton.compiler import ASTSource, make_backend
+from gape.ops.triton import attention_bwd, attention_fwd, decode_kernels, prologue_kernels, tiles
 
-FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "stretch")
+FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "stretch", "factor", "q_stretch", "k_stretch")
 HALVES = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
 WHOLE = ("qp_ptr", "kp_ptr", "qd_ptr", "kd_ptr")
-OTHERS = {"mask_ptr": "*i1", "ticket_ptr": "*i32", "earliest_ptr": "*i32"}
+OTHERS = {"mask_ptr": "*i1", "ticket_ptr": "*i32", "earliest_ptr": "*i32", "which_ptr": "*i32"}
 BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_D": 16, "BLOCK_V": 16}
 FLAGS = ("CAUSAL", "HAS_POSITIONS", "HAS_DOCUMENTS", "HAS_MASK", "PARTIAL_D", "PARTIAL_V", "SKIP", "RAGGED")
+PROLOGUE = {"ROTATED": True, "GATED": True, "LOW": 13, "EDGE": 16, "COLUMNS": 16, "Q_HEADS": 2, "K_HEADS": 2, "T": 16}
+PROLOGUE |= {"PARTS": 1, "HALF": 16, "EVEN": True, "ANCHORS": 2, "LIMIT": 1.0, "BITS": 8, "BOUNDED": True}
+PROLOGUE |= {"BY_HEAD": True}
+target = GPUTarget("cuda", 90, 32)
+backend = make_backend(target)
+options = backend.parse_options({})
 
 
 def kind(name):
@@ -35,7 +43,14 @@ def compiled(kernel, told):
     told = {name: value for name, value in told.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in told else kind(name) for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in told.items()}
-    compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
+    context, stages = ir.context(), {}
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source = ASTSource(kernel, signature, places)
+    implementation = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, implementation, backend.get_module_map(), context)
+    backend.add_stages(stages, options, source.language)
+    return str(stages["ttir"](module, {}))
 
 
 for kernel in (attention_fwd._fwd_kernel, attention_bwd._bwd_dq_kernel, attention_bwd._bwd_dkv_kernel):
@@ -46,10 +61,15 @@ for kernel in (tiles._query_norms_kernel, tiles._key_bounds_kernel):
 for merge in (False, True):
     compiled(decode_kernels._decode_kernel, dict.fromkeys(FLAGS, False) | {"MERGE": merge, "PARTS": 16} | BLOCKS)
 compiled(decode_kernels._combine_kernel, {"PARTS": 16} | BLOCKS)
+for name in ("_prologue_fwd_kernel", "_prologue_bwd_kernel", "_prologue_bounded_kernel"):
+    text = compiled(getattr(prologue_kernels, name), PROLOGUE)
+    print(sum("f64" in line for line in text.splitlines() if "tt.func" not in line))
 """
 
 
 def test_kernels_take_double_precision_scalars() -> None:
+    """Also that nothing but the cast sees the double, in kernels of the prologue."""
     ours = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    said = subprocess.run([sys.executable, "-c", SCRIPT], env=ours, capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr[-2000:]
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=ours, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["1", "1", "3"]

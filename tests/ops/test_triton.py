@@ -8,17 +8,12 @@ import pytest
 import torch
 
 import gape
-from tests.ops.cases import Case, layouts, random_case
+from tests.ops.cases import REPEATED, Case, layouts, random_case
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("gape.ops.triton.attention")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = layouts()
-#: What other layouts go through as well; the interpreter is slow.
-REPEATED = (
-    "odd length", "no groups", "one query", "shuffled keys only", "repeated", "right padding", "packed", "own scale",
-    "far from zero",
-)  # fmt: skip
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in REPEATED else name for name in LAYOUTS]
 BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 #: The interpreter has no products in bfloat16.
