@@ -24,13 +24,20 @@ from check import problems
 ROOT = Path(__file__).parents[2]
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 STAGE, SITE = ROOT / CONFIG["docs_dir"], ROOT / CONFIG["site_dir"]
+#: A view of a page of a book; benchmarks/book_page.py made it.
+BOOK = ROOT / "docs/site/book.gz"
 #: Pages that search leaves out: old names, and sections so long that they match most questions.
 UNSEARCHED = {"CHANGELOG.md"}
 #: The explorer on the front page, above its first section.
 EXPLORER = """
 `gape explore` on a needle model: select a token, move eps. <a href="explore/needle.html">Open it alone</a>.
 
-<iframe class="explorer" src="explore/needle.html" title="Explorer" loading="lazy"></iframe>
+<iframe class="explorer" src="explore/needle.html" title="Explorer of a needle text" loading="lazy"></iframe>
+
+The same on a page of *Three Men in a Boat*, read by a small model at twice its training length.
+<a href="explore/book.html">Open it alone</a>.
+
+<iframe class="explorer" src="explore/book.html" title="Explorer of a page of a book" loading="lazy"></iframe>
 """
 
 
@@ -104,10 +111,14 @@ def stage() -> None:
 
 
 def stage_explorer() -> None:
-    """Export the explorer of the needle model that comes with the package, and show it on the front page."""
+    """Export the explorer of the package's needle model and of a page of a book, and show both on the front page."""
+    from gape.explore.export import page  # noqa: PLC0415
+    from gape.explore.view import View  # noqa: PLC0415
+
     target = STAGE / "explore/needle.html"
     target.parent.mkdir()
     subprocess.run([sys.executable, "-m", "gape", "explore", "--export", str(target)], check=True)
+    target.with_name("book.html").write_text(page(View.load(BOOK)), encoding="utf-8")
     front = STAGE / "README.md"
     text = front.read_text(encoding="utf-8")
     front.write_text(text.replace("\n## ", f"{EXPLORER}\n## ", 1), encoding="utf-8")
