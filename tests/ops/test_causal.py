@@ -64,7 +64,7 @@ def test_projected_tokens_are_read_and_rotated_as_the_scheme_does(position: str)
     positions = torch.arange(50, 120, device=DEVICE)
     random = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, heads, 70, 64, generator=random).to(DEVICE).half() for heads in (4, 2, 2))
-    found = projected_attention(q, k, v, attention.step(positions).angles, reading, scale=SCALE, eps=0.0)
+    found = projected_attention(q, k, v, attention.step(q, positions).angles, reading, scale=SCALE, eps=0.0)
     rotated_q, gate = attention.scheme.queries(q, positions)
     rotated_k, landmark = attention.scheme.keys(k, positions)
     rate = attention.gates.amplitude[:, None] * gate / attention.context_length
