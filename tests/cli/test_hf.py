@@ -23,11 +23,19 @@ from tests.tasks import text
 TRAIN = ["--length", "16", "--steps", "4", "--batch-size", "2", "--validate-every", "2", "--device", "cpu"]
 
 
-@pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("models")
     for family in ("gpt2", "llama"):
-        tiny(family, vocab_size=257).save_pretrained(tmp_path / family)
+        tiny(family, vocab_size=257).save_pretrained(home / family)
+    return home
+
+
+@pytest.fixture
+def models(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of two models without gates, in the working directory."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 

@@ -88,6 +88,7 @@ def digest(directory: str) -> str:
     return hashlib.sha256(b"".join(b.ids.numpy().tobytes() + b.targets.numpy().tobytes() for b in batches)).hexdigest()
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_and_nothing_global_moves(corpus: Corpus) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 
 def torchrun(count, *command, timeout=120, **environment):
@@ -15,7 +17,7 @@ def torchrun(count, *command, timeout=120, **environment):
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
             out, err = process.communicate()
             raise AssertionError(f"the job hangs; it wrote\n{out}\n{err}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -28,6 +30,18 @@ def started(count, *command, **environment):
         line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", **environment},
     )  # fmt: skip
+
+
+def kill(process):
+    """Kill a job with its ranks, each of which leads a process group of its own; one that is over is left alone."""
+    if process.poll() is not None:
+        return
+    ranks = [
+        int(rank) for file in Path(f"/proc/{process.pid}/task").glob("*/children") for rank in file.read_text().split()
+    ]
+    for group in (process.pid, *ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def work(count, task, tmp_path, *arguments, timeout=120, **environment):

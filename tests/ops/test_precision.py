@@ -202,15 +202,24 @@ def test_one_compilation_serves_many_lengths() -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("way", ["new", "old"])
-def test_tf32_is_seen_in_both_ways_of_setting_it(way: str) -> None:
-    script = {
-        "new": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-        "old": "torch.backends.cuda.matmul.allow_tf32 = True",
-    }[way]
-    code = f"import torch; from gape.ops.columns import tf32_allowed as t; a = t(); {script}; print(a, t())"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.split() == ["False", "True"]
+# The two ways exclude one another in a process.
+TF32 = """
+import os
+import torch
+from gape.ops.columns import tf32_allowed
+for setting in ("fp32_precision = 'tf32'", "allow_tf32 = True"):
+    if os.fork() == 0:
+        before = tf32_allowed()
+        exec(f"torch.backends.cuda.matmul.{setting}")
+        print(before, tf32_allowed(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_tf32_is_seen_in_both_ways_of_setting_it() -> None:
+    done = subprocess.run([sys.executable, "-c", TF32], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["False True"] * 2
 
 
 @pytest.mark.slow

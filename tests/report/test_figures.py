@@ -39,7 +39,7 @@ def test_every_figure_is_drawn(name: str) -> None:
     assert figure.axes
 
 
-@pytest.mark.parametrize("name", ["fox", "logit-gap"])
+@pytest.mark.parametrize("name", [pytest.param("fox", marks=pytest.mark.slow), "logit-gap"])
 def test_the_same_results_give_the_same_bytes(name: str, tmp_path: Path) -> None:
     store(stored(), tmp_path / "results")
     for place in ("one", "two"):

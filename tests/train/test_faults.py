@@ -1,5 +1,6 @@
 """Real processes that are stopped, killed and crowded."""
 
+import os
 import random
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gape.train import BusyError, CheckpointError, StopFlag, checkpoint, verify
+from gape.train import BusyError, CheckpointError, Interrupted, StopFlag, checkpoint, verify
 from tests.train.child import KINDS
 from tests.train.toy import Numbers, outcome, trainer
 
@@ -29,29 +30,39 @@ def wait_for(process, word):
     pytest.fail(f"the process ended before it was {word}: {process.communicate()[1]}")
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+class Signalling(Numbers):
+    """Batches of which that of step 5 comes with a signal to this process."""
+
+    sent: int = signal.SIGTERM
+
+    def batch(self, step, micro):
+        if step == 5 and micro == 0:
+            os.kill(os.getpid(), self.sent)
+        return super().batch(step, micro)
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_in_training_finishes_the_step_and_saves(tmp_path, sent, code):
-    process = child(tmp_path, "training")
-    wait_for(process, "training")
-    time.sleep(0.2)
-    process.send_signal(sent)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
-    content = checkpoint.newest(tmp_path / "checkpoints")
-    assert content.step > 0
-    assert f"after step {content.step}; saved" in errors
-    more = KINDS["training"] | {"max_steps": content.step + 2, "decay_steps": 100_000}
-    assert trainer(tmp_path, **more).run()["step"] == content.step + 2
+    source = Signalling()
+    source.sent = sent
+    with pytest.raises(Interrupted, match="after step 5; saved") as stopped:
+        trainer(tmp_path, source=source, **KINDS["training"]).run()
+    assert stopped.value.code == code
+    assert checkpoint.newest(tmp_path / "checkpoints").step == 5
+    more = KINDS["training"] | {"max_steps": 7, "decay_steps": 100_000}
+    assert trainer(tmp_path, **more).run()["step"] == 7
 
 
 def test_a_signal_in_validation_saves_and_the_validation_is_done_again(tmp_path):
-    process = child(tmp_path / "run", "validating")
-    wait_for(process, "validating")
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 143, errors
+    stop = StopFlag()
+
+    def check(model, step):
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.check()
+
+    with pytest.raises(Interrupted) as stopped:
+        trainer(tmp_path / "run", check=check, stop=stop, **KINDS["validating"]).run()
+    assert stopped.value.code == 143
     trainer(tmp_path / "run", **KINDS["validating"]).run()
     trainer(tmp_path / "whole", **KINDS["validating"]).run()
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
