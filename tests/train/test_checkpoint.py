@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gape.train import CheckpointError, DiskFullError, checkpoint, load_model, verify
 from gape.utils import files
@@ -192,16 +193,17 @@ def test_old_ones_go_only_when_the_new_one_can_be_read(run, monkeypatch):
 
 def test_weights_that_are_not_finite_are_never_saved(run):
     poisoned = trainer(run, max_steps=13, decay_steps=12)
-    step = poisoned._step
 
-    def poison():
-        step()
+    def poison(*_):
         with torch.no_grad():
             poisoned.model.norm.weight[0] = float("inf")
 
-    poisoned._step = poison
-    with pytest.raises(CheckpointError, match=r"norm\.weight is not finite; nothing was saved"):
-        poisoned.run()
+    hook = register_optimizer_step_post_hook(poison)
+    try:
+        with pytest.raises(CheckpointError, match=r"norm\.weight is not finite; nothing was saved"):
+            poisoned.run()
+    finally:
+        hook.remove()
     assert not (run / "checkpoints/step-00000013").exists()
 
 
