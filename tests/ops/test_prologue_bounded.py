@@ -122,8 +122,9 @@ def test_samples_that_one_launch_has_no_room_for(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(found[0][name], found[1][name]) for name in NAMES)
 
 
+@pytest.mark.parametrize("sizes", [[(2, 20), (2, 33), (2, 47)], [(2, 20), (3, 20), (5, 20)]], ids=["length", "batch"])
 @torch.no_grad()
-def test_compiles_in_one_graph_for_all_lengths() -> None:
+def test_compiles_in_one_graph_for_all_sizes(sizes: list[tuple[int, int]]) -> None:
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()
@@ -134,8 +135,9 @@ def test_compiles_in_one_graph_for_all_lengths() -> None:
         return prologue.bounded_attention(q, k, k, turns, scheme.reading(q.device), scale=SCALE, eps=0.1)
 
     compiled = torch.compile(attended, backend=counter, fullgraph=True)
-    for n in (20, 33, 47):
-        given = (*(prologue.spread(x, width) for x in projected(scheme, n, torch.float16)), angles(scheme, n))
+    for batch, n in sizes:
+        q, k = (x[:1].repeat(batch, 1, 1, 1) for x in projected(scheme, n, torch.float16))
+        given = (prologue.spread(q, width), prologue.spread(k, width), angles(scheme, n))
         torch.testing.assert_close(compiled(*given), attended(*given))
     assert counter.frame_count <= 2
 

@@ -150,7 +150,7 @@ class InjectedAttention(Skips):
     @property
     def without_rotation(self) -> bool:
         """Whether q and k are not rotated: SmolLM3 has such layers, in which nothing is replaced."""
-        return not getattr(self, "use_rope", True)
+        return not vars(self).get("use_rope", True)
 
     @property
     def refuses_slices(self) -> str | None:

@@ -90,7 +90,8 @@ def refuse_head_masks(module: Any) -> None:
     Raises:
         ValueError: there is one.
     """
-    if getattr(module, "masked_key_indices", None) is not None:
+    # getattr is slow where a module lacks the attribute.
+    if vars(module).get("masked_key_indices") is not None:
         expected = "None: a layer with gates has no masks of kvpress; gape.hf.presses.GatedPress drops keys by scores"
         raise invalid_argument("masked_key_indices", "indices", expected)
 

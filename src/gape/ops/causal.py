@@ -98,7 +98,6 @@ def projects(q: Tensor, k: Tensor, v: Tensor, step: Step) -> bool:
     return shared and whole and q.is_cuda and q.dtype == k.dtype == v.dtype and ready(q.device, q.dtype)
 
 
-@torch.no_grad()
 def projected_attention(
     q: Tensor,
     k: Tensor,

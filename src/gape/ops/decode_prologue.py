@@ -6,7 +6,7 @@ Decoding has one token a row, so its time goes by launches. Steps of torch would
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from gape.utils.validation import invalid_argument
 Reading = tuple[Tensor, Tensor] | float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """What a gated scheme does to q and k of a few tokens, where that is rotating them and reading gates.
 
     Attributes:

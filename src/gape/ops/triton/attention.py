@@ -37,6 +37,10 @@ class Layout(NamedTuple):
         return self.causal and all(x is None for x in self[:5])
 
 
+#: Tokens in index order.
+CAUSAL = Layout(None, None, None, None, None, causal=True)
+
+
 class Answer(NamedTuple):
     """What the kernels return.
 
@@ -71,9 +75,8 @@ def causal_answer(
     q: Tensor, k: Tensor, v: Tensor, rate: Tensor, exposure: Tensor, *, scale: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Output and natural log-sum-exp of tokens in index order: :func:`gape.ops.causal.causal_attention`."""
-    visibility = (None, None, None, None, None, True)
     wide = (_whole_pieces(x) for x in (q, k, v))
-    out, lse, *_ = torch.ops.gape.attention_fwd(*wide, rate, exposure, *visibility, scale, eps)
+    out, lse, *_ = torch.ops.gape.attention_fwd(*wide, rate, exposure, *CAUSAL, scale, eps)
     return out[..., : v.size(-1)], lse / LOG2E
 
 
@@ -240,8 +243,7 @@ def _fwd_bounded(
     tile_bounds, (scale, eps) = settings[:3], settings[3:]
     outs = _blank(q, v, eps)
     if outs[0].numel():
-        layout = Layout(None, None, None, None, None, causal=True)
-        _launch_fwd(outs, _arguments(q, k, v, c, u, tile_bounds, layout, eps), q, v, scale, eps)
+        _launch_fwd(outs, _arguments(q, k, v, c, u, tile_bounds, CAUSAL, eps), q, v, scale, eps)
     return outs
 
 

@@ -131,7 +131,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], flag
         else (type(x), x)
         for x in arguments
     ]
-    key = (kernel, arguments[0].device, *likeness, *flags.items())
+    # By identity, for the hash of a kernel takes a lock; what is compiled keeps its kernel alive.
+    key = (id(kernel), arguments[0].device, *likeness, *flags.items())
     compiled = _COMPILED.get(key)
     if compiled is None:
         if len(_COMPILED) >= _MOST_COMPILED:

@@ -169,7 +169,8 @@ def decode_prologue(
         heads, key_heads, room, d, v.size(-1), fixed_gate, fixed_landmark, float(step.context_length), float(scale),
         ROTATED=step.angles is not None, BY_HEAD=by_head, GATE_LEARNED=gate_weight is not q,
         LANDMARK_LEARNED=landmark_weight is not k, STRONG=step.strength is not None, MEASURED=measured is not None,
-        DTYPE=DTYPES[pages.layout.dtype], **tile_widths(pages), num_warps=1 if max(pages.layout[:2]) <= 128 else 2,
+        DTYPE=DTYPES[pages.layout.dtype], num_warps=1 if max(pages.layout[:2]) <= 128 else 2,
+        **tile_widths(pages.layout),
         # A product and a difference in one instruction would give other numbers than torch's.
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -13,6 +13,7 @@ first program starts from `prior`, so that it is merged like any other part.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from gape.ops import paged
 from gape.ops.limits import DECODE_QUERIES
-from gape.ops.paged import Pages
+from gape.ops.paged import PageLayout, Pages
 from gape.ops.triton.configs import multiprocessors, power_of_two
 from gape.ops.triton.custom_ops import direct
 from gape.ops.triton.decode import MERGE_STEPS, stream_tickets
@@ -465,7 +466,8 @@ def write_keys(
         k, v, exposure, positions, places, pages.addresses, pages.lengths, pages.key_norm,
         *k.stride()[:3], *v.stride()[:3], *exposure.stride(), *positions.stride(), *places.stride(),
         heads, n, room, tiles, k.size(-1), v.size(-1),
-        HAS_SLOTS=slots is not None, DTYPE=DTYPES[pages.layout.dtype], T=tokens, **tile_widths(pages), num_warps=4,
+        HAS_SLOTS=slots is not None, DTYPE=DTYPES[pages.layout.dtype], T=tokens, num_warps=4,
+        **tile_widths(pages.layout),
     )  # fmt: skip
 
 
@@ -481,7 +483,7 @@ def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     if slots.numel():
         direct(_read_kv_kernel)[(batch * heads * tiles,)](
             k, v, exposure, positions, slots, pages.addresses, *slots.stride(),
-            heads, m, room, tiles, T=tokens, **tile_widths(pages), num_warps=4,
+            heads, m, room, tiles, T=tokens, **tile_widths(pages.layout), num_warps=4,
         )  # fmt: skip
     return k, v, exposure, positions
 
@@ -511,9 +513,9 @@ def integers(positions: Tensor) -> Tensor:
     return positions if positions.dtype in (torch.int32, torch.int64) else positions.int()
 
 
-def tile_widths(pages: Pages) -> dict[str, int]:
+@functools.cache
+def tile_widths(layout: PageLayout) -> dict[str, int]:
     """Widths of keys and values, and those of their tiles: powers of two of at least 16, which matrix units want."""
-    layout = pages.layout
     return {
         "KEY_WIDTH": layout.key_width, "VALUE_WIDTH": layout.value_width,
         "BLOCK_D": max(16, power_of_two(layout.key_width)), "BLOCK_V": max(16, power_of_two(layout.value_width)),
@@ -522,7 +524,7 @@ def tile_widths(pages: Pages) -> dict[str, int]:
 
 def _sizes(pages: Pages, rows: int) -> tuple[dict[str, Any], int]:
     """Sizes and launch options of the attention for so many rows of a sequence, and the tiles of them."""
-    widths = tile_widths(pages)
+    widths = tile_widths(pages.layout)
     widest = max(widths["BLOCK_D"], widths["BLOCK_V"])
     kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
     tile = TILES["float32" if pages.layout.dtype == torch.float32 else kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -88,9 +89,9 @@ def _prepare(
     outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if q.numel():
         tile = _tile("fwd", gate_weight)
-        flags = _flags(q, cos, rows, gate_weight, tile) | _split_flags(q, gate_weight, anchors)
-        flags |= {"Q_HEADS": _heads(q, tile), "K_HEADS": _heads(k, tile), "BITS": significand_bits(q)}
-        traceable(prologue_kernels._prologue_fwd_kernel)[_grid(q, k, tile)](
+        flags = _flags_of(q, cos, rows, gate_weight, tile) | _split_flags(q, gate_weight, anchors)
+        flags |= {"Q_HEADS": _heads(q.size(1), tile), "K_HEADS": _heads(k.size(1), tile), "BITS": significand_bits(q)}
+        traceable(prologue_kernels._prologue_fwd_kernel)[_grid(q.shape, k.size(1), tile)](
             q, k, *_given(q, *tables), *outs, *q.stride()[:3], *k.stride()[:3],
             q.size(1), k.size(1), q.size(2), first, middle, apart, factor, **flags,
         )  # fmt: skip
@@ -149,8 +150,9 @@ def _prepare_backward(
     sums = torch.empty(blocks, q_heads + k_heads, columns, dtype=torch.float32, device=q.device)
     if q.numel():
         strides = (stride for x in (q_grad, k_grad, q, k) for stride in x.stride()[:3])
-        flags = _flags(q, cos, rows, gate_weight, tile) | _split_flags(q, gate_weight, anchors) | {"PARTS": tile.parts}
-        traceable(prologue_kernels._prologue_bwd_kernel)[_grid(q, k, tile)](
+        flags = _flags_of(q, cos, rows, gate_weight, tile) | _split_flags(q, gate_weight, anchors)
+        flags |= {"PARTS": tile.parts}
+        traceable(prologue_kernels._prologue_bwd_kernel)[_grid(q.shape, k_heads, tile)](
             q_grad, k_grad, q, k, *_given(q, *tables), dq, dk, sums, *strides,
             q_heads, k_heads, n, first, middle, apart, factor, **flags,
         )  # fmt: skip
@@ -220,21 +222,35 @@ def prepare_bounded(
 def _prepare_bounded(
     q: Tensor, k: Tensor, tables: Tables, factor: float, q_stretch: float, k_stretch: float, columns: int
 ) -> tuple[Tensor, ...]:
-    q, k = _rows(q), _rows(k)
-    (batch, q_heads, n, _), k_heads = q.shape, k.size(1)
-    tile = _of_tokens(TILES["bounded"], columns)
-    tiles = _blocks(n, tile) if columns else 0
-    sizes = ((q_heads, n), (k_heads, n), (q_heads, n if columns else 0), (k_heads, tiles), (k_heads, tiles))
-    rows = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    numbers = tuple(torch.empty(batch, *size, dtype=torch.float32, device=q.device) for size in sizes)
+    q, k, (cos, _, by_head, gate_weight, *_) = _rows(q), _rows(k), tables
+    assert gate_weight is not None
+    # A compiler's sizes are symbols, which cannot be looked up.
+    sizes = _bounded_sizes if all(type(size) is int for size in q.shape) else _bounded_sizes.__wrapped__
+    shapes, grid, flags = sizes(
+        TILES["bounded"], q.shape, k.size(1), columns, None if cos is None else cos.size(-1), by_head is not None,
+        gate_weight.size(1),
+    )  # fmt: skip
+    rows = (torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device))
+    numbers = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     if q.numel():
-        flags = _flags(q, tables[0], tables[2], tables[3], tile) | {"BOUNDED": columns > 0}
-        flags |= {"Q_HEADS": _heads(q, tile), "K_HEADS": _heads(k, tile)}
-        traceable(prologue_kernels._prologue_bounded_kernel)[_grid(q, k, tile)](
+        traceable(prologue_kernels._prologue_bounded_kernel)[grid](
             q, k, *_given(q, *tables), *rows, *numbers, *q.stride()[:3], *k.stride()[:3],
-            q_heads, k_heads, n, factor, q_stretch, k_stretch, **flags,
+            q.size(1), k.size(1), q.size(2), factor, q_stretch, k_stretch, **flags,
         )  # fmt: skip
     return (*rows, *numbers)
+
+
+@functools.lru_cache(maxsize=64)
+def _bounded_sizes(
+    tile: Tile, shape: torch.Size, k_heads: int, columns: int, angles: int | None, by_head: bool, content: int
+) -> tuple[list[tuple[int, ...]], tuple[int, int], dict[str, Any]]:
+    """Shapes of the numbers that :func:`prepare_bounded` returns, grid and flags of its launch: alike in all layers."""
+    tile, (batch, q_heads, n, width) = _of_tokens(tile, columns), shape
+    tiles = _blocks(n, tile) if columns else 0
+    sizes = ((q_heads, n), (k_heads, n), (q_heads, n if columns else 0), (k_heads, tiles), (k_heads, tiles))
+    flags = _flags(width, n, angles, by_head, content, tile) | {"BOUNDED": columns > 0}
+    flags |= {"Q_HEADS": _heads(q_heads, tile), "K_HEADS": _heads(k_heads, tile)}
+    return [(batch, *size) for size in sizes], _grid(shape, k_heads, tile), flags
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -263,27 +279,32 @@ def _blocks(n: int, tile: Tile) -> int:
     return (n + tokens - 1) // tokens
 
 
-def _heads(x: Tensor, tile: Tile) -> int:
+def _heads(count: int, tile: Tile) -> int:
     heads = tile.heads
-    while x.size(1) % heads:
+    while count % heads:
         heads //= 2
     return heads
 
 
-def _grid(q: Tensor, k: Tensor, tile: Tile) -> tuple[int, int]:
-    groups = sum(x.size(1) // _heads(x, tile) for x in (q, k))
-    return groups * _blocks(q.size(2), tile), q.size(0)
+def _grid(shape: torch.Size, k_heads: int, tile: Tile) -> tuple[int, int]:
+    groups = sum(count // _heads(count, tile) for count in (shape[1], k_heads))
+    return groups * _blocks(shape[2], tile), shape[0]
 
 
-def _flags(
+def _flags_of(
     q: Tensor, cos: Tensor | None, rows: Tensor | None, gate_weight: Tensor | None, tile: Tile
 ) -> dict[str, Any]:
-    edge = q.size(-1) // 2
+    angles, content = (None if x is None else x.size(-1) for x in (cos, gate_weight))
+    return _flags(q.size(-1), q.size(2), angles, rows is not None, content, tile)
+
+
+def _flags(width: int, n: int, angles: int | None, by_head: bool, content: int | None, tile: Tile) -> dict[str, Any]:
+    edge = width // 2
     half = 1 << (edge - 1).bit_length()
     return {
-        "ROTATED": cos is not None, "LOW": edge if gate_weight is None else gate_weight.size(1) // 2, "EDGE": edge,
-        "COLUMNS": 0 if cos is None else cos.size(-1), "BY_HEAD": rows is not None,
-        "T": tile.tokens, "HALF": half, "EVEN": half == edge and not q.size(2) % (tile.tokens * tile.parts),
+        "ROTATED": angles is not None, "LOW": edge if content is None else content // 2, "EDGE": edge,
+        "COLUMNS": angles or 0, "BY_HEAD": by_head,
+        "T": tile.tokens, "HALF": half, "EVEN": half == edge and not n % (tile.tokens * tile.parts),
         "num_warps": max(1, tile.warps * half // 32),
     }  # fmt: skip
 
