@@ -36,7 +36,7 @@ def plain(q: torch.Tensor, k: torch.Tensor) -> Attended:
     """Attention without any position over given queries and keys (B, H, N, D)."""
     visibility = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
     scheme = build("nope", n_heads=q.size(1), head_dim=q.size(3))
-    return Attended(scheme=scheme, q=q, k=k, q_side=None, k_side=None, scale=1.0, visibility=visibility)
+    return Attended(scheme=scheme, q=q, k=k, v=k, q_side=None, k_side=None, scale=1.0, visibility=visibility)
 
 
 @pytest.mark.parametrize("packed", [False, True])

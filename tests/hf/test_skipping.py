@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 from transformers import DynamicCache
 
 import gape.hf
-from gape.hf.language import attention_inputs
+from gape.analysis import attended
+from gape.hf.language import require_plain_gates
 from gape.models.skipping import skip, skipping
 from gape.ops import detailed_attention, reference
 from gape.ops.inputs import Problem
@@ -153,14 +154,14 @@ def test_an_implementation_without_kernels_is_refused_when_it_attends() -> None:
         read(model, tokens(1, 30))
 
 
-def heard(model: Any, ids: Tensor) -> list[Problem]:
-    return attention_inputs(gape.hf.LanguageModel(model), ids)
+def problems_of(model: Any, ids: Tensor) -> list[Problem]:
+    return [layer.problem(0, ids.size(1)) for layer in attended(model, ids)]
 
 
-def test_what_is_heard_is_what_attends() -> None:
+def test_tapped_problems_have_the_weights_of_the_dense_form() -> None:
     ids = tokens(1, 60)
     weights = injected("llama", implementation="eager")(ids, output_attentions=True).attentions
-    for problem, expected in zip(heard(injected("llama"), ids), weights, strict=True):
+    for problem, expected in zip(problems_of(injected("llama"), ids), weights, strict=True):
         actual = reference.visible_softmax(reference.logits(problem), problem.visibility.mask())
         torch.testing.assert_close(actual, expected.detach(), atol=1e-5, rtol=1e-4)
 
@@ -178,7 +179,7 @@ def tiles_by_the_rule(problem: Problem, eps: float) -> list[float]:
 
 
 def test_tiles_are_those_of_the_rule_and_drop_at_most_eps() -> None:
-    eps, problems = 1e-3, heard(llama({**FLOOR, "gate_floor": [96.0, 4.0]}), tokens(1, 200))
+    eps, problems = 1e-3, problems_of(llama({**FLOOR, "gate_floor": [96.0, 4.0]}), tokens(1, 200))
     actual = [attention.visits(problem, eps).mean(0).tolist() for problem in problems]
     assert actual == [pytest.approx(tiles_by_the_rule(problem, eps)) for problem in problems]
     assert min(actual[0]) < 0.5 < max(actual[0])
@@ -206,7 +207,7 @@ def test_decoding_through_a_forgetting_cache_is_that_of_the_full_one() -> None:
 
 
 @pytest.mark.parametrize(("name", "match"), [("mistral", "sliding window"), ("gemma2", "caps its logits")])
-def test_what_attends_otherwise_is_not_listened_to(name: str, match: str) -> None:
+def test_layers_that_attend_otherwise_are_refused(name: str, match: str) -> None:
     more = {"attn_logit_softcapping": 5.0, "implementation": "gape"} if name == "gemma2" else {}
     with pytest.raises(ValueError, match=match):
-        heard(injected(name, **more), tokens(1, 20))
+        require_plain_gates(injected(name, **more))

@@ -31,6 +31,7 @@ class Attended:
     Attributes:
         scheme: the layer's positional scheme; None where a model of transformers rotates by itself.
         q, k: (B, Hq, Nq, D) and (B, Hk, Nk, D) as they enter the dot product, detached.
+        v: (B, Hk, Nk, Dv), detached.
         q_side, k_side: (B, Hq, Nq) and (B, H, Nk), the scheme's numbers per query and key, or None. For gated
             schemes these are the query gate g and the landmark l.
         scale: the softmax scale.
@@ -42,6 +43,7 @@ class Attended:
     scheme: Scheme | None
     q: Tensor
     k: Tensor
+    v: Tensor
     q_side: Tensor | None
     k_side: Tensor | None
     scale: float
@@ -72,7 +74,7 @@ class Attended:
     def problem(self, start: int, stop: int) -> Problem:
         """Queries start … stop − 1 as a problem of the operator; without gates they are zero."""
         part = self.visibility.rows(start, stop)
-        q, k = self.q[:, :, start:stop], self.k[:, :, : part.n_k]
+        q, k, v = self.q[:, :, start:stop], self.k[:, :, : part.n_k], self.v[:, :, : part.n_k]
         dtype = bias_dtype(q.dtype)
         gate, landmark = q.new_zeros(q.shape[:3], dtype=dtype), k.new_zeros(k.shape[:3], dtype=dtype)
         amplitude = gate.new_zeros(q.size(1))
@@ -80,7 +82,7 @@ class Attended:
             gate, landmark = self.gate[:, :, start:stop].to(dtype), self.landmark[:, :, : part.n_k].to(dtype)
             amplitude = self.gates.amplitude.detach().to(dtype)
         return Problem(
-            q=q, k=k, v=k, gate=gate, landmark=landmark, amplitude=amplitude,
+            q=q, k=k, v=v, gate=gate, landmark=landmark, amplitude=amplitude,
             context_length=self.context_length, scale=self.scale, visibility=part,
         )  # fmt: skip
 
@@ -121,9 +123,9 @@ def _one_head(problem: Problem, head: int) -> Problem:
     """The problem of one query head."""
     shared = head // (problem.q.size(1) // problem.k.size(1))
     q, gate = (x[:, head : head + 1] for x in (problem.q, problem.gate))
-    k, landmark = (x[:, shared : shared + 1] for x in (problem.k, problem.landmark))
+    k, v, landmark = (x[:, shared : shared + 1] for x in (problem.k, problem.v, problem.landmark))
     amplitude = problem.amplitude[head : head + 1]
-    return replace(problem, q=q, k=k, v=k, gate=gate, landmark=landmark, amplitude=amplitude)
+    return replace(problem, q=q, k=k, v=v, gate=gate, landmark=landmark, amplitude=amplitude)
 
 
 Receiver = Callable[[int, Attended], None]
@@ -223,8 +225,8 @@ def _wrap_scheme(scheme: Scheme, index: int, receive: Receiver) -> Callable[...,
         y = attend(q, k, v, q_side, k_side, **options)
         visible = {name: value for name, value in options.items() if name not in ("scale", "impl", "eps")}
         record = Attended(
-            scheme=scheme, q=q.detach(), k=k.detach(), q_side=_detach(q_side), k_side=_detach(k_side),
-            scale=options["scale"], visibility=inputs.visibility(q, k, **visible),
+            scheme=scheme, q=q.detach(), k=k.detach(), v=v.detach(), q_side=_detach(q_side),
+            k_side=_detach(k_side), scale=options["scale"], visibility=inputs.visibility(q, k, **visible),
         )  # fmt: skip
         if isinstance(scheme, Gated):
             record = replace(record, gates=scheme.gates, context_length=scheme.context_length)
@@ -249,8 +251,9 @@ def _wrap_layer(layer: Any, index: int, receive: Receiver) -> Callable[..., Any]
         in_order = mask is not None and masks.is_next_chunk(q_positions, k_positions, mask)
         visible = {} if in_order else masks.visibility(q_positions, k_positions, mask, q.size(2))
         record = Attended(
-            scheme=wiring.scheme, q=q.detach(), k=k.detach(), q_side=_detach(gate), k_side=_detach(landmark),
-            scale=wiring.family.layout.scale(layer), visibility=inputs.visibility(q, k, **visible), gates=layer.gates,
+            scheme=wiring.scheme, q=q.detach(), k=k.detach(), v=v.detach(), q_side=_detach(gate),
+            k_side=_detach(landmark), scale=wiring.family.layout.scale(layer),
+            visibility=inputs.visibility(q, k, **visible), gates=layer.gates,
             context_length=float(wiring.context_length),
         )  # fmt: skip
         receive(index, record)

@@ -163,9 +163,9 @@ class Bench:
             ValueError: it has no gates, or some that cannot be measured, or no text is that long.
         """
         if not isinstance(self.model, GPT):
-            from gape.hf.language import gated_layers  # noqa: PLC0415
+            from gape.hf.language import require_plain_gates  # noqa: PLC0415
 
-            gated_layers(self.model.model)
+            require_plain_gates(self.model.model)
             refuse_length(self.model.model, max(self.lengths))
         elif next(self.model.gates(), None) is None:
             raise invalid_argument("run", self.model.config.position, "a scheme with gates, which alone forgets")
@@ -183,22 +183,15 @@ class Bench:
 
     def layers(self, length: int) -> list[Problem]:
         """What each layer with gates attends with on a text of `length`. Values are drawn: no tile depends on them."""
+        ids = self.text(length)
         with self._autocast():
-            problems = self._problems(self.text(length))
+            layers = [layer for layer in attended(self.model, ids, logits_to_keep=1) if layer.gates is not None]
+            problems = [layer.problem(0, length) for layer in layers]
         dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
         return [
             replace(one, q=one.q.to(dtype), k=one.k.to(dtype), v=torch.randn_like(one.v, dtype=dtype))
             for one in problems
         ]
-
-    def _problems(self, ids: Tensor) -> list[Problem]:
-        if not isinstance(self.model, GPT):
-            from gape.hf.language import attention_inputs  # noqa: PLC0415
-
-            return attention_inputs(self.model, ids)
-        width = next(self.model.blocks()).attention.head_dim
-        layers = (layer.problem(0, ids.size(1)) for layer in attended(self.model, ids, logits_to_keep=1))
-        return [replace(problem, v=problem.k.new_empty(*problem.k.shape[:3], width)) for problem in layers]
 
     @cached_property
     def skips(self) -> bool:

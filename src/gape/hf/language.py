@@ -6,7 +6,6 @@ The trainer, the perplexity and the analysis of this library read models through
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ from transformers import DynamicCache
 from gape.gates import GAPEGates
 from gape.hf import masks
 from gape.hf.attention import InjectedAttention
-from gape.hf.families import TRANSFORMERS_4, window_of
+from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import MODULE
 from gape.hf.modeling_gape import GapeForCausalLM
 from gape.models.gpt import GPT, Output
 from gape.models.loss import IGNORED, mean_loss, sliced_cross_entropy, summed_cross_entropy, token_cross_entropy
-from gape.ops import inputs
-from gape.ops.inputs import Problem, bias_dtype
 from gape.utils.validation import invalid_argument
 
 
@@ -155,21 +152,8 @@ class LanguageModel(nn.Module):
         return head.weight if plain else None
 
 
-@torch.no_grad()
-def attention_inputs(model: LanguageModel, ids: Tensor) -> list[Problem]:
-    """Read ids (B, N) and return what each layer with gates attends with, first layer first; nothing has gradients.
-
-    Raises:
-        ValueError: as :func:`gated_layers`.
-    """
-    problems: list[Problem] = []
-    with _recorded(gated_layers(model), problems):
-        model.hidden(ids)
-    return problems
-
-
-def gated_layers(model: nn.Module) -> list[Any]:
-    """The injected layers with gates, if each attends as the operator does: to all earlier tokens, by uncapped logits.
+def require_plain_gates(model: nn.Module) -> None:
+    """Check that injected layers with gates attend as the operator does: to all earlier tokens, by uncapped logits.
 
     Raises:
         ValueError: there is none, or one has a sliding window or caps its logits.
@@ -178,36 +162,6 @@ def gated_layers(model: nn.Module) -> list[Any]:
     if not layers:
         raise invalid_argument("model", type(model).__name__, "one that gape.hf.inject has put gates into")
     for layer in layers:
-        if layer.softcap is not None or window_of(layer) is not None:
-            what = "has a sliding window" if layer.softcap is None else "caps its logits"
-            raise ValueError(f"model: layer {layer.layer_idx} {what}, expected gates over all earlier tokens")
-    return layers
-
-
-@contextmanager
-def _recorded(layers: list[Any], problems: list[Problem]) -> Iterator[None]:
-    """While open, what layers attend with is added to a list."""
-
-    def recording(layer: InjectedAttention) -> Any:
-        attend = layer.attend
-
-        def record(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, landmark: Tensor, **visibility: Any) -> Any:
-            amplitude, wiring, dtype = layer.gates.amplitude, layer.gape_wiring, bias_dtype(q.dtype)
-            problem = Problem(
-                q=q, k=k, v=v, gate=gate.to(dtype), landmark=landmark.to(dtype), amplitude=amplitude.to(dtype),
-                scale=wiring.family.layout.scale(layer), context_length=wiring.context_length,
-                visibility=inputs.visibility(q, k),
-            )  # fmt: skip
-            problems.append(problem)
-            return attend(q, k, v, gate, landmark, **visibility)
-
-        return record
-
-    for layer in layers:
-        # An attribute of the instance hides the method until it is deleted.
-        vars(layer)["attend"] = recording(layer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del vars(layer)["attend"]
+        if layer.refuses_slices is not None:
+            reason = f"layer {layer.layer_idx} {layer.refuses_slices}"
+            raise ValueError(f"model: {reason}, expected gates over all earlier tokens")
