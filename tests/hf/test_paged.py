@@ -86,10 +86,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_settings_of_generate_change_nothing(name: str, kind: str, settings: dict[str, Any]) -> None:
     model, outputs = made(name).double(), []
+    # Transformers 4 counts pads as positions in all chunks of a prompt but the last, which is refused.
+    prompts = padded(pads=0 if TRANSFORMERS_4 and "prefill_chunk_size" in settings else 25)
     for cache in (CACHES[kind](model), DynamicCache()):
         torch.manual_seed(7)
         given = {"max_new_tokens": 14, "do_sample": False} | settings
-        outputs.append(model.generate(**padded(), past_key_values=cache, **given))
+        outputs.append(model.generate(**prompts, past_key_values=cache, **given))
     if not isinstance(outputs[0], torch.Tensor):
         for actual, expected in zip(outputs[0].logits, outputs[1].logits, strict=True):
             torch.testing.assert_close(actual, expected, **EXACT)
@@ -104,11 +106,14 @@ def test_settings_of_generate_change_nothing(name: str, kind: str, settings: dic
 
 @each_model
 def test_assisted_decoding_takes_tokens_back(name: str) -> None:
-    model, ids, settings = made(name).double(), tokens(1, 40), {"max_new_tokens": 20, "do_sample": False}
+    model, ids = made(name).double(), tokens(1, 40)
+    # Transformers 4 looks prompts up only where a text can end, and may go beyond the last token; 0 is a pad.
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}
     expected = model.generate(ids, **settings)
+    assert expected.size(1) == 60
     for more in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": made(name, **_other(name)).double()}):
         cache = FullCache(model)
-        assert torch.equal(model.generate(ids, past_key_values=cache, **more, **settings), expected)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **more, **settings)[:, :60], expected)
         assert cache.num_keys == [[cache.get_seq_length()] * 2] * 2
 
 
@@ -408,7 +413,7 @@ def few_bits(model: Any) -> None:
     [
         (lambda model: None, None),
         (lambda model: setattr(model.model.layers[0].mlp, "up_proj", Adapter(32, 48).eval()), "a Adapter"),
-        (lambda model: setattr(model.model.norm, "forward", model.model.norm.forward), "forward of a module"),
+        (lambda model: setattr(model.model.norm, "forward", torch.abs), "forward of a module"),
         (lambda model: model.model.norm.register_forward_hook(lambda *_: None), "hooks"),
         (lambda model: model.model.layers[0].compile(), "compiled"),
         (few_bits, "Bits"),

@@ -178,8 +178,8 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         """Forget everything."""
         self.pages.reset()
         self.real = self._pads = None
-        for layer in self._plain:
-            layer.reset()
+        # Layers of transformers 4 keep their length through a reset of their own.
+        self.layers[:] = self._layers(len(self.layers))
 
     @property
     def _plain(self) -> list[Any]:

@@ -201,12 +201,18 @@ def model_cannot(modules: Sequence[nn.Module], weight: Tensor, known: Callable[[
         return f"the model works in {low}, and steps are captured in half precision"
     if has_hooks(modules):
         return "a module has hooks, which a replay would not call"
-    if any("forward" in vars(module) for module in modules):
+    if any(_replaced(module) for module in modules):
         return "the forward of a module was replaced"
     if any(module._compiled_call_impl is not None for module in modules):
         return "a module is compiled"
     foreign = next((type(module) for module in modules if not known(module)), None)
     return None if foreign is None else f"it is not known whether a {foreign.__qualname__} can be captured"
+
+
+def _replaced(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own. Transformers 4 leaves that of the class where it recorded states."""
+    forward = vars(module).get("forward")
+    return forward is not None and forward != type(module).forward.__get__(module)
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
