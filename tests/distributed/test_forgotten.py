@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from gape.distributed.forgotten import block_size, key_bounds, query_bounds, wanted_blocks
+from gape.distributed.forgotten import block_size, key_bounds, needed_blocks, query_bounds
 from tests.distributed.launch import work
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_unwanted_blocks_hold_less_attention_than_eps(groups):
+def test_unneeded_blocks_hold_less_attention_than_eps(groups):
     torch.manual_seed(0)
     ways, n, heads, width, eps, scale = 4, 256, 2, 8, 1e-3, 0.3
     q = torch.randn(1, heads * groups, ways * n, width, dtype=torch.float64)
@@ -27,9 +27,9 @@ def test_unwanted_blocks_hold_less_attention_than_eps(groups):
     dropped = 0
     for rank, part in enumerate(parts):
         queries = query_bounds(q[:, :, part], k[:, :, part], rate[:, :, part], scale, size)
-        wants = wanted_blocks(queries, keys, rank, size, eps)
-        assert not wants[rank:].any()
-        lost = ~wants[:rank].movedim(0, 2).flatten(2).repeat_interleave(size, dim=-1).repeat_interleave(groups, dim=1)
+        needed = needed_blocks(queries, keys, rank, size, eps)
+        assert not needed[rank:].any()
+        lost = ~needed[:rank].movedim(0, 2).flatten(2).repeat_interleave(size, dim=-1).repeat_interleave(groups, dim=1)
         assert float((weights[:, :, part, : rank * n] * lost[:, :, None]).sum(-1).amax()) <= eps if rank else True
         dropped += int(lost.sum())
     assert dropped > 0
@@ -40,7 +40,7 @@ def test_a_key_that_is_not_a_number_is_sent():
     queries = torch.ones(1, 1, 1), torch.full((1, 1, 1), 1e9), torch.zeros(1, 1, 1)
     from gape.distributed.forgotten import KeyBounds, QueryBounds
 
-    assert wanted_blocks(QueryBounds(*queries), KeyBounds(*bounds), 1, 128, 1e-3)[0].all()
+    assert needed_blocks(QueryBounds(*queries), KeyBounds(*bounds), 1, 128, 1e-3)[0].all()
 
 
 @pytest.mark.slow

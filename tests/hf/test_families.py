@@ -160,6 +160,6 @@ def static(model, length):
 def test_a_layer_with_a_window_does_not_attend_across_processes(family):
     """Some families have the window in the config alone."""
     model = gape.hf.inject(tiny(family), context_length=16)
-    assert model.model.layers[0].self_attn.refuses_slices == "has a sliding window"
+    assert model.model.layers[0].self_attn.not_plain_attention == "has a sliding window"
     # The other layer of Qwen2 sees everything.
-    assert (model.model.layers[1].self_attn.refuses_slices is None) == (family == "qwen2")
+    assert (model.model.layers[1].self_attn.not_plain_attention is None) == (family == "qwen2")

@@ -154,9 +154,9 @@ class Account:
                 sequences follow one another. None goes by eps.
         """
         logs = self._log_costs(keys)
-        gone = self._within_eps(keys, logs) if excess is None else _cheapest(logs.amax(1), keys.valid, excess)
-        self._charge(keys, logs, gone)
-        return keys.valid & ~gone
+        evicted = self._within_eps(keys, logs) if excess is None else _cheapest(logs.amax(1), keys.valid, excess)
+        self._charge(keys, logs, evicted)
+        return keys.valid & ~evicted
 
     def _log_costs(self, keys: Candidates) -> Tensor:
         """Logarithms of the most weight that each key can have for a query of each head, (s, G, N)."""
@@ -180,17 +180,17 @@ class Account:
         spent = spent + cost.gather(2, order.unsqueeze(1).expand_as(cost)).cumsum(-1)
         return torch.zeros_like(keys.valid).scatter(-1, order, (spent <= self.eps).all(1))
 
-    def _charge(self, keys: Candidates, logs: Tensor, gone: Tensor) -> None:
+    def _charge(self, keys: Candidates, logs: Tensor, evicted: Tensor) -> None:
         """Add the costs of evicted keys to the account."""
-        chosen, n = keys.sequences, gone.size(-1)
+        chosen, n = keys.sequences, evicted.size(-1)
         # No key can have more than all of the attention.
-        cost = logs.clamp(max=0).exp().nan_to_num(1.0).masked_fill(~gone.unsqueeze(1), 0.0)
+        cost = logs.clamp(max=0).exp().nan_to_num(1.0).masked_fill(~evicted.unsqueeze(1), 0.0)
         octave = (-torch.log2(keys.exposure.double())).floor().clamp(0, _OCTAVES - 1).nan_to_num(_OCTAVES - 1).long()
-        place = octave + _OCTAVES * (torch.arange(n, device=gone.device) % _PARTS)
+        place = octave + _OCTAVES * (torch.arange(n, device=evicted.device) % _PARTS)
         sums = cost.new_zeros(*cost.shape[:2], _PARTS * _OCTAVES)
         sums.scatter_add_(-1, place.unsqueeze(1).expand_as(cost), cost)
         self._mass[chosen] += sums.view(*cost.shape[:2], _PARTS, _OCTAVES).sum(-2)
-        longest = keys.norm.double().masked_fill(~gone, 0.0).amax(-1, keepdim=True)
+        longest = keys.norm.double().masked_fill(~evicted, 0.0).amax(-1, keepdim=True)
         self._longest[chosen] = torch.maximum(self._longest[chosen], longest)
         self.realised_eps = torch.maximum(self.realised_eps, self._mass.sum(-1).clamp(max=1.0))
 

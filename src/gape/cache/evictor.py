@@ -125,8 +125,8 @@ class Evictor:
         if real is not None:
             reach, own = (x.masked_fill(~real[:, None], -torch.inf) for x in (reach, own))
         largest = torch.stack([reach.amax((0, 2)), own.amax((0, 2))])
-        kept = self._storage.query_range[layer]
-        torch.maximum(kept, largest.to(kept.dtype), out=kept)
+        known = self._storage.query_range[layer]
+        torch.maximum(known, largest.to(known.dtype), out=known)
 
     def _bounds(self) -> Bounds:
         """Bounds on the queries of all sequences, with room for rounding."""

@@ -71,8 +71,8 @@ class PagedStorage:
         self._forget_pages()
 
     def _forget_pages(self) -> None:
-        # Layers whose number of keys the device is to say, where it will be, and when it is there.
-        self._asked: list[tuple[int, Tensor, Any]] = []
+        # Layers whose number of keys is being copied from the device, the copy, and the event that ends it.
+        self._pending_counts: list[tuple[int, Tensor, Any]] = []
         self._slabs: list[Tensor] = []
         self._addresses = np.zeros(0, dtype=np.int64)
         self._free = np.zeros(0, dtype=np.int64)
@@ -90,7 +90,7 @@ class PagedStorage:
             clone._slabs = [slab.clone() for slab in self._slabs]
         for name in ("counts", "_owned", "_table", "_free"):
             setattr(clone, name, getattr(self, name).copy())
-        clone._asked, clone._views = [], []
+        clone._pending_counts, clone._views = [], []
         clone._addresses = np.concatenate([clone._page_addresses(slab) for slab in clone._slabs] or [self._addresses])
         clone._upload()
         return clone
@@ -135,8 +135,8 @@ class PagedStorage:
         Raises:
             torch.OutOfMemoryError: there is no memory; the sequences are then as they were.
         """
-        if any(layer in (None, asked) for asked, *_ in self._asked):
-            # An answer from before would undo what is counted from here on.
+        if any(layer in (None, pending) for pending, *_ in self._pending_counts):
+            # A count from before would undo what is counted from here on.
             self._take_counts()
         if self._assign(needed, layer):
             self._upload(layer)
@@ -191,26 +191,26 @@ class PagedStorage:
         write_keys(self.pages(layer), k, v, exposure, positions, slots.masked_fill(~keep, -1).int())
         self.lengths[layer].add_(keep.sum(-1, dtype=torch.int32))
         self.counts[layer] += k.size(2)
-        self._ask_count(layer)
+        self._request_count(layer)
 
-    def _ask_count(self, layer: int) -> None:
-        """Let the device say how many keys a layer has, and take in what it has said of earlier layers."""
+    def _request_count(self, layer: int) -> None:
+        """Start to copy how many keys a layer has from the device, and count what was copied for earlier layers."""
         if self.device.type != "cuda":
             self._settle(0, layer, self.lengths[layer].cpu())
             return
-        answer = torch.empty(self.shape[1:], dtype=torch.int32, pin_memory=True)
-        answer.copy_(self.lengths[layer], non_blocking=True)
-        said = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        said.record()
-        self._asked.append((layer, answer, said))
+        counts = torch.empty(self.shape[1:], dtype=torch.int32, pin_memory=True)
+        counts.copy_(self.lengths[layer], non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        self._pending_counts.append((layer, counts, copied))
         self._take_counts(_LAG)
 
     def _take_counts(self, lag: int = 0) -> None:
-        """Take in what the device has said of how many keys layers have, but for the last `lag` of them."""
-        while len(self._asked) > lag:
-            layer, answer, said = self._asked.pop(0)
-            said.synchronize()
-            self._settle(0, layer, answer)
+        """Count the keys of layers by the copies from the device, but for the last `lag` of them."""
+        while len(self._pending_counts) > lag:
+            layer, counts, copied = self._pending_counts.pop(0)
+            copied.synchronize()
+            self._settle(0, layer, counts)
 
     def rewrite(self, sequences: Tensor, keys: tuple[Tensor, ...], keep: Tensor) -> None:
         """Store only some keys of some sequences, moved together; :meth:`settle` then frees pages that fell empty.
@@ -241,7 +241,7 @@ class PagedStorage:
 
     def settle(self, room: int, layer: int | None = None) -> None:
         """Read lengths back, free pages that are not needed, and make room for more keys: in one layer, or in all."""
-        self._asked.clear()
+        self._pending_counts.clear()
         self._settle(room, layer, self.lengths[_part(layer)].cpu())
 
     def _settle(self, room: int, layer: int | None, lengths: Tensor) -> None:
@@ -276,8 +276,8 @@ class PagedStorage:
         """Numbers of free pages, taken off the free list."""
         if count > self._free.size:
             self._grow(count - self._free.size)
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
+        numbers, self._free = self._free[:count], self._free[count:]
+        return numbers
 
     def _grow(self, missing: int) -> None:
         total = self._addresses.size
@@ -293,8 +293,8 @@ class PagedStorage:
                 slab[:total] = self._slabs[0]
                 self._slabs = [slab]
         self._views = []
-        kept = self._addresses if self.in_kernels else self._addresses[:0]
-        self._addresses = np.concatenate([kept, self._page_addresses(slab)])
+        addresses = self._addresses if self.in_kernels else self._addresses[:0]
+        self._addresses = np.concatenate([addresses, self._page_addresses(slab)])
         self._free = np.concatenate([self._free, np.arange(total, total + pages)])
 
     def _page_addresses(self, slab: Tensor) -> Any:

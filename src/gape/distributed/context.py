@@ -80,7 +80,7 @@ def _attend_injected(
 def _refusal(module: nn.Module) -> str | None:
     """Why a module cannot attend across processes; None where it can, or does not attend."""
     if isinstance(module, Skips):
-        return getattr(module, "refuses_slices", None)
+        return getattr(module, "not_plain_attention", None)
     attends = type(module).__name__.endswith("Attention") and any(True for _ in module.parameters())
     return f"is a {type(module).__name__}, which attends within its slice alone" if attends else None
 

@@ -45,7 +45,7 @@ def exchange_keys(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and landmarks of this process's slice and of what its queries can attend to before it.
 
-    Leading blocks that no head wants are left out, the others are zero in the heads that do not want them.
+    Leading blocks that no head needs are left out, the others are zero in the heads that do not need them.
     """
     assert landmark is not None
     n, size = q.size(2), block_size(q.size(2))
@@ -54,17 +54,17 @@ def exchange_keys(
         keys = key_bounds(k, landmark, size)
         queries = query_bounds(q, k, rate, softmax_scale(layer), size)
         stacked = gather(torch.stack(keys), context.group, context.traffic, "bounds")
-        wants = wanted_blocks(queries, KeyBounds(*stacked.unbind(1)), context.rank, size, context.eps)
+        needed = needed_blocks(queries, KeyBounds(*stacked.unbind(1)), context.rank, size, context.eps)
         # uint8: not every backend sends flags.
-        asked = gather(wants.to(torch.uint8), context.group, context.traffic, "bounds")
-        wanted = asked[:, context.rank].bool()
+        requests = gather(needed.to(torch.uint8), context.group, context.traffic, "bounds")
+        requested = requests[:, context.rank].bool()
     blocks = _blocks(torch.cat([k, v], dim=-1), size)
-    received = exchange(blocks, wanted, wants, context.group, context.traffic)
+    received = exchange(blocks, requested, needed, context.group, context.traffic)
     sides = context.gather_side(layer, landmark)
     assert sides is not None
     # (K, B, H, M, S, W) of the earlier processes as (B, H, tokens, W).
     earlier = received[: context.rank].movedim(0, 2).flatten(2, 4)
-    first = _first(wants[: context.rank]) * size
+    first = _first(needed[: context.rank]) * size
     both = torch.cat([earlier[:, :, first:], torch.cat([k, v], dim=-1)], dim=2)
     k, v = torch.split(both, [k.size(-1), v.size(-1)], dim=-1)
     return k, v, sides[:, :, first : (context.rank + 1) * n]
@@ -76,9 +76,9 @@ def softmax_scale(layer: Any) -> float:
     return float(layer.scale if wiring is None else wiring.family.layout.scale(layer))
 
 
-def _first(wants: Tensor) -> int:
-    """The first block that any head of any row wants, of (processes, B, H, M); the number of blocks if none does."""
-    flags = wants.any(dim=2).any(dim=1).flatten()
+def _first(needed: Tensor) -> int:
+    """The first block that any head of any row needs, of (processes, B, H, M); the number of blocks if none does."""
+    flags = needed.any(dim=2).any(dim=1).flatten()
     return int(flags.nonzero()[0]) if bool(flags.any()) else flags.numel()
 
 
@@ -106,21 +106,21 @@ def _blocks(x: Tensor, size: int) -> Tensor:
     return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
 
 
-def wanted_blocks(queries: QueryBounds, keys: KeyBounds, rank: int, size: int, eps: float) -> Tensor:
+def needed_blocks(queries: QueryBounds, keys: KeyBounds, rank: int, size: int, eps: float) -> Tensor:
     """Which blocks of earlier slices the queries of slice `rank` may attend to: bool (K, B, Hk, M).
 
     Args:
         queries: of the slice, (B, Hq, M).
         keys: of all slices, (K, B, Hk, M).
-        rank: the slice of the queries; a slice does not want its own blocks, which it has.
+        rank: the slice of the queries; a slice does not need its own blocks, which it has.
         size: S.
-        eps: attention that a query may lose to all blocks that are not wanted.
+        eps: attention that a query may lose to all blocks that are not needed.
     """
     ways, _, heads, m = keys.norm.shape
     groups = queries.norm.size(1) // heads
     limit = math.log(eps / (ways * m * size))
     firsts = (rank * m + torch.arange(m, device=keys.norm.device)) * size
-    wants = torch.zeros(keys.norm.shape, dtype=torch.bool, device=keys.norm.device)
+    needed = torch.zeros(keys.norm.shape, dtype=torch.bool, device=keys.norm.device)
     for other in range(rank):
         # (B, Hq, query blocks, key blocks)
         lasts = (other * m + torch.arange(m, device=firsts.device) + 1) * size - 1
@@ -128,6 +128,6 @@ def wanted_blocks(queries: QueryBounds, keys: KeyBounds, rank: int, size: int, e
         norm, exposure = (x[other].repeat_interleave(groups, dim=1).unsqueeze(2) for x in keys)
         most = queries.norm.unsqueeze(3) * norm - queries.rate.unsqueeze(3) * exposure * distance
         # What is not a number is sent: it shall not go unnoticed.
-        may = (~(most - queries.own.unsqueeze(3) <= limit)).any(2)
-        wants[other] = may.reshape(-1, heads, groups, m).any(2)
-    return wants
+        attended = (~(most - queries.own.unsqueeze(3) <= limit)).any(2)
+        needed[other] = attended.reshape(-1, heads, groups, m).any(2)
+    return needed

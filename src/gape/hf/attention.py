@@ -153,8 +153,8 @@ class InjectedAttention(Skips):
         return not vars(self).get("use_rope", True)
 
     @property
-    def refuses_slices(self) -> str | None:
-        """Why the layer cannot attend across processes; None where it can."""
+    def not_plain_attention(self) -> str | None:
+        """How the layer departs from the operator over all earlier tokens; None where it does not."""
         if self.softcap is not None:
             return "caps its logits"
         return None if window_of(self) is None else "has a sliding window"

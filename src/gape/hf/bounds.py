@@ -22,7 +22,7 @@ from gape.cache.eviction import EvictionRule
 from gape.cache.gpt import gpt_specs, refuse_without_floors
 from gape.cache.layer import LayerSpec
 from gape.gates import GAPEGates
-from gape.hf.families import rotated_part, window_of
+from gape.hf.families import rotated_part
 from gape.models.cuda_graphs import settings
 from gape.positions.rotary import Rotary
 from gape.utils.validation import invalid_argument
@@ -55,10 +55,8 @@ class InjectedLayer:
             ValueError: it caps its logits or has a window.
         """
         wiring, number = module.gape_wiring, module.layer_idx
-        if module.softcap is not None:
-            raise ValueError(f"model: layer {number} caps its logits, expected none that does")
-        if window_of(module) is not None:
-            raise ValueError(f"model: layer {number} has a sliding window, expected none that has one")
+        if module.not_plain_attention is not None:
+            raise ValueError(f"model: layer {number} {module.not_plain_attention}, expected none that does")
         n_heads, n_kv_heads, width = wiring.family.layout.sizes(module)
         return cls(
             module=module, number=number, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=width,

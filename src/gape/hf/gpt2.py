@@ -28,13 +28,13 @@ class LimitedPositions(nn.Embedding):
         Raises:
             ValueError: a position beyond the table.
         """
-        beyond = not torch.compiler.is_compiling() and positions.numel() and int(positions.max()) >= self.num_embeddings
-        if beyond:
-            raise invalid_argument("position_ids", positions, options_beyond(self.num_embeddings))
+        far = not torch.compiler.is_compiling() and positions.numel() and int(positions.max()) >= self.num_embeddings
+        if far:
+            raise invalid_argument("position_ids", positions, longer_positions(self.num_embeddings))
         return super().forward(positions)
 
 
-def options_beyond(limit: int) -> str:
+def longer_positions(limit: int) -> str:
     """What can be done beyond the last learned position, for messages."""
     return (
         f"at most {limit} tokens, as many as the model has learned positions for. To go further: position='rope+gape' "

@@ -239,7 +239,7 @@ def _refuse_model(model: Any, family: Family, settings: Settings, learn: str) ->
             )
     limit = gpt2.limit(model) if family.model_type == "gpt2" and settings.position is None else None
     if limit is not None and settings.context_length > limit:
-        raise invalid_argument("context_length", settings.context_length, gpt2.options_beyond(limit))
+        raise invalid_argument("context_length", settings.context_length, gpt2.longer_positions(limit))
 
 
 def _layers(layers: Iterable[int], count: int) -> tuple[int, ...]:

@@ -162,6 +162,6 @@ def require_plain_gates(model: nn.Module) -> None:
     if not layers:
         raise invalid_argument("model", type(model).__name__, "one that gape.hf.inject has put gates into")
     for layer in layers:
-        if layer.refuses_slices is not None:
-            reason = f"layer {layer.layer_idx} {layer.refuses_slices}"
+        if layer.not_plain_attention is not None:
+            reason = f"layer {layer.layer_idx} {layer.not_plain_attention}"
             raise ValueError(f"model: {reason}, expected gates over all earlier tokens")

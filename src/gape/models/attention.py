@@ -246,9 +246,9 @@ class GAPEAttention(Skips, nn.Module):
 
         # What is added to a copy of the cache lies behind what the cache counts.
         given = self._steps(x, positions, documents, copy(cache), attn_mask, n)
-        in_pages, kept = cache.explain if isinstance(cache, PagedLayer) else None, self.landmark_mean
+        in_pages, mean_before = cache.explain if isinstance(cache, PagedLayer) else None, self.landmark_mean
         stated: Plan = take_steps(self, x, attend=plan, in_pages=in_pages, **given)
-        self.landmark_mean = kept
+        self.landmark_mean = mean_before
         return stated
 
     def _fused_prologue(

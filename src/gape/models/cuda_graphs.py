@@ -91,7 +91,7 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         modules = list(_walk(model))
         self._modules = [weakref.ref(module) for module in modules]
-        self._settings = {number: found for number, module in enumerate(modules) if (found := settings(module))}
+        self._settings = {number: own for number, module in enumerate(modules) if (own := settings(module))}
         self._tensors = [(weakref.ref(x), x.data_ptr()) for x in _tensors(modules)]
 
     def is_that_of(self, model: nn.Module) -> bool:

@@ -265,10 +265,10 @@ def plain_write(
 def plain_read(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`read_keys` in PyTorch."""
     parts, (numbers, there) = _parts(pages), _numbers(pages, slots)
-    places, gone = slots.long() % PAGE, ~there
+    places, empty = slots.long() % PAGE, ~there
     # What was never written may not be a number: it is replaced, not multiplied.
-    k, v = (x[numbers, places].masked_fill(gone.unsqueeze(-1), 0) for x in parts[:2])
-    u, j = (x[numbers, places].masked_fill(gone, 0) for x in parts[2:])
+    k, v = (x[numbers, places].masked_fill(empty.unsqueeze(-1), 0) for x in parts[:2])
+    u, j = (x[numbers, places].masked_fill(empty, 0) for x in parts[2:])
     return k, v, u, j
 
 

@@ -168,13 +168,13 @@ def rotary_frequencies(
 def _head_schemes(names: Any) -> type[Scheme] | list[type[Scheme]]:
     """The schemes of heads by name, one or several."""
     several = isinstance(names, list | tuple)
-    found = []
+    schemes = []
     for name in names if several else [names]:
         rotates = [known for known, kind in _SCHEMES.items() if issubclass(kind, NoPE | Rotary)]
         if name not in rotates:
             raise invalid_argument("head_positions", name, f"one of {', '.join(rotates)}{suggestion(name, rotates)}")
-        found.append(_SCHEMES[name])
-    return found if several else found[0]
+        schemes.append(_SCHEMES[name])
+    return schemes if several else schemes[0]
 
 
 def _find(name: str) -> tuple[type[Scheme], bool]:
@@ -190,8 +190,8 @@ def _find(name: str) -> tuple[type[Scheme], bool]:
     return scheme, gated
 
 
-def _refuse_unknown(name: str, options: dict[str, Any], taken: list[str]) -> None:
-    unknown = [option for option in options if option not in taken]
+def _refuse_unknown(name: str, options: dict[str, Any], accepted: list[str]) -> None:
+    unknown = [option for option in options if option not in accepted]
     if unknown:
-        takes = f"the options {', '.join(taken)}" if taken else "no options"
+        takes = f"the options {', '.join(accepted)}" if accepted else "no options"
         raise ValueError(f"{', '.join(unknown)}: {name} does not take this; it takes {takes}")

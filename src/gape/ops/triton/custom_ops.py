@@ -121,7 +121,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], flag
         return
     # Finer than what Triton compiles for: a number is itself, a tensor its dtype and alignment. All at once, for there
     # are some fifty arguments.
-    likeness = [
+    argument_kinds = [
         x
         if type(x) is int
         else (x.dtype, x.data_ptr() % 16)
@@ -132,7 +132,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], flag
         for x in arguments
     ]
     # By identity, for the hash of a kernel takes a lock; what is compiled keeps its kernel alive.
-    key = (id(kernel), arguments[0].device, *likeness, *flags.items())
+    key = (id(kernel), arguments[0].device, *argument_kinds, *flags.items())
     compiled = _COMPILED.get(key)
     if compiled is None:
         if len(_COMPILED) >= _MOST_COMPILED:

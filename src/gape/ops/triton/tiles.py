@@ -271,8 +271,8 @@ def place_of(bits):
 def run_of(bits):
     """The lowest run of bits that are set: where it begins, where it ends, and the bits without it."""
     # The sum carries through the run to the place after it.
-    beyond = bits + (bits & (~bits + 1))
-    return place_of(bits), place_of(beyond), bits & beyond
+    carried = bits + (bits & (~bits + 1))
+    return place_of(bits), place_of(carried), bits & carried
 
 
 #: What a norm in float32 may have been rounded down by.
