@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gape.experiments import language
+from gape.experiments import language, recall
 from gape.utils import jsonl
 from tests.cli.test_commands import gape_exits
 from tests.tasks import text
@@ -222,3 +222,41 @@ def test_contexts_are_those_that_documents_fill(corpus: Path, capsys: pytest.Cap
     assert "context: got int 512" in capsys.readouterr().err
     assert gape_exits("lm", "perplexity", "runs/lm/toy/p-rope", "--data", corpus, "--dtype", "int8") == 2
     assert gape_exits("lm", "perplexity", "nowhere", "--data", corpus, "--contexts", "16") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("corpus")
+def test_recall_and_generation_are_measured_once_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    longer = text.corpus(Path("longer"), lengths=(1300, 1400), train_length=700).directory
+    options = (
+        f"data={longer}", "device=cpu", "batch_size=2", "seed=0", "model.vocab_size=257", "model.n_layer=1",
+        "model.n_embd=64", "task.length=600", "recall.share=0.5", "train.max_steps=1",
+        "train.accumulation=1", "train.warmup_steps=0", "train.progress=off", "evaluation.contexts=[600, 1200]",
+        "evaluation.last=16", "evaluation.align=1200", "evaluation.max_windows=2", "evaluation.validation_windows=2",
+        "evaluation.recall_samples=2", "evaluation.recall_facts=2", "evaluation.new_tokens=2",
+        "analysis.routing_every=0", "--only", "alibi_seed0", "--only", "p-rope+gape_floor4_seed0",
+    )  # fmt: skip
+    answered = recall._answer
+
+    def interrupted(*given: object) -> dict[str, object]:
+        monkeypatch.setattr(recall, "_answer", answered)
+        raise OSError("the lease is over")
+
+    monkeypatch.setattr(recall, "_answer", interrupted)
+    assert gape_exits("lm", "train", "lm/recall", *options) == 1
+    assert gape_exits("lm", "train", "lm/recall", *options) == 0
+    whats = ["far", "middle", "near", "several", "generate"]
+    for run in ("alibi_seed0", "p-rope+gape_floor4_seed0"):
+        found = rows(Path("runs/lm/recall") / run, "recall.jsonl")
+        assert [(row["length"], row["what"]) for row in found] == [(n, what) for n in (600, 1200) for what in whats]
+        assert [row["answers"] for row in found if "answers" in row] == [2, 2, 2, 4] * 2
+        assert found[9]["cache_bytes"] > 0
+        assert found[9]["tokens_per_second"] > 0
+    before = (Path("runs/lm/recall") / run / "recall.jsonl").read_bytes()
+    assert gape_exits("lm", "train", "lm/recall", *options) == 0
+    assert (Path("runs/lm/recall") / run / "recall.jsonl").read_bytes() == before
+    assert gape_exits("report", "runs/lm/recall", "--out", "results/lm/recall") == 0
+    assert "Recall, fact far: share of facts answered" in Path("results/lm/recall/tables.md").read_text()
+    assert gape_exits("reproduce", "lm-recall") == 0
+    panels = json.loads(Path("figures/lm-recall.json").read_text())["panels"]
+    assert [panel["what"] for panel in panels] == ["near", "middle", "far", "several"]

@@ -146,12 +146,14 @@ class Request:
         asked: of these, how many are asked for at most; half of `facts` by default.
         depths: between which parts of the text, from 0 to 1, facts stand.
         repeated: share of texts whose filler is one short passage over and over.
+        exact: whether a text has all of `facts` and asks for each of them, in place of drawn numbers.
     """
 
     facts: int = 8
     asked: int | None = None
     depths: tuple[float, float] = (0.0, 1.0)
     repeated: float = 0.25
+    exact: bool = False
 
     def __post_init__(self) -> None:
         for name in ("facts", "asked"):
@@ -160,11 +162,11 @@ class Request:
 
     def draw_count(self, rng: Random) -> int:
         """How many facts a text has: the logarithm of the number is spread evenly."""
-        return int((self.facts + 1) ** rng.random())
+        return self.facts if self.exact else int((self.facts + 1) ** rng.random())
 
     def draw_asked(self, rng: Random, facts: int) -> int:
         """How many of a text's facts are asked for."""
-        return min(facts, 1 + rng.randrange(self.asked or max(1, self.facts // 2)))
+        return facts if self.exact else min(facts, 1 + rng.randrange(self.asked or max(1, self.facts // 2)))
 
 
 DEFAULT = Request()

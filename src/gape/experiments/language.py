@@ -14,8 +14,8 @@ from rich.console import Console
 
 from gape.analysis.routing import routing_variables
 from gape.data import Corpus, WindowSource, open_corpus
-from gape.data.recall import RecallConfig, RecallSource, recall_source
-from gape.experiments import experiment, perplexity
+from gape.data.recall import RecallConfig, RecallSource, corpus_tokenizer, recall_source
+from gape.experiments import experiment, perplexity, recall
 from gape.experiments.experiment import Log, low_precision, model_step, named_device
 from gape.experiments.result_store import ResultStore
 from gape.experiments.run import LanguageRun
@@ -40,6 +40,8 @@ def check(run: LanguageRun, directory: Path) -> None:
         raise invalid_argument("model.vocab_size", run.model.vocab_size, expected)
     _sources(run, corpus, torch.device("cpu"))
     _settings(run, torch.device("cpu")).check()
+    if run.evaluation.recall_samples:
+        corpus_tokenizer(corpus, run.recall.tokenizer)
     began = read_object(directory / CONFIG).get("extra", {}).get("corpus", {}).get("fingerprint")
     if began not in (None, corpus.fingerprint()):
         raise ValueError(f"data: {run.data} is not the corpus with which {directory} was trained; give another --out")
@@ -76,15 +78,20 @@ def train(
 
 
 def missing(run: LanguageRun, directory: Path) -> bool:
-    """Whether a context is not measured, or the scores of one that is lie about still."""
-    settings = _settings(run, named_device(run.device))
-    about = {"step": model_step(run, directory)}
-    return settings.unfinished(directory) or bool(settings.missing(directory, about))
+    """Whether something is not measured at a context, or the scores of one that is lie about still."""
+    device, step = named_device(run.device), model_step(run, directory)
+    settings = _settings(run, device)
+    unmeasured = settings.missing(directory, {"step": step})
+    return settings.unfinished(directory) or bool(
+        unmeasured or recall.missing(run, directory, settings.corpus, device, step)
+    )
 
 
 def measure(run: LanguageRun, directory: Path, device: torch.device, log: Log) -> None:
-    """Measure perplexity at the missing contexts of the recipe."""
-    perplexity.measure_run(run, directory, _settings(run, device), log)
+    """Measure perplexity, recall and generation at the missing contexts of the recipe."""
+    settings = _settings(run, device)
+    perplexity.measure_run(run, directory, settings, log)
+    recall.measure(run, directory, settings.corpus, device, log)
 
 
 class RoutingLog:

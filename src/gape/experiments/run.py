@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from gape.data.recall import RecallConfig
+from gape.data.recall_texts import Request
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.tasks.niah import VOCAB_SIZE, NIAHConfig
@@ -270,6 +271,9 @@ class LanguageEvaluation:
         max_windows: windows per context at most.
         seed: which windows; the same for every run, so that runs can be compared window by window.
         chunk: tokens that go through the model at once; longer windows are read with a cache.
+        recall_samples: recall texts per context, for each distance of a fact and for several facts; 0 measures none.
+        recall_facts: facts of a text that asks for several.
+        new_tokens: generated behind a text of each context, timed; 0 generates none.
     """
 
     validation_windows: int = 256
@@ -279,11 +283,16 @@ class LanguageEvaluation:
     max_windows: int = 8000
     seed: int = 0
     chunk: int = 16384
+    recall_samples: int = 0
+    recall_facts: int = 4
+    new_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("validation_windows", "max_windows", "chunk"):
             whole(name, getattr(self, name))
-        whole("seed", self.seed, 0)
+        for name in ("seed", "recall_samples", "new_tokens"):
+            whole(name, getattr(self, name), 0)
+        Request(facts=self.recall_facts)
         for context in self.contexts:
             self.at(context)
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gape.report import diagrams, figures, inside, inside_figures, series
+from gape.report import diagrams, figures, inside, inside_figures, recall, series
 from gape.report.results import Results
 from gape.report.series import Data
 from gape.report.style import house_style, save
@@ -54,7 +54,8 @@ class Entry:
         """The commands that make its results."""
         if self.recipe.startswith("hf/"):
             return "the commands of docs/results/smollm2.md"
-        train = f"gape lm train {self.recipe} data=DIR" if self.command else f"gape niah train {self.recipe}"
+        of = self.recipe.partition("/")[0]
+        train = f"gape {of} train {self.recipe}" + (" data=DIR" if of == "lm" else "")
         measure = f", gape {self.command} runs/{self.recipe}/* --data DIR" if self.command else ""
         return f"{train}{measure} and gape report runs/{self.recipe} --out results/{self.recipe}"
 
@@ -178,6 +179,12 @@ _LANGUAGE = (
         caption="Above: loss on tokens whose answer lies far back, by how far. Below: how much lower it is than "
         "without the far text, on the same tokens. Bands are 95% intervals over documents, or deviations over seeds.",
         measure=series.far_back, draw=figures.draw_far_back,
+    ),
+    _language(
+        name="lm-recall", paper=None, recipe="lm/recall",
+        caption="Facts of held-out texts that are answered, by context and by where the fact stands. Bands are 95% "
+        "intervals over seeds.",
+        measure=recall.recall, draw=recall.draw,
     ),
     _language(
         name="hf-perplexity", paper=None, command="hf perplexity",

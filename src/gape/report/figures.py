@@ -107,6 +107,22 @@ def draw_far_back(data: Data) -> Figure:
     return figure
 
 
+def draw_panels(data: Data, label: str) -> Figure:
+    """Shares against context, a panel per entry; bands are intervals."""
+    panels = data["panels"]
+    figure, axes = new_figure(3.1 * len(panels) + 0.5, 3.1, 1, len(panels), sharey=True)
+    for ax, panel in zip(axes[0], panels, strict=True):
+        _draw_lines(ax, panel["lines"])
+        _trained_at(ax, data["train_length"])
+        length_axis(ax, (x for entry in panel["lines"] for x in entry["at"]))
+        tilt(ax)
+        ax.set_ylim(-0.03, 1.06)
+        ax.set_title(panel["title"])
+    axes[0, 0].set_ylabel(label)
+    legend_below(figure, axes)
+    return figure
+
+
 def tilt(ax: Axes) -> None:
     """Tilt the numbers under an axis that has many."""
     ax.tick_params(axis="x", labelrotation=40, labelsize=7)

@@ -71,6 +71,9 @@ KINDS = {
     "far_back": _language(
         "far_back", ("kind", "distance", "context", "key"), "kind distance context tokens documents nll low high"
     ),
+    "recall": _language(
+        "recall", ("what", "length", "facts", "samples", "eval_seed", "precision", "device"), "what length"
+    ),
     "ruler": _language("ruler", ("key", "task", "length"), "key model task length samples"),
     "forgetting": _language(
         "forgetting",
@@ -339,6 +342,7 @@ _AVERAGED: dict[str, tuple[Callable[[Record], Hashable], Callable[[Record], Reco
     ),
     "perplexity": (_scheme, _protocol),
     "far_back": (_scheme, far_back_question),
+    "recall": (_scheme, lambda row: {key: row.get(key) for key in ("corpus", "eval_seed", "precision")}),
     # Figures choose among other texts and lengths themselves.
     "entropy": (_scheme, lambda row: {}),
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from gape.report import catalogue, forgetting, ruler
+from gape.report import catalogue, forgetting, recall, ruler
 from gape.report.page import page
 from gape.report.results import Results, store
 from gape.report.series import NoData
@@ -53,7 +53,7 @@ def report(
 
 def tables(results: Results) -> list[Table]:
     """All tables of some results."""
-    kinds = (needle_tables, language_tables, hf_differences, ruler.tables, forgetting.result_tables)
+    kinds = (needle_tables, language_tables, hf_differences, recall.tables, ruler.tables, forgetting.result_tables)
     return [table for tables_of in kinds for table in tables_of(results)]
 
 

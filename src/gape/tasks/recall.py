@@ -5,7 +5,7 @@ Names in these texts are in no training text (:class:`gape.data.recall_texts.Rec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gape.data import Corpus, Tokenizer
-from gape.data.recall_texts import RecallWriter, Request
+from gape.data.recall_texts import RecallText, RecallWriter, Request
 from gape.utils.jsonl import Record
 from gape.utils.random import key
 from gape.utils.validation import invalid_argument, whole
@@ -44,8 +44,9 @@ class Score(NamedTuple):
 
 
 def samples(
-    corpus: Corpus, tokenizer: Tokenizer, length: int, count: int, *, seed: int = 0, split: str = "heldout"
-) -> Iterator[Sample]:
+    corpus: Corpus, tokenizer: Tokenizer, length: int, count: int, *, seed: int = 0, split: str = "heldout",
+    distances: Sequence[str] = tuple(DISTANCES),
+) -> Iterator[Sample]:  # fmt: skip
     """Texts of a corpus with one fact, `count` for each distance; each is a function of the seed and its number.
 
     Args:
@@ -55,31 +56,63 @@ def samples(
         count: for each distance.
         seed: which texts.
         split: "train" or "heldout".
+        distances: some of :data:`DISTANCES`.
 
     Raises:
         ValueError: no document is long enough, or a fact and its question leave no text.
     """
-    whole("count", count)
-    documents = [document for document in corpus.documents(split) if document.length >= length]
-    if not documents:
-        raise invalid_argument("length", length, f"at most what a {split} document of {corpus.directory} has")
-    writer = RecallWriter(tokenizer, heldout=split == "heldout")
-    if length < (least := writer.shortest()):
-        raise invalid_argument("length", length, f"at least {least} tokens, for a fact and its question")
-    for number in range(count):
-        for distance, depths in DISTANCES.items():
+    passages = _Passages(corpus, tokenizer, length, split)
+    for number in range(whole("count", count)):
+        for distance in distances:
             rng = Random(key("recall task", seed, distance, number))
-            document = rng.choice(documents)
-            start = rng.randrange(document.length - length + 1)
-            passage = np.asarray(corpus.tokens(document, start, start + length), dtype=np.int64)
-            text = None
-            while text is None:
-                text = writer.write(passage, rng, Request(facts=1, depths=depths, repeated=0.0))
+            text = passages.write(rng, Request(facts=1, depths=DISTANCES[distance], repeated=0.0))
             end = text.answers[0].stop
             yield Sample(distance, torch.from_numpy(text.ids[:end]), text.sources[0], len(text.answers[0]))
 
 
-@torch.no_grad()
+def several(
+    corpus: Corpus, tokenizer: Tokenizer, length: int, count: int, facts: int, *, seed: int = 0
+) -> Iterator[tuple[Tensor, list[range]]]:
+    """Held-out texts with `facts` facts anywhere in them, all of which are asked for at the end.
+
+    The other arguments are those of :func:`samples`.
+
+    Yields:
+        ids, int64 (length,), and the tokens of each answer by number.
+
+    Raises:
+        ValueError: as :func:`samples`.
+    """
+    passages = _Passages(corpus, tokenizer, length, "heldout")
+    for number in range(whole("count", count)):
+        rng = Random(key("recall task", seed, "several", number))
+        text = passages.write(rng, Request(facts=facts, repeated=0.0, exact=True))
+        yield torch.from_numpy(text.ids), text.answers
+
+
+class _Passages:
+    """Recall texts of passages that are drawn from the documents of a split."""
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, length: int, split: str) -> None:
+        self.corpus, self.length = corpus, length
+        self.documents = [document for document in corpus.documents(split) if document.length >= length]
+        if not self.documents:
+            raise invalid_argument("length", length, f"at most what a {split} document of {corpus.directory} has")
+        self.writer = RecallWriter(tokenizer, heldout=split == "heldout")
+        if length < (least := self.writer.shortest()):
+            raise invalid_argument("length", length, f"at least {least} tokens, for a fact and its question")
+
+    def write(self, rng: Random, request: Request) -> RecallText:
+        """A text of one passage; it has fewer facts where not all leave half of the passage."""
+        document = rng.choice(self.documents)
+        start = rng.randrange(document.length - self.length + 1)
+        passage = np.asarray(self.corpus.tokens(document, start, start + self.length), dtype=np.int64)
+        text = None
+        while text is None:
+            text = self.writer.write(passage, rng, request)
+        return text
+
+
 def score(model: Any, ids: Tensor, answer: int) -> Score:
     """How likely a model finds the last tokens of a text.
 
@@ -88,11 +121,24 @@ def score(model: Any, ids: Tensor, answer: int) -> Score:
         ids: int64 (N,), on any device.
         answer: how many of them are scored.
     """
+    return score_answers(model, ids, [range(len(ids) - answer, len(ids))])[0]
+
+
+@torch.no_grad()
+def score_answers(model: Any, ids: Tensor, answers: Sequence[range]) -> list[Score]:
+    """How likely a model finds each of some answers in a text, after the right ones before it.
+
+    Args:
+        model, ids: as in :func:`score`.
+        answers: the tokens of each by number, in the order of the text.
+    """
     ids = ids.to(next(model.parameters()).device)[None]
-    x = model.hidden(ids[:, :-1])[:, -answer:]
-    targets = ids[:, -answer:]
-    losses = model.token_losses(x, targets)
-    return Score(float(losses.double().mean()), bool((model.logits(x).argmax(-1) == targets).all()))
+    first = answers[0].start
+    x = model.hidden(ids[:, :-1])[:, first - 1 :]
+    targets = ids[:, first:]
+    losses, right = model.token_losses(x, targets)[0].double(), (model.logits(x).argmax(-1) == targets)[0]
+    spans = [slice(answer.start - first, answer.stop - first) for answer in answers]
+    return [Score(float(losses[span].mean()), bool(right[span].all())) for span in spans]
 
 
 def by_distance(scored: list[tuple[Sample, Score]]) -> list[Record]:
