@@ -73,13 +73,12 @@ class Limits:
         own = torch.maximum(self.own, self.own * most)
         return replace(self, reach=self.reach * most, own=own, jitter=self.jitter * most)
 
-    def horizon(self, eps: float, norm: float | Tensor, exposure: float = 1.0) -> Tensor:
-        """Tokens after which no query of a head misses a key of this norm and exposure, (Hq,); inf without a floor.
+    def horizon(self, eps: float, norm: float | Tensor) -> Tensor:
+        """Tokens after which no query of a head misses an unprotected key of this norm, (Hq,); inf without a floor.
 
         A key that several query heads share goes with the last of them.
         """
-        fading = self.rate * exposure
-        return (self.reach * norm + self.own - torch.log(-0.5 * eps * torch.expm1(-fading))) / fading
+        return (self.reach * norm + self.own - torch.log(-0.5 * eps * torch.expm1(-self.rate))) / self.rate
 
 
 def limits_of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gape.hf.cache import PackedKeys, refuse_uneven
-from gape.hf.families import Family, family_named, window_of
+from gape.hf.families import LLAMA_LIKE, Family, family_named, window_of
 from gape.hf.gates import RetrofitGates
 from gape.hf.implementations import (
     OPERATOR_OF,
@@ -37,10 +37,6 @@ from gape.positions.base import Scheme, Side
 from gape.positions.gated import step_under
 from gape.positions.rotary import NoPE
 from gape.utils.validation import invalid_argument
-
-#: Families whose own rotation turns pairs (x_m, x_{m+D/2}) by cosines and sines whose halves are alike.
-HALVES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
-
 
 #: What `accelerate` puts before attention layers for its own context parallelism.
 ACCELERATE_HOOK = "_self_attn_pre_forward_hook"
@@ -234,7 +230,7 @@ class InjectedAttention(Skips):
     def _own_angles(self, q: Tensor, embeddings: Embeddings) -> tuple[Tensor, Tensor] | None:
         """The model's own cosines and sines as kernels read them; None where it rotates in another way."""
         wiring = self.gape_wiring
-        if wiring.rotation is None or embeddings is None or wiring.family.model_type not in HALVES:
+        if wiring.rotation is None or embeddings is None or wiring.family.model_type not in LLAMA_LIKE:
             return None
         if torch.compiler.is_compiling():
             return kernel_angles(q, *embeddings)

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from gape.hf.families import LLAMA_LIKE
 from gape.models.cuda_graphs import model_cannot
 
-#: Families whose forward pass launches the same kernels for every token. Mixtures of experts do not.
-CAPTURED_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 #: Rotations that read positions to choose their frequencies have one of these words in their name.
 _READING_ROTATIONS = ("dynamic", "longrope")
 
@@ -21,8 +20,8 @@ def model_obstacle(model: Any) -> str | None:
     kind = str(model.config.model_type).removeprefix("gape_")
     modules = list(model.modules())
     if not isinstance(model, GapeForCausalLM):
-        if kind not in CAPTURED_FAMILIES:
-            return f"models of type {kind} are not captured, only {', '.join(CAPTURED_FAMILIES)}"
+        if kind not in LLAMA_LIKE:
+            return f"models of type {kind} are not captured, only {', '.join(LLAMA_LIKE)}"
         rotations = [str(getattr(module, "rope_type", None)) for module in modules]
         reading = next((name for name in rotations if any(word in name for word in _READING_ROTATIONS)), None)
         if reading is not None:

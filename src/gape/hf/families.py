@@ -170,6 +170,9 @@ ATTENTION: dict[str, tuple[str, Layout]] = {
     "phi": ("PhiAttention", PHI),
     "gpt_neox": ("GPTNeoXAttention", BY_HEADS),
 }
+#: Families that rotate pairs (x_m, x_{m+D/2}) by cosines and sines whose halves are alike, and launch the same kernels
+#: for every token, which mixtures of experts do not.
+LLAMA_LIKE = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 #: Model type → why gates cannot be put into it.
 REFUSED = {
     "gpt_oss": "its softmax has an attention sink, one more logit a head, which the operator does not have",
