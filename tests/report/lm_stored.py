@@ -30,6 +30,7 @@ def stored(schemes: tuple[str, ...] = SCHEMES, seeds: int = 1, layers: int = 2, 
             who, draw = identity(variant, seed), random.Random(f"{variant}{seed}")
             _perplexities(add, who, draw)
             _far_back(add, who, draw)
+            _recall(add, who, draw)
             _looks(add, who, draw, layers, heads)
     runs = tuple(
         {"run": identity(variant, seed)["run"], "settings": {"seed": seed, "model": {"n_layer": layers}}}
@@ -67,6 +68,13 @@ def _far_back(add: Any, who: dict[str, Any], draw: random.Random) -> None:
                 std=0.1, low=mean - 0.1, high=mean + 0.1, control=mean + gain, gain=gain, gain_low=gain - 0.1,
                 gain_high=gain + 0.1, document=["a", "b", "c"], document_tokens=tokens, document_nll=nll,
                 document_control=control, key="k", asked={"ngram": 4})  # fmt: skip
+
+
+def _recall(add: Any, who: dict[str, Any], draw: random.Random) -> None:
+    for length in CONTEXTS:
+        for what in ("far", "middle", "near", "several"):
+            add("recall", who, what=what, length=length, match=draw.random())
+        add("recall", who, what="generate", length=length, tokens_per_second=100.0, cache_bytes=2**20 * length)
 
 
 def _looks(add: Any, who: dict[str, Any], draw: random.Random, layers: int, heads: int) -> None:

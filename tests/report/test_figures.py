@@ -26,7 +26,7 @@ DRAWN = [name for name in catalogue.FIGURES if name != "hf-perplexity"]
 def results_for(entry: catalogue.Entry) -> Results:
     if entry.name == "variants":
         return needles(row("rope", "last", 0, f, variant=v, run=v) for v in "ab" for f in (1, 2))
-    return lm_stored.stored(schemes=FEW) if entry.command else stored()
+    return lm_stored.stored(schemes=FEW) if entry.recipe.startswith(("lm/", "hf/")) else stored()
 
 
 @pytest.mark.parametrize("name", DRAWN)
