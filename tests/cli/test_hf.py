@@ -180,6 +180,21 @@ def test_another_config_with_the_same_weights_is_measured_anew(models: Path) -> 
     assert first["nll"] != other["nll"]
 
 
+@pytest.fixture(scope="module")
+def kept(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, texts and files that commands refuse; nothing is written there."""
+    home = tmp_path_factory.mktemp("kept")
+    shutil.copytree(saved, home, dirs_exist_ok=True)
+    shutil.copytree(saved / "llama", home / "broken")
+    (home / "broken/model.safetensors").write_bytes(b"cut short")
+    (home / "text.txt").write_text("words " * 100)
+    (home / "junk.gguf").write_bytes(b"junk" * 100)
+    text.corpus(home / "books").directory.rename(home / "corpus")
+    with_words(str(home / "worded"))
+    tiny("llama", vocab_size=600).save_pretrained(home / "large")
+    return home
+
+
 def test_a_run_that_cannot_be_validated_says_so(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = str(text.corpus(models / "books").directory)
     assert gape_exits("hf", "finetune", "llama", corpus, "--out", "run", *TRAIN, "--length", "250", "--steps", "1") == 0
@@ -224,19 +239,17 @@ def test_a_run_that_cannot_be_validated_says_so(models: Path, capsys: pytest.Cap
     ],
 )
 def test_wrong_arguments_are_refused_and_nothing_is_written(
-    models: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    said: str,
 ) -> None:
-    Path("text.txt").write_text("words " * 100)
-    Path("junk.gguf").write_bytes(b"junk" * 100)
-    shutil.copytree("llama", "broken")
-    if "worded" in arguments or "large" in arguments:
-        text.corpus(models / "books").directory.rename("corpus")
-        with_words("worded")
-        tiny("llama", vocab_size=600).save_pretrained("large")
-    Path("broken/model.safetensors").write_bytes(b"cut short")
+    monkeypatch.chdir(kept)
+    before = sorted(kept.rglob("*"))
     assert gape_exits("hf", *arguments) == 2
     assert said in capsys.readouterr().err
-    assert not Path("o").exists()
+    assert sorted(kept.rglob("*")) == before
 
 
 def with_words(directory: str) -> Tokenizer:

@@ -155,7 +155,7 @@ def test_every_run_of_a_sweep_runs_compiled(corpus: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        assert train(corpus, "train.compile=on", "train.max_steps=2", "evaluation.contexts=[]") == 0
+        assert train(corpus, "train.compile=on", "train.max_steps=1", "evaluation.contexts=[]") == 0
 
 
 def test_held_out_loss_that_turns_ends_a_run(corpus: Path) -> None:
