@@ -66,7 +66,6 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the run.")] = 0,
     minutes: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 8.0,
     to: Annotated[int, typer.Option(help="Tokens that the model should read.")] = 65536,
-    batch_size: Annotated[int, typer.Option(help="Windows of a micro-batch.")] = 8,
     lengths: Annotated[str, typer.Option(metavar=INTS, help="Tokens at which it is measured.")] = LENGTHS,
     home: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/extend"),
     collect: Annotated[Path | None, typer.Option(help="Folder for METHOD-SEED.tar.gz of the small files.")] = None,
@@ -83,7 +82,7 @@ def main(
     if method not in VARIANTS:
         raise invalid_argument("method", method, f"one of {', '.join(VARIANTS)}")
     settings = Settings(
-        model=model, data=(str(data),), to=to, batch_size=batch_size, seed=seed,
+        model=model, data=(str(data),), to=to, seed=seed,
         needles=None if needles is None else str(needles), samples=0, before=VARIANTS[method].get("method") == "plain",
         lengths=numbers("lengths", lengths, int, "1024,4096"), **VARIANTS[method],
     )  # fmt: skip

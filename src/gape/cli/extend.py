@@ -21,7 +21,9 @@ def extend(
     long_steps: Annotated[int, typer.Option(help="Updates of a second phase, in longer windows; 0: none.")] = 140,
     long_length: Annotated[int | None, typer.Option(help="Tokens of its windows; --to or 65536.")] = None,
     update_tokens: Annotated[int, typer.Option(help="Tokens of an update.")] = 65536,
-    batch_size: Annotated[int, typer.Option(help="Windows of a micro-batch.")] = 4,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Windows at once; by default as many tokens as a long window has.")
+    ] = None,
     learning_rate: Annotated[float, typer.Option(help="Highest rate; a cosine takes it down to a tenth.")] = 3e-4,
     free: Annotated[int | None, typer.Option(help="Key heads without a floor; about one in six by default.")] = None,
     plan: Annotated[

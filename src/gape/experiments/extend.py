@@ -32,13 +32,16 @@ from gape.experiments.result_store import ResultStore
 from gape.experiments.retrieval_heads import with_floors
 from gape.hf import extension
 from gape.hf.floors import FloorPlan
+from gape.hf.gates import has_gates
 from gape.hf.heads import sizes
 from gape.hf.sinks import SinkLandmarks, sink_landmarks
+from gape.models.skipping import cannot_skip
 from gape.report import extend as report
 from gape.tasks import recall
 from gape.tasks.ruler import sources
 from gape.tasks.ruler.generator import SHORTEST
 from gape.tasks.ruler.readers import TransformersReader
+from gape.train import TrainConfig
 from gape.utils import files, launch, locks
 from gape.utils.jsonl import read_object
 from gape.utils.progress import Progress
@@ -158,7 +161,7 @@ class Job:
     def __init__(self, settings: Settings, out: Path, device: torch.device, precision: str) -> None:
         self.settings, self.out, self.device, self.precision = settings, out, device, precision
         self.low, self.progress = low_precision(precision, device), Progress()
-        self.native = 0
+        self.native, self.skips = 0, False
 
     def check(self) -> None:
         """Refuse a model, a target, floors or paths that cannot be, before anything is written.
@@ -182,9 +185,10 @@ class Job:
         most = layers * n_kv_heads
         if settings.free is not None and whole("free", settings.free, 0) > most:
             raise invalid_argument("free", settings.free, f"at most {most}, the key heads of the model")
-        for phase in settings.phases(self.native):
-            settings.train_config(phase, self.precision)
         self._refuse_method(model)
+        self.skips = self.device.type == "cuda" and has_gates(model) and cannot_skip(model) is None
+        for phase in settings.phases(self.native):
+            self.train_config(phase)
 
     def _refuse_method(self, model: Any) -> None:
         """Refuse options of the method by what would be put into a model, which is changed."""
@@ -198,10 +202,15 @@ class Job:
 
     def _put_in(self, model: Any, plan: FloorPlan | None, landmarks: SinkLandmarks | None = None) -> None:
         settings = self.settings
+        floors = None if settings.floors is None else list(with_floors({}, Path(settings.floors))["gate_floor"])
         extension.put_in(
-            model, settings.method, to=settings.to, plan=plan, landmarks=landmarks, floors=self._stored_floors(),
+            model, settings.method, to=settings.to, plan=plan, landmarks=landmarks, floors=floors,
             factor=settings.factor, log_scale=settings.log_scale,
         )  # fmt: skip
+
+    def train_config(self, phase: Phase) -> TrainConfig:
+        """The settings of a phase of the tuning."""
+        return self.settings.train_config(phase, self.precision, skips=self.skips)
 
     def free(self, model: Any) -> int:
         """How many key heads have no floor."""
@@ -229,7 +238,7 @@ class Job:
                 # What the tuning would refuse.
                 RecallSource(text, load_tokenizer(settings.model), settings.recall_config())
 
-        windows = {"length": window, "batch_size": settings.batch_size}
+        windows = {"length": window, "batch_size": settings.phases(self.native)[0].batch_size}
         return finetune.window_source(settings.model, config, self.out, opened, windows, check).corpus
 
     def run(self) -> None:
@@ -258,8 +267,7 @@ class Job:
         if len(contexts) < len(lengths):
             self.progress.log(f"perplexity beyond {longest:,} tokens is left out: no held-out document is longer")
         return Measures(
-            contexts=contexts, windows=settings.windows, needles=self._needles(lengths),
-            last=last,
+            contexts=contexts, windows=settings.windows, needles=self._needles(lengths), last=last,
             generate=tuple(length for length in lengths if length in (self.native, settings.to, lengths[-1])),
             new_tokens=settings.new_tokens, answer_tokens=32 if settings.prompts else 0, prompts=settings.prompts,
         )  # fmt: skip
@@ -299,10 +307,6 @@ class Job:
         self._put_in(model.cpu(), plan, landmarks)
         model.config.gape_from = base_of(settings.model)
         finetune.save(model, settings.model, start)
-
-    def _stored_floors(self) -> list[list[float]] | None:
-        path = self.settings.floors
-        return None if path is None else list(with_floors({}, Path(path))["gate_floor"])
 
     def _plan(self, model: Any) -> FloorPlan:
         """The plan of floors, stored."""
@@ -378,7 +382,7 @@ class Job:
         if (run / SETTINGS).is_file():
             return run / MODEL
         return finetune.finetune(
-            str(source), [str(self.corpus.directory)], run, settings.train_config(phase, self.precision),
+            str(source), [str(self.corpus.directory)], run, self.train_config(phase),
             length=phase.length, batch_size=phase.batch_size, learn="all", device=str(self.device), resume="auto",
             heldout_fraction=settings.heldout_fraction, gradient_checkpointing=settings.gradient_checkpointing,
             variant=settings.method, recall=settings.recall_config(phase.length), kept=self._kept(), lora=settings.lora,

@@ -49,7 +49,7 @@ def _tuning(model: Any, job: Job) -> list[str]:
     settings, total, most = job.settings, 0.0, 0
     parts = []
     for phase in settings.phases(job.native):
-        config = settings.train_config(phase, job.precision)
+        config = job.train_config(phase)
         seconds, peak = _trial(model, settings, phase, job.device, low=job.low)
         total, most = total + seconds * config.accumulation * phase.steps, max(most, peak)
         tokens = config.accumulation * phase.batch_size * phase.length

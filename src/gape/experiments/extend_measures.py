@@ -22,7 +22,7 @@ import gape.hf
 from gape.data import Corpus
 from gape.experiments.result_store import ResultStore
 from gape.hf.gates import has_gates
-from gape.models.skipping import skip
+from gape.models.skipping import cannot_skip, skip
 from gape.tasks import perplexity, recall
 from gape.tasks.ruler import prompts
 from gape.tasks.ruler.readers import TransformersReader
@@ -117,13 +117,9 @@ def _refuse_not_finite(row: Record) -> None:
 
 def _skip(reader: TransformersReader) -> Record:
     """Let kernels skip what gates prove negligible, where there are kernels; what rows say of it."""
-    if reader.device.type != "cuda" or not has_gates(reader.model):
+    if reader.device.type != "cuda" or not has_gates(reader.model) or cannot_skip(reader.model) is not None:
         return {}
-    try:
-        skip(reader.model, EPS)
-    except ValueError:
-        # Logits that are capped, for instance.
-        return {}
+    skip(reader.model, EPS)
     return {"skip_eps": EPS}
 
 

@@ -24,6 +24,8 @@ WINDOW, UPDATE = 4096, 65536
 FACTS = 8
 #: Tokens of the windows of the second phase.
 LONG_WINDOW = 65536
+#: Attention that a query may lose to tiles which kernels skip in windows longer than `WINDOW`.
+SKIP_EPS = 1e-4
 #: Texts that heads are scored on, a third of them at each distance.
 SCORED_TEXTS = 15
 #: Of :func:`gape.hf.plan_floors`, those that are not chosen here.
@@ -56,7 +58,7 @@ class Settings:
     long_steps: int = 140
     long_length: int | None = None
     update_tokens: int = UPDATE
-    batch_size: int = 4
+    batch_size: int | None = None
     learning_rate: float = 3e-4
     gate_rate: float = 10.0
     warmup: int = 20
@@ -86,13 +88,13 @@ class Settings:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise invalid_argument("method", self.method, f"one of {', '.join(METHODS)}")
-        for name in ("to", "steps", "update_tokens", "batch_size", "windows", "new_tokens"):
+        for name in ("to", "steps", "update_tokens", "windows", "new_tokens"):
             whole(name, getattr(self, name))
         for name in ("samples", "prompts", "lora", "seed", "long_steps"):
             whole(name, getattr(self, name), 0)
-        for name in ("length", "long_length"):
+        for name, least in (("length", 2), ("long_length", 2), ("batch_size", 1)):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 2)
+                whole(name, getattr(self, name), least)
         for length in self.lengths or ():
             whole("lengths", length, 2)
         if self.factor is not None:
@@ -133,22 +135,25 @@ class Settings:
 
     def phases(self, native: int) -> tuple[Phase, ...]:
         """The tuning: windows within the native context first, then longer ones where some are wanted."""
-        short = Phase("tuning", self.steps, self.window(native), self.batch_size, self.learning_rate)
-        length = self.long_length or min(LONG_WINDOW, self.to)
-        # As many tokens at once as before, and a rate between those that the first phase begins and ends with.
-        batch = max(1, self.batch_size * short.length // length)
-        long = Phase("tuning-long", self.long_steps, length, batch, self.learning_rate / 3)
+        length, long_length = self.window(native), self.long_length or min(LONG_WINDOW, self.to)
+        # Both phases take as many tokens at once; many small passes would wait for the host.
+        at_once = min(self.update_tokens, long_length) if self.long_steps else 4 * length
+        short_batch = self.batch_size or max(1, at_once // length)
+        short = Phase("tuning", self.steps, length, short_batch, self.learning_rate)
+        # A rate between those that the first phase begins and ends with.
+        long_batch = max(1, short_batch * length // long_length)
+        long = Phase("tuning-long", self.long_steps, long_length, long_batch, self.learning_rate / 3)
         return (short, long) if self.long_steps else (short,)
 
-    def train_config(self, phase: Phase, precision: str) -> TrainConfig:
-        """The settings of a phase of the tuning."""
+    def train_config(self, phase: Phase, precision: str, *, skips: bool = False) -> TrainConfig:
+        """The settings of a phase of the tuning; `skips` where kernels may skip what gates prove negligible."""
         accumulation = max(1, round(self.update_tokens / (phase.batch_size * phase.length)))
         return TrainConfig(
             max_steps=phase.steps, learning_rate=phase.learning_rate, min_learning_rate=phase.learning_rate / 10,
             warmup_steps=min(self.warmup, phase.steps), weight_decay=0.0, gate_lr_multiplier=self.gate_rate,
             accumulation=accumulation, seed=self.seed, precision=precision, compile="off", stop_after_perfect=0,
             validate_every=self.checkpoint_every, checkpoint_every=self.checkpoint_every, keep_last=1,
-            log_every=min(10, phase.steps),
+            log_every=min(10, phase.steps), skip_eps=SKIP_EPS if skips and phase.length > WINDOW else 0.0,
         )  # fmt: skip
 
     def stored(self) -> dict[str, Any]:

@@ -64,11 +64,20 @@ def skip(model: nn.Module, eps: float) -> None:
     """
     eps = weight("eps", eps)
     layers = _gated(model)
-    reason = next((reason for layer in layers if (reason := layer.never_skips)), None)
+    reason = cannot_skip(model)
     if eps and reason is not None:
         raise ValueError(f"model: got {type(model).__name__} with a layer that {reason}, expected none that does")
     for layer in layers:
         layer.skips = eps
+
+
+def cannot_skip(model: nn.Module) -> str | None:
+    """What a layer with gates does that keeps kernels from skipping; None where no layer does.
+
+    Raises:
+        ValueError: no layer has gates.
+    """
+    return next((reason for layer in _gated(model) if (reason := layer.never_skips)), None)
 
 
 @contextmanager
