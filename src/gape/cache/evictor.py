@@ -177,8 +177,8 @@ class Evictor:
             layer: its number; None evicts from all.
         """
         storage = self._storage
-        for some in self._groups() if layer is None else [[layer]]:
-            chosen = torch.cat([self._of_layer[number] for number in some])
+        for group in self._groups() if layer is None else [[layer]]:
+            chosen = torch.cat([self._of_layer[number] for number in group])
             if chosen.numel():
                 self._evict(chosen, first, incoming)
         storage.read_counts(layer)

@@ -205,7 +205,7 @@ class PagedCache:
         _, batch, heads = self.storage.shape
         sequences = (layer * batch + torch.arange(batch, device=self.storage.device)) * heads + head
         *_, positions, valid = self.storage.read(sequences)
-        return [row[there] for row, there in zip(positions, valid, strict=True)]
+        return [row[mask] for row, mask in zip(positions, valid, strict=True)]
 
     def enter(self, model: Any) -> None:
         """Refuse a model other than the one that the cache serves.

@@ -246,18 +246,18 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
             expected = f"(batch, {length + n}), 0 for pads, with a cache in pages of {length} tokens"
             raise invalid_argument("attention_mask", mask, expected)
         if not _no_pads(mask):
-            there = mask != 0
-            refuse_pads_behind(there)
-            self._refuse_hidden_tokens(there[:, :length])
-            self._pads, real = (~there).sum(1), there[:, length:]
+            visible = mask != 0
+            refuse_pads_behind(visible)
+            self._refuse_hidden_tokens(visible[:, :length])
+            self._pads, real = (~visible).sum(1), visible[:, length:]
             self.real = None if bool(real.all()) else real
         return self._no_mask(mask, tokens)
 
-    def _refuse_hidden_tokens(self, there: Tensor) -> None:
+    def _refuse_hidden_tokens(self, visible: Tensor) -> None:
         """Refuse a mask (B, tokens so far) that hides other tokens than the pads among them."""
-        length = there.size(1)
+        length = visible.size(1)
         pads = 0 if self._pads is None or not length else self._pads.clamp(max=length)
-        if bool(((~there).sum(1) != pads).any()):
+        if bool(((~visible).sum(1) != pads).any()):
             raise ValueError(
                 "attention_mask: hides cached tokens that were no pads, expected the mask of earlier calls"
             )

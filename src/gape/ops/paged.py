@@ -212,12 +212,12 @@ def plain_attention(
     """:func:`paged_attention` in PyTorch, on any device and in any dtype; reads all pages."""
     lengths = (pages.lengths + new).clamp(max=pages.table.size(-1) * PAGE)
     slots = torch.arange(int(lengths.max()) if lengths.numel() else 0, dtype=torch.int32, device=q.device)
-    there = slots < lengths.unsqueeze(-1)
-    k, v, u, j = plain_read(pages, torch.where(there, slots, -1))
+    valid = slots < lengths.unsqueeze(-1)
+    k, v, u, j = plain_read(pages, torch.where(valid, slots, -1))
     positions = positions.expand(q.size(0), q.size(2))
     at_once = max(1, _LOGITS // max(1, q.size(0) * q.size(1) * slots.numel()))
     parts = [
-        _dense(q[:, :, some], rate[:, :, some], positions[:, some], (k, v, u, j), there, scale)
+        _dense(q[:, :, some], rate[:, :, some], positions[:, some], (k, v, u, j), valid, scale)
         for some in (slice(start, start + at_once) for start in range(0, max(1, q.size(2)), at_once))
     ]
     out, lse = torch.cat([part[0] for part in parts], dim=2), torch.cat([part[1] for part in parts], dim=2)
@@ -247,16 +247,16 @@ def plain_write(
     batch, heads, n, width = k.shape
     if slots is None:
         slots = pages.lengths.unsqueeze(-1) + torch.arange(n, dtype=torch.int32, device=k.device)
-    parts, (numbers, there) = _parts(pages), _numbers(pages, slots)
-    page, place = numbers[there], slots[there].long() % PAGE
+    parts, (numbers, valid) = _parts(pages), _numbers(pages, slots)
+    page, place = numbers[valid], slots[valid].long() % PAGE
     keys = k.to(pages.layout.dtype)
-    parts.keys[page, place] = torch.nn.functional.pad(keys, (0, pages.layout.key_width - width))[there]
+    parts.keys[page, place] = torch.nn.functional.pad(keys, (0, pages.layout.key_width - width))[valid]
     wider = pages.layout.value_width - v.size(-1)
-    parts.values[page, place] = torch.nn.functional.pad(v.to(pages.layout.dtype), (0, wider))[there]
-    parts.exposures[page, place] = exposure.to(pages.layout.side_dtype)[there]
+    parts.values[page, place] = torch.nn.functional.pad(v.to(pages.layout.dtype), (0, wider))[valid]
+    parts.exposures[page, place] = exposure.to(pages.layout.side_dtype)[valid]
     positions = positions.unsqueeze(1) if positions.dim() == 2 else positions
-    parts.positions[page, place] = positions.expand(batch, heads, n)[there].int()
-    norms = torch.linalg.vector_norm(keys.to(pages.layout.side_dtype), dim=-1).masked_fill(~there, 0.0)
+    parts.positions[page, place] = positions.expand(batch, heads, n)[valid].int()
+    norms = torch.linalg.vector_norm(keys.to(pages.layout.side_dtype), dim=-1).masked_fill(~valid, 0.0)
     if n:
         torch.maximum(pages.key_norm, norms.amax(-1).float(), out=pages.key_norm)
 
@@ -264,8 +264,8 @@ def plain_write(
 @torch.no_grad()
 def plain_read(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`read_keys` in PyTorch."""
-    parts, (numbers, there) = _parts(pages), _numbers(pages, slots)
-    places, empty = slots.long() % PAGE, ~there
+    parts, (numbers, valid) = _parts(pages), _numbers(pages, slots)
+    places, empty = slots.long() % PAGE, ~valid
     # What was never written may not be a number: it is replaced, not multiplied.
     k, v = (x[numbers, places].masked_fill(empty.unsqueeze(-1), 0) for x in parts[:2])
     u, j = (x[numbers, places].masked_fill(empty, 0) for x in parts[2:])
@@ -277,7 +277,7 @@ def _dense(
     rate: Tensor,
     positions: Tensor,
     keys: tuple[Tensor, Tensor, Tensor, Tensor],
-    there: Tensor,
+    valid: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over keys (B, Hk, N, …) of which (B, Hk, N) are there, in the dtype of exposures."""
@@ -289,7 +289,7 @@ def _dense(
     distances = positions[:, None, None, :, None].long() - j[:, :, None, None, :]
     c = rate.to(dtype).reshape(batch, -1, groups, n, 1)
     logits = scale * products - c * (u[:, :, None, None, :] * distances.to(dtype))
-    logits = logits.masked_fill(~there[:, :, None, None, :], -torch.inf)
+    logits = logits.masked_fill(~valid[:, :, None, None, :], -torch.inf)
     lse = logits.logsumexp(-1)
     p = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).flatten(2, 3)
     return (p @ v.to(dtype)).view(batch, heads, n, -1), lse.view(batch, heads, n)
@@ -317,8 +317,8 @@ def _numbers(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
     if not room:
         return torch.zeros_like(column), inside
     number = pages.table.gather(-1, column.masked_fill(~inside, 0)).long()
-    there = inside & (number >= 0)
-    return number.masked_fill(~there, 0), there
+    valid = inside & (number >= 0)
+    return number.masked_fill(~valid, 0), valid
 
 
 def _check_queries(

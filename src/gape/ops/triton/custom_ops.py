@@ -36,7 +36,11 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def in_parts(
-    launch: Callable[..., tuple[Tensor, ...]], batched: Sequence[Tensor | None], batch: int, programs: int, *rest: Any
+    launch: Callable[..., tuple[Tensor, ...]],
+    batched: Sequence[Tensor | None],
+    batch: int,
+    programs: int,
+    *constants: Any,
 ) -> Any:
     """What `launch(*batched, *rest)` returns, with no more samples at a time than a launch takes.
 
@@ -45,13 +49,13 @@ def in_parts(
         batched: tensors with a first axis of samples; None stays None.
         batch: how many samples there are.
         programs: along the second axis for each of them.
-        rest: the same for all samples.
+        constants: the same for all samples.
     """
     if batch * programs <= MOST_PROGRAMS:
-        return launch(*batched, *rest)
+        return launch(*batched, *constants)
     at_once = MOST_PROGRAMS // programs
     parts = [
-        launch(*(None if x is None else x[start : start + at_once] for x in batched), *rest)
+        launch(*(None if x is None else x[start : start + at_once] for x in batched), *constants)
         for start in range(0, batch, at_once)
     ]
     return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
@@ -137,11 +141,11 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], flag
     if compiled is None:
         if len(_COMPILED) >= _MOST_COMPILED:
             _COMPILED.clear()
-        rest = tuple(flags[name] for name in kernel.arg_names[len(arguments) :])
-        _COMPILED[key] = kernel[grid](*arguments, **flags), rest
+        constants = tuple(flags[name] for name in kernel.arg_names[len(arguments) :])
+        _COMPILED[key] = kernel[grid](*arguments, **flags), constants
         return
-    run, rest = compiled
-    run[(*grid, 1, 1)[:3]](*arguments, *rest)
+    run, constants = compiled
+    run[(*grid, 1, 1)[:3]](*arguments, *constants)
 
 
 class _Uncapped:

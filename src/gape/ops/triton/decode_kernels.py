@@ -50,11 +50,11 @@ def merge_row(
     acc = tl.zeros((BLOCK_V,), tl.float32)
     for start in range(0, splits, PARTS):
         some = start + tl.arange(0, PARTS)
-        there = some < splits
+        valid = some < splits
         # Other multiprocessors wrote these: never from the cache of this one.
-        lse = tl.load(lse_ptr + some, mask=there, other=float("-inf"), cache_modifier=".cg")
+        lse = tl.load(lse_ptr + some, mask=valid, other=float("-inf"), cache_modifier=".cg")
         ptrs = part_ptr + some[:, None] * d_v + value_dims[None, :]
-        part = tl.load(ptrs, mask=there[:, None] & (value_dims < d_v)[None, :], other=0.0, cache_modifier=".cg")
+        part = tl.load(ptrs, mask=valid[:, None] & (value_dims < d_v)[None, :], other=0.0, cache_modifier=".cg")
         higher = tl.maximum(top, tl.max(lse, 0))
         level = tl.where(higher == float("-inf"), 0.0, higher)
         weight, fade = tl.exp2(lse - level), tl.exp2(top - level)

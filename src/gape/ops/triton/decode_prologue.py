@@ -114,7 +114,7 @@ def _decode_prologue_kernel(
         head -= heads
         sequence = batch * key_heads + head
         slot = tl.load(lengths_ptr + sequence)
-        address, there = slot_addresses(addresses_ptr, sequence, slot, slot >= 0, room)
+        address, valid = slot_addresses(addresses_ptr, sequence, slot, slot >= 0, room)
         place = slot % PAGE
         k_ptr += batch * k_b + head * k_h
         k = load_row(k_ptr, d, BLOCK_D)
@@ -123,17 +123,17 @@ def _decode_prologue_kernel(
         )
         k = rotate_row(k, k_ptr, cos_ptr + own, sin_ptr + own, d, ROTATED, BLOCK_D).to(DTYPE)
         tl.store(
-            address.to(tl.pointer_type(DTYPE)) + place * KEY_WIDTH + dims, k, mask=dims < tl.where(there, KEY_WIDTH, 0)
+            address.to(tl.pointer_type(DTYPE)) + place * KEY_WIDTH + dims, k, mask=dims < tl.where(valid, KEY_WIDTH, 0)
         )
         value_dims = tl.arange(0, BLOCK_V)
         v = load_row(v_ptr + batch * v_b + head * v_h, d_v, BLOCK_V).to(DTYPE)
         v_out = (address + VALUES_AT).to(tl.pointer_type(DTYPE)) + place * VALUE_WIDTH + value_dims
-        tl.store(v_out, v, mask=value_dims < tl.where(there, VALUE_WIDTH, 0))
-        tl.store((address + EXPOSURES_AT).to(tl.pointer_type(tl.float32)) + place, 1.0 - sigmoid(z), mask=there)
+        tl.store(v_out, v, mask=value_dims < tl.where(valid, VALUE_WIDTH, 0))
+        tl.store((address + EXPOSURES_AT).to(tl.pointer_type(tl.float32)) + place, 1.0 - sigmoid(z), mask=valid)
         position = tl.load(positions_ptr + batch * positions_b).to(tl.int32)
-        tl.store((address + EXPOSURES_AT + PAGE * 4).to(tl.pointer_type(tl.int32)) + place, position, mask=there)
+        tl.store((address + EXPOSURES_AT + PAGE * 4).to(tl.pointer_type(tl.int32)) + place, position, mask=valid)
         k = k.to(tl.float32)
-        tl.atomic_max(norm_ptr + sequence, tl.where(there, or_infinite(tl.sqrt(tl.sum(k * k, 0))), 0.0))
+        tl.atomic_max(norm_ptr + sequence, tl.where(valid, or_infinite(tl.sqrt(tl.sum(k * k, 0))), 0.0))
 
 
 def decode_prologue(

@@ -107,19 +107,19 @@ def attend_to_page(
     VALUES_AT: tl.constexpr = PAGE * KEY_WIDTH * SIZE
     EXPOSURES_AT: tl.constexpr = VALUES_AT + PAGE * VALUE_WIDTH * SIZE
     near = first + tl.arange(0, BLOCK_N)
-    there = near < left
+    valid = near < left
     k = load_tile(
         address_tile(address, first, BLOCK_N, KEY_WIDTH, BLOCK_D, DTYPE),
-        there, tl.arange(0, BLOCK_D) < KEY_WIDTH, CHECK, KEY_WIDTH != BLOCK_D,
+        valid, tl.arange(0, BLOCK_D) < KEY_WIDTH, CHECK, KEY_WIDTH != BLOCK_D,
     )  # fmt: skip
     v = load_tile(
         address_tile(address + VALUES_AT, first, BLOCK_N, VALUE_WIDTH, BLOCK_V, DTYPE),
-        there, tl.arange(0, BLOCK_V) < VALUE_WIDTH, CHECK, VALUE_WIDTH != BLOCK_V,
+        valid, tl.arange(0, BLOCK_V) < VALUE_WIDTH, CHECK, VALUE_WIDTH != BLOCK_V,
     )  # fmt: skip
     u_ptr = (address + EXPOSURES_AT).to(tl.pointer_type(tl.float32)) + near
     j_ptr = (address + EXPOSURES_AT + PAGE * 4).to(tl.pointer_type(tl.int32)) + near
     if CHECK:
-        u, position = tl.load(u_ptr, mask=there, other=0.0), tl.load(j_ptr, mask=there, other=0)
+        u, position = tl.load(u_ptr, mask=valid, other=0.0), tl.load(j_ptr, mask=valid, other=0)
     else:
         u, position = tl.load(u_ptr), tl.load(j_ptr)
     j = (position - anchor).to(tl.float32)
@@ -127,7 +127,7 @@ def attend_to_page(
     # u·(i − j): neither term is of the other sign, so that nothing cancels.
     s = products * scale - c[:, None] * (i[:, None] * u[None, :] - (u * j)[None, :])
     if CHECK:
-        s = tl.where(there[None, :], s, float("-inf"))
+        s = tl.where(valid[None, :], s, float("-inf"))
     return weigh(s, v, top, total, acc, True)
 
 
@@ -342,23 +342,23 @@ def _write_kv_kernel(
         slot = tl.load(slots_ptr + batch * slots_b + head * slots_h + tokens * slots_n, mask=tokens < n, other=-1)
     else:
         slot = tl.load(lengths_ptr + sequence) + tokens.to(tl.int32)
-    address, there = slot_addresses(addresses_ptr, sequence, slot, tokens < n, room)
+    address, valid = slot_addresses(addresses_ptr, sequence, slot, tokens < n, room)
     place = slot % PAGE
     dims, value_dims = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_V)[None, :]
     k_ptr += batch * k_b + head * k_h
-    k = tl.load(k_ptr + tokens[:, None] * k_n + dims, mask=there[:, None] & (dims < d), other=0.0).to(DTYPE)
-    tl.store(slot_tile(address, place, KEY_WIDTH, BLOCK_D, DTYPE), k, mask=there[:, None] & (dims < KEY_WIDTH))
+    k = tl.load(k_ptr + tokens[:, None] * k_n + dims, mask=valid[:, None] & (dims < d), other=0.0).to(DTYPE)
+    tl.store(slot_tile(address, place, KEY_WIDTH, BLOCK_D, DTYPE), k, mask=valid[:, None] & (dims < KEY_WIDTH))
     v_ptr += batch * v_b + head * v_h
-    v = tl.load(v_ptr + tokens[:, None] * v_n + value_dims, mask=there[:, None] & (value_dims < d_v), other=0.0)
+    v = tl.load(v_ptr + tokens[:, None] * v_n + value_dims, mask=valid[:, None] & (value_dims < d_v), other=0.0)
     v_out = slot_tile(address + VALUES_AT, place, VALUE_WIDTH, BLOCK_V, DTYPE)
-    tl.store(v_out, v.to(DTYPE), mask=there[:, None] & (value_dims < VALUE_WIDTH))
+    tl.store(v_out, v.to(DTYPE), mask=valid[:, None] & (value_dims < VALUE_WIDTH))
     at = batch * exposure_b + head * exposure_h + tokens * exposure_n
-    u = tl.load(exposure_ptr + at, mask=there, other=0.0)
-    tl.store((address + EXPOSURES_AT).to(tl.pointer_type(tl.float32)) + place, u.to(tl.float32), mask=there)
+    u = tl.load(exposure_ptr + at, mask=valid, other=0.0)
+    tl.store((address + EXPOSURES_AT).to(tl.pointer_type(tl.float32)) + place, u.to(tl.float32), mask=valid)
     at = batch * positions_b + head * positions_h + tokens * positions_n
-    j = tl.load(positions_ptr + at, mask=there, other=0)
-    tl.store((address + EXPOSURES_AT + PAGE * 4).to(tl.pointer_type(tl.int32)) + place, j.to(tl.int32), mask=there)
-    tl.atomic_max(norm_ptr + sequence, tl.max(tl.where(there, norm_of(k), 0.0), 0))
+    j = tl.load(positions_ptr + at, mask=valid, other=0)
+    tl.store((address + EXPOSURES_AT + PAGE * 4).to(tl.pointer_type(tl.int32)) + place, j.to(tl.int32), mask=valid)
+    tl.atomic_max(norm_ptr + sequence, tl.max(tl.where(valid, norm_of(k), 0.0), 0))
 
 
 @triton.jit
@@ -384,19 +384,19 @@ def _read_kv_kernel(
     tokens = (tl.program_id(0) % tiles).to(tl.int64) * T + tl.arange(0, T)
     live = tokens < m
     slot = tl.load(slots_ptr + batch * slots_b + head * slots_h + tokens * slots_n, mask=live, other=-1)
-    address, there = slot_addresses(addresses_ptr, sequence, slot, live, room)
+    address, valid = slot_addresses(addresses_ptr, sequence, slot, live, room)
     place, rows = slot % PAGE, sequence * m + tokens
     dims, value_dims = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_V)[None, :]
     k_in = slot_tile(address, place, KEY_WIDTH, BLOCK_D, DTYPE)
-    k = tl.load(k_in, mask=there[:, None] & (dims < KEY_WIDTH), other=0.0)
+    k = tl.load(k_in, mask=valid[:, None] & (dims < KEY_WIDTH), other=0.0)
     tl.store(k_ptr + rows[:, None] * KEY_WIDTH + dims, k, mask=live[:, None] & (dims < KEY_WIDTH))
     v_in = slot_tile(address + VALUES_AT, place, VALUE_WIDTH, BLOCK_V, DTYPE)
-    v = tl.load(v_in, mask=there[:, None] & (value_dims < VALUE_WIDTH), other=0.0)
+    v = tl.load(v_in, mask=valid[:, None] & (value_dims < VALUE_WIDTH), other=0.0)
     tl.store(v_ptr + rows[:, None] * VALUE_WIDTH + value_dims, v, mask=live[:, None] & (value_dims < VALUE_WIDTH))
     u_ptr = (address + EXPOSURES_AT).to(tl.pointer_type(tl.float32)) + place
-    tl.store(exposure_ptr + rows, tl.load(u_ptr, mask=there, other=0.0), mask=live)
+    tl.store(exposure_ptr + rows, tl.load(u_ptr, mask=valid, other=0.0), mask=live)
     j_ptr = (address + EXPOSURES_AT + PAGE * 4).to(tl.pointer_type(tl.int32)) + place
-    tl.store(positions_ptr + rows, tl.load(j_ptr, mask=there, other=0), mask=live)
+    tl.store(positions_ptr + rows, tl.load(j_ptr, mask=valid, other=0), mask=live)
 
 
 def paged_attention(

@@ -66,9 +66,9 @@ def load_angles(
         if EVEN and COLUMNS >= HALF:
             cos, sin = tl.load(cos_ptr + at), tl.load(sin_ptr + at)
         else:
-            there = (rows < n - start) & (half < COLUMNS)
-            cos = tl.load(cos_ptr + at, mask=there, other=0.0)
-            sin = tl.load(sin_ptr + at, mask=there, other=0.0)
+            valid = (rows < n - start) & (half < COLUMNS)
+            cos = tl.load(cos_ptr + at, mask=valid, other=0.0)
+            sin = tl.load(sin_ptr + at, mask=valid, other=0.0)
     return cos, sin
 
 
@@ -218,9 +218,9 @@ def bound_heads(
     start = block * T
     row = tl.program_id(1).to(tl.int64) * n_heads + head
     tokens = tl.arange(0, T)
-    there = tokens < n - start
+    valid = tokens < n - start
     rows, half = tokens[:, None], tl.arange(0, HALF)[None, :]
-    inside = there[:, None] & (half < EDGE)
+    inside = valid[:, None] & (half < EDGE)
     x_ptr += tl.program_id(1).to(tl.int64) * x_b + start.to(tl.int64) * x_n + head * x_h + (rows * x_n + half)
     out_ptr += (row * n + start) * (2 * EDGE) + (rows * (2 * EDGE) + half)
     which_ptr += head
@@ -246,15 +246,15 @@ def bound_heads(
             number = gate * (tl.load(amplitude_ptr + head + step) * factor)
         else:
             number = 1.0 - sigmoid(z)
-        tl.store(number_ptr + (row + step) * n + start + tokens, number, mask=there)
+        tl.store(number_ptr + (row + step) * n + start + tokens, number, mask=valid)
         if BOUNDED:
             length = row_norms(a, b, out_ptr) * stretch
             if QUERIES:
-                tl.store(reach_ptr + (row + step) * n + start + tokens, length, mask=there)
+                tl.store(reach_ptr + (row + step) * n + start + tokens, length, mask=valid)
             else:
                 # Extremes would lose what is not a number, and a key that holds it must keep its tile.
-                length = tl.where(there & ~(length >= 0), float("inf"), length)
-                number = tl.where(there, tl.where(number >= 0, number, float("-inf")), 1.0)
+                length = tl.where(valid & ~(length >= 0), float("inf"), length)
+                number = tl.where(valid, tl.where(number >= 0, number, float("-inf")), 1.0)
                 tl.store(reach_ptr + (row + step) * tl.cdiv(n, T) + block, tl.max(length, 0))
                 tl.store(least_ptr + (row + step) * tl.cdiv(n, T) + block, tl.min(number, 0))
 
