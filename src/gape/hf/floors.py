@@ -101,8 +101,8 @@ class FloorPlan:
         norms = _tensor(self.norms).repeat_interleave(self._groups, dim=1)
         # The cache spends half of eps on keys that it skips.
         each = [limits.horizon(eps / 2, norm) for norm in norms.unbind(-1)]
-        held = torch.stack([torch.where(self.rate > 0, x, torch.inf).clamp(0, length) for x in each])
-        return self._by_key_head(held).mean(0)
+        cached = torch.stack([torch.where(self.rate > 0, x, torch.inf).clamp(0, length) for x in each])
+        return self._by_key_head(cached).mean(0)
 
     def cache_share(self, length: int, eps: float = 1e-3) -> float:
         """The part of all keys that :meth:`cached_keys` counts."""
@@ -135,10 +135,10 @@ class FloorPlan:
 
     def _title(self) -> str:
         heads = len(self.gap) * len(self.norms[0])
-        what = "below the own key" if self.mass is None else f"at most {self.mass:g} of the attention"
+        left = "below the own key" if self.mass is None else f"at most {self.mass:g} of the attention"
         return (
             f"T = {self.context_length:,}, {len(self.free)} of {heads} key heads free, bounds by {self.bounds}; "
-            f"keys beyond what a head sees: {what}"
+            f"keys beyond what a head sees: {left}"
         )
 
     @property

@@ -17,15 +17,15 @@ export function element(name, { text, className, ...attributes } = {}, children 
 
 /** The keys with the most attention, largest first: token and attention. */
 export function strongest(view, { bytes, cell }, i, count) {
-  const found = [];
+  const keys = [];
   for (let j = 0; j <= i; j += cell) {
-    if (bytes[j] > 0 && (found.length < count || bytes[j] > found[found.length - 1].byte)) {
-      found.push({ key: j, byte: bytes[j], share: view.weight(bytes[j]) });
-      found.sort((a, b) => b.byte - a.byte || b.key - a.key);
-      found.length = Math.min(found.length, count);
+    if (bytes[j] > 0 && (keys.length < count || bytes[j] > keys[keys.length - 1].byte)) {
+      keys.push({ key: j, byte: bytes[j], share: view.weight(bytes[j]) });
+      keys.sort((a, b) => b.byte - a.byte || b.key - a.key);
+      keys.length = Math.min(keys.length, count);
     }
   }
-  return found;
+  return keys;
 }
 
 export class Details {

@@ -120,7 +120,7 @@ export class View {
   async tile(kind, layer, head, level, row, column) {
     if (column > row) return null;
     if (!this.header.live) return this.tiles.get(`${kind}/${layer}/${head}/${level}/${row}/${column}`) ?? null;
-    return asked(`tile?kind=${kind}&layer=${layer}&head=${head}&level=${level}&row=${row}&column=${column}`);
+    return fetchBytes(`tile?kind=${kind}&layer=${layer}&head=${head}&level=${level}&row=${row}&column=${column}`);
   }
 
   /** Attention of query i to every token: bytes (N), and how many tokens share one. */
@@ -128,7 +128,7 @@ export class View {
     const key = `${kind}/${layer}/${head}/${i}`;
     if (!this.rows.has(key)) {
       if (this.rows.size > 256) this.rows.delete(this.rows.keys().next().value);
-      this.rows.set(key, this.header.live ? { bytes: await asked(`row?kind=${kind}&layer=${layer}&head=${head}&query=${i}`), cell: 1 } : await this.pooledRow(kind, layer, head, i));
+      this.rows.set(key, this.header.live ? { bytes: await fetchBytes(`row?kind=${kind}&layer=${layer}&head=${head}&query=${i}`), cell: 1 } : await this.pooledRow(kind, layer, head, i));
     }
     return this.rows.get(key);
   }
@@ -158,7 +158,7 @@ export class View {
   }
 }
 
-async function asked(path) {
+async function fetchBytes(path) {
   const answer = await fetch(path);
   if (!answer.ok) throw new Error(await answer.text());
   return new Uint8Array(await answer.arrayBuffer());
