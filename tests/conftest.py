@@ -1,6 +1,7 @@
 """Settings that must stand before torch is imported, what makes tests faster, and what is left out without a GPU."""
 
 import functools
+import gc
 import os
 
 # Some virtual CPUs advertise bfloat16 instructions and then die on them.
@@ -28,3 +29,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported by now is never garbage: searches for it need not look there."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the end of the process find it, or libraries report leaks."""
+    gc.unfreeze()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,14 +28,10 @@ TINY = [
 
 
 @pytest.fixture(autouse=True)
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(generate, "CONFIG", CONFIG)
     Path("floors.json").write_text(json.dumps(FLOORS), encoding="utf-8")
-    # The benchmark collects garbage before each call; all that was imported need not be searched.
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_each_cache_gives_a_row_at_once_and_in_chunks() -> None:
