@@ -229,12 +229,12 @@ def test_contexts_are_those_that_documents_fill(corpus: Path, capsys: pytest.Cap
 def test_recall_and_generation_are_measured_once_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     longer = text.corpus(Path("longer"), lengths=(1300, 1400), train_length=700).directory
     options = (
-        f"data={longer}", "device=cpu", "batch_size=2", "seed=0", "model.vocab_size=257", "model.n_layer=1",
-        "model.n_embd=64", "task.length=600", "recall.share=0.5", "train.max_steps=1",
-        "train.accumulation=1", "train.warmup_steps=0", "train.progress=off", "evaluation.contexts=[600, 1200]",
-        "evaluation.last=16", "evaluation.align=1200", "evaluation.max_windows=2", "evaluation.validation_windows=2",
-        "evaluation.recall_samples=2", "evaluation.recall_facts=2", "evaluation.new_tokens=2",
-        "analysis.routing_every=0", "--only", "alibi_seed0", "--only", "p-rope+gape_floor4_seed0",
+        f"data={longer}", "device=cpu", "batch_size=2", "seed=0", "model.vocab_size=257", "model.n_embd=64",
+        "task.length=600", "recall.share=0.5", "train.max_steps=1", "train.accumulation=1", "train.warmup_steps=0",
+        "train.progress=off", "evaluation.contexts=[600, 1200]", "evaluation.last=16", "evaluation.align=1200",
+        "evaluation.max_windows=2", "evaluation.validation_windows=2", "evaluation.recall_samples=2",
+        "evaluation.recall_facts=2", "evaluation.new_tokens=2", "analysis.routing_every=0", "--only", "alibi_seed0",
+        "--only", "p-rope+gape_floor4_seed0",
     )  # fmt: skip
     answered = recall._answer
 

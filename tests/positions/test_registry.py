@@ -8,7 +8,23 @@ import torch
 import gape
 from gape.positions import Gated, Rotary, Scheme, available, build, register, unregister
 
-BASES = ["nope", "rope", "p-rope", "hope", "pi", "ntk", "yarn", "longrope", "alibi", "kerple", "fire", "t5", "fox"]
+BASES = [
+    "nope",
+    "rope",
+    "p-rope",
+    "hope",
+    "pi",
+    "ntk",
+    "yarn",
+    "longrope",
+    "alibi",
+    "kerple",
+    "fire",
+    "t5",
+    "fox",
+    "grape",
+    "swan",
+]
 TAKE_GATES = BASES[:8]
 
 

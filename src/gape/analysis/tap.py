@@ -18,9 +18,11 @@ from gape.gates import GAPEGates
 from gape.models.attention import GAPEAttention
 from gape.ops import inputs, reference
 from gape.ops.inputs import Problem, Visibility, bias_dtype
+from gape.ops.plain import rate_bias
 from gape.positions.base import Scheme
 from gape.positions.fox import FoX
 from gape.positions.gated import Gated
+from gape.positions.grape import GRAPE
 from gape.utils.validation import invalid_argument
 
 
@@ -69,7 +71,8 @@ class Attended:
     @property
     def adds_bias(self) -> bool:
         """Whether the scheme adds logits of its own, besides those of gates."""
-        return self.scheme is not None and (isinstance(self.scheme, FoX) or type(self.scheme).bias is not Scheme.bias)
+        own = isinstance(self.scheme, FoX | GRAPE)
+        return self.scheme is not None and (own or type(self.scheme).bias is not Scheme.bias)
 
     def problem(self, start: int, stop: int) -> Problem:
         """Queries start … stop − 1 as a problem of the operator; without gates they are zero."""
@@ -116,7 +119,10 @@ class Attended:
         if self.scheme is None:
             return None
         i, j = self.visibility.positions()
-        return self.scheme.bias(i[..., start:stop], j[..., : part.n_k])
+        i, j = i[..., start:stop], j[..., : part.n_k]
+        if isinstance(self.scheme, GRAPE) and self.q_side is not None and self.k_side is not None:
+            return rate_bias(self.q_side[..., start:stop], self.k_side[..., : part.n_k], i, j)
+        return self.scheme.bias(i, j)
 
 
 def _one_head(problem: Problem, head: int) -> Problem:

@@ -110,7 +110,7 @@ class GPTConfig:
 
 
 #: Options that may be given as one list for each layer.
-BY_LAYER = ("gate_floor", "head_positions", "log_scale")
+BY_LAYER = ("gate_floor", "head_positions", "log_scale", "window")
 
 
 def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ def attention(
     *,
     bias: Bias | None = None,
     key_bias: Tensor | None = None,
+    rates: tuple[Tensor, Tensor] | None = None,
     scale: float | None = None,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
@@ -47,6 +48,8 @@ def attention(
             (1 or B, 1 or Hq, Nq, Nk); called on chunks of queries, and rounded to q's dtype there.
         key_bias: (B, Hq, Nk) added to a key's logits, to three times the working precision, without an Nq × Nk
             tensor; float32 or float64. Only differences within a row matter.
+        rates: (B, Hq, Nq) of queries and (B, Hq, Nk) of keys: (i − j) times their sum is taken off the logits, which
+            are dense for a slice of the queries; not beside `bias`.
         scale: softmax scale, D ** −0.5 by default.
         q_positions, k_positions, q_documents, k_documents, attn_mask, is_causal, strict: as in
             :func:`gape.gated_attention`.
@@ -78,9 +81,14 @@ def attention(
             shape = (q.size(0), q.size(1), k.size(2))
             inputs.floats("key_bias", key_bias, shape, q.device, "(B, Hq, Nk)")
             tensors = _with_key_bias(q, k, v, key_bias, scale)
-        if bias is None and limits.decodes(*tensors, learns=learning(*tensors)):
+        if rates is not None:
+            if bias is not None:
+                raise validation.invalid_argument("rates", rates, "None beside a bias")
+            for rate, x in zip(rates, (q, k), strict=True):
+                inputs.floats("rates", rate, (q.size(0), q.size(1), x.size(2)), q.device, "(B, Hq, N)")
+        if bias is None and rates is None and limits.decodes(*tensors, learns=learning(*tensors)):
             return _decode(*tensors, visibility, scale)
-        return sdpa.run_all(_calls(*tensors, visibility, scale, bias), strict=strict)
+        return sdpa.run_all(_calls(*tensors, visibility, scale, bias, rates), strict=strict)
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float) -> Tensor:
@@ -105,16 +113,28 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: floa
 
 
 def _calls(
-    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float, bias: Bias | None
-) -> Iterator[sdpa.Call]:
-    drawn = bias is not None or sdpa.draws_mask(visibility, q)
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float, bias: Bias | None,
+    rates: tuple[Tensor, Tensor] | None,
+) -> Iterator[sdpa.Call]:  # fmt: skip
+    drawn = bias is not None or rates is not None or sdpa.draws_mask(visibility, q)
     for start, stop in sdpa.chunks(visibility.n_q, sdpa.MASK_ROWS if drawn else None):
         part = visibility.rows(start, stop)
         values = None
         if bias is not None:
             i, j = visibility.positions()
             values = bias(i[..., start:stop], j[..., : part.n_k])
+        elif rates is not None:
+            i, j = visibility.positions()
+            of_queries, of_keys = rates[0][..., start:stop], rates[1][..., : part.n_k]
+            values = rate_bias(of_queries, of_keys, i[..., start:stop], j[..., : part.n_k])
         yield sdpa.prepare(q[:, :, start:stop], k[:, :, : part.n_k], v[:, :, : part.n_k], part, scale, values)
+
+
+def rate_bias(of_queries: Tensor, of_keys: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    """−(a_i + b_j)·(i − j), (B, Hq, Nq, Nk), of rates (B, Hq, N) and positions (N,) or (B, N)."""
+    away = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
+    rate = of_queries.unsqueeze(-1) + of_keys.unsqueeze(-2)
+    return -rate * (away.unsqueeze(1) if away.dim() == 3 else away)
 
 
 def _with_key_bias(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,9 @@ from gape.positions.base import Scheme, keyword_defaults
 from gape.positions.biases import FIRE, T5, ALiBi, Kerple
 from gape.positions.fox import FoX
 from gape.positions.gated import Gated
+from gape.positions.grape import GRAPE
 from gape.positions.rotary import NTK, PI, HoPE, LongRoPE, NoPE, PRoPE, RoPE, Rotary, YaRN
+from gape.positions.swan import SWAN
 from gape.utils.validation import even, invalid_argument, positive_number, suggestion
 
 _SCHEMES: dict[str, type[Scheme]] = {
@@ -29,6 +31,8 @@ _SCHEMES: dict[str, type[Scheme]] = {
     "fire": FIRE,
     "t5": T5,
     "fox": FoX,
+    "grape": GRAPE,
+    "swan": SWAN,
 }
 _BUILT_IN = frozenset(_SCHEMES)
 _GATES = "+gape"

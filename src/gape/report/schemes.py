@@ -11,6 +11,7 @@ K = TypeVar("K")
 NAMES = {
     "nope": "NoPE", "rope": "RoPE", "p-rope": "p-RoPE", "pi": "PI", "ntk": "NTK", "yarn": "YaRN",
     "longrope": "LongRoPE", "alibi": "ALiBi", "kerple": "KERPLE", "fire": "FIRE", "t5": "T5", "fox": "FoX",
+    "hope": "HoPE", "grape": "GRAPE", "swan": "SWAN",
 }  # fmt: skip
 #: Bases in the order of tables and legends; others follow by name.
 BASES = ("nope", "rope", "p-rope", "yarn", "alibi", "fox")
