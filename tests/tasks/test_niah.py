@@ -197,3 +197,26 @@ def test_words_are_spread_evenly() -> None:
 def test_words_stop_where_they_would_repeat() -> None:
     with pytest.raises(ValueError, match="start"):
         words32("end", 2, start=2**32 - 1)
+
+
+def test_mixed_lengths_and_positions_are_those_of_training_alone() -> None:
+    mixed = niah.NIAHSource(config=NIAHConfig(length=128, shortest=32, random_to=512), batch_size=3)
+    batches = [mixed.batch(step, 0) for step in range(1, 30)]
+    assert {batch.ids.size(1) for batch in batches} == {32, 64, 128}
+    for batch in batches:
+        assert batch.positions.shape == batch.ids.shape
+        assert bool((batch.positions.diff() > 0).all())
+        assert 0 <= int(batch.positions.min()) <= int(batch.positions.max()) < 512
+    assert torch.equal(mixed.batch(4, 0).positions, batches[3].positions)
+    assert mixed.config.at(256) == NIAHConfig(length=256)
+    skipping = niah.NIAHSource(config=NIAHConfig(length=64, skip_to=300), batch_size=50).batch(1, 0).positions
+    steps = skipping.diff()
+    assert bool((steps >= 1).all())
+    assert int((steps > 1).sum(1).max()) == 1
+    assert 200 < int(skipping.max()) < 300
+    plain = niah.NIAHSource(config=NIAHConfig(length=64), batch_size=3)
+    assert plain.batch(1, 0).positions is None
+    assert plain.fingerprint() == "niah length=64 needles=1 target=last batch=3 seed=0"
+    for wrong in ({"shortest": 65}, {"random_to": 63}, {"skip_to": 1}, {"random_to": 99, "skip_to": 99}):
+        with pytest.raises(ValueError, match=f"^{list(wrong)[-1]}"):
+            NIAHConfig(length=64, **wrong)

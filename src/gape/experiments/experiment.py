@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -92,6 +93,9 @@ def check(run: Run, directory: Path, resume: str = "auto") -> None:
     before = read_object(directory / SETTINGS)
     if before:
         now = run.to_dict()
+        with suppress(ValueError):
+            # With the defaults of keys that it was written without.
+            before = Run.from_dict(before).to_dict()
         lines = [f"train.{line}" for line in changes(before.get("train", {}), now["train"])]
         for key in ("kind", "seed", "batch_size", "task", "recall", "model"):
             if before.get(key) != now.get(key):

@@ -41,17 +41,31 @@ class NIAHConfig:
         length: L, tokens of a sequence, the query included.
         n_needles: needles in it; None means max(1, L // 64), the paper's rule.
         target: the needle whose digit is the answer, "first", "last" or "middle" (needle n // 2, counted from 0).
+        shortest: training batches have lengths drawn from L, L / 2, L / 4, … down to this; 0 has L alone.
+        random_to: training positions are drawn from 0 … random_to − 1, in order (arXiv 2305.16843); 0 counts them.
+        skip_to: training positions jump once, to below this at most (arXiv 2309.10400); 0 skips none.
 
     Raises:
-        ValueError: an unknown target, or chunks too short for a needle of three tokens.
+        ValueError: a `shortest` above L, positions that reach less far than L or of both kinds, an unknown
+            target, or chunks too short for a needle of three tokens.
     """
 
     length: int
     n_needles: int | None = None
     target: str = "last"
+    shortest: int = 0
+    random_to: int = 0
+    skip_to: int = 0
 
     def __post_init__(self) -> None:
         whole("length", self.length, NEEDLE + 1)
+        if whole("shortest", self.shortest, 0) > self.length:
+            raise invalid_argument("shortest", self.shortest, f"at most the length {self.length}, or 0")
+        for name in ("random_to", "skip_to"):
+            if 0 < whole(name, getattr(self, name), 0) < self.length:
+                raise invalid_argument(name, getattr(self, name), f"0, or at least the length {self.length}")
+        if self.random_to and self.skip_to:
+            raise invalid_argument("skip_to", self.skip_to, "0 beside random_to")
         if self.n_needles is not None:
             whole("n_needles", self.n_needles)
         if self.target not in TARGETS:
@@ -73,9 +87,12 @@ class NIAHConfig:
         return {"first": 0, "last": self.needles - 1, "middle": self.needles // 2}[self.target]
 
     def at(self, length: int) -> NIAHConfig:
-        """The same haystack at another length: as many needles per token, by the paper's rule where that was used."""
+        """The same haystack at another length: as many needles per token, by the paper's rule where that was used.
+
+        Its length is fixed and its positions are counted.
+        """
         n = None if self.n_needles is None else max(1, self.n_needles * length // self.length)
-        return replace(self, length=length, n_needles=n)
+        return replace(self, length=length, n_needles=n, shortest=0, random_to=0, skip_to=0)
 
 
 class Haystack(NamedTuple):
@@ -160,13 +177,31 @@ class NIAHSource:
 
     def batch(self, step: int, micro: int) -> Batch:
         """The micro-batch `micro` of step `step`."""
-        drawn = sample(self.config, self.batch_size, seed=self.seed, step=step, micro=micro, device=self.device)
-        return Batch(drawn.ids, drawn.targets[:, -1:])
+        c, name = self.config, f"niah/batch/{self.seed}/{step}/{micro}"
+        halvings = (c.length // c.shortest).bit_length() - 1 if c.shortest else 0
+        length = c.length >> int(below32(words32(name, 1), halvings + 1))
+        config = c if length == c.length else c.at(length)
+        drawn = sample(config, self.batch_size, seed=self.seed, step=step, micro=micro, device=self.device)
+        return Batch(drawn.ids, drawn.targets[:, -1:], positions=self._positions(name, length))
+
+    def _positions(self, name: str, length: int) -> Tensor | None:
+        """Positions (B, length) that are drawn or jump; None where they are counted."""
+        b, reach = self.batch_size, self.config.random_to
+        if reach:
+            drawn = words32(f"{name}/random", b * reach, device=self.device).view(b, reach)
+            return drawn.argsort(stable=True)[:, :length].sort().values
+        if not self.config.skip_to:
+            return None
+        place, jump = words32(f"{name}/skip", 2 * b, device=self.device).view(2, b, 1)
+        index = torch.arange(length, device=self.device).expand(b, length)
+        return index + (index > below32(place, length - 1)) * below32(jump, self.config.skip_to - length + 1)
 
     def fingerprint(self) -> str:
         """What the data are, in words: equal for two sources exactly if they give the same batches."""
         c = self.config
-        return f"niah length={c.length} needles={c.needles} target={c.target} batch={self.batch_size} seed={self.seed}"
+        text = f"niah length={c.length} needles={c.needles} target={c.target} batch={self.batch_size} seed={self.seed}"
+        given = {name: getattr(c, name) for name in ("shortest", "random_to", "skip_to")}
+        return " ".join([text, *(f"{name}={value}" for name, value in given.items() if value)])
 
 
 @torch.no_grad()
