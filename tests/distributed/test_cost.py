@@ -11,7 +11,7 @@ from tests.distributed.launch import work
 SMALL = {"vocab_size": 50, "n_layer": 2, "n_head": 4, "n_embd": 32, "context_length": 16}
 
 
-@pytest.mark.parametrize("position", ["rope", "p-rope+gape", "fox", "alibi"])
+@pytest.mark.parametrize("position", ["rope", "p-rope+gape", "fox", "t5"])
 @pytest.mark.parametrize("changes", [{}, {"bias": True, "tied": False}, {"n_kv_head": 2}])
 def test_parameters_are_those_of_the_model(position, changes):
     config = GPTConfig(**SMALL, position=position, **changes)

@@ -17,7 +17,7 @@ from gape.models.gpt import GPT
 from tests.hf.tiny import tokens, train
 
 SIZES = {"vocab_size": 64, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "context_length": 16}
-SCHEMES = ("p-rope+gape", "nope+gape", "rope", "alibi", "t5")
+SCHEMES = ("p-rope+gape", "nope+gape", "rope", "alibi", "t5", "grape", "swan")
 
 
 def made(position: str = "p-rope+gape", **changes) -> GapeForCausalLM:

@@ -120,8 +120,8 @@ class Attended:
             return None
         i, j = self.visibility.positions()
         i, j = i[..., start:stop], j[..., : part.n_k]
-        if isinstance(self.scheme, GRAPE) and self.q_side is not None and self.k_side is not None:
-            return rate_bias(self.q_side[..., start:stop], self.k_side[..., : part.n_k], i, j)
+        if isinstance(self.scheme, GRAPE):
+            return rate_bias(*self.scheme.rates(self.q[:, :, start:stop], self.k[:, :, : part.n_k]), i, j)
         return self.scheme.bias(i, j)
 
 

@@ -16,7 +16,8 @@ import torch
 
 from gape.distributed.forgotten import BLOCK
 from gape.models.config import GPTConfig
-from gape.models.cost import breakdown
+from gape.models.cost import breakdown, side_bytes
+from gape.models.gpt import GPT
 from gape.ops.inputs import bias_dtype
 from gape.positions import is_gated
 from gape.utils.validation import invalid_argument, whole
@@ -111,17 +112,10 @@ def step_cost(
 
 def parameter_count(config: GPTConfig) -> tuple[int, int]:
     """Parameters of all blocks together, and of the rest: embedding, output layer and last norm."""
-    width, content, heads = config.n_embd, config.head_dim - config.reserved, config.n_head + config.kv_heads
-    projected = heads * content + config.kv_heads * config.head_dim
-    block = width * projected + width**2 + 8 * width**2 + 2 * width
-    if config.bias:
-        block += projected + width + 5 * width + 2 * width
-    if is_gated(config.position):
-        block += heads * (content + 1) + config.n_head
-    elif config.position == "fox":
-        block += config.n_head * (width + 1)
-    tables = config.vocab_size * width * (1 if config.tied else 2)
-    return config.n_layer * block, tables + width * (2 if config.bias else 1)
+    with torch.device("meta"):
+        model = GPT(config)
+    blocks = sum(parameter.numel() for parameter in model.layers.parameters())
+    return blocks, model.count_parameters() - blocks
 
 
 def _parameter_bytes(config: GPTConfig, total: int, shard: bool, accumulation: int, dtype: torch.dtype) -> float:
@@ -139,12 +133,10 @@ def _key_bytes(config: GPTConfig, rows: float, length: int, ways: int, horizon: 
     if ways == 1:
         return 0.0
     part = length // ways
-    gated = is_gated(config.position)
-    side = config.kv_heads * bias_dtype(dtype).itemsize if gated else config.n_head * 8 * (config.position == "fox")
     wide = config.kv_heads * (2 * config.head_dim - config.reserved) * dtype.itemsize
     tokens: float = length - part
-    sides = tokens * side
-    if gated and math.isfinite(horizon):
+    sides = tokens * side_bytes(config, dtype)
+    if is_gated(config.position) and math.isfinite(horizon):
         block = min(BLOCK, part)
         reach = math.ceil(horizon / block + 1) * block
         tokens = sum(min(rank * part, reach) for rank in range(ways)) / ways

@@ -77,20 +77,25 @@ def cache_bytes(config: GPTConfig, length: int, batch: int = 1, dtype: torch.dty
     """Bytes that all layers cache for (batch, length) tokens.
 
     That is of :meth:`gape.GPT.new_cache`: keys without the reserved coordinates, values, and what the scheme stores
-    beside each key. Gates store a landmark for each key head in float32 (float64 beside float64), FoX its running sum
-    for each query head in float64. Batches padded on the left also store positions and documents, nine bytes a token
-    and layer under any scheme. Caches in pages: :attr:`gape.ops.paged.PageLayout.nbytes` for each page of 64 keys.
+    beside each key (:func:`side_bytes`). Batches padded on the left also store positions and documents, nine bytes a
+    token and layer under any scheme. Caches in pages: :attr:`gape.ops.paged.PageLayout.nbytes` per page of 64 keys.
 
     Raises:
         ValueError: a size below 1.
     """
-    side = 0
-    if is_gated(config.position):
-        side = config.kv_heads * bias_dtype(dtype).itemsize
-    elif config.position == "fox":
-        side = config.n_head * torch.float64.itemsize
-    per_token = config.kv_heads * (2 * config.head_dim - config.reserved) * dtype.itemsize + side
+    per_token = config.kv_heads * (2 * config.head_dim - config.reserved) * dtype.itemsize + side_bytes(config, dtype)
     return config.n_layer * whole("batch", batch) * whole("length", length) * per_token
+
+
+def side_bytes(config: GPTConfig, dtype: torch.dtype) -> int:
+    """Bytes that a layer stores beside the k and v of one token.
+
+    Gates store a landmark for each key head in float32 (float64 beside float64), FoX its running sum for each query
+    head in float64.
+    """
+    if is_gated(config.position):
+        return config.kv_heads * bias_dtype(dtype).itemsize
+    return config.n_head * torch.float64.itemsize if config.position == "fox" else 0
 
 
 def _flops(config: GPTConfig, tokens: int, pairs: int, dtype: torch.dtype) -> Flops:

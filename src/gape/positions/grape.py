@@ -13,15 +13,15 @@ from gape.ops.inputs import bias_dtype
 from gape.positions.base import Scheme, Side, Sizes, without_autocast
 from gape.positions.biases import inverse_softplus, slopes
 from gape.utils.constant import Constant
-from gape.utils.validation import invalid_argument, positive_number
+from gape.utils.validation import positive_number
 
 
 class GRAPE(Scheme):
     """Adds −(i − j) · ω_h · m_h · (softplus(v_h·q_i / √D) + softplus(u_h·k_j / √D)), m_h ALiBi's slope.
 
     v and u are the directions `query_direction` and `key_direction`, each (Hq, D) and used at length 1; ω is softplus
-    of `raw_omega`, (Hq,). The sides are the two softplus times ω·m. The bias is dense, for a slice of the queries at a
-    time. The authors also norm q and k, which is the model's business here.
+    of `raw_omega`, (Hq,). The bias is dense, for a slice of the queries at a time. The authors also norm q and k, which
+    is the model's business here.
 
     Args:
         init_omega: ω at start.
@@ -49,13 +49,10 @@ class GRAPE(Scheme):
             nn.init.normal_(direction, std=self.head_dim**-0.5)
         self.raw_omega.copy_(inverse_softplus(torch.full_like(self.raw_omega, self.init_omega)))
 
-    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Side]:
-        """Return q as it came, and its part of the rate (B, Hq, N)."""
-        return q, self._rate(q, self.query_direction)
-
-    def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
-        """Return k as it came, and its part of the rate for each query head, (B, Hq, N)."""
-        return k, self._rate(k.repeat_interleave(self.n_heads // k.size(1), dim=1), self.key_direction)
+    def rates(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The two parts of the rate: of the queries, (B, Hq, Nq), and of the keys for each query head, (B, Hq, Nk)."""
+        k = k.repeat_interleave(self.n_heads // k.size(1), dim=1)
+        return self._rate(q, self.query_direction), self._rate(k, self.key_direction)
 
     def _rate(self, x: Tensor, direction: Tensor) -> Tensor:
         dtype = bias_dtype(x.dtype)
@@ -69,11 +66,5 @@ class GRAPE(Scheme):
         self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
         **visibility: Any,
     ) -> Tensor:  # fmt: skip
-        """Attend under the penalty; the sides are those of `queries` and `keys`. Returns (B, Hq, Nq, Dv).
-
-        Raises:
-            ValueError: a side is None.
-        """
-        if q_side is None or k_side is None:
-            raise invalid_argument("q_side and k_side", None, "the rates that queries() and keys() returned")
-        return attention(q, k, v, rates=(q_side, k_side), scale=scale, **visibility)
+        """Attend under the penalty; sides and `impl` are not used. Returns (B, Hq, Nq, Dv)."""
+        return attention(q, k, v, rates=self.rates(q, k), scale=scale, **visibility)
