@@ -36,15 +36,15 @@ def tokenizer(text: str, folder: Path) -> None:
     """Write a byte-level BPE of a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(text.split("\n\n"), trainer)
+    bpe.train_from_iterator(text.split("\n\n"), trainer)
     folder.mkdir()
-    made.save(str(folder / "tokenizer.json"))
+    bpe.save(str(folder / "tokenizer.json"))
 
 
 def command(*arguments: object) -> None:

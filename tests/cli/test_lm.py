@@ -240,7 +240,7 @@ def test_recall_and_generation_are_measured_once_and_reported(monkeypatch: pytes
 
     def interrupted(*given: object) -> dict[str, object]:
         monkeypatch.setattr(recall, "_answer", answered)
-        raise OSError("the lease is over")
+        raise OSError("interrupted")
 
     monkeypatch.setattr(recall, "_answer", interrupted)
     assert gape_exits("lm", "train", "lm/recall", *options) == 1

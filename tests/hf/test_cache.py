@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 
 import gape.hf
-from gape.hf.cache import MARK, PackedKeys, extra_width, furthest, pack, refuse_uneven, unpack
+from gape.hf.cache import KEYS_BY_HEAD, PackedKeys, extra_width, furthest, pack, refuse_uneven, unpack
 from tests.hf.tiny import FLOOR, broken_off, last_logits_without, made, opened, ours, tiny, tokens
 
 
@@ -117,6 +117,6 @@ def test_heads_may_drop_keys_of_their_own(family, name):
         layer.keys, layer.values = (
             x.gather(2, chosen.expand(-1, -1, -1, x.size(-1))) for x in (layer.keys, layer.values)
         )
-        setattr(layer, MARK, True)
+        setattr(layer, KEYS_BY_HEAD, True)
     actual = model(ids[:, -1:], past_key_values=cache, position_ids=torch.tensor([[32]])).logits[:, -1]
     torch.testing.assert_close(actual, last_logits_without(model, cache, ids), atol=1e-5, rtol=1e-5)

@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from transformers import DynamicCache
+
 import gape.hf
 from gape import explain
 from gape.cache.layer import PagedLayer
@@ -59,8 +61,13 @@ def test_explain_names_layers_without_gates_and_the_dense_definition():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"), [({"tokens": 0}, "tokens: got"), ({"model": tiny("llama")}, "expected one with gates")]
+    ("arguments", "match"),
+    [
+        ({"tokens": 0}, "tokens: got"),
+        ({"model": tiny("llama")}, "expected one with gates"),
+        ({"cache": DynamicCache()}, "cache: got"),
+    ],
 )
-def test_explain_refuses_models_without_gates_and_prompts_without_tokens(arguments, match):
+def test_explain_refuses_what_it_cannot_explain(arguments, match):
     with pytest.raises(ValueError, match=match):
         gape.hf.explain(**({"model": gape.hf.inject(tiny("llama"), context_length=16)} | arguments))

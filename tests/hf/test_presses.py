@@ -85,3 +85,18 @@ def test_masks_by_head_are_an_error_and_not_ignored():
 def test_presses_that_rewrite_keys_are_refused(press):
     with pytest.raises(ValueError, match="press"):
         GatedPress(press())
+
+
+def test_pads_are_refused():
+    model, mask = opened(tiny("llama")), torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :5] = 0
+    with pytest.raises(ValueError, match="attention_mask"), GatedPress(kvpress.KnormPress(0.5))(model):
+        model(tokens(2, LENGTH), attention_mask=mask, past_key_values=DynamicCache())
+
+
+def test_positions_counted_from_the_shortened_cache_are_refused():
+    model, ids, cache = opened(tiny("llama")), tokens(1, LENGTH + 1), DynamicCache()
+    with GatedPress(kvpress.KnormPress(0.5))(model):
+        model(ids[:, :-1], past_key_values=cache)
+    with pytest.raises(ValueError, match="position_ids"):
+        model(ids[:, -1:], past_key_values=cache)

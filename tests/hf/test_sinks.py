@@ -71,3 +71,13 @@ def test_a_first_token_like_all_others_opens_no_gate() -> None:
 def test_too_little_text_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"^ids: "):
         sink_landmarks(tiny("llama").eval(), torch.ones(shape, dtype=torch.int64))
+
+
+def test_gates_without_learned_landmarks_are_refused() -> None:
+    model = model_with_sink()
+    landmarks = sink_landmarks(model, texts(FIRST))
+    with pytest.raises(ValueError, match=r"^model: "):
+        set_landmarks(model, landmarks)
+    gape.hf.inject(model, context_length=16, gates={"learn_landmark": False})
+    with pytest.raises(ValueError, match=r"^model: "):
+        set_landmarks(model, landmarks)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gape.report.recall import recall
 from gape.report.results import Results, gather, pack_hits, read_rows, store, unpack_hits
 from gape.report.series import perplexity
 from gape.report.write import tables
@@ -138,6 +139,18 @@ def test_two_runs_of_one_name_are_not_mixed(tmp_path: Path, one: dict[str, Any],
         with pytest.raises(ValueError, match=f"b: another run is called {one['run']} too"):
             gather(paths)
     assert len(gather([first, first]).runs) == 1
+
+
+def test_recall_is_averaged_over_runs_that_were_measured_alike(tmp_path: Path) -> None:
+    results = lm_stored.stored(("alibi",), seeds=2)
+    rows = [row | {"facts": 1, "samples": 100} for row in results.of("recall")]
+    rows += [row | {"facts": 8, "match": 9.0} for row in rows if row["seed"] == 0 and row["what"] == "several"]
+    data = recall(replace(results, measured={"recall": tuple(rows)}))
+    assert all(max(line["mean"]) < 1 and line["n"] == [2] * 4 for panel in data["panels"] for line in panel["lines"])
+    other = [row | {"samples": 5 if row["seed"] else 100} for row in rows]
+    store(replace(results, measured={"recall": tuple(other)}), tmp_path)
+    with pytest.raises(ValueError, match="differ in samples"):
+        gather([tmp_path])
 
 
 def test_equal_rows_of_other_settings_are_not_mixed(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_a_given_number_of_needles_keeps_its_density() -> None:
         ({"length": 12, "n_needles": 4}, "n_needles"),
         ({"length": 64, "n_needles": 0}, "n_needles"),
         ({"length": 64, "target": "nearest"}, "target"),
+        ({"length": 64, "shortest": 1}, "length"),
     ],
 )
 def test_impossible_haystacks_are_refused(options: dict[str, object], named: str) -> None:

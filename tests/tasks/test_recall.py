@@ -56,3 +56,10 @@ def test_documents_that_are_too_short_are_refused(corpus: Corpus) -> None:
         list(recall.samples(corpus, ByteTokenizer(), 10**6, 1))
     with pytest.raises(ValueError, match=r"^length: "):
         list(recall.samples(corpus, ByteTokenizer(), 100, 1))
+
+
+def test_every_text_asks_for_all_of_its_facts(corpus: Corpus) -> None:
+    texts = recall.several(corpus, ByteTokenizer(), 1200, 20, 4)
+    assert [len(answers) for _, answers in texts] == [4] * 20
+    with pytest.raises(ValueError, match=r"^facts: "):
+        list(recall.several(corpus, ByteTokenizer(), LENGTH, 1, 64))

@@ -171,7 +171,8 @@ class PagedLayer:
             plan = explain(rotated_q, rotated_k, v, *sides, context_length=1, scale=spec.scale, impl=spec.impl)
             return replace(plan, prologue=prologue)
         single = run.new == "pages"
-        reason = "a single token reads all pages" if single else "a prompt attends to itself, skipping tiles"
+        prompt = "a prompt attends to itself" + (", skipping tiles" if run.kernels else "")
+        reason = "a single token reads all pages" if single else prompt
         if run.cached and not single:
             reason += ", and to the pages before it"
         return Plan(

@@ -232,11 +232,13 @@ class RecallWriter:
         return 2 * longest
 
     def _names(self, rng: Random, kind: str, count: int) -> list[str]:
-        """Different names of a kind."""
+        """Different names of a kind; fewer than `count` where there are no more."""
         first, second, between = NAMES[kind]
+        every = len(first) * len(second)
+        held_out = len(range(0, every, _HELD_OUT))
         names: dict[str, None] = {}
-        while len(names) < count:
-            number = rng.randrange(len(first) * len(second))
+        while len(names) < min(count, held_out if self.heldout else every - held_out):
+            number = rng.randrange(every)
             if (number % _HELD_OUT == 0) == self.heldout:
                 names[first[number // len(second)] + between + second[number % len(second)]] = None
         return list(names)

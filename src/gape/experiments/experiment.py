@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -93,9 +92,11 @@ def check(run: Run, directory: Path, resume: str = "auto") -> None:
     before = read_object(directory / SETTINGS)
     if before:
         now = run.to_dict()
-        with suppress(ValueError):
+        try:
             # With the defaults of keys that it was written without.
             before = Run.from_dict(before).to_dict()
+        except ValueError as error:
+            raise ValueError(f"{directory / SETTINGS}: {error}; give another --out") from error
         lines = [f"train.{line}" for line in changes(before.get("train", {}), now["train"])]
         for key in ("kind", "seed", "batch_size", "task", "recall", "model"):
             if before.get(key) != now.get(key):

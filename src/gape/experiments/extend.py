@@ -187,8 +187,7 @@ class Job:
             raise invalid_argument("free", settings.free, f"at most {most}, the key heads of the model")
         self._refuse_method(model)
         self.skips = self.device.type == "cuda" and has_gates(model) and cannot_skip(model) is None
-        for phase in settings.phases(self.native):
-            self.train_config(phase)
+        list(map(self.train_config, settings.phases(self.native)))
 
     def _refuse_method(self, model: Any) -> None:
         """Refuse options of the method by what would be put into a model, which is changed."""
@@ -230,13 +229,14 @@ class Job:
             corpus = finetune.corpus_of(
                 settings.model, settings.data, self.out, settings.heldout_fraction, self.progress
             )
-            refuse_short(corpus, max(phase.length for phase in settings.phases(self.native)), window)
+            tuned = () if settings.method == "plain" else settings.phases(self.native)
+            refuse_short(corpus, max((phase.length for phase in tuned), default=window), window)
             return corpus
 
         def check(text: WindowSource) -> None:
             if settings.method != "plain":
                 # What the tuning would refuse.
-                RecallSource(text, load_tokenizer(settings.model), settings.recall_config())
+                RecallSource(text, load_tokenizer(settings.model), settings.recall_config(window))
 
         windows = {"length": window, "batch_size": settings.phases(self.native)[0].batch_size}
         return finetune.window_source(settings.model, config, self.out, opened, windows, check).corpus

@@ -134,8 +134,16 @@ class Settings:
         return self.length or min(WINDOW, native)
 
     def phases(self, native: int) -> tuple[Phase, ...]:
-        """The tuning: windows within the native context first, then longer ones where some are wanted."""
+        """The tuning: windows within the native context first, then longer ones where some are wanted.
+
+        Raises:
+            ValueError: long windows that are shorter than the others, or positions that skip to within a window.
+        """
         length, long_length = self.window(native), self.long_length or min(LONG_WINDOW, self.to)
+        if self.long_steps and long_length < length:
+            raise invalid_argument("long_length", long_length, f"at least the {length} tokens of a window")
+        if 0 < self.skip_to <= length:
+            raise invalid_argument("skip_to", self.skip_to, f"0, or more than the {length} tokens of a window")
         # Both phases take as many tokens at once; many small passes would wait for the host.
         at_once = min(self.update_tokens, long_length) if self.long_steps else 4 * length
         short_batch = self.batch_size or max(1, at_once // length)

@@ -20,6 +20,7 @@ from gape.experiments.experiment import Log, low_precision, model_step, named_de
 from gape.experiments.result_store import ResultStore
 from gape.experiments.run import LanguageRun
 from gape.models.gpt import GPT
+from gape.tasks.recall import several
 from gape.train import StopFlag, Trainer, held_out_loss
 from gape.utils.jsonl import Record, read_object
 from gape.utils.validation import invalid_argument
@@ -40,8 +41,12 @@ def check(run: LanguageRun, directory: Path) -> None:
         raise invalid_argument("model.vocab_size", run.model.vocab_size, expected)
     _sources(run, corpus, torch.device("cpu"))
     _settings(run, torch.device("cpu")).check()
-    if run.evaluation.recall_samples:
-        corpus_tokenizer(corpus, run.recall.tokenizer)
+    if run.evaluation.recall_samples and run.evaluation.contexts:
+        tokenizer, length = corpus_tokenizer(corpus, run.recall.tokenizer), min(run.evaluation.contexts)
+        try:
+            next(several(corpus, tokenizer, length, 1, run.evaluation.recall_facts, seed=run.evaluation.seed))
+        except ValueError as error:
+            raise ValueError(f"evaluation.contexts: got {length}, which recall texts do not fill; {error}") from error
     began = read_object(directory / CONFIG).get("extra", {}).get("corpus", {}).get("fingerprint")
     if began not in (None, corpus.fingerprint()):
         raise ValueError(f"data: {run.data} is not the corpus with which {directory} was trained; give another --out")

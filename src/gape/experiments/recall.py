@@ -26,6 +26,7 @@ from gape.train.load import model_of
 from gape.utils import locks
 from gape.utils.jsonl import Record
 from gape.utils.progress import ProgressTable
+from gape.utils.run_info import device_name
 
 ROWS = "recall.jsonl"
 #: What a query may lose to a forgetting cache.
@@ -63,7 +64,8 @@ def measure(run: LanguageRun, directory: Path, corpus: Corpus, device: torch.dev
         left = missing(run, directory, corpus, device, chosen.step)
         if not left:
             return
-        tokenizer = corpus_tokenizer(corpus, run.recall.tokenizer)
+        asks = any(about["what"] != GENERATE for about in left)
+        tokenizer = corpus_tokenizer(corpus, run.recall.tokenizer) if asks else None
         model: GPT = model_of(chosen, device=device)
         autocast = partial(
             torch.autocast, device.type, torch.bfloat16, enabled=low_precision(run.train.precision, device)
@@ -74,7 +76,7 @@ def measure(run: LanguageRun, directory: Path, corpus: Corpus, device: torch.dev
                 with autocast():
                     row = (
                         _generate(model, corpus, about)
-                        if about["what"] == GENERATE
+                        if tokenizer is None or about["what"] == GENERATE
                         else _answer(model, corpus, tokenizer, about)
                     )
                 ResultStore(directory / ROWS).append(experiment.identity(run) | about | row)
@@ -113,7 +115,8 @@ def _generate(model: GPT, corpus: Corpus, about: Record) -> Record:
             torch.cuda.synchronize(device)
         seconds[tokens], nbytes = time.perf_counter() - begin, cache.nbytes
     rate = new / max(seconds[new + 1] - seconds[1], 1e-9)
-    return {"prefill_s": seconds[1], "tokens_per_second": rate, "cache": name, "cache_bytes": nbytes}
+    row = {"prefill_s": seconds[1], "tokens_per_second": rate, "cache": name, "cache_bytes": nbytes}
+    return row | {"machine": device_name(device)}
 
 
 def _cache(model: GPT) -> tuple[str, Any]:

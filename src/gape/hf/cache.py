@@ -25,7 +25,7 @@ from gape.utils.validation import invalid_argument
 #: Layers of caches whose handling of keys is tested here, by name.
 LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
 #: The attribute of a cache's layer in which every head has dropped keys of its own, so that positions differ by head.
-MARK = "gape_keys_by_head"
+KEYS_BY_HEAD = "gape_keys_by_head"
 #: Dtype → bits of a piece, pieces of a landmark, base of a position's digits and how many there are.
 _FORMS = {
     torch.bfloat16: (8, 3, 256, 3),
@@ -124,7 +124,8 @@ class PackedKeys:
         heads dropped keys of their own.
 
         Raises:
-            ValueError: a cache that is not known to leave keys as they are.
+            ValueError: a cache that is not known to leave keys as they are, or positions before those of cached keys
+                where heads dropped some.
         """
         assert positions is not None
         cache, layer = self.cache, self.layer
@@ -146,8 +147,10 @@ class PackedKeys:
         values = values[..., : v.size(-1)]
         if plain:
             return CachedKeys(keys[..., :width], values, None, None, None)
-        by_head = getattr(cache.layers[layer], MARK, False)
+        by_head = getattr(cache.layers[layer], KEYS_BY_HEAD, False)
         k, cached_landmark, k_positions = unpack(keys[..., :width], k.size(-1), by_head=by_head)
+        if by_head and bool((k_positions.amax((1, 2)) > positions.amax(-1)).any()):
+            raise invalid_argument("position_ids", positions, "those of the text: a press has shortened the cache")
         return CachedKeys(k, values, None if landmark is None else cached_landmark, k_positions, None)
 
 

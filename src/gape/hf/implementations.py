@@ -190,7 +190,9 @@ def masked_attention(
     n = q.size(2)
     if k_positions is not None and k_positions.dim() == 3:
         folded, more = _heads_as_samples(q, k, v, values, q_positions, k_positions, mask)
-        out, weights = masked_attention(*folded, name=name, scale=scale, softcap=softcap, auto=auto, **more)
+        out, weights = masked_attention(
+            *folded, name=name, scale=scale, softcap=softcap, auto=auto, skips=skips, **more
+        )
         return out.reshape(*q.shape[:3], -1), None if weights is None else weights.reshape(*q.shape[:3], -1)
     if mask is None and 1 < n < k.size(2):
         # The first call with a static cache: what lies behind the first n keys is still empty.

@@ -164,6 +164,8 @@ def explain(model: Any, tokens: int = 4096, cache: PagesForTransformers | None =
         ValueError: a model without gates, a number of tokens below 1, or a cache of another model.
     """
     whole("tokens", tokens)
+    if cache is not None and not isinstance(cache, PagesForTransformers):
+        raise invalid_argument("cache", type(cache).__name__, "one in pages, or None for one of transformers")
     modules = family_of(model).modules(model)
     if not any(isinstance(module, InjectedAttention) for module in modules):
         raise invalid_argument("model", type(model).__name__, "one with gates, as gape.hf.inject makes it")

@@ -17,7 +17,8 @@ try:
 except ImportError as error:
     raise ImportError("gape.hf.presses needs kvpress: pip install kvpress") from error
 
-from gape.hf.cache import MARK
+from gape.hf.cache import KEYS_BY_HEAD
+from gape.hf.masks import as_bool
 from gape.utils.validation import invalid_argument
 
 
@@ -62,12 +63,19 @@ class GatedPress(BasePress):  # type: ignore[misc]
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """The keys (B, Hk, N, width) and values that stay, in their order; kvpress calls it after a prefill."""
+        """The keys (B, Hk, N, width) and values that stay, in their order; kvpress calls it after a prefill.
+
+        Raises:
+            ValueError: rows have pads. Masks hide them by index, and under a press each head has indices of its own.
+        """
         if not self.compression_ratio:
             return keys, values
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not bool(as_bool(mask)[..., -1, :].all()):
+            raise invalid_argument("attention_mask", mask, "no pads under a press")
         width: int = module.head_dim  # type: ignore[assignment]
         scores = self.press.score(module, hidden_states, keys[..., :width], values, attentions, kwargs)
         count = compute_n_kept(keys.size(2), self.compression_ratio)
         chosen = scores.topk(count, dim=-1).indices.sort(dim=-1).values.unsqueeze(-1)
-        setattr(kwargs["past_key_values"].layers[module.layer_idx], MARK, True)
+        setattr(kwargs["past_key_values"].layers[module.layer_idx], KEYS_BY_HEAD, True)
         return tuple(x.gather(2, chosen.expand(-1, -1, -1, x.size(-1))) for x in (keys, values))  # type: ignore[return-value]

@@ -91,9 +91,15 @@ def _fitted(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def set_landmarks(model: Any, landmarks: SinkLandmarks) -> None:
-    """Give the landmark gates of an injected model these weights and biases."""
-    for module in model.modules():
-        gates = getattr(module, MODULE, None)
-        if isinstance(gates, GAPEGates) and gates.landmark_projection is not None:
-            gates.landmark_projection.weight.copy_(landmarks.weight[module.layer_idx])
-            gates.landmark_projection.bias.copy_(landmarks.bias[module.layer_idx])
+    """Give the landmark gates of an injected model these weights and biases.
+
+    Raises:
+        ValueError: a model without gates, or with landmarks that are not learned.
+    """
+    layers = [module for module in model.modules() if isinstance(getattr(module, MODULE, None), GAPEGates)]
+    projections = [getattr(module, MODULE).landmark_projection for module in layers]
+    if not layers or None in projections:
+        raise invalid_argument("model", type(model).__name__, "one whose gates learn landmarks (learn_landmark=True)")
+    for module, projection in zip(layers, projections, strict=True):
+        projection.weight.copy_(landmarks.weight[module.layer_idx])
+        projection.bias.copy_(landmarks.bias[module.layer_idx])

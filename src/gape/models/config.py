@@ -118,7 +118,7 @@ def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, 
 
     A value is used for all heads of all layers, a list for the heads of every layer. A list of lists has one list for
     each layer: one value per head, or one value for all heads. Floors are those of query heads, positions and scales
-    those of key heads.
+    those of key heads. A window is that of a layer: a number, or [[0], [256], …].
 
     Args:
         options: of a model.

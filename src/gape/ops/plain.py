@@ -82,8 +82,8 @@ def attention(
             inputs.floats("key_bias", key_bias, shape, q.device, "(B, Hq, Nk)")
             tensors = _with_key_bias(q, k, v, key_bias, scale)
         if rates is not None:
-            if bias is not None:
-                raise validation.invalid_argument("rates", rates, "None beside a bias")
+            if bias is not None or not isinstance(rates, tuple) or len(rates) != 2:
+                raise validation.invalid_argument("rates", type(rates), "two tensors, and no bias beside them")
             for rate, x in zip(rates, (q, k), strict=True):
                 inputs.floats("rates", rate, (q.size(0), q.size(1), x.size(2)), q.device, "(B, Hq, N)")
         if bias is None and rates is None and limits.decodes(*tensors, learns=learning(*tensors)):

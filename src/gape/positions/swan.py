@@ -10,7 +10,7 @@ from torch import Tensor
 from gape.ops import attention
 from gape.positions.base import Scheme, Side, Sizes, distance
 from gape.positions.rotary import NoPE, RoPE
-from gape.utils.validation import flag, whole
+from gape.utils.validation import flag, invalid_argument, whole
 
 
 class SWAN(Scheme):
@@ -26,7 +26,7 @@ class SWAN(Scheme):
         **sizes: see :class:`gape.positions.Scheme`; context_length is needed at window 0 with log_scale.
 
     Raises:
-        ValueError: window is negative, or what :class:`gape.positions.Rotary` refuses.
+        ValueError: window is negative or a list, or what :class:`gape.positions.Rotary` refuses.
     """
 
     refuses_gates: ClassVar[str | None] = "its windows forget already, and the gated operator takes none"
@@ -35,6 +35,8 @@ class SWAN(Scheme):
         self, *, window: int = 256, theta: float = 10000.0, log_scale: bool = True, **sizes: Unpack[Sizes]
     ) -> None:
         super().__init__(**sizes)
+        if isinstance(window, list | tuple):
+            raise invalid_argument("window", window, "a whole number; models take [[0], [256], …], one for each layer")
         self.window = whole("window", window, 0)
         grows = flag("log_scale", log_scale) and not window
         self.base = RoPE(head_positions=None if window else NoPE, log_scale=grows, theta=theta, **sizes)

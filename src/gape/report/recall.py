@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gape.report.figures import draw_panels
-from gape.report.results import Results
+from gape.report.results import Results, recall_question
 from gape.report.schemes import by_scheme, group_by, name
-from gape.report.series import Data, language_rows, train_length
+from gape.report.series import Data, language_rows, same_settings, train_length
 from gape.report.statistics import mean_of, student_interval
 from gape.report.tables import Table
 from gape.utils.jsonl import Record
@@ -67,8 +67,9 @@ def _table(title: str, rows: Sequence[Record], key: str, unit: float, form: str)
 
 
 def _lines(rows: Sequence[Record], key: str) -> list[Data]:
+    """A line per scheme of rows of one kind, measured in the way that most of them are."""
     lines = []
-    for (position, variant), own in by_scheme(list(rows)).items():
+    for (position, variant), own in by_scheme(same_settings(rows, recall_question)).items():
         at = dict(sorted(group_by(own, lambda row: row["length"]).items()))
         values = [[row[key] for row in {row["run"]: row for row in each}.values()] for each in at.values()]
         ends = [student_interval(each) if len(each) > 1 else (None, None) for each in values]

@@ -27,6 +27,9 @@ PROTOCOL = (
     "protocol", "last", "align", "corpus", "split", "only_stratum", "precision", "max_windows", "eval_seed",
 )  # fmt: skip
 
+#: Settings of recall, and of the generation that is measured beside it.
+RECALL = ("corpus", "eval_seed", "precision", "device", "machine", "facts", "samples", "new_tokens")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -71,9 +74,7 @@ KINDS = {
     "far_back": _language(
         "far_back", ("kind", "distance", "context", "key"), "kind distance context tokens documents nll low high"
     ),
-    "recall": _language(
-        "recall", ("what", "length", "facts", "samples", "eval_seed", "precision", "device"), "what length"
-    ),
+    "recall": _language("recall", ("what", "length", *RECALL), "what length"),
     "ruler": _language("ruler", ("key", "task", "length"), "key model task length samples"),
     "forgetting": _language(
         "forgetting",
@@ -211,6 +212,11 @@ def far_back_question(row: Record) -> Record:
     return {key: value for key, value in (row.get("asked") or {}).items() if key not in ("kinds", "distances")}
 
 
+def recall_question(row: Record) -> Record:
+    """The settings of a recall measurement, except what was asked for and the length of the text."""
+    return {key: row.get(key) for key in RECALL}
+
+
 def refuse_same_seed(seeds: Mapping[str, Any], instead: str = "report them apart") -> None:
     """Refuse two runs of one seed, by the name of the run, and say what to do instead.
 
@@ -342,7 +348,7 @@ _AVERAGED: dict[str, tuple[Callable[[Record], Hashable], Callable[[Record], Reco
     ),
     "perplexity": (_scheme, _protocol),
     "far_back": (_scheme, far_back_question),
-    "recall": (_scheme, lambda row: {key: row.get(key) for key in ("corpus", "eval_seed", "precision")}),
+    "recall": (lambda row: (_scheme(row), row["what"], row["length"]), recall_question),
     # Figures choose among other texts and lengths themselves.
     "entropy": (_scheme, lambda row: {}),
 }

@@ -7,7 +7,7 @@ nothing to show.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gape.report.results import PROTOCOL, Results, far_back_question
@@ -144,7 +144,7 @@ def far_back(results: Results) -> Data:
     rows = language_rows(results, "far_back")
     columns = []
     for kind, title in FAR_BACK.items():
-        chosen = same_settings([row for row in rows if row["kind"] == kind])
+        chosen = same_settings([row for row in rows if row["kind"] == kind], far_back_question)
         if not chosen:
             continue
         gains = [{**row, "nll": row["gain"], "low": row["gain_low"], "high": row["gain_high"]} for row in chosen]
@@ -170,9 +170,9 @@ def language_rows(results: Results, kind: str) -> Sequence[Record]:
     return rows
 
 
-def same_settings(rows: Sequence[Record]) -> list[Record]:
-    """Far-back rows of the settings that most of them have; of equals the last."""
-    questions = [far_back_question(row) for row in rows]
+def same_settings(rows: Sequence[Record], question: Callable[[Record], Record]) -> list[Record]:
+    """Rows of the settings that most of them have; of equals the last."""
+    questions = [question(row) for row in rows]
     most = max(reversed(questions), key=questions.count, default=None)
     return [row for row, question in zip(rows, questions, strict=True) if question == most]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gape.report import series
 from gape.report.inside import ROUTING
-from gape.report.results import Results, unpack_hits
+from gape.report.results import Results, far_back_question, unpack_hits
 from gape.report.schemes import TARGETS, base_of, by_scheme, group_by, join_names, label, name, scheme_order
 from gape.report.statistics import (
     Curve,
@@ -278,7 +278,7 @@ def far_back_table(rows: Iterable[Record]) -> list[Table]:
     rows = list(rows)
     tables = []
     for kind, title in series.FAR_BACK.items():
-        chosen = series.same_settings([row for row in rows if row["kind"] == kind])
+        chosen = series.same_settings([row for row in rows if row["kind"] == kind], far_back_question)
         distances = sorted({row["distance"] for row in chosen})
         cells = []
         for runs in by_scheme(chosen).values():

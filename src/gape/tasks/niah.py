@@ -75,11 +75,19 @@ class NIAHConfig:
             raise invalid_argument(
                 "n_needles", self.needles, f"at most {most} needles of 3 tokens in length {self.length}"
             )
+        for length in self.lengths[1:]:
+            self.at(length)
 
     @property
     def needles(self) -> int:
         """n, the number of needles."""
         return max(1, self.length // 64) if self.n_needles is None else self.n_needles
+
+    @property
+    def lengths(self) -> list[int]:
+        """Those of training batches, the longest first."""
+        halvings = (self.length // self.shortest).bit_length() - 1 if self.shortest else 0
+        return [self.length >> k for k in range(halvings + 1)]
 
     @property
     def target_index(self) -> int:
@@ -178,8 +186,7 @@ class NIAHSource:
     def batch(self, step: int, micro: int) -> Batch:
         """The micro-batch `micro` of step `step`."""
         c, name = self.config, f"niah/batch/{self.seed}/{step}/{micro}"
-        halvings = (c.length // c.shortest).bit_length() - 1 if c.shortest else 0
-        length = c.length >> int(below32(words32(name, 1), halvings + 1))
+        length = c.lengths[int(below32(words32(name, 1), len(c.lengths)))]
         config = c if length == c.length else c.at(length)
         drawn = sample(config, self.batch_size, seed=self.seed, step=step, micro=micro, device=self.device)
         return Batch(drawn.ids, drawn.targets[:, -1:], positions=self._positions(name, length))
@@ -199,7 +206,8 @@ class NIAHSource:
     def fingerprint(self) -> str:
         """What the data are, in words: equal for two sources exactly if they give the same batches."""
         c = self.config
-        text = f"niah length={c.length} needles={c.needles} target={c.target} batch={self.batch_size} seed={self.seed}"
+        needles = "/".join(str(c.at(length).needles) for length in c.lengths)
+        text = f"niah length={c.length} needles={needles} target={c.target} batch={self.batch_size} seed={self.seed}"
         given = {name: getattr(c, name) for name in ("shortest", "random_to", "skip_to")}
         return " ".join([text, *(f"{name}={value}" for name, value in given.items() if value)])
 

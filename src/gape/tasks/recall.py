@@ -22,6 +22,9 @@ from gape.utils.validation import invalid_argument, whole
 #: Between which parts of a text its fact stands.
 DISTANCES = {"far": (0.0, 1 / 3), "middle": (1 / 3, 2 / 3), "near": (2 / 3, 1.0)}
 
+#: How often a text with all of its facts is tried.
+_TRIES = 100
+
 
 class Sample(NamedTuple):
     """A text that ends with an answer.
@@ -81,7 +84,7 @@ def several(
         ids, int64 (length,), and the tokens of each answer by number.
 
     Raises:
-        ValueError: as :func:`samples`.
+        ValueError: as :func:`samples`, or more facts than a text of this length has room for.
     """
     passages = _Passages(corpus, tokenizer, length, "heldout")
     for number in range(whole("count", count)):
@@ -103,14 +106,19 @@ class _Passages:
             raise invalid_argument("length", length, f"at least {least} tokens, for a fact and its question")
 
     def write(self, rng: Random, request: Request) -> RecallText:
-        """A text of one passage; it has fewer facts where not all leave half of the passage."""
+        """A text of one passage with all the facts of the request.
+
+        Raises:
+            ValueError: no text of this length has so many.
+        """
         document = rng.choice(self.documents)
         start = rng.randrange(document.length - self.length + 1)
         passage = np.asarray(self.corpus.tokens(document, start, start + self.length), dtype=np.int64)
-        text = None
-        while text is None:
+        for _ in range(_TRIES):
             text = self.writer.write(passage, rng, request)
-        return text
+            if text is not None and len(text.answers) == request.facts:
+                return text
+        raise invalid_argument("facts", request.facts, f"fewer in texts of {self.length} tokens")
 
 
 def score(model: Any, ids: Tensor, answer: int) -> Score:

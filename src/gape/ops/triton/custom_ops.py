@@ -42,7 +42,7 @@ def in_parts(
     programs: int,
     *constants: Any,
 ) -> Any:
-    """What `launch(*batched, *rest)` returns, with no more samples at a time than a launch takes.
+    """What `launch(*batched, *constants)` returns, with no more samples at a time than a launch takes.
 
     Args:
         launch: returns tensors whose first axis goes through the samples.

@@ -118,7 +118,7 @@ class GPTReader(Reader):
 
     def chat(self, text: str) -> str:
         """Refuses: our models have no chat template."""
-        raise ValueError("template: got 'chat', expected 'base' or a text with {input}: this model knows no chat")
+        raise ValueError("template: got 'chat', expected 'base': this model knows no chat")
 
     @torch.no_grad()
     def complete(self, prompts: Sequence[Ids], budget: int) -> list[list[int]]:
@@ -186,7 +186,7 @@ class TransformersReader(Reader):
     def chat(self, text: str) -> str:
         """See :class:`Reader`."""
         if not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError(f"template: got 'chat', expected 'base' or a text with {{input}}: {self.name} has no chat")
+            raise ValueError(f"template: got 'chat', expected 'base': {self.name} has no chat")
         turn = [{"role": "user", "content": text}]
         return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
 
