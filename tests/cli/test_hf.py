@@ -181,9 +181,9 @@ def test_another_config_with_the_same_weights_is_measured_anew(models: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def kept(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def refused_files(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, texts and files that commands refuse; nothing is written there."""
-    home = tmp_path_factory.mktemp("kept")
+    home = tmp_path_factory.mktemp("refused")
     shutil.copytree(saved, home, dirs_exist_ok=True)
     shutil.copytree(saved / "llama", home / "broken")
     (home / "broken/model.safetensors").write_bytes(b"cut short")
@@ -239,17 +239,17 @@ def test_a_run_that_cannot_be_validated_says_so(models: Path, capsys: pytest.Cap
     ],
 )
 def test_wrong_arguments_are_refused_and_nothing_is_written(
-    kept: Path,
+    refused_files: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: tuple[str, ...],
     said: str,
 ) -> None:
-    monkeypatch.chdir(kept)
-    before = sorted(kept.rglob("*"))
+    monkeypatch.chdir(refused_files)
+    before = sorted(refused_files.rglob("*"))
     assert gape_exits("hf", *arguments) == 2
     assert said in capsys.readouterr().err
-    assert sorted(kept.rglob("*")) == before
+    assert sorted(refused_files.rglob("*")) == before
 
 
 def with_words(directory: str) -> Tokenizer:

@@ -155,7 +155,7 @@ def test_every_run_of_a_sweep_runs_compiled(corpus: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        assert train(corpus, "train.compile=on", "train.max_steps=1", "evaluation.contexts=[]") == 0
+        assert train(corpus, "train.compile=on", "train.max_steps=2", "evaluation.contexts=[]") == 0
 
 
 def test_held_out_loss_that_turns_ends_a_run(corpus: Path) -> None:
@@ -238,7 +238,7 @@ def test_recall_and_generation_are_measured_once_and_reported(monkeypatch: pytes
     )  # fmt: skip
     answered = recall._answer
 
-    def interrupted(*given: object) -> dict[str, object]:
+    def interrupted(*_: object) -> dict[str, object]:
         monkeypatch.setattr(recall, "_answer", answered)
         raise OSError("interrupted")
 
@@ -247,11 +247,11 @@ def test_recall_and_generation_are_measured_once_and_reported(monkeypatch: pytes
     assert gape_exits("lm", "train", "lm/recall", *options) == 0
     whats = ["far", "middle", "near", "several", "generate"]
     for run in ("alibi_seed0", "p-rope+gape_floor4_seed0"):
-        found = rows(Path("runs/lm/recall") / run, "recall.jsonl")
-        assert [(row["length"], row["what"]) for row in found] == [(n, what) for n in (600, 1200) for what in whats]
-        assert [row["answers"] for row in found if "answers" in row] == [2, 2, 2, 4] * 2
-        assert found[9]["cache_bytes"] > 0
-        assert found[9]["tokens_per_second"] > 0
+        measured = rows(Path("runs/lm/recall") / run, "recall.jsonl")
+        assert [(row["length"], row["what"]) for row in measured] == [(n, what) for n in (600, 1200) for what in whats]
+        assert [row["answers"] for row in measured if "answers" in row] == [2, 2, 2, 4] * 2
+        assert measured[9]["cache_bytes"] > 0
+        assert measured[9]["tokens_per_second"] > 0
     before = (Path("runs/lm/recall") / run / "recall.jsonl").read_bytes()
     assert gape_exits("lm", "train", "lm/recall", *options) == 0
     assert (Path("runs/lm/recall") / run / "recall.jsonl").read_bytes() == before

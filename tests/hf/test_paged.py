@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from transformers import DynamicCache
 
 import gape.hf
 from gape.hf import ForgettingCache, FullCache
-from gape.hf.capture import model_obstacle
 from gape.hf.families import TRANSFORMERS_4
 from tests.cache.witness import witnessed
 from tests.hf.tiny import FAMILIES, FLOOR, MIXTURES, broken_off, injected, made, ours, tiny, tokens
@@ -109,11 +106,11 @@ def test_assisted_decoding_takes_tokens_back(name: str) -> None:
     model, ids = made(name).double(), tokens(1, 40)
     # Transformers 4 looks prompts up only where a text can end, and may go beyond the last token; 0 is a pad.
     settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}
-    expected = model.generate(ids, **settings)
+    expected, most = model.generate(ids, **settings), 60 if TRANSFORMERS_4 else None
     assert expected.size(1) == 60
     for more in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": made(name, **_other(name)).double()}):
         cache = FullCache(model)
-        assert torch.equal(model.generate(ids, past_key_values=cache, **more, **settings)[:, :60], expected)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **more, **settings)[:, :most], expected)
         assert cache.num_keys == [[cache.get_seq_length()] * 2] * 2
 
 
@@ -395,60 +392,3 @@ def test_what_cannot_be_promised_is_refused(model: Any, arguments: dict[str, Any
 def test_windows_and_caps_are_refused(family: str) -> None:
     with pytest.raises(ValueError, match=r"layer 0 (has a sliding window|caps its logits)"):
         FullCache(injected(family, implementation="eager"))
-
-
-class Adapter(torch.nn.Linear):
-    """Of another package, which may wait for the host."""
-
-
-def few_bits(model: Any) -> None:
-    class Bits(torch.nn.Parameter):
-        """Weights of a kind of their own."""
-
-    model.lm_head.weight = Bits(model.lm_head.weight.data)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda model: None, None),
-        (lambda model: setattr(model.model.layers[0].mlp, "up_proj", Adapter(32, 48).eval()), "a Adapter"),
-        (lambda model: setattr(model.model.norm, "forward", torch.abs), "forward of a module"),
-        (lambda model: model.model.norm.register_forward_hook(lambda *_: None), "hooks"),
-        (lambda model: model.model.layers[0].compile(), "compiled"),
-        (few_bits, "Bits"),
-        (lambda model: setattr(model.model.rotary_emb, "rope_type", "dynamic"), "dynamic read positions"),
-        (lambda model: model.model.rotary_emb.to("meta"), "on cpu and meta"),
-        (lambda model: model.train(), "training mode"),
-        (lambda model: model.float(), "works in torch.float32"),
-    ],
-    ids=["nothing", "adapter", "forward", "hook", "compiled", "few bits", "rotation", "elsewhere", "training", "wide"],
-)
-def test_models_whose_steps_cannot_be_captured_are_told_apart(change: Any, reason: str | None) -> None:
-    model = injected("llama").bfloat16()
-    change(model)
-    actual = model_obstacle(model)
-    assert actual is None if reason is None else reason in str(actual)
-
-
-def test_hidden_states_of_an_earlier_call_are_no_obstacle() -> None:
-    """Transformers leaves hooks behind, which do nothing in other calls."""
-    model = injected("llama").bfloat16()
-    model(tokens(1, 5), output_hidden_states=True)
-    assert model_obstacle(model) is None
-
-
-@pytest.mark.parametrize("family", ["gpt2", *MIXTURES])
-def test_families_that_are_not_captured_are_named(family: str) -> None:
-    assert f"of type {family}" in str(model_obstacle(injected(family).bfloat16()))
-
-
-# peft calls a method of transformers by its old name.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("name", ["forgetting", "hf"])
-def test_examples_in_the_docs_run(name: str) -> None:
-    page = (Path(__file__).parents[2] / "docs/guide" / f"{name}.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(compile(block, f"docs/guide/{name}.md", "exec"), names)
-    assert names["cache"].get_seq_length() > 20

@@ -10,8 +10,8 @@ from gape.positions import build
 SIZES = {"n_heads": 2, "head_dim": 8, "context_length": 16}
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    return (0.3 * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    return (0.3 * q @ k.mT).masked_fill(~visible, -torch.inf).softmax(-1) @ v
 
 
 def test_rotates_inside_the_window_and_nowhere_else() -> None:

@@ -154,8 +154,7 @@ class Job:
     Args:
         settings: what is done.
         out: its directory.
-        device: where models run.
-        precision: "auto", "float32" or "bfloat16".
+        device, precision: of the models; the latter "auto", "float32" or "bfloat16".
     """
 
     def __init__(self, settings: Settings, out: Path, device: torch.device, precision: str) -> None:
@@ -187,7 +186,8 @@ class Job:
             raise invalid_argument("free", settings.free, f"at most {most}, the key heads of the model")
         self._refuse_method(model)
         self.skips = self.device.type == "cuda" and has_gates(model) and cannot_skip(model) is None
-        list(map(self.train_config, settings.phases(self.native)))
+        for phase in settings.phases(self.native):
+            self.train_config(phase)
 
     def _refuse_method(self, model: Any) -> None:
         """Refuse options of the method by what would be put into a model, which is changed."""

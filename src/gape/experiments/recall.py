@@ -37,14 +37,14 @@ def questions(run: LanguageRun, corpus: Corpus, device: torch.device, step: int 
     """The values that tell each measurement of some weights from others."""
     evaluation = run.evaluation
     common = {"step": step, "corpus": corpus.fingerprint(), "eval_seed": evaluation.seed, **conditions(run, device)}
-    facts = {"samples": evaluation.recall_samples}
-    asked: list[Record] = []
+    samples = {"samples": evaluation.recall_samples}
+    kinds: list[Record] = []
     if evaluation.recall_samples:
-        asked += [{"what": distance, "facts": 1} | facts for distance in recall.DISTANCES]
-        asked.append({"what": SEVERAL, "facts": evaluation.recall_facts} | facts)
+        kinds += [{"what": distance, "facts": 1} | samples for distance in recall.DISTANCES]
+        kinds.append({"what": SEVERAL, "facts": evaluation.recall_facts} | samples)
     if evaluation.new_tokens:
-        asked.append({"what": GENERATE, "new_tokens": evaluation.new_tokens})
-    return [common | {"length": length} | each for length in sorted(set(evaluation.contexts)) for each in asked]
+        kinds.append({"what": GENERATE, "new_tokens": evaluation.new_tokens})
+    return [common | {"length": length} | kind for length in sorted(set(evaluation.contexts)) for kind in kinds]
 
 
 def missing(run: LanguageRun, directory: Path, corpus: Corpus, device: torch.device, step: int | None) -> list[Record]:
@@ -121,11 +121,7 @@ def _generate(model: GPT, corpus: Corpus, about: Record) -> Record:
 
 def _cache(model: GPT) -> tuple[str, Any]:
     """The cache that serves a model best, and its name in rows."""
-    if next(model.gates(), None) is not None:
-        try:
-            return "forgetting", ForgettingCache(model, eps=EPS, bounds="queries", partial=True)
-        except ValueError:
-            # No head has a floor.
-            return "full", FullCache(model)
+    if any(floor > 0 for _, gates in model.gates() for floor in gates.gate_floor):
+        return "forgetting", ForgettingCache(model, eps=EPS, bounds="queries", partial=True)
     own_bias = any(block.attention.has_own_bias for block in model.blocks())
     return "full", model.new_cache() if own_bias else FullCache(model)

@@ -45,9 +45,9 @@ def tables(results: Results) -> list[Table]:
         ("Tokens per second, one text", GENERATE, "tokens_per_second", 1.0, ".1f"),
         ("Cache behind a text, MiB", GENERATE, "cache_bytes", 2.0**20, ".2f"),
     ]
-    made = (_table(title, [row for row in rows if row["what"] == what], key, unit, form)
-            for title, what, key, unit, form in shown)  # fmt: skip
-    return [table for table in made if table is not None]
+    every = (_table(title, [row for row in rows if row["what"] == what], key, unit, form)
+             for title, what, key, unit, form in shown)  # fmt: skip
+    return [table for table in every if table is not None]
 
 
 def _table(title: str, rows: Sequence[Record], key: str, unit: float, form: str) -> Table | None:

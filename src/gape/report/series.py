@@ -174,7 +174,7 @@ def same_settings(rows: Sequence[Record], question: Callable[[Record], Record]) 
     """Rows of the settings that most of them have; of equals the last."""
     questions = [question(row) for row in rows]
     most = max(reversed(questions), key=questions.count, default=None)
-    return [row for row, question in zip(rows, questions, strict=True) if question == most]
+    return [row for row, own in zip(rows, questions, strict=True) if own == most]
 
 
 def train_length(results: Results) -> int | None:
