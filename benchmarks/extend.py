@@ -23,7 +23,7 @@ import typer
 import common
 from gape.cli.options import INTS, Device, Precision, numbers
 from gape.experiments.extend import MARK, ROWS, perform
-from gape.experiments.extend_settings import Settings
+from gape.experiments.extend_settings import LONG, SHORT, Settings
 from gape.report.extend import SUMMARY, summarise
 from gape.utils import files, jsonl
 from gape.utils.validation import invalid_argument
@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: Small files of a run that tell what happened.
 KEPT = (MARK, ROWS, SUMMARY, "README.md", "report.html", "plan.json", "heads.json")
-PHASES, LOGS = ("tuning", "tuning-long"), ("log.jsonl", "runtime.jsonl")
+PHASES, LOGS = (SHORT, LONG), ("log.jsonl", "runtime.jsonl")
 #: Lengths at which everything is measured.
 LENGTHS = "1024,4096,8192,16384,32768,65536,131072"
 

@@ -18,7 +18,7 @@ def extend(
     method: Annotated[str, typer.Option(help="ours; yarn, nope, floors or plain to compare with.")] = "ours",
     steps: Annotated[int, typer.Option(help="Updates of the tuning.")] = 300,
     length: Annotated[int | None, typer.Option(help="Tokens of a training window; the native context or 4096.")] = None,
-    long_steps: Annotated[int, typer.Option(help="Updates of a second phase, in longer windows; 0: none.")] = 140,
+    long_steps: Annotated[int, typer.Option(help="Updates of a second phase, in longer windows; 0: none.")] = 220,
     long_length: Annotated[int | None, typer.Option(help="Tokens of its windows; --to or 65536.")] = None,
     update_tokens: Annotated[int, typer.Option(help="Tokens of an update.")] = 65536,
     batch_size: Annotated[
@@ -35,6 +35,8 @@ def extend(
     factor: Annotated[float | None, typer.Option(help="Of YaRN, for --method yarn; as far as --to by default.")] = None,
     recall: Annotated[float, typer.Option(help="Share of windows with facts put in and asked for at the end.")] = 0.3,
     recall_weight: Annotated[float, typer.Option(help="Weight of the tokens of their answers in the loss.")] = 4.0,
+    long_recall: Annotated[float, typer.Option(help="As --recall, of the second phase.")] = 0.7,
+    long_recall_weight: Annotated[float, typer.Option(help="As --recall-weight, of the second phase.")] = 16.0,
     skip_to: Annotated[
         int, typer.Option(help="Half of the windows skip positions at random, up to this one; 0 skips none.")
     ] = 0,
@@ -52,7 +54,7 @@ def extend(
     heldout_fraction: Annotated[
         float, typer.Option(help="Where DATA is text: share of its documents held out.")
     ] = 0.05,
-    checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 50,
+    checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the gates, the order of the data and the answers.")] = 0,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -71,6 +73,7 @@ def extend(
         long_length=long_length, update_tokens=update_tokens, batch_size=batch_size, learning_rate=learning_rate,
         free=free, plan=values("plan", plan), sinks=sinks, log_scale=log_scale,
         floors=None if floors is None else str(floors), factor=factor, recall=recall, recall_weight=recall_weight,
+        long_recall=long_recall, long_recall_weight=long_recall_weight,
         skip_to=skip_to, keep=keep, lora=lora, needles=needles, samples=samples, windows=windows, prompts=prompts,
         lengths=None if lengths is None else numbers("lengths", lengths, int, "1024,4096"),
         gradient_checkpointing=gradient_checkpointing, heldout_fraction=heldout_fraction,

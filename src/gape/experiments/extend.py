@@ -24,7 +24,7 @@ from gape.experiments import extend_measures as measures
 from gape.experiments import finetune, ruler
 from gape.experiments.experiment import low_precision, pick_device
 from gape.experiments.extend_measures import AFTER, BEFORE, Measures
-from gape.experiments.extend_settings import SCORED_TEXTS, Phase, Settings
+from gape.experiments.extend_settings import LONG, SCORED_TEXTS, Phase, Settings
 from gape.experiments.extend_texts import SHORT, passage, passages, prose, refuse_short
 from gape.experiments.open_model import MODEL, SETTINGS, base_of, load_transformers, refuse_missing
 from gape.experiments.open_reader import transformers_reader
@@ -385,7 +385,8 @@ class Job:
             str(source), [str(self.corpus.directory)], run, self.train_config(phase),
             length=phase.length, batch_size=phase.batch_size, learn="all", device=str(self.device), resume="auto",
             heldout_fraction=settings.heldout_fraction, gradient_checkpointing=settings.gradient_checkpointing,
-            variant=settings.method, recall=settings.recall_config(phase.length), kept=self._kept(), lora=settings.lora,
+            variant=settings.method, recall=settings.recall_config(phase.length, long=phase.folder == LONG),
+            kept=self._kept(), lora=settings.lora,
         )  # fmt: skip
 
     def _reader(self, name: str) -> TransformersReader:

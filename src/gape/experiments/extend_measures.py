@@ -127,7 +127,7 @@ def _names(measures: Measures, stage: str, *, compares: bool) -> Iterator[Record
     """What names each row."""
     for context in measures.contexts:
         yield {"stage": stage, "kind": PERPLEXITY, "length": context}
-    for task, length in sorted({(sample.task, sample.length) for sample in measures.needles}):
+    for length, task in sorted({(sample.length, sample.task) for sample in measures.needles}):
         yield {"stage": stage, "kind": NEEDLE, "task": task, "length": length}
     for length in measures.generate:
         yield {"stage": stage, "kind": GENERATE, "length": length}

@@ -22,6 +22,8 @@ from gape.utils.validation import invalid_argument, positive_number, whole
 WINDOW, UPDATE = 4096, 65536
 #: Facts of a recall text of `WINDOW` tokens at most.
 FACTS = 8
+#: Folders of the two phases of the tuning.
+SHORT, LONG = "tuning", "tuning-long"
 #: Tokens of the windows of the second phase.
 LONG_WINDOW = 65536
 #: Attention that a query may lose to tiles which kernels skip in windows longer than `WINDOW`.
@@ -55,7 +57,7 @@ class Settings:
     method: str = "ours"
     steps: int = 300
     length: int | None = None
-    long_steps: int = 140
+    long_steps: int = 220
     long_length: int | None = None
     update_tokens: int = UPDATE
     batch_size: int | None = None
@@ -70,6 +72,8 @@ class Settings:
     factor: float | None = None
     recall: float = 0.3
     recall_weight: float = 4.0
+    long_recall: float = 0.7
+    long_recall_weight: float = 16.0
     skip_to: int = 0
     keep: float = 0.1
     lora: int = 0
@@ -82,7 +86,7 @@ class Settings:
     prompts: int = MEASURED_PROMPTS
     before: bool = True
     gradient_checkpointing: bool = False
-    checkpoint_every: int = 50
+    checkpoint_every: int = 100
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -106,9 +110,12 @@ class Settings:
             )
         if self.prompts > MEASURED_PROMPTS:
             raise invalid_argument("prompts", self.prompts, f"at most {MEASURED_PROMPTS}")
+        for name in ("recall", "long_recall"):
+            share = fraction(name, getattr(self, name))
+            if fraction("keep", self.keep) + share > 1:
+                raise invalid_argument("keep", self.keep, f"at most {1 - share:g}, what {name} = {share:g} leaves")
         self.recall_config()
-        if fraction("keep", self.keep) + self.recall > 1:
-            raise invalid_argument("keep", self.keep, f"at most {1 - self.recall:g}, what recall texts leave")
+        positive_number("long_recall_weight", self.long_recall_weight)
 
     def _refuse_unused(self) -> None:
         """Refuse options that the method does not read, and unknown ones of the plan."""
@@ -122,12 +129,16 @@ class Settings:
             if name not in PLAN_OPTIONS:
                 raise ValueError(f"plan: got the key {name!r}, expected one of {', '.join(PLAN_OPTIONS)}")
 
-    def recall_config(self, length: int = WINDOW) -> RecallConfig:
-        """The recall texts of windows of so many tokens: longer ones have more facts."""
+    def recall_config(self, length: int = WINDOW, *, long: bool = False) -> RecallConfig:
+        """The recall texts of windows of so many tokens: longer ones have more facts, and those of the second phase
+        a share and a weight of their own.
+        """
         return RecallConfig(
-            share=self.recall, weight=self.recall_weight, skip_to=self.skip_to if self.skip_to > length else 0,
+            share=self.long_recall if long else self.recall,
+            weight=self.long_recall_weight if long else self.recall_weight,
+            skip_to=self.skip_to if self.skip_to > length else 0,
             facts=min(MOST_FACTS, max(FACTS, FACTS * length // WINDOW)),
-        )  # fmt: skip
+        )
 
     def window(self, native: int) -> int:
         """Tokens of a training window."""
@@ -147,10 +158,10 @@ class Settings:
         # Both phases take as many tokens at once; many small passes would wait for the host.
         at_once = min(self.update_tokens, long_length) if self.long_steps else 4 * length
         short_batch = self.batch_size or max(1, at_once // length)
-        short = Phase("tuning", self.steps, length, short_batch, self.learning_rate)
+        short = Phase(SHORT, self.steps, length, short_batch, self.learning_rate)
         # A rate between those that the first phase begins and ends with.
         long_batch = max(1, short_batch * length // long_length)
-        long = Phase("tuning-long", self.long_steps, long_length, long_batch, self.learning_rate / 3)
+        long = Phase(LONG, self.long_steps, long_length, long_batch, self.learning_rate / 3)
         return (short, long) if self.long_steps else (short,)
 
     def train_config(self, phase: Phase, precision: str, *, skips: bool = False) -> TrainConfig:

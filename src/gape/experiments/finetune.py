@@ -47,7 +47,7 @@ TOKENIZER = (
     "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
 CARD, CORPUS, PART = "card.json", "corpus", ".part"
-VALIDATION_WINDOWS = 64
+VALIDATION_WINDOWS, VALIDATION_TOKENS = 64, 262_144
 NO_RECALL = RecallConfig()
 #: Tokens that tell a corpus of another tokenizer.
 _COMPARED = 512
@@ -331,7 +331,8 @@ def _validation(training: WindowSource, progress: Progress, job: Callable[[], Jo
     except ValueError as error:
         progress.log(f"nothing is validated: {error}")
         return None
-    batches = max(1, min(VALIDATION_WINDOWS, held_out.windows) // held_out.batch_size)
+    windows = min(VALIDATION_WINDOWS, max(1, VALIDATION_TOKENS // held_out.length), held_out.windows)
+    batches = max(1, windows // held_out.batch_size)
 
     def validate(model: Any, step: int) -> dict[str, float]:
         return {"loss": held_out_loss(model, held_out, batches, job())}
