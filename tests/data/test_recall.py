@@ -62,7 +62,17 @@ def test_texts_have_the_length_of_their_passage_and_answers_are_those_of_the_fac
             assert value == stated != ""
             assert fact.stop <= answer.start
         seen.add(len(text.answers))
-    assert {1, 2, 3} <= seen <= {1, 2, 3, 4}
+    assert {1, 2, 3} <= seen <= set(range(1, 9))
+
+
+def test_a_text_has_at_least_as_many_facts_as_wanted_and_asks_for_one_up_to_all() -> None:
+    request = Request(facts=64, least=4)
+    counts = [request.draw_count(Random(number)) for number in range(400)]
+    assert min(counts) == 4
+    assert 48 < max(counts) <= 64
+    # The logarithm is spread evenly: half of the texts have fewer than the geometric mean.
+    assert 0.4 < sum(count < 16 for count in counts) / len(counts) < 0.6
+    assert {request.draw_asked(Random(number), 3) for number in range(40)} == {1, 2, 3}
 
 
 def test_facts_stand_at_the_depths_that_are_given_and_between_sentences() -> None:
@@ -183,7 +193,13 @@ def test_kept_texts_fill_their_share(corpus: Corpus) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [({"share": 1.5}, "share"), ({"weight": 0}, "weight"), ({"facts": 65}, "facts"), ({"skip_to": -1}, "skip_to")],
+    [
+        ({"share": 1.5}, "share"),
+        ({"weight": 0}, "weight"),
+        ({"facts": 129}, "facts"),
+        ({"least": 9}, "least"),
+        ({"skip_to": -1}, "skip_to"),
+    ],
 )
 def test_values_out_of_range_are_refused(settings: dict[str, float], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):

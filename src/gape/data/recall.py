@@ -25,7 +25,8 @@ class RecallConfig:
     Attributes:
         share: of the windows, from 0 to 1, that become recall texts.
         weight: of an answer's tokens in the loss; all others have weight 1.
-        facts: put into a text at most; each text draws its own number.
+        facts: put into a text at most; each text draws its own number, and how many of them are asked for.
+        least: facts put into a text at least, where they fit.
         repeated: share of the recall texts whose filler is one short passage over and over.
         skip_to: positions of a window reach up to here by one jump (PoSE, arXiv 2309.10400); 0 skips none.
         skip_share: of all windows, from 0 to 1, whose positions jump where `skip_to` is set.
@@ -38,6 +39,7 @@ class RecallConfig:
     share: float = 0.0
     weight: float = 4.0
     facts: int = 8
+    least: int = 1
     repeated: float = 0.25
     skip_to: int = 0
     skip_share: float = 0.5
@@ -47,7 +49,7 @@ class RecallConfig:
         for name in ("share", "repeated", "skip_share"):
             fraction(name, getattr(self, name))
         positive_number("weight", self.weight)
-        Request(facts=self.facts)
+        Request(facts=self.facts, least=self.least)
         whole("skip_to", self.skip_to, 0)
 
     @property
@@ -106,7 +108,7 @@ class RecallSource:
             raise invalid_argument("length", windows.length, f"at least {least} tokens, for a fact and its question")
         if 0 < config.skip_to < windows.length:
             raise invalid_argument("skip_to", config.skip_to, f"0, or at least the {windows.length} tokens of a window")
-        self._request = Request(facts=config.facts, repeated=config.repeated)
+        self._request = Request(facts=config.facts, least=config.least, repeated=config.repeated)
 
     def batch(self, step: int, micro: int, rows: slice | None = None) -> Batch:
         """As :meth:`WindowSource.batch`; with weights, float32 (B, N), and int64 positions (B, N) if some may skip."""

@@ -110,7 +110,7 @@ _VALUES: dict[str, Callable[[Random], str]] = {
     "time": lambda rng: f"{rng.randrange(24)}:{rng.randrange(60):02}",
 }
 #: Facts of a text at most, and names that one question asks for at most.
-MOST_FACTS, _TOGETHER = 64, 4
+MOST_FACTS, _TOGETHER = 128, 4
 #: Tokens of a passage that is repeated as filler, from the first to below the second.
 _PASSAGE = (12, 64)
 _SENTENCE_ENDS = (".", "!", "?", "\n", '."', "!'", '?"', ".”", "?”", "!”")
@@ -143,30 +143,31 @@ class Request:
 
     Attributes:
         facts: how many are put in at most; each text draws its own number, small ones more often.
-        asked: of these, how many are asked for at most; half of `facts` by default.
+        least: how many are put in at least.
         depths: between which parts of the text, from 0 to 1, facts stand.
         repeated: share of texts whose filler is one short passage over and over.
         exact: whether a text has all of `facts` and asks for each of them, in place of drawn numbers.
     """
 
     facts: int = 8
-    asked: int | None = None
+    least: int = 1
     depths: tuple[float, float] = (0.0, 1.0)
     repeated: float = 0.25
     exact: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("facts", "asked"):
-            if (value := getattr(self, name)) is not None and whole(name, value) > MOST_FACTS:
-                raise invalid_argument(name, value, f"a whole number from 1 to {MOST_FACTS}")
+        if whole("facts", self.facts) > MOST_FACTS:
+            raise invalid_argument("facts", self.facts, f"a whole number from 1 to {MOST_FACTS}")
+        if whole("least", self.least) > self.facts:
+            raise invalid_argument("least", self.least, f"a whole number from 1 to facts = {self.facts}")
 
     def draw_count(self, rng: Random) -> int:
         """How many facts a text has: the logarithm of the number is spread evenly."""
-        return self.facts if self.exact else int((self.facts + 1) ** rng.random())
+        return self.facts if self.exact else int(self.least * ((self.facts + 1) / self.least) ** rng.random())
 
     def draw_asked(self, rng: Random, facts: int) -> int:
         """How many of a text's facts are asked for."""
-        return facts if self.exact else min(facts, 1 + rng.randrange(self.asked or max(1, self.facts // 2)))
+        return facts if self.exact else 1 + rng.randrange(facts)
 
 
 DEFAULT = Request()

@@ -236,7 +236,7 @@ class Job:
         def check(text: WindowSource) -> None:
             if settings.method != "plain":
                 # What the tuning would refuse.
-                RecallSource(text, load_tokenizer(settings.model), settings.recall_config(window))
+                RecallSource(text, load_tokenizer(settings.model), settings.recall_config())
 
         windows = {"length": window, "batch_size": settings.phases(self.native)[0].batch_size}
         return finetune.window_source(settings.model, config, self.out, opened, windows, check).corpus
@@ -385,7 +385,7 @@ class Job:
             str(source), [str(self.corpus.directory)], run, self.train_config(phase),
             length=phase.length, batch_size=phase.batch_size, learn="all", device=str(self.device), resume="auto",
             heldout_fraction=settings.heldout_fraction, gradient_checkpointing=settings.gradient_checkpointing,
-            variant=settings.method, recall=settings.recall_config(phase.length, long=phase.folder == LONG),
+            variant=settings.method, recall=settings.recall_config(long=phase.folder == LONG),
             kept=self._kept(), lora=settings.lora,
         )  # fmt: skip
 

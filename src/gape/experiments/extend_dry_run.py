@@ -53,7 +53,7 @@ def _tuning(model: Any, job: Job) -> list[str]:
         seconds, peak = _trial(model, settings, phase, job.device, low=job.low)
         total, most = total + seconds * config.accumulation * phase.steps, max(most, peak)
         tokens = config.accumulation * phase.batch_size * phase.length
-        share = settings.recall_config(phase.length, long=phase.folder == LONG).share
+        share = settings.recall_config(long=phase.folder == LONG).share
         parts.append(
             f"{phase.steps} updates of {tokens:,} tokens in windows of {phase.length:,}, {share:.0%} recall texts"
         )

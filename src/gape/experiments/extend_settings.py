@@ -20,8 +20,8 @@ from gape.utils.validation import invalid_argument, positive_number, whole
 
 #: Tokens of the longest default window and of an update.
 WINDOW, UPDATE = 4096, 65536
-#: Facts of a recall text of `WINDOW` tokens at most.
-FACTS = 8
+#: Facts of a recall text at most: of `WINDOW` tokens, and of the second phase, whose texts have a sixteenth at least.
+FACTS, LONG_FACTS = 32, MOST_FACTS
 #: Folders of the two phases of the tuning.
 SHORT, LONG = "tuning", "tuning-long"
 #: Tokens of the windows of the second phase.
@@ -129,16 +129,14 @@ class Settings:
             if name not in PLAN_OPTIONS:
                 raise ValueError(f"plan: got the key {name!r}, expected one of {', '.join(PLAN_OPTIONS)}")
 
-    def recall_config(self, length: int = WINDOW, *, long: bool = False) -> RecallConfig:
-        """The recall texts of windows of so many tokens: longer ones have more facts, and those of the second phase
-        a share and a weight of their own.
+    def recall_config(self, *, long: bool = False) -> RecallConfig:
+        """The recall texts of the first or the second phase: a long window has many facts, as it costs as much with
+        few.
         """
-        return RecallConfig(
-            share=self.long_recall if long else self.recall,
-            weight=self.long_recall_weight if long else self.recall_weight,
-            skip_to=self.skip_to if self.skip_to > length else 0,
-            facts=min(MOST_FACTS, max(FACTS, FACTS * length // WINDOW)),
-        )
+        if long:
+            facts, least = LONG_FACTS, LONG_FACTS // 16
+            return RecallConfig(share=self.long_recall, weight=self.long_recall_weight, facts=facts, least=least)
+        return RecallConfig(share=self.recall, weight=self.recall_weight, facts=FACTS, skip_to=self.skip_to)
 
     def window(self, native: int) -> int:
         """Tokens of a training window."""
