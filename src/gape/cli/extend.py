@@ -33,10 +33,8 @@ def extend(
     log_scale: Annotated[bool, typer.Option(help="Logits grow with the logarithm of the length.")] = False,
     floors: Annotated[Path | None, typer.Option(help="File of gape hf heads, for --method floors.")] = None,
     factor: Annotated[float | None, typer.Option(help="Of YaRN, for --method yarn; as far as --to by default.")] = None,
-    recall: Annotated[float, typer.Option(help="Share of windows with facts put in and asked for at the end.")] = 0.3,
-    recall_weight: Annotated[float, typer.Option(help="Weight of the tokens of their answers in the loss.")] = 4.0,
-    long_recall: Annotated[float, typer.Option(help="As --recall, of the second phase.")] = 0.7,
-    long_recall_weight: Annotated[float, typer.Option(help="As --recall-weight, of the second phase.")] = 16.0,
+    recall: Annotated[float, typer.Option(help="Share of windows with facts put in and asked for at the end.")] = 0.7,
+    recall_weight: Annotated[float, typer.Option(help="Weight of the tokens of their answers in the loss.")] = 16.0,
     skip_to: Annotated[
         int, typer.Option(help="Half of the windows skip positions at random, up to this one; 0 skips none.")
     ] = 0,
@@ -73,7 +71,6 @@ def extend(
         long_length=long_length, update_tokens=update_tokens, batch_size=batch_size, learning_rate=learning_rate,
         free=free, plan=values("plan", plan), sinks=sinks, log_scale=log_scale,
         floors=None if floors is None else str(floors), factor=factor, recall=recall, recall_weight=recall_weight,
-        long_recall=long_recall, long_recall_weight=long_recall_weight,
         skip_to=skip_to, keep=keep, lora=lora, needles=needles, samples=samples, windows=windows, prompts=prompts,
         lengths=None if lengths is None else numbers("lengths", lengths, int, "1024,4096"),
         gradient_checkpointing=gradient_checkpointing, heldout_fraction=heldout_fraction,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import gape.hf
-from gape.experiments.extend_settings import LONG, SCORED_TEXTS, Phase, Settings
+from gape.experiments.extend_settings import SCORED_TEXTS, Phase, Settings
 from gape.experiments.finetune import checkpoint_gradients
 from gape.experiments.open_model import base_of, load_transformers
 from gape.hf.adapters import add_lora
@@ -53,12 +53,10 @@ def _tuning(model: Any, job: Job) -> list[str]:
         seconds, peak = _trial(model, settings, phase, job.device, low=job.low)
         total, most = total + seconds * config.accumulation * phase.steps, max(most, peak)
         tokens = config.accumulation * phase.batch_size * phase.length
-        share = settings.recall_config(long=phase.folder == LONG).share
-        parts.append(
-            f"{phase.steps} updates of {tokens:,} tokens in windows of {phase.length:,}, {share:.0%} recall texts"
-        )
+        parts.append(f"{phase.steps} updates of {tokens:,} tokens in windows of {phase.length:,}")
     return [
-        f"tuning       {', then '.join(parts)}; {settings.keep:.0%} answers of the original",
+        f"tuning       {', then '.join(parts)}; {settings.recall:.0%} recall texts, "
+        f"{settings.keep:.0%} answers of the original",
         f"time         {total / 60:,.1f} min on {job.device}",
         f"memory       {most / 2**30:,.1f} GiB in tuning",
     ]

@@ -70,10 +70,8 @@ class Settings:
     log_scale: bool = False
     floors: str | None = None
     factor: float | None = None
-    recall: float = 0.3
-    recall_weight: float = 4.0
-    long_recall: float = 0.7
-    long_recall_weight: float = 16.0
+    recall: float = 0.7
+    recall_weight: float = 16.0
     skip_to: int = 0
     keep: float = 0.1
     lora: int = 0
@@ -110,12 +108,9 @@ class Settings:
             )
         if self.prompts > MEASURED_PROMPTS:
             raise invalid_argument("prompts", self.prompts, f"at most {MEASURED_PROMPTS}")
-        for name in ("recall", "long_recall"):
-            share = fraction(name, getattr(self, name))
-            if fraction("keep", self.keep) + share > 1:
-                raise invalid_argument("keep", self.keep, f"at most {1 - share:g}, what {name} = {share:g} leaves")
         self.recall_config()
-        positive_number("long_recall_weight", self.long_recall_weight)
+        if fraction("keep", self.keep) + self.recall > 1:
+            raise invalid_argument("keep", self.keep, f"at most {1 - self.recall:g}, what recall texts leave")
 
     def _refuse_unused(self) -> None:
         """Refuse options that the method does not read, and unknown ones of the plan."""
@@ -133,10 +128,8 @@ class Settings:
         """The recall texts of the first or the second phase: a long window has many facts, as it costs as much with
         few.
         """
-        if long:
-            facts, least = LONG_FACTS, LONG_FACTS // 16
-            return RecallConfig(share=self.long_recall, weight=self.long_recall_weight, facts=facts, least=least)
-        return RecallConfig(share=self.recall, weight=self.recall_weight, facts=FACTS, skip_to=self.skip_to)
+        facts, least, skip_to = (LONG_FACTS, LONG_FACTS // 16, 0) if long else (FACTS, 1, self.skip_to)
+        return RecallConfig(share=self.recall, weight=self.recall_weight, facts=facts, least=least, skip_to=skip_to)
 
     def window(self, native: int) -> int:
         """Tokens of a training window."""
