@@ -67,6 +67,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 8.0,
     to: Annotated[int, typer.Option(help="Tokens that the model should read.")] = 65536,
     lengths: Annotated[str, typer.Option(metavar=INTS, help="Tokens at which it is measured.")] = LENGTHS,
+    checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 100,
     home: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/extend"),
     collect: Annotated[Path | None, typer.Option(help="Folder for METHOD-SEED.tar.gz of the small files.")] = None,
     device: Device = "auto",
@@ -84,7 +85,7 @@ def main(
     settings = Settings(
         model=model, data=(str(data),), to=to, seed=seed,
         needles=None if needles is None else str(needles), samples=0, before=VARIANTS[method].get("method") == "plain",
-        lengths=numbers("lengths", lengths, int, "1024,4096"), **VARIANTS[method],
+        lengths=numbers("lengths", lengths, int, "1024,4096"), checkpoint_every=checkpoint_every, **VARIANTS[method],
     )  # fmt: skip
     place = home / f"{method}-{seed}"
     alarm = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGTERM))
