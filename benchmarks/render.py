@@ -13,11 +13,17 @@ from typing import Annotated
 import typer
 
 import common
-from tables import extend, forgetting, generate, language, needle, readme, smollm2, speed
+from tables import claims, extend, forgetting, generate, language, needle, readme, smollm2, speed
 
 #: What draws a table, by its name in a page.
 TABLES: dict[str, Callable[[], str]] = {
-    "readme-results": readme.results,
+    "schemes": readme.schemes,
+    "claims": claims.counts,
+    "claims-central": lambda: claims.claims("both at once"),
+    "claims-needle": lambda: claims.claims("needle task"),
+    "claims-language": lambda: claims.claims("inside language models"),
+    "claims-ruler": lambda: claims.claims("RULER"),
+    "claims-cost": lambda: claims.claims("precision and cost"),
     "readme-cost": readme.training_cost,
     "readme-generate": readme.generation_cost,
     "needle-last": lambda: needle.accuracy("last"),

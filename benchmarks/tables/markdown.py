@@ -22,6 +22,12 @@ def stored(path: str) -> tuple[Record, ...]:
         return tuple(json.loads(line) for line in file if line.strip())
 
 
+def every(pattern: str) -> list[Record]:
+    """The rows of all files of JSON lines that a pattern under the root names, in the order of their names."""
+    paths = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
+    return [row for path in paths for row in stored(path)]
+
+
 def select(rows: Iterable[Record], **values: Any) -> list[Record]:
     """The rows whose fields have these values."""
     return [row for row in rows if all(row.get(key) == value for key, value in values.items())]
@@ -33,13 +39,13 @@ def only(rows: Iterable[Record], **values: Any) -> Record:
     return row
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table: first column left, the others right."""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], rule: str = "---:") -> str:
+    """A Markdown table: first column left, the others right, or as the rule says."""
     lines = [list(head), *([*row] for row in rows)]
     if any(len(line) != len(head) for line in lines):
         raise ValueError(f"rows: got lengths {sorted({len(line) for line in lines})}, expected {len(head)} cells each")
     text = ["| " + " | ".join(line) + " |" for line in lines]
-    text.insert(1, "|---|" + "---:|" * (len(head) - 1))
+    text.insert(1, "|---|" + f"{rule}|" * (len(head) - 1))
     return "\n".join(text) + "\n"
 
 

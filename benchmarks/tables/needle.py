@@ -8,7 +8,8 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from gape.report.schemes import label
-from tables.markdown import Record, select, signed, stored, table
+from gape.report.statistics import student_interval
+from tables.markdown import Record, interval, select, stored, table
 
 #: Schemes in the order of the tables, with what they are switched to for evaluation.
 SCHEMES = [
@@ -47,22 +48,26 @@ def accuracy(target: str) -> str:
     return table([TARGETS[target], *(f"{factor}× ({2048 * factor:,})" for factor in FACTORS)], lines)
 
 
+def by_seed(position: str, target: str, factor: int) -> dict[int, float]:
+    """Accuracy of a scheme at a multiple of the training length, by seed."""
+    rows = stored("results/niah/paper/results.jsonl")
+    own = select(rows, position=position, evaluated=position, target=target, factor=factor)
+    return {row["seed"]: row["accuracy"] for row in own}
+
+
+def gain(one: str, other: str, target: str, factor: int) -> tuple[float, float, float]:
+    """How much accuracy a scheme has more than another, seed by seed, with Student's 95% interval."""
+    first, second = by_seed(one, target, factor), by_seed(other, target, factor)
+    each = [first[seed] - second[seed] for seed in sorted(first)]
+    return fmean(each), *student_interval(each)
+
+
 def gains(target: str) -> str:
-    """What gates add to each scheme, seed by seed, with Student's 95% interval over the three seeds."""
-    rows = select(stored("results/niah/paper/results.jsonl"), target=target)
+    """What gates add to each scheme, with intervals over the three seeds."""
     lines = []
     for base in ("nope", "rope", "p-rope", "yarn"):
-        line = [f"{label(base + '+gape')} − {label(base)}"]
-        for factor in FACTORS:
-            gated, plain = (
-                {row["seed"]: row["accuracy"] for row in select(rows, position=scheme, evaluated=scheme, factor=factor)}
-                for scheme in (f"{base}+gape", base)
-            )
-            each = [gated[seed] - plain[seed] for seed in sorted(gated)]
-            # Student's t for two degrees of freedom.
-            half = 4.303 * stdev(each) / len(each) ** 0.5
-            line.append(signed(f"{fmean(each):+.2f} ({fmean(each) - half:+.2f} … {fmean(each) + half:+.2f})"))
-        lines.append(line)
+        cells = [interval(*gain(f"{base}+gape", base, target, factor), "+.2f") for factor in FACTORS]
+        lines.append([f"{label(base + '+gape')} − {label(base)}", *cells])
     return table([TARGETS[target], *(f"{factor}×" for factor in FACTORS)], lines)
 
 
