@@ -67,7 +67,7 @@ def test_from_a_model_to_a_longer_one(home: Path, capsys: pytest.CaptureFixture[
     assert rows[-1]["kl"] > 0
     summary = json.loads(Path("out/summary.json").read_text())
     assert summary["after"]["perplexity"][str(TO)] == pytest.approx(rows[5]["perplexity"], abs=1e-5)
-    assert "<svg" in Path("out/report.html").read_text()
+    assert '"kind": "curves"' in Path("out/report.html").read_text()
     config = json.loads(Path("out/model/config.json").read_text())
     assert (config["model_type"], config["max_position_embeddings"]) == ("gape_llama", TO)
     plan = json.loads(Path("out/plan.json").read_text())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gape.report import diagrams, figures, inside, inside_figures, recall, series
+from gape.report.charts import Curves, Maps
 from gape.report.results import Results
 from gape.report.series import Data
 from gape.report.style import house_style, save
@@ -37,6 +38,7 @@ class Entry:
         recipe: the recipe whose results it shows.
         every_variant: whether it shows all variants of a recipe; others show one, and say which.
         command: of a figure of language models: what of `gape` leaves its rows in a run's directory.
+        chart: how the page draws its numbers; None shows the picture.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Entry:
     recipe: str = "niah/paper"
     every_variant: bool = False
     command: str = ""
+    chart: Curves | Maps | None = None
 
     @property
     def how(self) -> str:
@@ -73,12 +76,16 @@ class Entry:
         return self.measure(results) | ({"variant": variant} if variant else {})
 
 
+_ACCURACY = Curves(y="Accuracy", share=True, chance=figures.CHANCE)
+_PERPLEXITY = Curves(y="Perplexity", log="xy")
+
 #: A figure of language models.
 _language = partial(Entry, recipe=LANGUAGE, every_variant=True)
 
 _NEEDLE = (
     Entry(
         name="accuracy", paper="fig:GAPE_accuracy_analysis", measure=series.accuracy, draw=figures.draw_accuracy,
+        chart=_ACCURACY,
         caption="Accuracy by context length for needles close to the query and far from it, each base with and without "
         "gates, ALiBi beside them. Means and deviations over seeds.",
     ),
@@ -102,11 +109,11 @@ _NEEDLE = (
         "seeds.",
     ),
     Entry(
-        name="fox", paper="fig:fox_comparison_niah", measure=series.fox, draw=figures.draw_accuracy,
+        name="fox", paper="fig:fox_comparison_niah", measure=series.fox, draw=figures.draw_accuracy, chart=_ACCURACY,
         caption="FoX beside NoPE with and without gates and ALiBi.",
     ),
     Entry(
-        name="yarn", paper="fig:yarn_comparison_niah", measure=series.yarn, draw=figures.draw_accuracy,
+        name="yarn", paper="fig:yarn_comparison_niah", measure=series.yarn, draw=figures.draw_accuracy, chart=_ACCURACY,
         caption="YaRN with factor 4, fixed in training and switched on for evaluation only, with and without gates.",
     ),
     Entry(
@@ -125,12 +132,12 @@ _NEEDLE = (
         "last query takes off each key.",
     ),
     Entry(
-        name="overview", paper=None, measure=series.overview, draw=figures.draw_accuracy,
+        name="overview", paper=None, measure=series.overview, draw=figures.draw_accuracy, chart=_ACCURACY,
         caption="Accuracy by context length for every scheme. Means and deviations over seeds.",
     ),
     Entry(
-        name="variants", paper=None, measure=series.variants, draw=figures.draw_accuracy, recipe="niah/landmarks",
-        every_variant=True,
+        name="variants", paper=None, measure=series.variants, draw=figures.draw_accuracy, chart=_ACCURACY,
+        recipe="niah/landmarks", every_variant=True,
         caption="Accuracy by context length for every variant. Means and deviations over seeds.",
     ),
     Entry(
@@ -144,7 +151,7 @@ _LANGUAGE = (
         name="lm-perplexity", paper="fig:ood_ppl_by_context_length", command="lm perplexity",
         caption="Perplexity of held-out documents by context length. Bands are 95% intervals over documents, or "
         "deviations over seeds. A line breaks where fewer documents fill the context.",
-        measure=series.own_perplexity, draw=figures.draw_perplexity,
+        measure=series.own_perplexity, draw=figures.draw_perplexity, chart=_PERPLEXITY,
     ),
     _language(
         name="lm-entropy", paper="fig:GAPE_final_layer_analysis", command="analyze entropy",
@@ -156,12 +163,14 @@ _LANGUAGE = (
         name="lm-masks", paper="fig:GAPE_layer5_mask", command="analyze masks",
         caption="The mask M of one layer's heads on one passage, means over cells of queries and keys.",
         measure=inside.masks, draw=inside_figures.draw_masks,
+        chart=Maps(of_key="masks", what="mean of M in a cell", logarithmic=False),
     ),
     _language(
         name="lm-spectrum", paper="fig:qk_norms_by_channel_app", command="analyze spectrum",
         caption="Mean norm of queries and keys by rotary pair, fastest first, over layers and heads. Bars are "
         "deviations over samples.",
         measure=inside.spectrum, draw=inside_figures.draw_spectrum,
+        chart=Curves(x="Share of rotary pairs that are faster", y="Mean norm", log=""),
     ),
     _language(
         name="lm-routing", paper="fig:GAPE_routing_dynamics", command="analyze routing",
@@ -173,24 +182,27 @@ _LANGUAGE = (
         name="lm-maps", paper="fig:attention_maps_layer5_app", command="analyze maps",
         caption="Attention of one layer's heads on the same passage, a row per scheme.",
         measure=inside.maps, draw=inside_figures.draw_maps,
+        chart=Maps(of_key="weights", what="attention on a cell's keys", logarithmic=True),
     ),
     _language(
         name="lm-far-back", paper=None, command="analyze far-back",
-        caption="Above: loss on tokens whose answer lies far back, by how far. Below: how much lower it is than "
+        caption="Loss on tokens whose answer lies far back, by how far, and the gain: how much lower it is than "
         "without the far text, on the same tokens. Bands are 95% intervals over documents, or deviations over seeds.",
         measure=series.far_back, draw=figures.draw_far_back,
+        chart=Curves(x="Answer this many tokens back", y="Nats per token"),
     ),
     _language(
         name="lm-recall", paper=None, recipe="lm/recall",
         caption="Facts of held-out texts that are answered, by context and by where the fact stands. Bands are 95% "
         "intervals over seeds.",
-        measure=recall.recall, draw=recall.draw,
+        measure=recall.recall, draw=recall.draw, chart=Curves(y="Facts answered", share=True),
     ),
     _language(
         name="hf-perplexity", paper=None, command="hf perplexity",
         caption="Perplexity of held-out documents by context length, of a model of transformers fine-tuned alike with "
         "and without gates. Bands are 95% intervals over documents.",
-        measure=series.hf_perplexity, draw=figures.draw_perplexity, recipe="hf/smollm2",
+        measure=series.hf_perplexity, draw=figures.draw_perplexity, chart=_PERPLEXITY,
+        recipe="hf/smollm2",
     ),
 )  # fmt: skip
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from gape.report.page import document
+from gape.report.charts import Curves
+from gape.report.page import document, figure
 from gape.report.tables import Table
 from gape.utils import files
 from gape.utils.jsonl import Record, read_lines
@@ -20,7 +20,6 @@ _BY_LENGTH = {
     "perplexity": ("perplexity",),
     "generate": ("cache_share", "cache_bytes", "prefill_s", "tokens_per_second"),
 }
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def summarise(rows: Sequence[Record], seeds: Sequence[int] = (0,), minutes: Sequence[float | None] = ()) -> Record:
@@ -141,68 +140,24 @@ def _tables(summary: Mapping[str, Record]) -> Iterable[Table]:
         yield Table(title="Answers to short prompts, beside the original's", header=header, rows=tuple(rows))
 
 
-def _figures(summary: Mapping[str, Record]) -> list[str]:
+def _figures(summary: Mapping[str, Record]) -> Iterable[str]:
     """Curves of perplexity and of the mean over needle tasks, by length."""
-    losses = {stage: _points(one.get("perplexity", {})) for stage, one in summary.items()}
     needles = {
-        stage: _points({n: mean(cells.values()) for n, cells in one.get("needles", {}).items()})
+        stage: {length: mean(cells.values()) for length, cells in one.get("needles", {}).items()}
         for stage, one in summary.items()
     }
-    figures = [("Perplexity by context", losses, True), ("Needles, mean over tasks", needles, False)]
-    return [curves(title, series, log_y=log_y) for title, series, log_y in figures if any(series.values())]
-
-
-def _points(values: Mapping[str, float]) -> list[tuple[float, float]]:
-    return [(float(length), value) for length, value in values.items()]
-
-
-def curves(title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, log_y: bool = False) -> str:
-    """Lines over lengths, the lengths on a logarithmic axis, as a figure of HTML without any script.
-
-    Args:
-        title: under the figure.
-        series: by name, points (length, value).
-        log_y: whether values are on a logarithmic axis too; otherwise it runs from 0 to 1 or the largest value.
-    """
-    width, height, left, top, right, bottom = 640, 300, 60, 12, 130, 36
-    points = [point for each in series.values() for point in each]
-    xs = sorted({x for x, _ in points})
-    ys = [y for _, y in points]
-    low, high = (min(ys), max(ys)) if log_y else (0.0, max(1.0, *ys))
-    if log_y:
-        low, high = math.log10(low) - 0.02, math.log10(high) + 0.02
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        along = (math.log2(x) - math.log2(xs[0])) / max(math.log2(xs[-1]) - math.log2(xs[0]), 1e-9)
-        up = ((math.log10(y) if log_y else y) - low) / max(high - low, 1e-9)
-        return left + along * (width - left - right), height - bottom - up * (height - top - bottom)
-
-    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title, quote=True)}">']
-    parts += [_label(place(x, 10**low if log_y else low)[0], height - 14, _short(x), "middle") for x in xs]
-    for share in range(5):
-        y = low + share / 4 * (high - low)
-        at = height - bottom - share / 4 * (height - top - bottom)
-        parts.append(f'<line x1="{left}" x2="{width - right}" y1="{at:.1f}" y2="{at:.1f}" stroke="#e5e5e5"/>')
-        parts.append(_label(left - 6, at + 4, f"{10**y if log_y else y:.3g}", "end"))
-    for number, (name, each) in enumerate(series.items()):
-        if each:
-            colour = _COLOURS[number % len(_COLOURS)]
-            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(*point) for point in each))
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-            parts += [
-                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>'
-                for a, b in (place(*point) for point in each)
-            ]
-            parts.append(_label(width - right + 10, top + 16 + 18 * number, name, "start", colour))
-    return f"<figure>{''.join(parts)}</svg><figcaption>{escape(title)}</figcaption></figure>"
-
-
-def _label(x: float, y: float, text: str, anchor: str, colour: str = "#444") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="12" fill="{colour}">{escape(text)}</text>'
-
-
-def _short(length: float) -> str:
-    return f"{length / 1024:g}k" if length >= 1024 and length % 1024 == 0 else f"{length:g}"
+    losses = {stage: one.get("perplexity", {}) for stage, one in summary.items()}
+    for title, chart, values in (
+        ("Perplexity by context", Curves(y="Perplexity", log="xy"), losses),
+        ("Needles, mean over tasks", Curves(y="Whole answers", share=True), needles),
+    ):
+        lines = [
+            {"label": stage, "at": [int(length) for length in cells], "mean": list(cells.values())}
+            for stage, cells in values.items()
+            if cells
+        ]
+        if lines:
+            yield figure(escape(title), chart.of({"lines": lines}))
 
 
 def _cell(value: float | None, digits: int) -> str:

@@ -12,10 +12,14 @@ from typing import Any
 from gape.explore.export import policy, script
 from gape.report.catalogue import Entry
 from gape.report.results import Results, flat
+from gape.report.series import Data
 from gape.report.tables import Table
 
 #: Bytes of a figure's numbers that go into the page; more stay in their file beside it.
 MOST_DATA = 2**20
+
+#: The modules of the page, most of them the explorer's; each imports only those before it.
+_MODULES = ("colours.js", "tip.js", "panzoom.js", "tiles.js", "curves.js", "figures.js")
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -25,9 +29,21 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bot
 figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; }
 figcaption { color: #555; font-size: .9rem; }
 .zoom { overflow: hidden; display: inline-block; max-width: 100%; vertical-align: top; }
-.zoom img { display: block; transform-origin: 0 0; } .zoom.zoomed { cursor: grab; touch-action: none; }
-figure button { font: inherit; border: 0; background: none; color: #06c; padding: 0 .3rem; cursor: pointer; }
-.zoom:not(.zoomed) + figcaption button { display: none; }
+.zoom img { display: block; transform-origin: 0 0; }
+.zoomed canvas, .zoom.zoomed { cursor: grab; touch-action: none; }
+figcaption button { font: inherit; border: 0; background: none; color: #06c; padding: 0 .3rem; cursor: pointer; }
+:not(.zoomed) + figcaption button { display: none; }
+.panels { display: grid; gap: .8rem 1.2rem; grid-template-columns: repeat(auto-fit, minmax(min(17rem, 100%), 1fr)); }
+.panels > div { font-size: .85rem; font-weight: 600; } .panels canvas { display: block; width: 100%; height: 15rem; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem .4rem; align-items: center; font-size: .8rem; margin: .4rem 0; }
+.legend button { display: flex; gap: .4rem; align-items: center; font: inherit; cursor: pointer; padding: .1rem .5rem;
+  border: 1px solid #ddd; border-radius: 1rem; background: #fff; } .legend button[aria-pressed=false] { opacity: .35; }
+.legend button canvas { width: 28px; height: 10px; }
+.maps { display: flex; flex-wrap: wrap; gap: .3rem; margin: .4rem 0; } .maps b { flex: 0 0 100%; font-size: .85rem; }
+.maps canvas { flex: 1 1 6rem; max-width: 11rem; aspect-ratio: 1; }
+.maps canvas, .legend > canvas { border: 1px solid #ddd; }
+#tip { position: fixed; z-index: 9; pointer-events: none; background: #1d2430; color: #fff; font-size: .75rem;
+  padding: .3rem .6rem; border-radius: .4rem; max-width: 20rem; white-space: pre-line; } [hidden] { display: none; }
 table { border-collapse: collapse; margin: 1rem 0; font-size: .88rem; font-variant-numeric: tabular-nums;
   display: block; overflow-x: auto; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
@@ -72,21 +88,37 @@ def page(
 def document(title: str, content: Iterable[str]) -> str:
     """A whole page of pieces of HTML."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    code = script(("panzoom.js", "figures.js"))
+    code = script(_MODULES)
     head += f'<meta http-equiv="Content-Security-Policy" content="{escape(policy(code, _STYLE))}">'
     head += f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>"
-    body = "\n".join([*content, f'<script type="module">{code}</script>'])
+    body = "\n".join([*content, '<div id="tip" role="tooltip" hidden></div>', f'<script type="module">{code}</script>'])
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
+def figure(caption: str, chart: Data | None, picture: str = "") -> str:
+    """A figure that zooms.
+
+    Args:
+        caption: HTML.
+        chart: of :mod:`gape.report.charts`, drawn where the page runs scripts; None leaves the picture.
+        picture: HTML.
+    """
+    # No name in the numbers may end their script.
+    numbers = "" if chart is None else json.dumps(chart).replace("<", "\\u003c")
+    script = f'<script type="application/json">{numbers}</script>' if numbers else ""
+    button = '<button type="button">Whole figure</button>'
+    frame = f'<div class="zoom" tabindex="0">{picture}</div>'
+    return f"<figure>{frame}<figcaption>{caption} {button}</figcaption>{script}</figure>"
+
+
 def _figure(entry: Entry, png: Path) -> str:
-    image = base64.b64encode(png.read_bytes()).decode()
     of = f" Answers the paper's {entry.paper}." if entry.paper else ""
-    caption = f"<strong>{escape(entry.name)}.</strong> {escape(entry.caption + of)}"
-    alt = escape(entry.caption, quote=True)
-    picture = f'<div class="zoom" tabindex="0"><img alt="{alt}" src="data:image/png;base64,{image}"></div>'
-    links = f'{_data_link(png.with_suffix(".json"))} <button type="button">Whole figure</button>'
-    return f"<figure>{picture}<figcaption>{caption} {links}</figcaption></figure>"
+    numbers = png.with_suffix(".json")
+    caption = f"<strong>{escape(entry.name)}.</strong> {escape(entry.caption + of)} {_data_link(numbers)}"
+    image = base64.b64encode(png.read_bytes()).decode()
+    picture = f'<img alt="{escape(entry.caption, quote=True)}" src="data:image/png;base64,{image}">'
+    chart = entry.chart.of(json.loads(numbers.read_bytes())) if entry.chart and numbers.is_file() else None
+    return figure(caption, chart, picture)
 
 
 def _data_link(path: Path) -> str:

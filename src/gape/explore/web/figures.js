@@ -1,16 +1,100 @@
+import { paintScale, short } from "./colours.js";
 import { PanZoom } from "./panzoom.js";
+import { tip } from "./tip.js";
+import { Linked, Sheet, painted } from "./tiles.js";
+import { Curves } from "./curves.js";
 
-// Figures of a report: with Ctrl and the wheel, two fingers, a double click or keys they zoom as the explorer's maps do.
+// Figures of a report: their numbers drawn as curves or as the explorer's maps; pictures where there is no chart. All of
+// them zoom: Ctrl and the wheel, two fingers, a double click or keys.
 
-for (const frame of document.querySelectorAll("figure .zoom")) {
-  const image = frame.querySelector("img");
-  const zoom = new PanZoom(frame, {
-    most: 16, needsControl: true,
-    changed: () => {
-      image.style.transform = `scale(${zoom.zoom}) translate(${-100 * zoom.x}%, ${-100 * zoom.y}%)`;
-      frame.classList.toggle("zoomed", zoom.zoom > 1);
-    },
-  });
-  frame.parentElement.querySelector("button").addEventListener("click", () => zoom.show(0, 0, 1));
+/** Maps of a report, a row per model, that zoom together. */
+class ChartMaps {
+  constructor(home, chart) {
+    this.chart = chart;
+    this.maps = chart.rows.flatMap(({ label, cells, heads }) => heads.map((text, head) => {
+      const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+      return { label, head, cells, bytes, image: painted(bytes, cells, cells) };
+    }));
+    home.append(document.createTextNode(chart.title));
+    const grids = chart.rows.map(({ label }) => {
+      const grid = document.createElement("div");
+      grid.className = "maps";
+      grid.append(Object.assign(document.createElement("b"), { textContent: label }));
+      home.append(grid);
+      return grid;
+    });
+    const canvases = this.maps.map(({ label, head }) => {
+      const canvas = Object.assign(document.createElement("canvas"), { tabIndex: 0 });
+      canvas.setAttribute("role", "img");
+      canvas.setAttribute("aria-label", `${label}, head ${head}: ${chart.what}`);
+      grids[chart.rows.findIndex((row) => row.label === label)].append(canvas);
+      return canvas;
+    });
+    home.append(this.scale());
+    const draw = (number, zoom) => this.draw(number, zoom);
+    const moved = (part) => home.classList.toggle("zoomed", part !== null);
+    this.linked = new Linked(canvases, { most: 16, needsControl: true, draw, moved });
+    for (const [number, canvas] of canvases.entries()) {
+      canvas.addEventListener("mousemove", (event) => tip(event, this.words(event, number)));
+      canvas.addEventListener("mouseleave", () => tip(null));
+    }
+  }
+
+  scale() {
+    const home = Object.assign(document.createElement("div"), { className: "legend" });
+    const canvas = Object.assign(document.createElement("canvas"), { width: 120, height: 10 });
+    paintScale(canvas, "attention");
+    const { what, least, top } = this.chart;
+    home.append(canvas, ` ${what}, ${least ?? 0} to ${short(top)}${least ? ", by its logarithm" : ""}`);
+    return home;
+  }
+
+  draw(number, zoom) {
+    const { image, cells } = this.maps[number];
+    const sheet = new Sheet(zoom.element, cells, zoom);
+    sheet.put(image, 0, 0, cells);
+    sheet.hideFuture();
+  }
+
+  words(event, number) {
+    const { label, head, cells, bytes } = this.maps[number];
+    const { least, top, what, length } = this.chart;
+    const zoom = this.linked.zooms[number];
+    const [x, y] = zoom.inside(...zoom.place(event));
+    const [key, query] = [x, y].map((part) => Math.min(Math.floor(part * cells), cells - 1));
+    if (key > query) return "";
+    const byte = bytes[query * cells + key];
+    const value = least === null ? (top * byte) / 255 : byte === 0 ? 0 : least ** (1 - byte / 255);
+    const tokens = (place) => `${Math.floor((place * length) / cells)}–${Math.floor(((place + 1) * length) / cells) - 1}`;
+    return `${label}, head ${head}\nqueries ${tokens(query)}, keys ${tokens(key)}\n${what}: ${least !== null && byte === 0 ? `below ${least}` : short(value, 2)}`;
+  }
+}
+
+/** A picture that zooms. */
+class Picture {
+  constructor(frame) {
+    const image = frame.querySelector("img");
+    const changed = ({ x, y, zoom }) => {
+      image.style.transform = `scale(${zoom}) translate(${-100 * x}%, ${-100 * y}%)`;
+      frame.classList.toggle("zoomed", zoom > 1);
+    };
+    const zoom = new PanZoom(frame, { most: 16, needsControl: true, changed });
+    this.linked = { show: () => zoom.show(0, 0, 1) };
+  }
+}
+
+for (const figure of document.querySelectorAll("figure")) {
+  const [frame, numbers] = [figure.querySelector(".zoom"), figure.querySelector("script")];
+  let shown = null;
+  if (numbers) {
+    const home = document.createElement("div");
+    home.className = "chart";
+    frame.replaceWith(home);
+    const chart = JSON.parse(numbers.textContent);
+    shown = new (chart.kind === "maps" ? ChartMaps : Curves)(home, chart);
+  } else {
+    shown = new Picture(frame);
+  }
+  figure.querySelector("figcaption button").addEventListener("click", () => shown.linked.show(null));
 }
 document.documentElement.dataset.ready = "yes";

@@ -5,20 +5,11 @@ import { Strip, Tokens, isEvicted, toggleAlso } from "./tokens.js";
 import { Heads } from "./heads.js";
 import { Maps } from "./map.js";
 import { Details, element } from "./details.js";
+import { tip } from "./tip.js";
 
 // The page: parts, what moves between them, keys, search and the link.
 
 const byId = (id) => document.getElementById(id);
-
-/** The text beside the pointer. */
-function tip(event, text) {
-  const box = byId("tip");
-  box.hidden = !event || !text;
-  if (box.hidden) return;
-  box.textContent = text;
-  box.style.left = `${Math.min(event.clientX + 14, innerWidth - box.offsetWidth - 8)}px`;
-  box.style.top = `${Math.min(event.clientY + 16, innerHeight - box.offsetHeight - 8)}px`;
-}
 
 class Page {
   constructor(view) {
@@ -71,7 +62,7 @@ class Page {
     byId("maps").classList.toggle("single", !view.gated);
     if (view.gated) byId("eps").max = String(view.header.eps.length - 1);
     byId("eps").addEventListener("input", (event) => state.set({ eps: Number(event.target.value) }));
-    byId("map-reset").addEventListener("click", () => this.maps.show(null));
+    byId("map-reset").addEventListener("click", () => this.maps.linked.show(null));
     paintScale(byId("map-scale"), "attention");
     byId("map-ends").textContent = `${view.header.least_weight} to 1, by its logarithm`;
     byId("search").addEventListener("submit", (event) => { event.preventDefault(); this.find(1); });
@@ -86,7 +77,7 @@ class Page {
   async update(changed) {
     const { state } = this;
     const any = (...names) => names.some((name) => changed.has(name));
-    if (any("area")) this.maps.show(state.get("area"));
+    if (any("area")) this.maps.linked.show(state.get("area"));
     if (any("token")) this.tokens.reveal(state.get("token"));
     this.draw(changed);
     this.link();
@@ -98,7 +89,7 @@ class Page {
     if (any("layer", "head", "metric")) this.heads.draw();
     if (any("layer", "head", "token", "also", "eps", "colour", "rows")) { this.tokens.draw(); this.strip.draw(); }
     if (any("layer", "head", "token", "also", "eps", "rows")) this.details.draw();
-    if (any("layer", "head", "token", "also", "eps", "area")) this.maps.request();
+    if (any("layer", "head", "token", "also", "eps", "area")) this.maps.linked.request();
     this.labels(changed);
   }
 

@@ -1,25 +1,10 @@
-import { ACCENT, SCALES, SELECTED, fitted, short } from "./colours.js";
-import { PanZoom } from "./panzoom.js";
+import { ACCENT, SELECTED, short } from "./colours.js";
+import { Linked, Sheet, painted } from "./tiles.js";
 import { horizons, toggleAlso } from "./tokens.js";
 
 // Attention of queries (down) to keys (across) by tiles: the whole text first, finer tiles where they are looked at.
 
 const TILES_KEPT = 192;
-
-/** Cells as a small canvas, which the browser scales. */
-function painted(cells, width, height) {
-  const canvas = document.createElement("canvas");
-  Object.assign(canvas, { width, height });
-  const context = canvas.getContext("2d");
-  const image = context.createImageData(width, height);
-  const { rgb } = SCALES.attention;
-  for (let at = 0; at < cells.length; at++) {
-    image.data.set(rgb.subarray(3 * cells[at], 3 * cells[at] + 3), 4 * at);
-    image.data[4 * at + 3] = 255;
-  }
-  context.putImageData(image, 0, 0);
-  return canvas;
-}
 
 /** Painted tiles of both maps, the latest used last. */
 class TileStore {
@@ -74,103 +59,63 @@ class TileStore {
 
 export class Maps {
   constructor(view, state, tip) {
-    Object.assign(this, { view, state, tip, store: new TileStore(view), pending: false });
-    const side = view.cells * view.cell;
-    this.part = view.n / side;
-    this.canvases = view.kinds.map((kind) => ({ kind, canvas: document.getElementById(`map-${kind}`) }));
-    this.zooms = this.canvases.map(({ canvas }) => new PanZoom(canvas, { most: Math.max(1, view.n / 16), changed: () => this.follow(canvas) }));
-    for (const [number, { kind, canvas }] of this.canvases.entries()) {
-      canvas.addEventListener("click", (event) => this.click(event, this.zooms[number]));
-      canvas.addEventListener("mousemove", (event) => this.hover(event, kind, this.zooms[number]));
+    Object.assign(this, { view, state, tip, store: new TileStore(view) });
+    const canvases = view.kinds.map((kind) => document.getElementById(`map-${kind}`));
+    this.linked = new Linked(canvases, {
+      most: Math.max(1, view.n / 16),
+      draw: (number, zoom) => this.draw(view.kinds[number], zoom),
+      moved: (area) => state.set({ area }),
+    });
+    for (const [number, canvas] of canvases.entries()) {
+      const zoom = this.linked.zooms[number];
+      canvas.addEventListener("click", (event) => this.click(event, zoom));
+      canvas.addEventListener("mousemove", (event) => this.hover(event, view.kinds[number], zoom));
       canvas.addEventListener("mouseleave", () => tip(null));
-      new ResizeObserver(() => this.request()).observe(canvas);
     }
   }
 
-  /** Both maps show the same part; the one that moved leads. */
-  follow(canvas) {
-    const { x, y, zoom } = this.zooms[this.canvases.findIndex((each) => each.canvas === canvas)];
-    for (const other of this.zooms) Object.assign(other, { x, y, zoom });
-    this.state.set({ area: zoom === 1 ? null : [x, y, zoom] });
-    this.request();
-  }
-
-  /** Show the part of the state, where it was read from a link. */
-  show(area) {
-    const [x, y, zoom] = area ?? [0, 0, 1];
-    const lead = this.zooms[0];
-    if (x !== lead.x || y !== lead.y || zoom !== lead.zoom) lead.show(x, y, zoom);
-  }
-
-  request() {
-    if (this.pending) return;
-    this.pending = true;
-    requestAnimationFrame(() => { this.pending = false; for (const [k, { kind, canvas }] of this.canvases.entries()) this.draw(kind, canvas, this.zooms[k]); });
-  }
-
-  draw(kind, canvas, { x, y, zoom }) {
-    const side = canvas.clientWidth;
-    if (!side) return;
+  draw(kind, { element, x, y, zoom }) {
     const { view, state } = this;
     const [layer, head] = [state.get("layer"), state.get("head")];
-    const c = fitted(canvas, side, side);
-    c.fillStyle = "#fff";
-    c.fillRect(0, 0, side, side);
-    c.imageSmoothingEnabled = false;
-    // Pixels of a token.
-    const scale = (side * zoom) / view.n;
-    const put = (tile, token0, token1, size) => c.drawImage(tile.image, (token1 - x * view.n) * scale, (token0 - y * view.n) * scale, size * scale, size * scale);
-    put(this.store.whole(kind, layer, head), 0, 0, view.cells * view.cell);
-    const level = Math.min(view.finestOf(layer, head), Math.max(0, Math.ceil(Math.log2(view.cell * scale) - 0.5)));
+    const sheet = new Sheet(element, view.n, { x, y, zoom });
+    sheet.put(this.store.whole(kind, layer, head).image, 0, 0, view.cells * view.cell);
+    const level = Math.min(view.finestOf(layer, head), Math.max(0, Math.ceil(Math.log2(view.cell * sheet.scale) - 0.5)));
     if (level > 0) {
       const size = (view.cell >> level) * view.header.tile;
       const edge = (from) => [Math.floor((from * view.n) / size), Math.floor((Math.min(from + 1 / zoom, 1) * view.n - 1e-6) / size)];
       const [[r0, r1], [c0, c1]] = [edge(y), edge(x)];
       for (let r = r0; r <= r1; r++) {
         for (let k = c0; k <= Math.min(c1, r); k++) {
-          const tile = this.store.tile(kind, layer, head, level, r, k, () => this.request());
-          if (tile === undefined) continue;
-          if (tile) put(tile, r * size, k * size, size);
-          else { c.fillStyle = "#fff"; c.fillRect((k * size - x * view.n) * scale, (r * size - y * view.n) * scale, size * scale, size * scale); }
+          const tile = this.store.tile(kind, layer, head, level, r, k, () => this.linked.request());
+          if (tile !== undefined) sheet.put(tile?.image, r * size, k * size, size);
         }
       }
     }
-    this.drawCausal(c, side, x, y, scale);
-    this.drawLines(c, side, x, y, scale, kind);
+    sheet.hideFuture();
+    this.drawLines(sheet, kind);
   }
 
-  /** What lies after a query is hatched grey. */
-  drawCausal(c, side, x, y, scale) {
-    const n = this.view.n;
-    const at = (token, from) => (token - from * n) * scale;
-    c.fillStyle = "#f1f3f6";
-    c.beginPath();
-    c.moveTo(at(0, x), at(0, y));
-    c.lineTo(at(n, x), at(0, y));
-    c.lineTo(at(n, x), at(n, y));
-    c.fill();
-  }
-
-  drawLines(c, side, x, y, scale, kind) {
-    const { view, state } = this;
+  drawLines(sheet, kind) {
+    const { state } = this;
+    const { c, side } = sheet;
     const i = state.get("token");
-    const row = (i + 0.5 - y * view.n) * scale;
+    const row = sheet.down(i + 0.5);
     c.lineWidth = 1;
     c.strokeStyle = ACCENT;
     c.beginPath();
     c.moveTo(0, row);
-    c.lineTo(Math.min(side, (i + 1 - x * view.n) * scale), row);
+    c.lineTo(Math.min(side, sheet.across(i + 1)), row);
     c.stroke();
     c.strokeStyle = SELECTED;
     c.setLineDash([3, 3]);
     c.beginPath();
-    for (const t of state.get("also")) { const across = (t + 0.5 - x * view.n) * scale; c.moveTo(across, Math.max(0, (t - y * view.n) * scale)); c.lineTo(across, side); }
+    for (const t of state.get("also")) { c.moveTo(sheet.across(t + 0.5), Math.max(0, sheet.down(t))); c.lineTo(sheet.across(t + 0.5), side); }
     c.stroke();
     c.setLineDash([]);
-    const span = kind === "gated" ? horizons(view, state) : null;
+    const span = kind === "gated" ? horizons(this.view, state) : null;
     if (!span) return;
     c.fillStyle = ACCENT;
-    for (const distance of [span.near, span.far]) if (distance < i) c.fillRect((i + 0.5 - distance - x * view.n) * scale - 1, row - 5, 2, 10);
+    for (const distance of [span.near, span.far]) if (distance < i) c.fillRect(sheet.across(i + 0.5 - distance) - 1, row - 5, 2, 10);
   }
 
   /** The query and key at a place, or null beyond the text and after the query. */

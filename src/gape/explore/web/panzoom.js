@@ -2,7 +2,7 @@
 
 export class PanZoom {
   /**
-   * element: what listens. changed: called after every change. most: the largest zoom. needsControl: whether the wheel
+   * element: what listens. changed: called with this after every change. most: the largest zoom. needsControl: whether the wheel
    * zooms with Ctrl alone, for pages that scroll. `dragged` tells a drag from a click.
    */
   constructor(element, { most, changed, needsControl = false }) {
@@ -30,7 +30,7 @@ export class PanZoom {
     const rest = 1 - 1 / this.zoom;
     this.x = Math.min(Math.max(x, 0), rest);
     this.y = Math.min(Math.max(y, 0), rest);
-    this.changed();
+    this.changed(this);
   }
 
   zoomAt(factor, px, py) {
