@@ -131,6 +131,25 @@ def learns_shortly(problem: Problem) -> bool:
     return significand_bits(problem.q) <= SHORT_BITS and problem.gates_learn
 
 
+def index_anchors(start: int, stop: int, offset: int, *, near: bool) -> tuple[int, int, int, int]:
+    """The anchors that :func:`sides` takes in index order, as numbers for kernels.
+
+    Args:
+        start, stop: queries start … stop − 1.
+        offset: position of query 0; key 0 has position 0.
+        near: whether gates learn through a short backward pass.
+
+    Returns:
+        Number of anchors, position of key 0 from the first, queries that count from the first, and how far the second
+        is from it.
+    """
+    middle = (start + stop) // 2
+    if not near or middle == start:
+        return 1, -(offset + middle), stop - start, 0
+    first, second = (start + middle) // 2, (middle + stop) // 2
+    return 2, -(offset + first), middle - start, second - first
+
+
 def sides(problem: Problem, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Both sides for queries start … stop − 1 and the keys that any of them may see.
 
@@ -143,7 +162,7 @@ def sides(problem: Problem, start: int, stop: int) -> tuple[Tensor, Tensor]:
     middle = (start + stop) // 2
     near = learns_shortly(problem)
     groups = [(start, middle), (middle, stop)] if near and middle > start else [(start, stop)]
-    count = 2 if near and visibility.index_order else 3
+    count = 2 if len(groups) == 2 and visibility.index_order else 3
     n_k = visibility.rows(start, stop).n_k
     anchors = [visibility.anchor(*group) for group in groups]
     q_positions, k_positions = visibility.positions()

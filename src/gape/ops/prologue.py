@@ -179,7 +179,9 @@ def prologue(
             reading.gate_weight, reading.gate_bias, reading.amplitude, reading.floor,
             reading.landmark_weight, reading.landmark_bias,
         )  # fmt: skip
-        factor, anchors = UNIT / scale / reading.context_length, _anchors(q)
+        n = q.size(2)
+        near = torch.is_grad_enabled() and n <= columns.ANCHORED_ROWS
+        factor, anchors = UNIT / scale / reading.context_length, columns.index_anchors(0, n, 0, near=near)
     out_q, out_k = prepare(q, k, *turning, *gates, factor, *anchors)
     return out_q, out_k
 
@@ -249,20 +251,6 @@ def tables_of(angles: Angles | None) -> tuple[Tensor | None, Tensor | None, Tens
     """Cosines, sines and the row of each head as kernels take them; None for what there is not."""
     cos, sin, rows = (*(angles or ()), None, None, None)[:3]
     return cos, sin, rows
-
-
-def _anchors(q: Tensor) -> tuple[int, int, int, int]:
-    """Anchors, token 0 from the first anchor, first token of the second group, and how far anchors are apart.
-
-    As in :mod:`gape.ops.columns`: two anchors and two pieces where gates may learn and queries are near their anchor,
-    else one anchor and three.
-    """
-    n = q.size(2)
-    if not torch.is_grad_enabled() or not 1 < n <= columns.ANCHORED_ROWS:
-        return 1, -(n // 2), n, 0
-    middle = n // 2
-    anchors = middle // 2, (middle + n) // 2
-    return 2, -anchors[0], middle, anchors[1] - anchors[0]
 
 
 def _check(

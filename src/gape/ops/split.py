@@ -17,6 +17,9 @@ coordinates too (explicit positions may be anywhere: there three pieces stay, an
     key   [u, u, (u·j)₁, (u·j)₂, (u·j′)₁, (u·j′)₂]      i from its own anchor, j from the first, j′ from the second
 
 More queries are cut into calls of 2,048, each with its own copy of the keys: gate gradients stay exact at any length.
+
+In half precision on a GPU one kernel writes q and k with their columns, :mod:`gape.ops.triton.augment`; elsewhere, and
+for explicit positions, :mod:`gape.ops.columns` does.
 `docs/results/precision.md` has the figures.
 """
 
@@ -25,9 +28,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from gape.ops import columns, sdpa
+from gape.ops import columns, limits, sdpa
 from gape.ops.inputs import Problem
+from gape.ops.limits import HALVES
 
 
 def calls(problem: Problem) -> Iterator[sdpa.Call]:
@@ -50,11 +55,25 @@ def calls(problem: Problem) -> Iterator[sdpa.Call]:
         if exact is not None:
             yield exact
             continue
-        q_columns, k_columns = columns.sides(problem, start, stop)
         yield sdpa.prepare(
-            torch.cat([problem.q[:, :, start:stop], q_columns], dim=-1),
-            torch.cat([k[:, :, : visibility.n_k].to(problem.k.dtype), k_columns], dim=-1),
+            *_augmented(problem, k[:, :, : visibility.n_k].to(problem.k.dtype), start, stop),
             v[:, :, : visibility.n_k].to(problem.v.dtype),
             visibility,
             problem.scale,
         )
+
+
+def _augmented(problem: Problem, k: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Queries start … stop − 1 and the keys k with the columns of the bias, by one kernel where it can run."""
+    q, visibility = problem.q[:, :, start:stop], problem.visibility
+    one_pass = q.dtype in HALVES and limits.triton_cannot(q, problem.v) is None
+    if not visibility.index_order or not one_pass:
+        q_columns, k_columns = columns.sides(problem, start, stop)
+        return torch.cat([q, q_columns], dim=-1), torch.cat([k, k_columns], dim=-1)
+    from gape.ops.triton.augment import augment  # noqa: PLC0415
+
+    offset = visibility.n_k - visibility.n_q
+    anchors = columns.index_anchors(start, stop, offset, near=columns.learns_shortly(problem))
+    rate, exposure = problem.rate[:, :, start:stop], problem.exposure[:, :, : k.size(2)]
+    out_q, out_k = augment(q, k, rate, exposure, columns.UNIT / problem.scale, *anchors, offset + start)
+    return out_q, out_k

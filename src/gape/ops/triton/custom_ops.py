@@ -149,14 +149,17 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], flag
 
 
 class _Uncapped:
-    """A kernel without a cap of registers: a compiler does not pass it on, and other GPUs than NVIDIA's have none."""
+    """A kernel without a cap of registers, which other GPUs than NVIDIA's do not have, and with products and sums fused
+    as the compiler likes: neither choice is passed on where launches are traced.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **flags: Any) -> None:
-            flags.pop("maxnreg", None)
+            for name in ("maxnreg", "enable_fp_fusion"):
+                flags.pop(name, None)
             self.kernel[grid](*arguments, **flags)
 
         return launch

@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 
 from gape.ops.triton.split_bias import (
-    PER_SQUARE,
-    PER_UNIT,
-    UNIT,
+    loss_gradient,
+    rate_gradient,
     sigmoid,
     softplus,
     split_bias,
@@ -291,34 +290,6 @@ def _prologue_bounded_kernel(
             k_b, k_h, k_n, cos_ptr, sin_ptr, which_ptr + n_q_heads, block, head, n_k_heads, n, factor, k_stretch,
             False, ROTATED, BY_HEAD, BOUNDED, LOW, EDGE, COLUMNS, K_HEADS, T, HALF, EVEN,
         )  # fmt: skip
-
-
-@triton.jit
-def rate_gradient(ga, gb, slot, i, in_first, ANCHORS: tl.constexpr):
-    """The gradient (T, 1) of the scaled rate from that of the row's halves."""
-    # Every piece of c·i meets the same partner, so the first column has the whole gradient.
-    share_a = tl.where(slot == 0, -(i * PER_SQUARE), 0.0)
-    if ANCHORS == 1:
-        share_b = tl.where((slot >= 0) & (slot < 3), 1.0, 0.0)
-    else:
-        mine = tl.where(in_first, 1.0, 0.0)
-        share_a = tl.where(slot == 2, mine, share_a)
-        share_b = tl.where(slot == 0, mine, tl.where((slot > 0) & (slot < 3), 1.0 - mine, 0.0))
-    return tl.sum(ga * share_a + gb * share_b, 1, keep_dims=True)
-
-
-@triton.jit
-def loss_gradient(ga, gb, slot, position, apart, ANCHORS: tl.constexpr):
-    """The gradient (T, 1) of the share u that a key loses, from that of the row's halves."""
-    share_a = tl.where((slot >= 0) & (slot < 2), UNIT, 0.0)
-    here = position * PER_UNIT
-    if ANCHORS == 1:
-        share_a = tl.where(slot == 2, UNIT, share_a)
-        share_b = tl.where(slot == 0, here, 0.0)
-    else:
-        share_a = tl.where(slot == 2, here, share_a)
-        share_b = tl.where(slot == 1, (position - apart) * PER_UNIT, 0.0)
-    return tl.sum(ga * share_a + gb * share_b, 1, keep_dims=True)
 
 
 @triton.jit

@@ -103,3 +103,31 @@ def split_bias(
 def with_three(x, columns, at, c0, c1, c2):
     """Rows x (T, W) with three numbers (T, 1) in the columns from `at` on."""
     return tl.where(columns == at, c0, tl.where(columns == at + 1, c1, tl.where(columns == at + 2, c2, x)))
+
+
+@triton.jit
+def rate_gradient(ga, gb, slot, i, in_first, ANCHORS: tl.constexpr):
+    """The gradient (T, 1) of the scaled rate from that of the row's halves."""
+    # Every piece of c·i meets the same partner, so the first column has the whole gradient.
+    share_a = tl.where(slot == 0, -(i * PER_SQUARE), 0.0)
+    if ANCHORS == 1:
+        share_b = tl.where((slot >= 0) & (slot < 3), 1.0, 0.0)
+    else:
+        mine = tl.where(in_first, 1.0, 0.0)
+        share_a = tl.where(slot == 2, mine, share_a)
+        share_b = tl.where(slot == 0, mine, tl.where((slot > 0) & (slot < 3), 1.0 - mine, 0.0))
+    return tl.sum(ga * share_a + gb * share_b, 1, keep_dims=True)
+
+
+@triton.jit
+def loss_gradient(ga, gb, slot, position, apart, ANCHORS: tl.constexpr):
+    """The gradient (T, 1) of the share u that a key loses, from that of the row's halves."""
+    share_a = tl.where((slot >= 0) & (slot < 2), UNIT, 0.0)
+    here = position * PER_UNIT
+    if ANCHORS == 1:
+        share_a = tl.where(slot == 2, UNIT, share_a)
+        share_b = tl.where(slot == 0, here, 0.0)
+    else:
+        share_a = tl.where(slot == 2, here, share_a)
+        share_b = tl.where(slot == 1, (position - apart) * PER_UNIT, 0.0)
+    return tl.sum(ga * share_a + gb * share_b, 1, keep_dims=True)
