@@ -56,7 +56,7 @@ $(VENV)/.docs: $(INSTALLED)
 	touch $@
 
 docs: $(VENV)/.docs
-	$(PYTEST) tests/test_docs.py tests/hf/test_paged.py::test_examples_in_the_docs_run
+	$(PYTEST) tests/test_docs.py tests/hf/test_docs.py
 	$(BIN)/python docs/site/build.py
 
 lint: $(INSTALLED)
