@@ -203,18 +203,14 @@ def test_a_refused_second_adapter_leaves_the_first(adapter):
 
 
 def test_peft_refuses_a_base_with_other_gates_and_leaves_its_modules(adapter):
+    """As the first adapter and as the second."""
     peft = pytest.importorskip("peft")
     base = opened(tiny("llama"), context_length=64)
     names = set(base.state_dict())
     with pytest.raises(ValueError, match="context_length"):
         peft.PeftModel.from_pretrained(base, adapter)
     assert set(base.state_dict()) == names
-
-
-def test_a_second_adapter_of_peft_is_compared_too(adapter):
-    peft = pytest.importorskip("peft")
-    plain = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    model = peft.get_peft_model(opened(tiny("llama"), context_length=64), plain)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="context_length"):
         model.load_adapter(adapter, "second")
     assert list(model.peft_config) == ["default"]
