@@ -75,7 +75,6 @@ def test_from_runs_to_figures(home: Path, capsys: pytest.CaptureFixture[str], mo
     assert not (Path(RUNS[0]) / "masks.json").exists()
     assert gape_exits("report", "runs/lm/toy", "--out", "results/lm/books") == 0
     assert Path("results/lm/books/figures/lm-far-back.png").is_file()
-    assert gape_exits("reproduce", "lm-far-back") == 0
 
 
 def test_stored_analyses_are_not_repeated(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

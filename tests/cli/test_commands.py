@@ -103,8 +103,8 @@ def test_from_a_recipe_to_a_page(
     assert gape_exits("reproduce", "overview", "--results", "nowhere") == 2
     Path("results/niah").mkdir(parents=True)
     Path("page").rename("results/niah/paper")
-    assert gape_exits("reproduce", "overview", "--out", "drawn") == 0
-    assert Path("drawn/overview.pdf").is_file()
+    assert gape_exits("reproduce", "overview") == 0
+    assert capsys.readouterr().out.split()[-3:] == [f"figures/overview.{end}" for end in ("json", "png", "pdf")]
     capsys.readouterr()
     assert gape_exits("reproduce", "fox") == 2
     assert re.search(r"fox: .* no rows .* gape niah train niah/paper", capsys.readouterr().err)
@@ -172,6 +172,24 @@ def test_a_failed_run_does_not_stop_the_others(
     assert len(rows(Path("runs/toy/rope+gape"))) == 2
 
 
+def test_runs_at_once_have_a_process_each_and_one_that_fails_is_named(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a script in the place of Python, which fails for one of two runs."""
+    script = toy.with_name("python")
+    script.write_text('#!/bin/sh\necho "$@" >> calls\ncase "$5" in *gape) echo no luck; exit 3;; esac\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    assert gape_exits("niah", "train", toy, "--jobs", "2") == 1
+    calls = sorted(Path("calls").read_text().splitlines())
+    assert calls == [f"-m gape niah run runs/toy/{run} --resume auto" for run in RUNS]
+    errors = capsys.readouterr().err
+    assert "rope done" in errors
+    assert "rope+gape" in errors
+    assert "no luck" in Path("runs/toy/rope+gape/output.log").read_text()
+
+
+@pytest.mark.slow
 def test_runs_at_once_give_what_runs_in_turn_give(toy: Path) -> None:
     assert gape_exits("niah", "train", toy, "--out", "turn") == 0
     assert gape_exits("niah", "train", toy, "--out", "once", "--jobs", "2") == 0
@@ -291,11 +309,6 @@ def test_figures_of_the_theory_need_no_results(toy: Path, capsys: pytest.Capture
         assert name in listed
 
 
-def test_help_comes_without_torch() -> None:
-    code = "import sys; import gape.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_the_demo_is_the_recipe_at_toy_size(
     toy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,26 +325,22 @@ def test_the_demo_is_the_recipe_at_toy_size(
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
+def training(recipe: Path, jobs: int) -> subprocess.Popen[str]:
+    """A long sweep in a process of its own, whose first run has begun."""
+    command = [sys.executable, "-m", "gape", "niah", "train", str(recipe), "train.max_steps=100000"]
+    process = subprocess.Popen([*command, "--jobs", str(jobs)], stderr=subprocess.PIPE, text=True)
+    log, deadline = Path("runs/toy/rope/log.jsonl"), time.monotonic() + 120
+    while not (log.is_file() and log.stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return process
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, code: int, jobs: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "gape",
-        "niah",
-        "train",
-        str(toy),
-        "train.max_steps=100000",
-        "--jobs",
-        str(jobs),
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not (Path("runs/toy/rope/log.jsonl").is_file() and Path("runs/toy/rope/log.jsonl").stat().st_size):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    process = training(toy, jobs)
     process.send_signal(signum)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == code
@@ -341,14 +350,9 @@ def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, 
 
 @pytest.mark.slow
 def test_children_end_when_their_sweep_is_killed(toy: Path) -> None:
-    command = [sys.executable, "-m", "gape", "niah", "train", str(toy), "train.max_steps=100000", "--jobs", "2"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (Path("runs/toy/rope/log.jsonl").is_file() and Path("runs/toy/rope/log.jsonl").stat().st_size):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    process, deadline = training(toy, 2), time.monotonic() + 120
     process.kill()
-    process.wait()
+    process.communicate()
     while not list(Path("runs/toy/rope/checkpoints").glob("step-*")):
         assert time.monotonic() < deadline
         time.sleep(0.1)

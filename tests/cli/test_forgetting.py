@@ -52,7 +52,7 @@ def language(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def measured(home: Path, corpus: Path, *more: str) -> int:
-    few = ["--lengths", "96", "--last", "16", "--max-windows", "3", "--chunk", "24"]
+    few = ["--lengths", "96", "--last", "16", "--max-windows", "2", "--chunk", "24"]
     return gape_exits("lm", "forgetting", home, "--data", corpus, *few, *FEW, *more)
 
 
@@ -113,13 +113,13 @@ def test_needles_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     assert gape_exits("niah", "train", "niah/demo", *NEEDLE) == 0
     home = tmp_path / "runs/niah/demo/p-rope+gape_seed0"
-    assert gape_exits("niah", "forgetting", home, "--factors", "1,4", "--samples", "5", *FEW) == 0
+    assert gape_exits("niah", "forgetting", home, "--factors", "1,2", "--samples", "3", *FEW) == 0
     stored = rows(home)
-    assert [(r["kind"], r["length"]) for r in stored[:2]] == [("tiles", 32), ("tiles", 128)]
+    assert [(r["kind"], r["length"]) for r in stored[:2]] == [("tiles", 32), ("tiles", 64)]
     answers = {(r["factor"], r["how"], r.get("bounds")): r["hits"] for r in stored if r["kind"] == "needle"}
     assert set(answers) == {
         (factor, *way)
-        for factor in (1, 4)
+        for factor in (1, 2)
         for way in (("dense", None), ("skipping", None), ("forgetting", "weights"), ("forgetting", "queries"))
     }
     assert all(hits == answers[factor, "dense", None] for (factor, _, _), hits in answers.items())

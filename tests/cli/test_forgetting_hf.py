@@ -80,7 +80,7 @@ def test_a_fine_tuned_run_is_measured_resumed_and_reported(work: Path, capsys: p
 
 
 def test_other_weights_in_a_directory_are_measured_anew(work: Path) -> None:
-    asked = ("gated", "--measure", "tiles")
+    asked = ("gated", "--measure", "cache", "--bounds", "queries")
     assert measured(*asked) == 0
     assert (rows("gated")[0]["variant"], rows("gated")[0]["step"]) == ("not fine-tuned", 0)
     shutil.copyfile("run/model/model.safetensors", "gated/model.safetensors")
@@ -117,8 +117,8 @@ def test_weights_may_be_in_half_precision(work: Path) -> None:
 
 def test_a_gpt_of_ours_saved_for_transformers_is_measured(work: Path) -> None:
     gape.hf.GapeForCausalLM.from_gpt(text.gpt(options=GATES).float()).save_pretrained("ours")
-    assert measured("ours", "--measure", "tiles,cache", "--bounds", "queries") == 0
-    assert {(r["position"], r["kind"]) for r in rows("ours")} == {("p-rope+gape", "tiles"), ("p-rope+gape", "cache")}
+    assert measured("ours", "--measure", "cache", "--bounds", "queries") == 0
+    assert {(r["position"], r["kind"]) for r in rows("ours")} == {("p-rope+gape", "cache")}
 
 
 @pytest.mark.parametrize(

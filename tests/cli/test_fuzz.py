@@ -23,7 +23,7 @@ from tests.cli.test_commands import TOY, gape_exits
 from tests.hf.tiny import tiny
 from tests.tasks import text
 
-LISTS = 200
+LISTS = 120
 MORE_LISTS = 1200
 ABSENT = object()
 WHOLE = ("-1", "0", "99999999999999999999", "1e999", "nan", "inf", "", "x", "1.5", "-", "½", "0x10", "1_0", " 1")
@@ -219,6 +219,8 @@ def test_random_arguments_are_refused_in_one_line(
     assert not wrong
 
 
+#: What the second and later readers of a file are given; the first is given all that is broken.
+FEW = ("bytes", "list.json", "cut.json", "wrong.json")
 #: A file that a command reads, and such commands.
 READ = {
     "recipe.toml": (
@@ -265,7 +267,7 @@ def test_a_broken_file_is_named(place: str, quick: Path, capsys: pytest.CaptureF
     try:
         for name, content in BROKEN.items():
             path.write_bytes(content)
-            for command in READ[place]:
+            for command in READ[place] if name in FEW else READ[place][:1]:
                 if fault := outcome(command.split(), quick, capsys, named=place.split("/", maxsplit=1)[0]):
                     wrong[name, command] = fault
     finally:

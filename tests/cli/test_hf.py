@@ -267,11 +267,15 @@ def with_words(directory: str) -> Tokenizer:
     return tokenizer
 
 
-def test_a_corpus_of_the_same_tokenizer_in_another_file_is_taken(models: Path) -> None:
+def test_a_corpus_is_taken_that_has_the_models_tokenizer_be_it_in_another_file(models: Path) -> None:
     with_words("worded").save("other.json", pretty=False)
     Path("text.txt").write_text("abc def words " * 40)
     assert gape_exits("data", "prepare", "text.txt", "--tokenizer", "other.json", "--out", "corpus") == 0
     assert gape_exits("hf", "finetune", "worded", "corpus", "--out", "run", *TRAIN) == 0
+    # Bytes are another tokenizer, also where the first document is short.
+    Path("rows.jsonl").write_text('{"text": "A"}\n' + json.dumps({"text": "abc def words " * 40}) + "\n")
+    assert gape_exits("data", "prepare", "rows.jsonl", "--tokenizer", "bytes", "--out", "bytes") == 0
+    assert gape_exits("hf", "finetune", "worded", "bytes", "--out", "other", *TRAIN) == 2
 
 
 def test_recall_texts_are_tuned_on(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,13 +307,6 @@ def test_the_card_names_the_loss_of_the_weights_that_were_saved(models: Path) ->
     assert "held-out loss" in card_after(2, "gated", "validated")
     # The last validation was of other weights, and so was that of the model it began with.
     assert "held-out loss" not in card_after(3, "validated/model", "later")
-
-
-def test_a_corpus_of_bytes_with_a_short_first_document_is_refused(models: Path) -> None:
-    with_words("worded")
-    Path("rows.jsonl").write_text('{"text": "A"}\n' + json.dumps({"text": "abc def words " * 40}) + "\n")
-    assert gape_exits("data", "prepare", "rows.jsonl", "--tokenizer", "bytes", "--out", "corpus") == 0
-    assert gape_exits("hf", "finetune", "worded", "corpus", "--out", "run", *TRAIN) == 2
 
 
 def test_code_that_comes_with_a_model_never_runs(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_a_gpt2_with_other_positions(here: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_stopped_it_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["ruler", "eval", "runs/p-rope", "--data", "samples", *EVAL]
+    run = ["ruler", "eval", "runs/p-rope", "--data", "samples", "--tasks", "vt,fwe", *EVAL]
     assert gape_exits(*run, "--out", "whole") == 0
     whole = capsys.readouterr().out
     work, batches, later = evaluation._score_batch, list[object](), list[object]()
@@ -154,7 +154,7 @@ def test_stopped_it_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert not later
     monkeypatch.setattr(evaluation, "_score_batch", work)
     (parts,) = Path("parts/ruler").glob("*/samples.jsonl")
-    assert 0 < len(lines(parts)) < 18
+    assert 0 < len(lines(parts)) < 12
     assert gape_exits(*run, "--out", "parts") == 0
     assert capsys.readouterr().out == whole
     assert Path("parts/ruler.jsonl").read_bytes() == Path("whole/ruler.jsonl").read_bytes()
@@ -240,17 +240,6 @@ def test_mistakes_end_with_two_before_any_work(
     assert gape_exits("ruler", *arguments, *device) == 2
     assert message in capsys.readouterr().err
     assert not Path("runs/p-rope/ruler").exists()
-
-
-def test_a_broken_line_loses_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["ruler", "eval", "runs/p-rope", "--data", "samples", "--limit", "1", *EVAL]
-    assert gape_exits(*run) == 0
-    before = scored()
-    with Path("samples/vt_512.jsonl").open("a") as file:
-        file.write('{"input": "T", "outputs": []}\n')
-    assert gape_exits(*run) == 2
-    assert "vt_512.jsonl: line 4 has outputs [], expected one or more texts" in capsys.readouterr().err
-    assert scored() == before
 
 
 def test_another_tokenizer_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

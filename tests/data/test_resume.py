@@ -124,7 +124,7 @@ def started(lines: Path, home: Path, workers: int) -> subprocess.Popen[bytes]:
 
 
 def big(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
-    lines = write_lines(tmp_path / "a.jsonl", rows(6000))
+    lines = write_lines(tmp_path / "a.jsonl", rows(3000))
     make(tmp_path / "whole", lines, **{k: v for k, v in SETTINGS.items() if k != "tokenizer"})
     return lines, contents(tmp_path / "whole")
 

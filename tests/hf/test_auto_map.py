@@ -46,6 +46,8 @@ def words(directory):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(directory)
 
 
+@pytest.mark.slow
+@pytest.mark.families
 def test_a_fresh_process_loads_with_the_flag_and_without_an_import(tmp_path):
     models = {"llama": opened(tiny("llama")), "gpt": ours(position="p-rope+gape")}
     for name, model in models.items():
@@ -59,8 +61,19 @@ def test_a_fresh_process_loads_with_the_flag_and_without_an_import(tmp_path):
         with torch.no_grad():
             logits = torch.load(tmp_path / name / "logits.pt", weights_only=True)
             assert torch.equal(logits, model(tokens()).logits), name
-        # Nothing of this library was copied beside the file that imports it.
         assert [file.name for file in (tmp_path / name / "again").glob("*.py")] == ["load_gape.py"]
+
+
+def test_with_the_flag_a_model_of_an_unknown_type_loads(tmp_path, monkeypatch):
+    model = opened(tiny("llama"))
+    model.save_pretrained(tmp_path / "model")
+    monkeypatch.delitem(CONFIG_MAPPING._extra_content, "gape_llama")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    # Nothing of this library was copied beside the file that imports it.
+    assert [file.name for file in (tmp_path / "again").glob("*.py")] == ["load_gape.py"]
 
 
 def test_without_the_flag_nothing_runs_and_the_message_says_what_to_pass(tmp_path, monkeypatch):

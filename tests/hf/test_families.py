@@ -14,14 +14,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 import gape.hf
-from tests.hf.tiny import FAMILIES, opened, same, tiny, tokens, train
-
-#: One of each kind of attention: one projection for all, separate ones, norms of q and k, caps and windows.
-QUICK = ("gpt2", "llama", "qwen3", "gemma2")
-RARE = [pytest.mark.slow, pytest.mark.families]
-each_family = pytest.mark.parametrize(
-    "family", [family if family in QUICK else pytest.param(family, marks=RARE) for family in FAMILIES]
-)
+from tests.hf.tiny import FAMILIES, each_family, opened, same, tiny, tokens, train
 
 
 @each_family
@@ -139,8 +132,8 @@ def test_packed_documents_do_not_see_each_other(family):
 def test_a_static_cache_generates_the_same_text_in_a_compiled_model():
     from transformers import CompileConfig
 
-    model, ids = opened(tiny("llama")), tokens(1, 12)
-    settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    model, ids = opened(tiny("llama", num_hidden_layers=1)), tokens(1, 12)
+    settings = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     config = CompileConfig(backend="eager", fullgraph=True)
     # Else transformers compiles on GPUs alone.
     config._compile_all_devices = True

@@ -223,6 +223,11 @@ def test_from_needles_to_a_model_with_these_floors(here: Path, capsys: pytest.Ca
     assert gape_exits(*INJECT, "--floors", "floors/floors1.json") == 0
     model = transformers.AutoModelForCausalLM.from_pretrained("gated")
     assert [list(layer.self_attn.gape.gate_floor) for layer in model.model.layers] == made["gate_floor"]
+    # A file of floors is written once.
+    written = Path("floors/floors1.json").read_bytes()
+    assert gape_exits(*HEADS, "--out", "floors/floors1.json") == 2
+    assert "expected a name that is free" in capsys.readouterr().err
+    assert Path("floors/floors1.json").read_bytes() == written
 
 
 PRUNE = ("--candidates", "3", "--context-length", "16", "--gate", "learn_landmark=false")
@@ -250,15 +255,6 @@ def test_the_tokens_of_the_answer_are_found(here: Path) -> None:
     for actual, number in ((one, "938"), (other, "4071")):
         assert reader.decode(actual.ids[actual.source].tolist()) == number
         assert reader.decode(actual.ids[list(actual.answer)].tolist()) == f" {number}"
-
-
-def test_a_file_of_floors_is_written_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "1") == 0
-    written = Path("floors.json").read_bytes()
-    capsys.readouterr()
-    assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "1") == 2
-    assert "out: got str 'floors.json', expected a name that is free" in capsys.readouterr().err
-    assert Path("floors.json").read_bytes() == written
 
 
 @pytest.mark.parametrize(
@@ -291,15 +287,11 @@ def test_heads_that_cannot_be_found_are_refused(
     assert not Path("floors.json").exists()
 
 
-def test_a_model_that_is_not_there_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gape_exits("hf", "heads", "./nowhere", *HEADS[3:], "--out", "floors.json") == 2
-    assert "model: got str './nowhere', expected a directory that is there" in capsys.readouterr().err
-
-
-def test_heads_of_a_model_with_gates_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_of_a_model_with_gates_or_of_none_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gape.hf.inject(tiny("llama", vocab_size=256), context_length=16).save_pretrained("gated")
-    assert gape_exits("hf", "heads", "gated", *HEADS[3:], "--out", "floors.json") == 2
-    assert "model: got str 'gated', expected one without gates" in capsys.readouterr().err
+    for model, said in (("gated", "one without gates"), ("./nowhere", "a directory that is there")):
+        assert gape_exits("hf", "heads", model, *HEADS[3:], "--out", "floors.json") == 2
+        assert f"model: got str '{model}', expected {said}" in capsys.readouterr().err
     assert not Path("floors.json").exists()
 
 

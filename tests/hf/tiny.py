@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -59,6 +60,12 @@ FLOOR = {"gate_floor": 96.0, "init_landmark_bias": -9.0}
 
 #: Experts are summed in an order that depends on the other tokens, so these agree to rounding and not to the bit.
 MIXTURES = ("mixtral", "qwen3_moe")
+#: One of each kind of attention: one projection for all, separate ones, norms of q and k, caps and windows.
+QUICK = ("gpt2", "llama", "qwen3", "gemma2")
+RARE = [pytest.mark.slow, pytest.mark.families]
+each_family = pytest.mark.parametrize(
+    "family", [family if family in QUICK else pytest.param(family, marks=RARE) for family in FAMILIES]
+)
 CLASSES = {"gpt2": "GPT2LMHeadModel"}
 CONFIGS = {"gemma3": "Gemma3TextConfig"}
 

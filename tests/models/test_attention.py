@@ -1,4 +1,7 @@
-"""The layer under every scheme: cached equals whole, padding and packing change nothing, wrong input is named."""
+"""The layer under every scheme: the last tokens alone, gradients, reserved coordinates, and wrong input is named.
+
+That cached, padded and packed tokens are those of a whole pass stands in `test_decode.py`, on a model.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,6 @@ def layer(position: str, **options: object) -> gape.GAPEAttention:
 
 def tokens(batch: int = 2, n: int = N) -> torch.Tensor:
     return torch.randn(batch, n, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("position", SCHEMES)
-@torch.no_grad()
-def test_one_token_at_a_time_equals_the_whole(position: str) -> None:
-    """Also across and beyond the training length."""
-    attention, x = layer(position), tokens()
-    whole = attention(x)
-    for chunk in (1, 7):
-        cache = KVCache()
-        parts = [attention(part, cache=cache) for part in x.split(chunk, dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("position", SCHEMES)
@@ -70,7 +61,7 @@ def test_hooks_of_the_projection_are_called_where_few_are_answered(hook: str) ->
 @pytest.mark.parametrize("position", ["rope+gape", "alibi", "fox"])
 @torch.no_grad()
 def test_bias_at_decode_is_missed_when_absent(position: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above must be able to fail: a decode step without the keys' side is another function."""
+    """That decoding equals a whole pass must be able to fail: without the keys' side it is another function."""
     attention, x = layer(position), tokens()
     whole = attention(x)
     cache = KVCache()
@@ -85,28 +76,6 @@ def test_bias_at_decode_is_missed_when_absent(position: str, monkeypatch: pytest
         monkeypatch.setattr(f"gape.positions.{module}.gated_attention", without_bias)
     monkeypatch.setattr("gape.positions.fox.attention", without_bias)
     assert (attention(x[:, -1:], cache=cache) - whole[:, -1:]).abs().max() > 1e-6
-
-
-@pytest.mark.parametrize("position", SCHEMES)
-@torch.no_grad()
-def test_left_padded_equals_alone(position: str) -> None:
-    attention, x = layer(position), tokens(batch=1)
-    alone = attention(x)
-    padded = torch.cat([torch.randn(1, 9, E, dtype=torch.float64), x], dim=1)
-    positions = (torch.arange(N + 9) - 9)[None]
-    out = attention(padded, positions=positions, documents=(positions >= 0).long())
-    torch.testing.assert_close(out[:, 9:], alone, atol=1e-9, rtol=1e-9)
-
-
-@pytest.mark.parametrize("position", SCHEMES)
-@torch.no_grad()
-def test_packed_documents_equal_each_alone(position: str) -> None:
-    attention, x = layer(position), tokens(batch=1)
-    documents = torch.tensor([[0] * 15 + [1] * 25])
-    positions = torch.cat([torch.arange(15), torch.arange(25)])
-    packed = attention(x, positions=positions, documents=documents)
-    torch.testing.assert_close(packed[:, :15], attention(x[:, :15]), atol=1e-9, rtol=1e-9)
-    torch.testing.assert_close(packed[:, 15:], attention(x[:, 15:]), atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("position", SCHEMES)
@@ -133,25 +102,6 @@ def test_reserved_coordinates_keep_the_head_dim(position: str) -> None:
         patch.setattr("gape.ops.sdpa.prepare", spy)
         attention(torch.randn(1, 5, 256))
     assert {(c.q.size(-1), c.v.size(-1), c.scale) for c in seen} == {(64, 64, 64**-0.5)}
-
-
-@pytest.mark.parametrize("reserve", [0, 2, 6])
-def test_every_parameter_learns(reserve: int) -> None:
-    attention = gape.GAPEAttention(E, 4, 2, context_length=T, reserve=reserve, bias=True)
-    attention(tokens().float()).square().sum().backward()
-    for name, parameter in attention.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
-
-
-@torch.no_grad()
-def test_saved_and_loaded_is_the_same() -> None:
-    first, second = layer("p-rope+gape"), layer("p-rope+gape")
-    for parameter in second.parameters():
-        parameter.zero_()
-    second.load_state_dict(first.state_dict())
-    assert (second(tokens()) == first(tokens())).all()
-    assert not [name for name in first.state_dict() if "gamma" in name or "beta" in name]
 
 
 @pytest.mark.parametrize(

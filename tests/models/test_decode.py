@@ -16,15 +16,14 @@ EXACT = {"atol": 1e-9, "rtol": 1e-9}
 @torch.no_grad()
 def test_decode_equals_prefill(position: str) -> None:
     gpt, ids = model(position), tokens(2, N)
-    whole = gpt(ids).logits
-    for chunk in (1, 7, 64):
-        cache = gpt.new_cache()
-        parts = [gpt(part, cache=cache).logits for part in ids.split(chunk, dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), whole, **EXACT)
+    cache = gpt.new_cache()
+    # Tokens and chunks from the start, across T and behind it.
+    parts = [gpt(part, cache=cache).logits for part in ids.split([1, 1, 7, 1, 3, 5, 1, 40, *[1] * 12], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), gpt(ids).logits, **EXACT)
 
 
 @pytest.mark.parametrize("impl", ["auto", "rank2", "split", "reference"])
-@pytest.mark.parametrize("reserve", [0, 2, 4, 6, 8])
+@pytest.mark.parametrize("reserve", [0, 2, 6, 8])
 @torch.no_grad()
 def test_decode_equals_prefill_however_the_bias_is_kept(reserve: int, impl: str) -> None:
     gpt, ids = model("rope+gape", reserve=reserve, impl=impl), tokens(2, N)

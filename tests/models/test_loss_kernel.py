@@ -45,7 +45,7 @@ def exact(logits: Tensor, targets: Tensor, vocabulary: int) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("score", [kernel.score_rows, None])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [7, 256, 1024, 1300])
+@pytest.mark.parametrize("vocabulary", [7, 1024, 1300])
 def test_losses_and_gradients_are_those_of_float64(vocabulary: int, dtype: torch.dtype, score) -> None:
     logits, targets = drawn(5, vocabulary, dtype)
     want = exact(logits, targets, vocabulary)
@@ -97,8 +97,8 @@ def test_a_target_that_does_not_exist_shows_in_the_loss(target: int) -> None:
 def compared(dtype: torch.dtype, function) -> list[float]:
     """Relative errors of loss, dx and dweight against float64 on operands of `dtype`."""
     torch.manual_seed(0)
-    x, weight = (torch.randn(n, 32, device=DEVICE).to(dtype) for n in (20, 600))
-    targets = torch.randint(600, (20,), device=DEVICE)
+    x, weight = (torch.randn(n, 32, device=DEVICE).to(dtype) for n in (10, 600))
+    targets = torch.randint(600, (10,), device=DEVICE)
     targets[::7] = -100
     results = []
     for wide, f in ((torch.float64, loss.sliced_cross_entropy), (torch.float32, function)):

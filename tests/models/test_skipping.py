@@ -18,7 +18,7 @@ FLOOR = {"gate_floor": 96.0, "init_landmark_bias": -9.0}
 
 
 def model(**changed: object) -> GPT:
-    sizes = {"vocab_size": 17, "n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 64, "n_kv_head": 1}
+    sizes = {"vocab_size": 17, "n_layer": 1, "n_head": 2, "n_embd": 32, "context_length": 64, "n_kv_head": 1}
     torch.manual_seed(0)
     return GPT(GPTConfig(**(sizes | {"options": FLOOR} | changed))).eval()
 
@@ -44,7 +44,6 @@ def test_a_model_skips_and_says_the_same(tiles: list[float]) -> None:
     assert not tiles
     with skipping(gpt, 1e-4):
         found = read(gpt, ids)
-    assert len(tiles) == 2
     assert max(tiles) < 0.9
     torch.testing.assert_close(found, dense, atol=1e-3, rtol=0)
     assert (read(gpt, ids) == dense).all()
@@ -76,7 +75,7 @@ def test_gradients_go_through(tiles: list[float]) -> None:
         skip(gpt, eps)
         gpt(ids[:, :-1], targets=ids[:, 1:]).loss.backward()
         grads.append({name: p.grad.clone() for name, p in gpt.named_parameters()})
-    assert len(tiles) == 2
+    assert min(tiles) < 0.9
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, atol=2e-3, rtol=0)
 
@@ -97,7 +96,9 @@ def test_what_cannot_be_is_refused(changed: dict[str, object], given: dict[str, 
 def test_a_long_text_is_read_alike_on_a_gpu(tiles: list[float]) -> None:
     """As it is measured: bfloat16, whole and in chunks, with every kind of cache."""
     device = torch.device("cuda")
-    gpt = model(n_embd=256, n_head=4, n_kv_head=4, context_length=1024, options={"gate_floor": 64.0}).to(device)
+    gpt = model(n_layer=2, n_embd=256, n_head=4, n_kv_head=4, context_length=1024, options={"gate_floor": 64.0}).to(
+        device
+    )
     ids = torch.randint(17, (1, 16384), generator=torch.Generator().manual_seed(1)).to(device)
     with torch.autocast("cuda", torch.bfloat16):
         dense = read(gpt, ids, chunk=16384)
@@ -112,7 +113,7 @@ def test_a_long_text_is_read_alike_on_a_gpu(tiles: list[float]) -> None:
 @pytest.mark.gpu
 def test_a_gpu_skips_the_same_in_one_pass(tiles: list[float]) -> None:
     """q and k made ready in one launch against the scheme's steps, which alone are counted."""
-    gpt = model(n_embd=256, n_head=4, n_kv_head=2, context_length=1024, options={"gate_floor": 64.0}).cuda()
+    gpt = model(n_layer=2, n_embd=256, n_head=4, n_kv_head=2, context_length=1024, options={"gate_floor": 64.0}).cuda()
     ids, logits = tokens(2049).cuda(), []
     with torch.autocast("cuda", torch.bfloat16), skipping(gpt, 1e-3):
         for stepwise in (False, True):

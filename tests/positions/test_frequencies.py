@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from gape.positions import build, rotary_frequencies
 
-SIZES = [(16, 10000.0), (64, 10000.0), (64, 500000.0), (128, 1e6), (58, 10000.0)]
+SIZES = [(16, 10000.0), (64, 500000.0), (58, 10000.0)]
 LENGTH = 2048
 
 
@@ -43,7 +43,7 @@ def test_rope_and_pi(head_dim: int, theta: float) -> None:
         same(rotary_frequencies("pi", head_dim, theta, factor=factor), theirs)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.6, 0.75, 1.0])
+@pytest.mark.parametrize("fraction", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize(("head_dim", "theta"), SIZES)
 def test_p_rope(head_dim: int, theta: float, fraction: float) -> None:
     theirs = owner("proportional", head_dim, theta, partial_rotary_factor=fraction)
@@ -51,7 +51,7 @@ def test_p_rope(head_dim: int, theta: float, fraction: float) -> None:
 
 
 @pytest.mark.parametrize("truncate", [True, False])
-@pytest.mark.parametrize("factor", [1.0, 2.0, 16.0])
+@pytest.mark.parametrize("factor", [1.0, 16.0])
 @pytest.mark.parametrize(("head_dim", "theta"), SIZES)
 def test_yarn(head_dim: int, theta: float, factor: float, truncate: bool) -> None:
     for fast, slow, length in ((32, 1, LENGTH), (16, 2, 131072), (32, 1, 64)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gape.positions import Scheme, build, rotary_frequencies
-from tests.positions.test_stepwise import full, stepwise
+from tests.positions.test_stepwise import STEPS, full, stepwise
 
 T, N, D = 16, 50, 32
 SIZES: dict[str, Any] = {"n_heads": 4, "n_kv_heads": 2, "head_dim": D, "context_length": T}
@@ -90,12 +90,11 @@ def test_scores_of_late_queries_grow_and_the_bias_does_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["rope", "rope+gape"])
-@pytest.mark.parametrize("sizes", [[1] * N, [7] * 7 + [1]], ids=["one by one", "by sevens"])
-def test_cached_steps_equal_the_full_pass(name: str, sizes: list[int]) -> None:
+def test_cached_steps_equal_the_full_pass(name: str) -> None:
     scheme, tensors = made(name, **MIXED), (*drawn(), torch.zeros(2, N, 1, dtype=torch.float64))
     positions = torch.arange(N) + torch.tensor([[0], [-9]])
     want = full(scheme, *tensors, positions)
-    torch.testing.assert_close(stepwise(scheme, *tensors, positions, sizes), want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(stepwise(scheme, *tensors, positions, STEPS), want, rtol=1e-9, atol=1e-9)
 
 
 def test_gates_read_q_and_k_as_if_all_heads_rotated_alike() -> None:

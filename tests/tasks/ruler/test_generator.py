@@ -21,7 +21,9 @@ from gape.tasks.ruler.tasks import TASKS
 from tests.tasks.ruler import small
 
 pytest.importorskip("wonderwords")
-LENGTHS = (256, 1024, 4096, 8192, 32768)
+LENGTHS = (256, 1024, 4096)
+#: Of the slow tests.
+LONG = (8192, 32768)
 #: A folder with GPT-2's encoder.json and vocab.bpe, which this repository does not hold.
 GPT2 = os.environ.get("GAPE_GPT2")
 
@@ -57,7 +59,7 @@ def checked(generator: Generator, number: int = 0) -> None:
         assert all(output in sample["input"] for output in sample["outputs"])
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [*LENGTHS, *(pytest.param(length, marks=pytest.mark.slow) for length in LONG)])
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("spec", ["bytes", "bpe"])
 def test_lengths_are_as_promised_and_answers_are_there(
@@ -68,7 +70,7 @@ def test_lengths_are_as_promised_and_answers_are_there(
 
 @pytest.mark.slow
 @pytest.mark.skipif(GPT2 is None, reason="GAPE_GPT2 names no folder with GPT-2's vocabulary")
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", LENGTHS + LONG)
 @pytest.mark.parametrize("name", TASKS)
 def test_with_the_vocabulary_of_gpt2(
     name: str, length: int, tokenizers: dict[str, Tokenizer], made_of: Ingredients
