@@ -153,7 +153,9 @@ FIELDS = (
     *common.STAMP, "gates", "impl", "direction", "dtype", "batch", "heads", "kv_heads", "length", "dim", "eps",
     "ms", "tflops", "peak_mib", "tiles", *ERRORS,
 )  # fmt: skip
-SHOWN = ("impl", "direction", "length", "ms", "tflops", "peak_mib", "tiles", "error")
+SHOWN = (
+    "impl", "direction", "heads", "kv_heads", "length", "dim", "ms", "tflops", "peak_mib", "tiles", "error", "dgate",
+)  # fmt: skip
 
 #: Times the operations of the forward pass that forward and backward together take.
 BOTH = 3.5
@@ -164,6 +166,7 @@ class Settings(common.Settings):
     """What is measured, beside the sizes.
 
     Attributes:
+        shapes: sizes of the cases; where there are none, they are made of lengths, tokens, heads and dim.
         tokens: batch · length; the batch is at least 1.
         backward: forward and backward as well as forward alone.
         gates: a kind of :mod:`cases`.
@@ -175,6 +178,7 @@ class Settings(common.Settings):
     # The definition is quadratic, and the paper's form wrong in half precision.
     DEFAULT: ClassVar[Sequence[str]] = tuple(x for x in CANDIDATES if x not in ("auto", "reference", "rank2"))
 
+    shapes: Sequence[Shape]
     tokens: int
     backward: bool
     gates: str
@@ -188,17 +192,34 @@ class Settings(common.Settings):
             raise invalid_argument("gates", self.gates, f"one of {list(GATES)}")
         weight("eps", self.eps)
 
+    def cases(self) -> Sequence[Shape]:
+        """The sizes of every case."""
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim}
+        return self.shapes or [Shape(batch=max(1, self.tokens // n), length=n, **sizes) for n in self.lengths]
+
+
+def parse_shapes(text: str | None) -> list[Shape]:
+    """Sizes as they are typed: BxHqxHkxNxD, several with commas.
+
+    Raises:
+        ValueError: other than five whole numbers of at least 1, or key heads that do not divide query heads.
+    """
+    shapes = []
+    for part in text.split(",") if text else ():
+        sizes = [int(size) if size.isdecimal() else 0 for size in part.strip().split("x")]
+        if len(sizes) != 5 or min(sizes) < 1 or sizes[1] % sizes[2]:
+            raise invalid_argument("shapes", part, "BxHqxHkxNxD, whole numbers, Hk a divisor of Hq: 4x16x16x16384x64")
+        batch, heads, kv_heads, length, dim = sizes
+        shapes.append(Shape(batch=batch, heads=heads, kv_heads=kv_heads, length=length, dim=dim))
+    return shapes
+
 
 def measure(settings: Settings, stamp: common.Row, log: Callable[[str], None]) -> Iterator[common.Row]:
     """Rows as they come; `log` is called with the reason where a candidate gives none."""
-    for length in settings.lengths:
-        shape = Shape(
-            batch=max(1, settings.tokens // length), heads=settings.heads, kv_heads=settings.kv_heads, length=length,
-            dim=settings.dim,
-        )  # fmt: skip
+    for shape in settings.cases():
         arguments = cases.draw(shape, settings.gates, settings.torch_dtype, settings.device)
         for impl in settings.impls:
-            with common.isolate(impl, length, log):
+            with common.isolate(impl, shape.length, log):
                 work = CANDIDATES[impl](arguments, settings.eps)
                 for direction in ("forward", "both")[: 1 + settings.backward]:
                     yield stamp | _one(settings, shape, impl, work, direction)
@@ -243,6 +264,9 @@ def main(
     dim: Dim = 64,
     dtype: DType = "bfloat16",
     tokens: common.Tokens = 65536,
+    shapes: Annotated[
+        str | None, typer.Option(metavar="BxHqxHkxNxD,…", help="Sizes, in place of lengths, tokens, heads and dim.")
+    ] = None,
     heads: Heads = 16,
     kv_heads: KVHeads = None,
     impl: common.Impl = None,
@@ -258,8 +282,9 @@ def main(
 ) -> None:
     """Time attention with the gated bias, and the kernels it stands beside."""
     settings = Settings.from_options(
-        lengths=lengths, dim=dim, dtype=dtype, tokens=tokens, heads=heads, kv_heads=kv_heads, impl=impl,
-        backward=backward, gates=gates, eps=eps, errors=errors, seconds=seconds, device=device,
+        lengths=lengths, dim=dim, dtype=dtype, tokens=tokens, shapes=parse_shapes(shapes), heads=heads,
+        kv_heads=kv_heads, impl=impl, backward=backward, gates=gates, eps=eps, errors=errors, seconds=seconds,
+        device=device,
     )  # fmt: skip
     common.benchmark("attention", FIELDS, measure, settings, SHOWN, trust=trust, out=out, save=save)
 

@@ -62,6 +62,12 @@ def test_attention_appends_a_row_for_each_case(capsys: pytest.CaptureFixture[str
     assert len(stored("attention")) == 2 * len(results)
 
 
+def test_attention_takes_several_shapes() -> None:
+    assert run("attention", *TINY, "--shapes", "2x4x2x24x16, 1x3x1x40x8", "--impl", "split") == 0
+    sizes = [[row[name] for name in ("batch", "heads", "kv_heads", "length", "dim")] for row in stored("attention")]
+    assert sizes == [["2", "4", "2", "24", "16"], ["1", "3", "1", "40", "8"]]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_decode_and_prologue() -> None:
@@ -202,6 +208,8 @@ def test_the_table_of_auto_comes_from_rows() -> None:
         (["attention", *TINY, "--gates", "open"], "gates: got str 'open'"),
         (["attention", *TINY, "--impl", "magic"], "impl: got str 'magic'"),
         (["attention", *TINY, "--kv-heads", "3"], "kv_heads: got int 3"),
+        (["attention", *TINY, "--shapes", "2x4x3x24x16"], "shapes: got str '2x4x3x24x16'"),
+        (["attention", *TINY, "--shapes", "2x4x2x24"], "shapes: got str '2x4x2x24'"),
         (["attention", *TINY, "--kv-heads", "0"], "kv_heads: got int 0"),
         (["attention", *TINY, "--eps", "1.5"], "eps: got float 1.5"),
         (["attention", *TINY, "--device", "warp"], "device: got str 'warp'"),

@@ -18,6 +18,8 @@ from gape.ops.triton.augment import augment
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.bfloat16]
+#: How far two runs of the same attention may be apart: on a GPU a backward pass adds up in any order.
+REPEATED = 1e-5 if DEVICE.type == "cpu" else 1e-2
 
 #: (B, Hq, Hk, Nq, Nk, D) and what else matters: `rows`, queries start … stop − 1 that are one chunk, and `tokens` of a
 #: program.
@@ -28,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1000": {"shape": (1, 2, 1, 1000, 1000, 96)},
     "last queries": {"shape": (1, 3, 1, 33, 300, 112)},
     "last query": {"shape": (1, 2, 1, 1, 70, 128)},
+    "one coordinate": {"shape": (1, 1, 1, 20, 20, 1)},
     "odd width": {"shape": (2, 2, 2, 40, 40, 7)},
     "second chunk": {"shape": (1, 2, 1, 2100, 2100, 16), "rows": (2048, 2100)},
     "blocks": {"shape": (2, 2, 1, 33, 70, 16), "tokens": 16},
@@ -215,7 +218,7 @@ def test_split_is_the_same_without_triton(name: str, learns: bool, monkeypatch: 
         out = gape.gated_attention(**leaves, **case.options, impl="split")
         found.append((out, *(torch.autograd.grad(out.float().square().sum(), list(leaves.values())) if learns else ())))
     for got, want in zip(*found, strict=True):
-        assert_close(got, want, 1e-5)
+        assert_close(got, want, REPEATED)
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(64, (2, 2)), (80, (2, 1)), (96, (2, 2)), (112, (3, 1)), (128, (2, 1))])
@@ -246,4 +249,4 @@ def test_a_compiler_traces_it_whole() -> None:
         out = operator(**leaves, **case.options, impl="split")
         found.append((out, *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))))
     for got, want in zip(*found, strict=True):
-        assert_close(got, want, 1e-3)
+        assert_close(got, want, max(1e-3, REPEATED))

@@ -185,7 +185,8 @@ def _augment(
     width = -(-(dim + COLUMNS) // 8) * 8
     outs = tuple(torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device) for x in (q, k))
     block = power_of_two(dim)
-    tokens = max(1, COPIED // block)
+    # The columns of narrow heads are wider than their content.
+    tokens = max(1, COPIED // max(block, 16))
     if q.numel() + k.numel():
         traceable(_augment_fwd_kernel)[_grid(rate, exposure, tokens)](
             q, k, rate.contiguous(), exposure.contiguous(), *outs, *q.stride()[:3], *k.stride()[:3],
