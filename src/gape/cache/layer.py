@@ -138,7 +138,7 @@ class PagedLayer:
 
     def _choose(self, q: Tensor, k: Tensor, v: Tensor, step: Step | None, real: Tensor | None) -> Run:
         """What a call runs, before and after the cache has pages."""
-        layout, cached = self._cache.layout(k, v), self._cache.has_keys(self.index)
+        layout, cached = self._cache.layout(k, v), self.stored > 0 and self._cache.has_keys(self.index)
         kernels = runs_in_kernels(layout, k.device)
         if self._cache.capturing or (q.size(2) == 1 and real is None):
             fused = step is not None and prologue_runs(q, k, v, layout)
@@ -295,12 +295,9 @@ def gate_readings(specs: Sequence[LayerSpec]) -> list[GateReading]:
     Read anew for every call: weights may be written to in ways that no counter of torch shows.
     """
     gates = [spec.gates for spec in specs]
-    weights, biases, landmark_weights, landmark_biases = (
-        torch.stack(parts).float().unbind()
-        for parts in (
-            *zip(*(_weights(x.gate_projection, x.n_heads, x.init_gate_bias, x) for x in gates), strict=True),
-            *zip(*(_weights(x.landmark_projection, x.n_kv_heads, x.init_landmark_bias, x) for x in gates), strict=True),
-        )
+    queries = _weights([x.gate_projection for x in gates], [x.init_gate_bias for x in gates], gates[0], "n_heads")
+    keys = _weights(
+        [x.landmark_projection for x in gates], [x.init_landmark_bias for x in gates], gates[0], "n_kv_heads"
     )
     amplitude = F.softplus(torch.stack([x.raw_amplitude for x in gates]).float())
     strengths = [strength for x in gates if (strength := getattr(x, "strength", None)) is not None]
@@ -308,20 +305,28 @@ def gate_readings(specs: Sequence[LayerSpec]) -> list[GateReading]:
         amplitude = amplitude * torch.stack(strengths).float().abs()
     return [
         GateReading(
-            gate_weight=weights[i], gate_bias=biases[i], landmark_weight=landmark_weights[i],
-            landmark_bias=landmark_biases[i], amplitude=amplitude[i], floor=gates[i].floors(amplitude.device),
-            context_length=spec.context_length,
+            gate_weight=gate_weight, gate_bias=gate_bias, landmark_weight=landmark_weight, landmark_bias=landmark_bias,
+            amplitude=each, floor=spec.gates.floors(each.device), context_length=spec.context_length,
         )
-        for i, spec in enumerate(specs)
+        for spec, gate_weight, gate_bias, landmark_weight, landmark_bias, each in zip(
+            specs, *queries, *keys, amplitude.unbind(), strict=True
+        )
     ]  # fmt: skip
 
 
-def _weights(projection: Any, heads: int, fixed: float, gates: Any) -> tuple[Tensor, Tensor]:
-    """Weights (H, D) and biases (H,) of a gate; one that is fixed has zeros and its number."""
-    if projection is not None:
-        return projection.weight, projection.bias
-    zeros = gates.raw_amplitude.new_zeros(heads, gates.head_dim, dtype=torch.float32)
-    return zeros, zeros.new_full((heads,), fixed)
+def _weights(
+    projections: Sequence[Any], fixed: Sequence[float], like: Any, heads: str
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Weights (H, D) and biases (H,) of a gate in each layer, float32; one that is fixed has zeros and its number."""
+    known: dict[float, tuple[Tensor, Tensor]] = {}
+    if None in projections:
+        zeros = like.raw_amplitude.new_zeros(getattr(like, heads), like.head_dim, dtype=torch.float32)
+        known = {number: (zeros, zeros.new_full(zeros.shape[:1], number)) for number in set(fixed)}
+    each = [known[number] if x is None else (x.weight, x.bias) for x, number in zip(projections, fixed, strict=True)]
+    weights, biases = zip(*each, strict=True)
+    if all(x is None for x in projections):
+        return weights, biases
+    return torch.stack(weights).float().unbind(), torch.stack(biases).float().unbind()
 
 
 def _rolls(real: Tensor) -> tuple[Tensor, Tensor]:

@@ -283,25 +283,21 @@ class PagedCache:
     def _check_positions(self, rows: Tensor, first: Tensor, real: Tensor | None) -> None:
         """Refuse positions (B, n) that do not rise by one or are not behind those cached, and pads behind a token."""
         cached = self.storage.next_position
-        wrong = torch.zeros(4, dtype=torch.bool, device=rows.device)
-        wrong[0] = (first < cached).any()
-        wrong[1] = (rows[:, -1] >= _POSITIONS_END).any()
-        if rows.size(1) > 1:
-            uneven = rows.diff(dim=1) != 1
-            wrong[2] = (uneven if real is None else uneven & real[:, :-1]).any()
+        uneven = rows.diff(dim=1) != 1
+        wrong = {
+            "positions: got some that go back, expected each behind those that are cached": first < cached,
+            "positions: got some of 2³¹ or more, expected less with a cache in pages": rows[:, -1] >= _POSITIONS_END,
+            "positions: expected those of a call to rise by one in every row": (
+                uneven if real is None else uneven & real[:, :-1]
+            ),
+        }
         if real is not None:
             before = torch.cat([cached[:, None] > 0, real[:, :-1]], dim=1)
-            wrong[3] = (before & ~real).any()
+            wrong["documents: got pads behind a token, expected padding on the left"] = before & ~real
         # Read together, for the device has to be waited for.
-        back, far, uneven_rows, pads = wrong.tolist()
-        if back:
-            raise ValueError("positions: got some that go back, expected each behind those that are cached")
-        if far:
-            raise ValueError("positions: got some of 2³¹ or more, expected less with a cache in pages")
-        if uneven_rows:
-            raise ValueError("positions: expected those of a call to rise by one in every row")
-        if pads:
-            raise ValueError("documents: got pads behind a token, expected padding on the left")
+        for message, found in zip(wrong, torch.stack([x.any() for x in wrong.values()]).tolist(), strict=True):
+            if found:
+                raise ValueError(message)
 
     def _evicts_early(self, n: int) -> bool:
         """Whether keys of n tokens are evicted before they are stored: many, or more than a budget has room for."""

@@ -114,8 +114,8 @@ class PagedStorage:
     def pages(self, layer: int) -> Pages:
         """The pages of a layer as attention reads them."""
         if not self._views:
-            parts = (self.table, self.addresses, self.lengths, self.key_norm)
-            self._views = [Pages(self.layout, self._slab, *views) for views in zip(*parts, strict=True)]
+            parts, slab = (self.table, self.addresses, self.lengths, self.key_norm), self._slab
+            self._views = [Pages(self.layout, slab, *views) for views in zip(*parts, strict=True)]
         return self._views[layer]
 
     def _pages_of(self, sequences: Tensor) -> Pages:

@@ -51,7 +51,7 @@ def attend_in_transformers(
     *,
     owner: Any,
     number: int,
-    implementation: str,
+    config: Any,
     embeddings: Embeddings = None,
     attend: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
     **packing: Any,
@@ -64,7 +64,7 @@ def attend_in_transformers(
         cache: of `transformers`, or None; the tokens are added to it.
         owner: what a cache in pages knows the layer by.
         number: of the layer.
-        implementation: the model's attention implementation.
+        config: of the model, which names its attention implementation.
         **packing: settings of :class:`gape.hf.cache.PackedKeys`.
 
     Raises:
@@ -73,7 +73,7 @@ def attend_in_transformers(
     if layer.gates is not None and isinstance(cache, PagesForTransformers):
         real = cache.real_tokens(mask, x.size(1), x.size(0))
         return attend_layer(layer, x, positions, cache.layer(number, owner), real=real, embeddings=embeddings)
-    check_causality(implementation, x)
+    check_causality(config._attn_implementation, x)
     keys = None if cache is None else PackedKeys(cache=cache, layer=number, **packing)
     return attend_layer(layer, x, positions, keys, embeddings=embeddings, attend=attend, mask=mask)
 
@@ -183,18 +183,15 @@ class InjectedAttention(Skips):
             raise ValueError("encoder_hidden_states, head_mask: got a value, expected None in a layer with gates")
         refuse_paged(kwargs)
         refuse_head_masks(self)
-        if any(getattr(hook, "__name__", "") == ACCELERATE_HOOK for hook in self._forward_pre_hooks.values()):
-            raise ValueError(
-                "context parallelism: accelerate drops masks and slices positions that gates read, expected "
-                "gape.distributed.context_parallel"
-            )
+        if self._forward_pre_hooks:
+            _refuse_context_parallelism(self._forward_pre_hooks)
         # GPT-NeoX has a name of its own for it.
         cache = kwargs.get("layer_past") if past_key_values is None else past_key_values
         if cache is not None and self.layer_idx == self.gape_wiring.first_layer:
             refuse_uneven(cache, self.layer_idx, hidden_states.size(1))
         return attend_in_transformers(
             self, hidden_states, _positions(kwargs, hidden_states.size(0)), attention_mask, cache, owner=self.gape,
-            number=self.layer_idx, implementation=self.config._attn_implementation, embeddings=position_embeddings,
+            number=self.layer_idx, config=self.config, embeddings=position_embeddings,
             cache_position=kwargs.get("cache_position"),
         )  # fmt: skip
 
@@ -236,7 +233,7 @@ class InjectedAttention(Skips):
             return kernel_angles(q, *embeddings)
         # All layers of a call get the same tensors.
         cos, sin = embeddings
-        key = (q.shape, q.dtype, working_dtype(q), id(sin))
+        key = (q.shape, q.dtype, id(sin))
         shared: tuple[Any, Any] | None = getattr(cos, "_gape_angles", None)
         if shared is None or shared[0] != key:
             shared = key, kernel_angles(q, cos.detach(), sin.detach())
@@ -264,6 +261,14 @@ class InjectedAttention(Skips):
 def injected_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of an attention class that attends under gates."""
     return type(f"Gape{base.__name__}", (InjectedAttention, base), {"gape_base": base, "__module__": __name__})
+
+
+def _refuse_context_parallelism(hooks: dict[int, Any]) -> None:
+    if any(getattr(hook, "__name__", "") == ACCELERATE_HOOK for hook in hooks.values()):
+        raise ValueError(
+            "context parallelism: accelerate drops masks and slices positions that gates read, expected "
+            "gape.distributed.context_parallel"
+        )
 
 
 def _positions(kwargs: dict[str, Any], batch: int) -> Tensor:

@@ -60,8 +60,9 @@ def _sizes(module: Any) -> tuple[int, int, int]:
 
 def _separate(module: Any, x: Tensor) -> QKV:
     shape = (*x.shape[:-1], -1, module.head_dim)
-    q, k, v = (projection(x).view(shape) for projection in (module.q_proj, module.k_proj, module.v_proj))
-    if hasattr(module, "q_norm"):
+    q, k, v = module.q_proj(x).view(shape), module.k_proj(x).view(shape), module.v_proj(x).view(shape)
+    # hasattr is slow where a module lacks the attribute.
+    if "q_norm" in module._modules:
         q, k = module.q_norm(q), module.k_norm(k)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 

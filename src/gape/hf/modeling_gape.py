@@ -256,7 +256,7 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
         attention = block.attention
         y, weights = attend_in_transformers(
             attention, block.attention_norm(x), positions, mask, cache, owner=attention, number=index,
-            implementation=self.config._attn_implementation, attend=self._attend(attention),
+            config=self.config, attend=self._attend(attention),
             cache_position=cache_position,
             # Keys with a reserve are narrower than values; a bias of the scheme's own needs positions too.
             key_width=attention.head_dim, stores_positions=type(attention.scheme).attend is not Scheme.attend,

@@ -90,7 +90,8 @@ class Projected(NamedTuple):
 
 def projects(q: Tensor, k: Tensor, v: Tensor, step: Step) -> bool:
     """Whether :func:`projected_attention` can run: half precision on a GPU, rows that share positions, no gradient."""
-    if torch.compiler.is_compiling() or any(type(x) is not Tensor for x in (q, k, v)) or learning(q, k, v):
+    plain = type(q) is type(k) is type(v) is Tensor
+    if not plain or torch.compiler.is_compiling() or learning(q, k, v):
         return False
     # Two dimensions, and one more where heads rotate in several ways.
     shared = step.positions.dim() == 1 and (step.angles is None or step.angles[0].dim() == len(step.angles))

@@ -123,14 +123,15 @@ def step_under(
     gate = _reading(gates.gate_projection, gates.init_gate_bias)
     landmark = _reading(gates.landmark_projection, gates.init_landmark_bias)
     learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in gates.parameters())
-    if gate is None or landmark is None or learns or gates.raw_amplitude.dtype == torch.float64:
+    raw_amplitude = gates.raw_amplitude
+    if gate is None or landmark is None or learns or raw_amplitude.dtype == torch.float64:
         return None
     return Step(
         positions=positions,
         angles=angles,
         gate=gate,
         landmark=landmark,
-        raw_amplitude=gates.raw_amplitude,
+        raw_amplitude=raw_amplitude,
         floor=gates.floors(positions.device),
         context_length=context_length,
         strength=strength,
@@ -141,5 +142,6 @@ def _reading(projection: HeadProjection | None, fixed: float) -> Reading | None:
     """How a gate is read: its weights, or a fixed number without a projection; None with hooks, or in float64."""
     if projection is None:
         return float(fixed)
-    bare = type(projection) is HeadProjection and not projection._forward_hooks and not projection._forward_pre_hooks
-    return (projection.weight, projection.bias) if bare and projection.weight.dtype != torch.float64 else None
+    weight, bare = projection.weight, type(projection) is HeadProjection
+    bare = bare and not projection._forward_hooks and not projection._forward_pre_hooks
+    return (weight, projection.bias) if bare and weight.dtype != torch.float64 else None

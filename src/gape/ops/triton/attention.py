@@ -6,6 +6,7 @@ and autograd knows their gradients.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ from gape.ops.inputs import Problem
 from gape.ops.prologue import PIECE, Angles, GateReading, tables_of
 from gape.ops.triton import attention_bwd, attention_fwd
 from gape.ops.triton.configs import tiles_for
-from gape.ops.triton.custom_ops import in_parts, operator, traceable, untraced
-from gape.ops.triton.prologue import _prepare_bounded, prepare_bounded
+from gape.ops.triton.custom_ops import Launch, in_parts, operator, traceable
+from gape.ops.triton.prologue import _given, _rows, bounded_launch, prepare_bounded
 from gape.ops.triton.tiles import LOG2E, SLACK, bounds
 
 
@@ -114,8 +115,8 @@ def projected(
     Norms are those of the rows that attention reads, stretched as in :func:`bounds`.
     """
     values = _whole_pieces(v)
-    tables, factors = _bounded_arguments(q, values, angles, reading, scale, eps)
-    ready = prepare_bounded(q, k, *tables, *factors)
+    factors = _bounded_factors(q, values, reading.context_length, scale, eps)
+    ready = prepare_bounded(q, k, *_bounded_tables(angles, reading), *factors)
     out, *others = fwd_bounded(*ready[:2], values, *ready[2:], scale, eps)
     return out[..., : v.size(-1)], *others
 
@@ -134,24 +135,97 @@ def attend_projected(
 
     The same launches as :func:`projected`, without the operators around them, which take longer than the launches.
     """
-    values = _whole_pieces(v)
-    tables, factors = _bounded_arguments(q, values, angles, reading, scale, eps)
-    with untraced():
-        q, k, c, u, *norms = in_parts(_prepare_bounded, (q, k), q.size(0), 1, tables, *factors)
-        out, lse, *_ = in_parts(_fwd_bounded, (q, k, values, c, u, *norms), *q.shape[:2], scale, eps)
-    return out[..., : v.size(-1)], lse, q, k, c, u
+    rows = (_rows(q), _rows(k), _whole_pieces(v))
+    out, *others = in_parts(_attend_projected, rows, *q.shape[:2], angles, reading, scale, eps)
+    return out if out.size(-1) == v.size(-1) else out[..., : v.size(-1)], *others
 
 
-def _bounded_arguments(
-    q: Tensor, v: Tensor, angles: Angles | None, reading: GateReading, scale: float, eps: float
-) -> tuple[tuple[Tensor | None, ...], tuple[float, float, float, int]]:
-    """Tables and numbers that :func:`prepare_bounded` takes after q and k."""
-    columns = tiles_for(q, v, "fwd", skip=True)["BLOCK_N"] if eps else 0
-    tables = (
+def _attend_projected(
+    q: Tensor, k: Tensor, v: Tensor, angles: Angles | None, reading: GateReading, scale: float, eps: float
+) -> tuple[Tensor, ...]:
+    tables = _bounded_tables(angles, reading)
+    forms = ((q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()))
+    turned = () if angles is None else (angles[0].size(-1), len(angles) == 3, angles[0].dtype)
+    plan = _plan(q.device, q.dtype, forms, turned, reading.gate_weight.size(-1), reading.context_length, scale, eps)
+    rotated = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
+    out = torch.empty(plan.out, dtype=q.dtype, device=q.device)
+    room = torch.empty(plan.room, dtype=torch.float32, device=q.device)
+    c, u, reach, k_reach, u_least, lse, low, visited, earliest = (room.as_strided(*part) for part in plan.parts)
+    if out.numel():
+        plan.prologue(q, k, *_given(q, *tables), *rotated, c, u, reach, k_reach, u_least)
+        plan.attention(
+            *rotated, v, c, u, q, q, q, q, q, out, lse, reach, low, k_reach, u_least, visited,
+            earliest.view(torch.int32),
+        )  # fmt: skip
+    return out, lse, *rotated, c, u
+
+
+class _Plan(NamedTuple):
+    """How :func:`attend_projected` runs for tensors alike, as those of all layers of a model are.
+
+    Attributes:
+        prologue, attention: the launches.
+        out: shape of the output.
+        room: float32 numbers that they need beside rows of heads.
+        parts: shape, strides and start in it of each tensor.
+    """
+
+    prologue: Launch
+    attention: Launch
+    out: torch.Size
+    room: int
+    parts: list[tuple[tuple[int, ...], tuple[int, ...], int]]
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    forms: tuple[tuple[torch.Size, tuple[int, ...]], ...],
+    turned: tuple[Any, ...],
+    content: int,
+    context_length: float,
+    scale: float,
+    eps: float,
+) -> _Plan:
+    """The plan for q, k and v of these shapes and strides; `device` and the dtype of cosines tell plans apart.
+
+    Args:
+        turned: columns of cosines, whether heads are turned in several ways, and their dtype; () turns nothing.
+        content: coordinates that gates read.
+    """
+    q, k, v = (torch.empty_strided(*form, dtype=dtype, device="meta") for form in forms)
+    columns, by_head = turned[:2] or (None, False)
+    factors = _bounded_factors(q, v, context_length, scale, eps)
+    shapes, prologue = bounded_launch(q, k, columns, by_head, content, factors)
+    rotated_q, rotated_k = (torch.empty(x.shape, dtype=dtype, device="meta") for x in (q, k))
+    numbers = [torch.empty(shape, device="meta") for shape in shapes]
+    c, u, *norms = numbers
+    out, *outs = _blank(q, v, eps)
+    a = _arguments(rotated_q, rotated_k, v, c, u, (norms[0], norms[1], norms[2]), CAUSAL, eps)
+    parts, room = [], 0
+    for x in (*numbers, *outs):
+        parts.append((tuple(x.shape), x.stride(), room))
+        # Each begins where loads of 128 bytes may begin.
+        room += -(-x.numel() // 32) * 32
+    attention = Launch(attention_fwd._fwd_kernel, *_fwd_sizes(a, q, v, scale, eps))
+    return _Plan(prologue, attention, out.shape, room, parts)
+
+
+def _bounded_tables(angles: Angles | None, reading: GateReading) -> tuple[Tensor | None, ...]:
+    """The tensors that :func:`prepare_bounded` takes after q and k."""
+    return (
         *tables_of(angles), reading.gate_weight, reading.gate_bias, reading.amplitude,
         reading.floor, reading.landmark_weight, reading.landmark_bias,
     )  # fmt: skip
-    return tables, (LOG2E / reading.context_length, scale * LOG2E * SLACK, SLACK, columns)
+
+
+def _bounded_factors(
+    q: Tensor, v: Tensor, context_length: float, scale: float, eps: float
+) -> tuple[float, float, float, int]:
+    """The numbers that it takes behind them."""
+    columns = tiles_for(q, v, "fwd", skip=True)["BLOCK_N"] if eps else 0
+    return LOG2E / context_length, scale * LOG2E * SLACK, SLACK, columns
 
 
 def _whole_pieces(x: Tensor) -> Tensor:
@@ -251,12 +325,19 @@ def _launch_fwd(
     outs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], a: _Arguments, q: Tensor, v: Tensor, scale: float, eps: float
 ) -> None:
     (out, lse, low, visited, earliest), (reach, k_reach, u_least) = outs, a.bounds
+    grid, numbers, flags = _fwd_sizes(a, q, v, scale, eps)
+    traceable(attention_fwd._fwd_kernel)[grid](
+        *a.tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *numbers, **flags
+    )
+
+
+def _fwd_sizes(
+    a: _Arguments, q: Tensor, v: Tensor, scale: float, eps: float
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Grid, numbers and flags of the forward kernel."""
     tile = tiles_for(q, v, "fwd", skip=eps > 0)
     grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
-    traceable(attention_fwd._fwd_kernel)[grid](
-        *a.tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *a.strides, q.size(1), *a.sizes,
-        scale * LOG2E, eps, **a.flags, **tile,
-    )  # fmt: skip
+    return grid, (*a.strides, q.size(1), *a.sizes, scale * LOG2E, eps), {**a.flags, **tile}
 
 
 @operator("gape::attention_bwd")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,28 +59,10 @@ def in_parts(
     return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
 
-#: Whether launches are not to be traced: :func:`untraced`.
-_UNTRACED: ContextVar[bool] = ContextVar("untraced", default=False)
-
-
-@contextmanager
-def untraced() -> Iterator[None]:
-    """A context in which :func:`traceable` kernels are launched as they are: outside of an operator, torch would trace
-    each launch, which takes longer than the launch.
-    """
-    token = _UNTRACED.set(True)
-    try:
-        yield
-    finally:
-        _UNTRACED.reset(token)
-
-
 def traceable(kernel: Any) -> Any:
     """The kernel in a form that operators launch."""
     if not isinstance(kernel, JITFunction):
         return _Interpreted(kernel)
-    if _UNTRACED.get():
-        return _OnItsDevice(kernel) if torch.version.cuda else _Uncapped(kernel)
     form = torch.library.wrap_triton(kernel)
     # Where nothing is traced, torch gives the kernel itself back.
     return _OnItsDevice(form if form is kernel and torch.version.cuda else _Uncapped(form))
@@ -146,6 +126,50 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], flag
         return
     run, constants = compiled
     run[(*grid, 1, 1)[:3]](*arguments, *constants)
+
+
+class Launch:
+    """A launch outside operators of which only the tensors differ from time to time: the cheapest form.
+
+    Neither Triton nor this class looks at anything but where tensors are aligned. Use one for tensors that have the
+    same dtypes, shapes, strides and device each time.
+
+    Args:
+        kernel: takes tensors, then numbers.
+        grid: of programs.
+        numbers: the kernel's arguments behind the tensors.
+        flags: its constants and launch options, by name.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], flags: dict[str, Any]) -> None:
+        self.kernel, self.grid, self.numbers, self.flags = kernel, (*grid, 1, 1)[:3], numbers, flags
+        if not torch.version.cuda:
+            # Other GPUs than NVIDIA's have no cap of registers.
+            self.flags = {name: value for name, value in flags.items() if name != "maxnreg"}
+        self._one_device = torch.cuda.device_count() <= 1
+        #: The compiled launch and all its arguments behind the tensors, by how tensors are aligned.
+        self._compiled: dict[object, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch with these tensors, on the device of the first."""
+        if self._one_device:
+            self._run(tensors)
+        else:
+            with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
+                self._run(tensors)
+
+    def _run(self, tensors: tuple[Tensor, ...]) -> None:
+        addresses = [x.data_ptr() % 16 for x in tensors]
+        alignment = tuple(addresses) if any(addresses) else None
+        compiled = self._compiled.get(alignment)
+        if compiled is not None:
+            run, rest = compiled
+            run(*tensors, *rest)
+            return
+        kernel = self.kernel[self.grid](*tensors, *self.numbers, **self.flags)
+        if isinstance(self.kernel, JITFunction):
+            names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
+            self._compiled[alignment] = kernel[self.grid], (*self.numbers, *(self.flags[name] for name in names))
 
 
 class _Uncapped:

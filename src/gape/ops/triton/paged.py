@@ -26,7 +26,7 @@ from gape.ops import paged
 from gape.ops.limits import DECODE_QUERIES
 from gape.ops.paged import PageLayout, Pages
 from gape.ops.triton.configs import multiprocessors, power_of_two
-from gape.ops.triton.custom_ops import direct
+from gape.ops.triton.custom_ops import Launch, direct
 from gape.ops.triton.decode import MERGE_STEPS, stream_tickets
 from gape.ops.triton.decode_kernels import last_to_finish, load_tile, merge_row, store_part, weigh
 from gape.ops.triton.tiles import LOG2E, SLACK, same_in_all, single
@@ -451,24 +451,40 @@ def write_keys(
     pages: Pages, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, slots: Tensor | None = None
 ) -> None:
     """:func:`gape.ops.paged.write_keys` in one launch."""
-    batch, heads, n, _ = k.shape
-    _, room = room_of(pages)
-    if not batch * heads * n:
+    if not k.shape[:3].numel():
         return
+    _, room = room_of(pages)
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     positions = integers(positions)
-    positions = (positions.unsqueeze(1) if positions.dim() == 2 else positions).expand(batch, heads, n)
+    # What is never read stands in for slots that are not there.
+    tensors = (k, v, exposure, positions, positions if slots is None else slots)
+    forms = tuple((x.shape, x.stride(), x.dtype) for x in tensors)
+    _write_launch(pages.layout, room, k.device, forms, slots is not None)(
+        *tensors, pages.addresses, pages.lengths, pages.key_norm
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _write_launch(
+    layout: PageLayout,
+    room: int,
+    device: torch.device,
+    forms: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...],
+    has_slots: bool,
+) -> Launch:
+    """The launch of :func:`write_keys` for tensors of these shapes, strides and dtypes; `device` tells them apart."""
+    (shape, k_strides, _), (v_shape, v_strides, _), (_, exposure, _), (of_positions, strides, _), (_, slots, _) = forms
+    batch, heads, n, width = shape
+    # Positions (n,), (B, n) or (B, Hk, n): what is not there does not differ.
+    positions = (*(0, 0, *strides)[-3:-1], strides[-1]) if len(of_positions) != 2 else (strides[0], 0, strides[1])
     tokens = min(TOKENS, power_of_two(n))
     tiles = -(-n // tokens)
-    # What is never read stands in for slots that are not there.
-    places = positions if slots is None else slots
-    direct(_write_kv_kernel)[(batch * heads * tiles,)](
-        k, v, exposure, positions, places, pages.addresses, pages.lengths, pages.key_norm,
-        *k.stride()[:3], *v.stride()[:3], *exposure.stride(), *positions.stride(), *places.stride(),
-        heads, n, room, tiles, k.size(-1), v.size(-1),
-        HAS_SLOTS=slots is not None, DTYPE=DTYPES[pages.layout.dtype], T=tokens, num_warps=4,
-        **tile_widths(pages.layout),
+    numbers = (
+        *k_strides[:3], *v_strides[:3], *exposure, *positions, *(slots if has_slots else (0, 0, 0)),
+        heads, n, room, tiles, width, v_shape[-1],
     )  # fmt: skip
+    flags = {"HAS_SLOTS": has_slots, "DTYPE": DTYPES[layout.dtype], "T": tokens, "num_warps": 4, **tile_widths(layout)}
+    return Launch(_write_kv_kernel, (batch * heads * tiles,), numbers, flags)
 
 
 def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gape.ops.columns import significand_bits
 from gape.ops.triton import prologue_kernels
-from gape.ops.triton.custom_ops import in_parts, operator, traceable
+from gape.ops.triton.custom_ops import Launch, in_parts, operator, traceable
 
 #: Cosines, sines, the row of each head in them, and the gates' parameters in the operators' order.
 Tables = tuple[Tensor | None, ...]
@@ -234,17 +234,41 @@ def _prepare_bounded(
     numbers = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     if q.numel():
         traceable(prologue_kernels._prologue_bounded_kernel)[grid](
-            q, k, *_given(q, *tables), *rows, *numbers, *q.stride()[:3], *k.stride()[:3],
-            q.size(1), k.size(1), q.size(2), factor, q_stretch, k_stretch, **flags,
-        )  # fmt: skip
+            q, k, *_given(q, *tables), *rows, *numbers, *bounded_numbers(q, k), factor, q_stretch, k_stretch, **flags
+        )
     return (*rows, *numbers)
+
+
+def bounded_launch(
+    q: Tensor, k: Tensor, angles: int | None, by_head: bool, content: int, factors: tuple[float, float, float, int]
+) -> tuple[list[tuple[int, ...]], Launch]:
+    """Shapes of the numbers that :func:`prepare_bounded` returns behind q and k, and the launch that gives all.
+
+    Args:
+        q, k: like those that are to come.
+        angles: columns of cosines; None turns nothing.
+        by_head: whether heads are turned in several ways.
+        content: coordinates that gates read.
+        factors: the last four arguments of :func:`prepare_bounded`.
+
+    The launch takes q, k, what :func:`_given` makes of the tables, and what it writes.
+    """
+    *stretches, columns = factors
+    shapes, grid, flags = _bounded_sizes(TILES["bounded"], q.shape, k.size(1), columns, angles, by_head, content)
+    numbers = (*bounded_numbers(q, k), *stretches)
+    return shapes, Launch(prologue_kernels._prologue_bounded_kernel, grid, numbers, flags)
+
+
+def bounded_numbers(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """Strides and sizes as the kernel of :func:`prepare_bounded` takes them."""
+    return *q.stride()[:3], *k.stride()[:3], q.size(1), k.size(1), q.size(2)
 
 
 @functools.lru_cache(maxsize=64)
 def _bounded_sizes(
     tile: Tile, shape: torch.Size, k_heads: int, columns: int, angles: int | None, by_head: bool, content: int
 ) -> tuple[list[tuple[int, ...]], tuple[int, int], dict[str, Any]]:
-    """Shapes of the numbers that :func:`prepare_bounded` returns, grid and flags of its launch: alike in all layers."""
+    """Shapes of the numbers that :func:`prepare_bounded` returns, grid and flags of its launch."""
     tile, (batch, q_heads, n, width) = _of_tokens(tile, columns), shape
     tiles = _blocks(n, tile) if columns else 0
     sizes = ((q_heads, n), (k_heads, n), (q_heads, n if columns else 0), (k_heads, tiles), (k_heads, tiles))
