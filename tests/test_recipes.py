@@ -60,14 +60,6 @@ def test_the_papers_setting_is_the_papers() -> None:
     assert len(recipe.load("niah/paper").runs) == 10 * 3 * 3
 
 
-def test_precision_is_compared_at_equal_content() -> None:
-    runs = recipe.load("niah/precision").runs
-    assert {(run.variant, run.model.impl, run.model.reserve) for run in runs} == {
-        ("split", "split", 6),
-        ("rank2", "rank2", 6),
-    }
-
-
 def test_a_recipe_without_a_sweep_is_one_run(tmp_path: Path) -> None:
     (run,) = recipe.load(write(tmp_path)).runs
     assert run.name == "small"
@@ -242,22 +234,6 @@ def test_the_papers_language_model_is_the_papers() -> None:
     assert model.options == {
         "theta": 10000.0, "fraction": 0.75, "init_gate_bias": -3.0, "init_landmark_bias": 0.0, "init_amplitude": 0.5413,
     }  # fmt: skip
-
-
-def test_ablations_change_one_thing_each() -> None:
-    runs = {run.variant: run for run in recipe.load("lm/ablations").runs}
-    assert {name: run.model.options.get("gate_floor", 0.0) for name, run in runs.items() if "floor" in name} == {
-        "floor2": 2.0, "floor4": 4.0, "floor8": 8.0,
-    }  # fmt: skip
-    assert {name: run.model.context_length for name, run in runs.items() if run.model.context_length != 1024} == {
-        "half-T": 512, "double-T": 2048,
-    }  # fmt: skip
-    assert {run.model.reserve for run in runs.values()} == {6}
-    assert [name for name, run in runs.items() if run.model.impl == "rank2"] == ["rank2"]
-    assert [name for name, run in runs.items() if run.model.options.get("learn_gate") is False] == [
-        "gate-fixed", "gate-fixed-at-1",
-    ]  # fmt: skip
-    assert {run.task.length for run in runs.values()} == {1024}
 
 
 def test_the_recipe_that_forgets_is_the_run_that_was_measured() -> None:

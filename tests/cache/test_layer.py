@@ -133,8 +133,7 @@ def test_a_key_goes_at_its_horizon_and_not_before() -> None:
                 assert step - min(there) <= longest + 65
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bounds", ["weights", "queries"])
+@pytest.mark.parametrize(("dtype", "bounds"), [(torch.float32, "queries"), (torch.bfloat16, "weights")])
 def test_rounding_is_allowed_for(dtype: torch.dtype, bounds: str) -> None:
     gpt = model(options={"gate_floor": 24.0, "init_landmark_bias": -3.0}).to(dtype)
     cache = ForgettingCache(gpt, eps=1e-2, bounds=bounds)
@@ -144,8 +143,7 @@ def test_rounding_is_allowed_for(dtype: torch.dtype, bounds: str) -> None:
     assert max(max(keys) for keys in cache.num_keys) < 300
 
 
-@pytest.mark.parametrize("budget", [{"max_keys": 128}, {"max_bytes": 200_000}])
-@pytest.mark.parametrize("floor", [0.0, 24.0])
+@pytest.mark.parametrize(("budget", "floor"), [({"max_keys": 128}, 24.0), ({"max_bytes": 200_000}, 0.0)])
 def test_what_a_budget_costs_is_realised(budget: dict[str, int], floor: float) -> None:
     gpt = model(options={"gate_floor": floor, "init_landmark_bias": -2.0}, n_layer=1)
     cache = ForgettingCache(gpt, **budget)

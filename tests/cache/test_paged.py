@@ -41,7 +41,7 @@ each_cache = pytest.mark.parametrize("kind", CACHES)
 def test_decoding_equals_prefill_in_chunks_of_any_size(position: str) -> None:
     gpt, ids = model(position), tokens(2, N)
     whole = gpt(ids).logits
-    for sizes in CHUNKS:
+    for sizes in CHUNKS if position == "p-rope+gape" else CHUNKS[-1:]:
         torch.testing.assert_close(read(gpt, FullCache(gpt), ids, sizes), whole, **EXACT)
 
 
@@ -49,14 +49,13 @@ def test_decoding_equals_prefill_in_chunks_of_any_size(position: str) -> None:
 @torch.no_grad()
 def test_left_padded_rows_equal_rows_alone(position: str) -> None:
     gpt, ids, pads = model(position), tokens(3, N), torch.tensor([0, 20, N - 1])
-    for sizes in ([N], [15, 5, 40, 1, 1, N - 62], [1] * N):
+    for sizes in ([N], [15, 5, 40, *[1] * (N - 60)]):
         padded = read(gpt, FullCache(gpt), ids, sizes, pads)
         for row, pad in enumerate(pads.tolist()):
             torch.testing.assert_close(padded[row, pad:], gpt(ids[row : row + 1, pad:]).logits[0], **EXACT)
 
 
-@pytest.mark.parametrize("kind", ["eps", "queries"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("kind", "padded"), [("eps", True), ("queries", False)])
 def test_a_small_eps_changes_nothing(kind: str, padded: bool) -> None:
     gpt, ids = model(options=LOCAL), tokens(2, 300)
     pads = torch.tensor([0, 70]) if padded else None
@@ -68,8 +67,14 @@ def test_a_small_eps_changes_nothing(kind: str, padded: bool) -> None:
     assert max(max(keys) for keys in cache.num_keys) < 200
 
 
-@pytest.mark.parametrize("drawing", [{"seed": 3, "top_k": 5, "top_p": 0.8}, {"temperature": 0, "eos_id": 7}])
-@pytest.mark.parametrize("kind", ["full", "eps", "keys"])
+@pytest.mark.parametrize(
+    ("kind", "drawing"),
+    [
+        ("full", {"temperature": 0, "eos_id": 7}),
+        ("eps", {"seed": 3, "top_k": 5, "top_p": 0.8}),
+        ("keys", {"temperature": 0, "eos_id": 7}),
+    ],
+)
 def test_generation_says_the_same(kind: str, drawing: dict[str, Any]) -> None:
     gpt = model(options=LOCAL)
     prompts = [tokens(1, n, seed=n) for n in (90, 1, 57)]
@@ -94,14 +99,14 @@ def test_gradients_may_be_off_in_two_ways(kind: str) -> None:
 
 @torch.no_grad()
 def test_local_heads_take_no_more_bytes_as_tokens_come() -> None:
-    gpt, ids = model(options=LOCAL, n_layer=1), tokens(1, 500)
+    gpt, ids = model(options=LOCAL, n_layer=1), tokens(1, 360)
     cache = ForgettingCache(gpt, eps=1e-3)
     gpt(ids[:, :100], cache=cache)
     sizes = []
-    for at in range(100, 500):
+    for at in range(100, 360):
         gpt(ids[:, at : at + 1], cache=cache)
         sizes.append(cache.nbytes)
-    assert max(sizes[200:]) == max(sizes[:200])
+    assert max(sizes[130:]) == max(sizes[:130])
     assert max(max(keys) for keys in cache.num_keys) < 128
     assert cache.storage.reserved_bytes <= 2 * max(sizes)
 

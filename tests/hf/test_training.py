@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from inspect import signature
 
 import pytest
 import torch
@@ -72,13 +71,6 @@ def test_parameter_groups_hold_what_learns_with_gates_at_ten_times_the_rate():
     gates = {id(p) for p in gape.hf.parameters(model, "gates")}
     learning = {id(p) for p in gape.hf.parameters(model, "gates+qk")}
     assert rates == {p: (1e-2, 0.0) if p in gates else (1e-3, 0.1) for p in learning}
-
-
-def test_the_command_that_fine_tunes_has_the_same_rate_of_gates():
-    from gape.cli.hf import train as command
-
-    rates = [signature(function).parameters["gate_rate"].default for function in (command, gape.hf.parameter_groups)]
-    assert rates == [10.0, 10.0]
 
 
 @pytest.mark.parametrize(

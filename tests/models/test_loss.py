@@ -100,39 +100,23 @@ def test_autocast_shortens_the_products_alone() -> None:
         assert float((a - b).norm() / b.norm()) < 0.02
 
 
-@pytest.fixture
-def scored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """(rows, place, whether gradients were made) of all logits that existed."""
-    seen = []
-    score = loss._score
+def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, score = [], loss._score
 
-    def spy(logits, targets, vocabulary, *, gradient):
-        seen.append((logits.size(0), logits.data_ptr(), gradient))
-        return score(logits, targets, vocabulary, gradient=gradient)
+    def spy(logits, *others, **options):
+        seen.append((logits.size(0), logits.data_ptr()))
+        return score(logits, *others, **options)
 
     monkeypatch.setattr(loss, "_score", spy)
-    return seen
-
-
-def test_whole_logits_never_exist(scored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "LOSS_ROWS", 8)
     loss.sliced_cross_entropy(*drawn(30, 100)).backward()
-    assert [rows for rows, _, _ in scored] == [8, 8, 8, 6]
-    assert len({place for _, place, _ in scored}) == 1
+    assert [rows for rows, _ in seen] == [8, 8, 8, 6]
+    assert len({place for _, place in seen}) == 1
 
 
-def test_no_gradient_is_computed_where_none_is_asked_for(scored) -> None:
-    x, weight, targets = drawn(5, 10)
-    with torch.no_grad():
-        loss.sliced_cross_entropy(x, weight, targets)
-    loss.sliced_cross_entropy(x.detach(), weight.detach(), targets)
-    assert [gradient for _, _, gradient in scored] == [False, False]
-
-
-def test_a_frozen_weight_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_weight_leaves_the_gradient_of_x() -> None:
     x, weight, targets = drawn(5, 10)
     (want,) = torch.autograd.grad(plain(x, weight, targets), x)
-    monkeypatch.setattr(loss, "_add_product", None)
     (got,) = torch.autograd.grad(loss.sliced_cross_entropy(x, weight.detach(), targets), x)
     torch.testing.assert_close(got, want)
 

@@ -10,9 +10,14 @@ from torch import Tensor
 
 #: Layouts whose parts others have as well: among the slow tests where kernels run in the interpreter.
 REPEATED = (
-    "odd length", "no groups", "one query", "shuffled keys only", "repeated", "right padding", "packed", "own scale",
-    "far from zero",
+    "plain", "odd length", "no groups", "wide values", "one query", "shuffled keys only", "repeated", "right padding",
+    "packed", "not causal", "own scale", "far from zero",
 )  # fmt: skip
+
+
+#: Few programs for the interpreter, and layouts that keep several key heads.
+SMALL = {"heads": 2, "kv_heads": 1}
+GROUPED = ("last queries", "packed, restarting")
 
 
 @dataclass
@@ -61,8 +66,16 @@ def random_case(
     return Case(tensors, {"context_length": context_length, **options})
 
 
-def layouts() -> dict[str, Case]:
-    """Every way of saying who sees whom, on shapes that divide nothing."""
+def layouts(**sizes: int) -> dict[str, Case]:
+    """Every way of saying who sees whom, on shapes that divide nothing.
+
+    Args:
+        sizes: of `random_case`, where a layout has none of its own.
+    """
+
+    def case(**own: Any) -> Case:
+        return random_case(**sizes | own)
+
     g = torch.Generator().manual_seed(7)
     shuffled = torch.stack([torch.randperm(63, generator=g) for _ in range(2)])
     left = torch.arange(63) - torch.tensor([[0], [20]])
@@ -73,34 +86,30 @@ def layouts() -> dict[str, Case]:
     empty_rows[0, :, 5] = False
     empty_rows[1, :, 60:] = False
     return {
-        "plain": random_case(),
-        "one token": random_case(n_q=1, n_k=1),
-        "odd length": random_case(n_q=127, n_k=127, batch=1),
-        "head dim 1, one head": random_case(dim=1, value_dim=1, heads=1, kv_heads=1),
-        "no groups": random_case(heads=3, kv_heads=3, value_dim=16),
-        "all heads share a key": random_case(heads=4, kv_heads=1),
-        "wide values": random_case(dim=8, value_dim=40),
-        "last queries": random_case(n_q=20),
-        "one query": random_case(n_q=1),
-        "more queries than keys": random_case(n_q=40, n_k=7, q_positions=torch.arange(40)),
-        "shuffled": random_case(q_positions=shuffled, k_positions=shuffled.flip(0)),
-        "shuffled keys only": random_case(n_q=20, k_positions=shuffled),
-        "repeated": random_case(q_positions=torch.arange(63) // 3, k_positions=torch.arange(63) // 2),
-        "left padding": random_case(
-            q_positions=left, k_positions=left, attn_mask=(left >= 0)[:, None, None, :], seed=1
-        ),
-        "right padding": random_case(
+        "plain": case(),
+        "one token": case(n_q=1, n_k=1),
+        "odd length": case(n_q=127, n_k=127, batch=1),
+        "head dim 1, one head": case(dim=1, value_dim=1, heads=1, kv_heads=1),
+        "no groups": case(heads=3, kv_heads=3, value_dim=16),
+        "all heads share a key": case(heads=4, kv_heads=1),
+        "wide values": case(dim=8, value_dim=40),
+        "last queries": case(n_q=20),
+        "one query": case(n_q=1),
+        "more queries than keys": case(n_q=40, n_k=7, q_positions=torch.arange(40)),
+        "shuffled": case(q_positions=shuffled, k_positions=shuffled.flip(0)),
+        "shuffled keys only": case(n_q=20, k_positions=shuffled),
+        "repeated": case(q_positions=torch.arange(63) // 3, k_positions=torch.arange(63) // 2),
+        "left padding": case(q_positions=left, k_positions=left, attn_mask=(left >= 0)[:, None, None, :], seed=1),
+        "right padding": case(
             q_positions=right, k_positions=right, attn_mask=(right < torch.tensor([[63], [40]]))[:, None, None, :]
         ),
-        "packed": random_case(q_documents=documents, k_documents=documents),
-        "packed, restarting": random_case(
+        "packed": case(q_documents=documents, k_documents=documents),
+        "packed, restarting": case(
             q_documents=documents, k_documents=documents, q_positions=restarting, k_positions=restarting
         ),
-        "mask with empty rows": random_case(attn_mask=empty_rows),
-        "mask per head": random_case(attn_mask=torch.rand(4, 63, 63, generator=g) > 0.3, is_causal=False),
-        "not causal": random_case(is_causal=False, n_q=9),
-        "own scale": random_case(scale=0.7),
-        "far from zero": random_case(
-            q_positions=torch.arange(63) + 10**6, k_positions=torch.arange(63) + 10**6, strength=0.3
-        ),
+        "mask with empty rows": case(attn_mask=empty_rows),
+        "mask per head": case(attn_mask=torch.rand(sizes.get("heads", 4), 63, 63, generator=g) > 0.3, is_causal=False),
+        "not causal": case(is_causal=False, n_q=9),
+        "own scale": case(scale=0.7),
+        "far from zero": case(q_positions=torch.arange(63) + 10**6, k_positions=torch.arange(63) + 10**6, strength=0.3),
     }

@@ -122,9 +122,9 @@ def broken_rows(out: torch.Tensor) -> list[bool]:
 
 
 @pytest.mark.parametrize("impl", ["reference", *FUSED])
-@pytest.mark.parametrize("n", [1, 7, 15, 20])
+@pytest.mark.parametrize("n", [1, 15, 20])
 @pytest.mark.parametrize("name", ["q", "k", "gate", "landmark"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_is_not_a_number_shows_in_every_row_that_sees_it(dtype: torch.dtype, name: str, n: int, impl: str) -> None:
     """Also where keys are few, of which torch's kernel for a CPU makes zeros, and in no earlier row."""
     case, at = random_case(batch=1, n_q=n, n_k=n, dtype=dtype), n // 2
@@ -151,7 +151,7 @@ def test_a_broken_hidden_key_reaches_no_more_rows_than_in_plain_attention(value:
         assert all(worst for row, worst in zip(out, plain, strict=True) if row)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(-(10**9), 10**9), min_size=1, max_size=12),
     st.sampled_from([0, 2**40, -(2**40), 2**45]),

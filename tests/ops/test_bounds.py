@@ -13,8 +13,7 @@ from tests.ops.test_prologue import DEVICE, DTYPES
 SCALE = 0.3
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 63, 127, 300])
+@pytest.mark.parametrize(("n", "dtype"), [(1, DTYPES[0]), (127, DTYPES[1]), (300, DTYPES[0])])
 def test_norms_and_exposures_of_rows_and_tiles(n: int, dtype: torch.dtype) -> None:
     """To the last bits of float32, and never below; rows of any strides."""
     q = torch.randn(2, n, 4, 20, device=DEVICE, dtype=dtype).transpose(1, 2)

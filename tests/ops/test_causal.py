@@ -27,12 +27,12 @@ WAYS: dict[str, tuple[Any, torch.dtype, float]] = {
 
 
 def drawn(dtype: torch.dtype, n: int = 90) -> list[Tensor]:
-    """q, k, v, rates and exposures of two rows, four query heads and two key heads."""
+    """q, k, v, rates and exposures of one row, four query heads and two key heads."""
     random = torch.Generator().manual_seed(0)
-    sizes = ((2, 4, n, 24), (2, 2, n, 24), (2, 2, n, 40))
+    sizes = ((1, 4, n, 24), (1, 2, n, 24), (1, 2, n, 40))
     q, k, v = (torch.randn(size, generator=random).to(DEVICE, dtype) for size in sizes)
     side = torch.promote_types(dtype, torch.float32)
-    rate, exposure = (torch.rand(2, heads, n, generator=random).to(DEVICE, side) for heads in (4, 2))
+    rate, exposure = (torch.rand(1, heads, n, generator=random).to(DEVICE, side) for heads in (4, 2))
     return [q, k, v, 0.1 * rate, exposure]
 
 
@@ -55,7 +55,7 @@ def test_output_and_log_sum_exp_are_those_of_the_definition(run: Any, dtype: tor
     torch.testing.assert_close(lse.double(), exact_lse, atol=max(1e-12, min(near, 1e-4)), rtol=0)
 
 
-@pytest.mark.parametrize("position", ["p-rope+gape", "nope+gape", "yarn+gape"])
+@pytest.mark.parametrize("position", ["p-rope+gape", "nope+gape"])
 @torch.no_grad()
 def test_projected_tokens_are_read_and_rotated_as_the_scheme_does(position: str) -> None:
     """Heads as wide as the kernel takes them whole, at positions behind others."""
@@ -63,7 +63,7 @@ def test_projected_tokens_are_read_and_rotated_as_the_scheme_does(position: str)
     attention, reading = next(gpt.blocks()).attention, gate_readings(gpt_specs(gpt, None))[0]
     positions = torch.arange(50, 120, device=DEVICE)
     random = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, heads, 70, 64, generator=random).to(DEVICE).half() for heads in (4, 2, 2))
+    q, k, v = (torch.randn(1, heads, 70, 64, generator=random).to(DEVICE).half() for heads in (4, 2, 2))
     found = projected_attention(q, k, v, attention.step(q, positions).angles, reading, scale=SCALE, eps=0.0)
     rotated_q, gate = attention.scheme.queries(q, positions)
     rotated_k, landmark = attention.scheme.keys(k, positions)

@@ -153,7 +153,7 @@ def works_or_names_the_argument(call: dict[str, Any]) -> None:
     assert out.isfinite().all()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_works_or_names_the_argument(call: dict[str, Any]) -> None:
     works_or_names_the_argument(call)

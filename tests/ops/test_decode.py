@@ -9,7 +9,7 @@ from gape import gated_attention
 from gape.ops import reference
 from gape.ops.api import _problem
 from gape.ops.inputs import Problem
-from tests.ops.cases import REPEATED, Case, layouts, random_case
+from tests.ops.cases import GROUPED, REPEATED, SMALL, Case, layouts, random_case
 
 pytest.importorskip("triton")
 from gape.ops.triton import decode
@@ -52,7 +52,7 @@ def last_queries(case: Case, count: int) -> Case:
     return Case(tensors, {name: cut(name, x) for name, x in case.options.items()})
 
 
-LAYOUTS = {name: last_queries(case, 5) for name, case in layouts().items()}
+LAYOUTS = {name: last_queries((layouts() if name in GROUPED else layouts(**SMALL))[name], 5) for name in layouts()}
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -92,13 +92,13 @@ def test_equals_reference(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dim", [pytest.param(32, marks=pytest.mark.slow), 96, 128])
 def test_head_dims_and_many_splits(dim: int) -> None:
-    case = random_case(n_q=2, n_k=150, dim=dim, value_dim=dim - 7, heads=6, kv_heads=2)
+    case = random_case(batch=1, n_q=2, n_k=150, dim=dim, value_dim=dim - 7, heads=3, kv_heads=1)
     exact = reference.run(problem(case, torch.float32, exact=True))
     for splits in (None, 15):
         assert distance(decoded(problem(case, torch.float32), splits), exact) < 1e-6
 
 
-SINGLE = {"n_q": 1, "heads": 2, "kv_heads": 2}
+SINGLE = {"batch": 1, "n_q": 1, "heads": 2, "kv_heads": 2}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ SINGLE = {"n_q": 1, "heads": 2, "kv_heads": 2}
         (SINGLE | {"n_k": 99}, 1),
         # More parts than are merged at once.
         (SINGLE | {"n_k": 550, "dim": 40, "heads": 1, "kv_heads": 1}, 40),
-        ({"n_q": 2, "n_k": 99, "heads": 2, "kv_heads": 1}, 3),
+        ({"batch": 1, "n_q": 2, "n_k": 99, "heads": 2, "kv_heads": 1}, 3),
     ],
     ids=["one row, one part", "one row, many parts", "several rows"],
 )
@@ -115,7 +115,7 @@ def test_parts_are_merged_alike_by_either_kernel(
     sizes: dict[str, int], splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the last program to finish and by a kernel of their own; the same bits in every run."""
-    case = random_case(batch=1, **sizes, strength=10.0)
+    case = random_case(**sizes, strength=10.0)
     given, exact = problem(case, torch.float32), reference.run(problem(case, torch.float32, exact=True))
     monkeypatch.setattr(decode, "MERGE_STEPS", 1000)
     (first, lse), (again, again_lse) = (decode.run(given, splits=splits) for _ in range(2))
@@ -131,14 +131,14 @@ def test_parts_are_merged_alike_by_either_kernel(
 def test_tickets_are_given_back() -> None:
     """Also where later calls are larger or smaller."""
     for heads, n_q in ((1, 1), (4, 2), (3, 1)):
-        case = random_case(n_q=n_q, n_k=70, heads=heads, kv_heads=heads // n_q)
+        case = random_case(batch=1, n_q=n_q, n_k=70, heads=heads, kv_heads=heads // n_q)
         decode.run(problem(case, torch.float32), splits=4)
         assert not decode.stream_tickets(1, torch.device(DEVICE)).any()
 
 
 def test_launches_outside_an_operator_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch keeps an entry for each launch of a wrapped kernel, for as long as the process lives."""
-    case = random_case(n_q=2, n_k=70, heads=2, kv_heads=1)
+    case = random_case(batch=1, n_q=2, n_k=70, heads=2, kv_heads=1)
     monkeypatch.setattr(decode, "traceable", None)
     for steps in (0, 1000):
         monkeypatch.setattr(decode, "MERGE_STEPS", steps)
@@ -231,7 +231,7 @@ def test_long_cache_on_a_gpu(dtype: torch.dtype, kv_heads: int) -> None:
 @pytest.mark.gpu
 def test_captured_and_compiled_on_a_gpu() -> None:
     """A captured graph holds no tickets that another stream could take."""
-    case = random_case(batch=1, n_k=5000, **SINGLE)
+    case = random_case(n_k=5000, **SINGLE)
     tensors = [x.to("cuda", torch.float32) for x in case.tensors.values()]
 
     plain, captured, compiled = three_ways(case, tensors)

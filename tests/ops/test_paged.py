@@ -120,7 +120,7 @@ def close(got: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], bound: float
     torch.testing.assert_close(got[1].double(), exact[1], **tolerance)
 
 
-RAGGED = [[0, 70], [64, 300]]
+RAGGED = [[0, 70], [64, 150]]
 SIZES: dict[str, dict[str, Any]] = {
     "one query": {"groups": 1, "n": 1, "dims": (64, 64)},
     "grouped, its own key": {"groups": 3, "n": 1, "dims": (72, 64), "new": 1},
@@ -128,14 +128,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "many queries": {"groups": 2, "n": 20, "dims": (80, 58), "prior": True, "splits": 1},
     "one program": {"groups": 2, "n": 1, "dims": (16, 16), "splits": 1, "new": 1},
 }
-#: Of these in half precision; the kernels' paths are those of float32.
+#: Of these in half precision and without kernels; the kernels' paths are those of float32.
 FEW = ("grouped, its own key", "many queries")
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        pytest.param(name, size, marks=[pytest.mark.slow] * (name == "kernel float16" and size not in FEW))
+        pytest.param(name, size, marks=[pytest.mark.slow] * (name != "kernel float32" and size not in FEW))
         for name in WAYS
         for size in SIZES
     ],
@@ -159,12 +159,12 @@ def test_equals_the_definition(name: str, size: str) -> None:
 
 @pytest.mark.parametrize("alone", [True, False], ids=["by the last program", "by a second kernel"])
 def test_parts_are_merged_alike(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = cached([[500, 3]], 16, 16, torch.float32, way="kernel")
+    given = cached([[260, 3]], 16, 16, torch.float32, way="kernel")
     given.write("kernel")
     q, rate, positions = queries(given, 2, 1)
     monkeypatch.setattr(kernels, "MERGE_STEPS", 8 if alone else 0)
     tickets = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    got = run("kernel", q, rate, positions.expand(1, -1), given.pages, scale=SCALE, splits=6, tickets=tickets)
+    got = run("kernel", q, rate, positions.expand(1, -1), given.pages, scale=SCALE, splits=4, tickets=tickets)
     close(got, definition(given, q, rate, positions, given.pages.lengths), 2e-6)
     assert not tickets.any()
 
@@ -221,9 +221,9 @@ def test_skipped_pages_hold_no_more_than_eps(splits: int) -> None:
     positions = torch.arange(given.k.size(2), device=DEVICE)
     given = given._replace(positions=positions.expand(given.k.shape[:3]), exposure=given.exposure.clamp(min=0.5))
     given.write("kernel")
-    q, rate, _ = queries(given, 2, 20)
-    rate, positions = rate.clamp(min=0.5) * 10, given.k.size(2) + torch.arange(20, device=DEVICE)
-    prior = (torch.randn(1, 4, 20, 16, device=DEVICE), torch.zeros(1, 4, 20, device=DEVICE))
+    q, rate, _ = queries(given, 2, 9)
+    rate, positions = rate.clamp(min=0.5) * 10, given.k.size(2) + torch.arange(9, device=DEVICE)
+    prior = (torch.randn(1, 4, 9, 16, device=DEVICE), torch.zeros(1, 4, 9, device=DEVICE))
     exact = definition(given, q, rate, positions, given.pages.lengths, prior)
     broken = given._replace(v=given.v.masked_fill(given.positions.unsqueeze(-1) < 64 * 10, float("nan")))
     broken.write("kernel")
@@ -234,7 +234,7 @@ def test_skipped_pages_hold_no_more_than_eps(splits: int) -> None:
 
 @pytest.mark.parametrize("what", ["key_norm", "exposure", "rate"])
 def test_what_is_not_a_number_is_never_skipped(what: str) -> None:
-    given = cached([[640]], 16, 16, torch.float32, way="kernel")
+    given = cached([[320]], 16, 16, torch.float32, way="kernel")
     given.exposure[:] = 1.0
     if what == "exposure":
         given.exposure[0, 0, 5] = float("nan")

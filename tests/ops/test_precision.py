@@ -40,9 +40,7 @@ FAR = [pytest.param(131072, strength, marks=pytest.mark.slow) for strength in (1
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(
-    ("keys", "strength"), [*((keys, s) for keys in (1000, 8192) for s in (1.0, 10.0, 100.0)), (131072, 10.0), *FAR]
-)
+@pytest.mark.parametrize(("keys", "strength"), [(1000, 1.0), (1000, 100.0), (8192, 10.0), (131072, 10.0), *FAR])
 def test_split_is_as_exact_as_attention_without_bias(keys: int, strength: float, dtype: torch.dtype) -> None:
     case = long_case(keys, strength, dtype)
     q, k, v = (case.tensors[n] for n in "qkv")
@@ -135,7 +133,7 @@ def gate_gradients(case: Case, impl: str, dtype: torch.dtype) -> dict[str, torch
 )
 def test_gate_gradients_at_training_lengths(length: int, strength: float) -> None:
     case = random_case(
-        batch=1, heads=4, kv_heads=4, n_q=length, n_k=length, dim=64, value_dim=64, strength=2 * strength,
+        batch=1, heads=2, kv_heads=2, n_q=length, n_k=length, dim=64, value_dim=64, strength=2 * strength,
         context_length=1024, dtype=torch.bfloat16,
     )  # fmt: skip
     exact = gate_gradients(case, "reference", torch.float64)
@@ -162,7 +160,7 @@ def test_anchors_are_what_keeps_gate_gradients(monkeypatch: pytest.MonkeyPatch) 
     st.lists(st.floats(-(2.0**30), 2.0**30, width=32).filter(lambda x: x == 0 or abs(x) > 1e-20), min_size=1),
     st.sampled_from([8, 11]),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_pieces_add_up_and_fit(values: list[float], bits: int) -> None:
     x = torch.tensor(values, dtype=torch.float32)
     first, second, third = pieces(x, bits)
@@ -196,7 +194,7 @@ def test_one_compilation_serves_many_lengths() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gape.gated_attention, backend=counter, fullgraph=True)
-    for length in (33, 40, 57, 64, 90, 101):
+    for length in (33, 57, 64, 101):
         case = random_case(n_q=length, n_k=length, dtype=torch.bfloat16)
         compiled(**case.tensors, **case.options)
     assert counter.frame_count <= 2

@@ -13,7 +13,7 @@ import gape
 from gape.models.skipping import skip
 from gape.ops import prologue
 from gape.positions.gated import Gated
-from tests.ops.test_prologue import DEVICE, DTYPES, SCALE, angles, layer, projected
+from tests.ops.test_prologue import DEVICE, SCALE, angles, layer, projected
 
 pytest.importorskip("triton")
 from gape.ops.triton import attention
@@ -43,15 +43,14 @@ def by_steps(scheme: Gated, q: Tensor, k: Tensor) -> dict[str, Tensor]:
     return {"q": q, "k": k, "gate": gate, "landmark": landmark, "amplitude": scheme.gates.amplitude}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("base", "n", "heads", "width"),
+    ("base", "n", "heads", "width", "dtype"),
     [
-        ("rope", 63, (4, 2), 32),
-        ("p-rope", 127, (4, 4), 32),
-        ("yarn", 300, (4, 1), 26),
-        ("nope", 1, (4, 2), 48),
-        ("mixed", 127, (4, 4), 32),
+        ("rope", 63, (4, 2), 32, torch.bfloat16),
+        ("p-rope", 127, (4, 4), 32, torch.float16),
+        ("yarn", 150, (4, 1), 26, torch.float16),
+        ("nope", 1, (4, 2), 48, torch.bfloat16),
+        ("mixed", 127, (4, 4), 32, torch.float16),
     ],
 )
 @torch.no_grad()
@@ -66,8 +65,7 @@ def test_makes_what_the_steps_make(base: str, n: int, heads: tuple[int, int], wi
     torch.testing.assert_close(got["exposure"], 1 - want["landmark"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 64, 127])
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float16), (64, torch.bfloat16), (127, torch.float16)])
 @torch.no_grad()
 def test_bounds_are_those_of_the_rows_that_attention_reads(n: int, dtype: torch.dtype) -> None:
     """To the last bits of float32, which is far less than rounding rows moves their norms; and never below."""
@@ -122,7 +120,11 @@ def test_samples_that_one_launch_has_no_room_for(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(found[0][name], found[1][name]) for name in NAMES)
 
 
-@pytest.mark.parametrize("sizes", [[(2, 20), (2, 33), (2, 47)], [(2, 20), (3, 20), (5, 20)]], ids=["length", "batch"])
+@pytest.mark.parametrize(
+    "sizes",
+    [[(1, 20), (1, 33), (1, 47)], pytest.param([(2, 20), (3, 20), (5, 20)], marks=pytest.mark.slow)],
+    ids=["length", "batch"],
+)
 @torch.no_grad()
 def test_compiles_in_one_graph_for_all_sizes(sizes: list[tuple[int, int]]) -> None:
     from torch._dynamo.testing import CompileCounter

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 import gape
 from gape.ops.triton.configs import tiles_for
-from gape.ops.triton.custom_ops import traceable
 from tests.ops.skipped import kept_tiles
 
 JITFunction = pytest.importorskip("triton").runtime.jit.JITFunction
@@ -239,27 +237,6 @@ def test_compiled_kernels_skip_alike() -> None:
         found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))])
     for eager, compiled in zip(*found, strict=True):
         assert (compiled.float() - eager.float()).norm() < 1e-3 * eager.float().norm()
-
-
-@pytest.mark.parametrize("kernel", ["fwd", "bwd_dq"])
-@pytest.mark.parametrize(("width", "cap"), [(32, 168), (64, 168), (128, None)])
-def test_narrow_heads_have_a_cap_of_registers(width: int, cap: int | None, kernel: str) -> None:
-    q = torch.empty(1, 1, 1, width, dtype=torch.float16)
-    assert tiles_for(q, q, kernel, skip=True).get("maxnreg") == cap
-    assert "maxnreg" not in tiles_for(q, q, kernel)
-
-
-@pytest.mark.parametrize("traced", [True, False], ids=["traced", "launched"])
-def test_a_cap_of_registers_is_for_launches_alone(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler does not know the option, and would take it for an argument of the kernel."""
-    kernel, given = MagicMock(spec=JITFunction), {}
-    kernel.arg_names = ["x"]
-    kernel.__getitem__.return_value = lambda *arguments, **flags: given.update(flags)
-    form = MagicMock(**{"__getitem__": kernel.__getitem__})
-    monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: form if traced else kernel)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    traceable(kernel)[1, 1](torch.zeros(1), num_warps=4, maxnreg=168)
-    assert given == {"num_warps": 4} | ({} if traced else {"maxnreg": 168})
 
 
 def test_nothing_is_dropped_unless_asked_for() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import gape
-from tests.ops.cases import REPEATED, Case, layouts, random_case
+from tests.ops.cases import GROUPED, REPEATED, SMALL, Case, layouts, random_case
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("gape.ops.triton.attention")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LAYOUTS = layouts()
+LAYOUTS = {name: (layouts() if name in GROUPED else layouts(**SMALL))[name] for name in layouts()}
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in REPEATED else name for name in LAYOUTS]
 BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 #: The interpreter has no products in bfloat16.

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import torch
 
 from gape.train import Interrupted
-from tests.train.toy import Numbers, trainer, validate
+from tests.train.toy import Numbers, trainer
 
 KINDS = {
     # Saves at every step, so that most moments are inside a save.
     "saving": {"max_steps": 600, "checkpoint_every": 1, "validate_every": 7, "log_every": 5},
     "training": {"max_steps": 100_000, "checkpoint_every": 0, "validate_every": 0},
     "validating": {"max_steps": 8, "checkpoint_every": 0, "validate_every": 4},
-    "deaf": {"max_steps": 8, "checkpoint_every": 0, "validate_every": 4},
 }
 
 
@@ -33,15 +31,8 @@ class Announced(Numbers):
 
 def main(run_dir: str, kind: str) -> int:
     torch.set_num_threads(1)
-
-    def check(model, step):
-        if kind == "deaf":
-            print("validating", flush=True)
-            time.sleep(20)
-        return validate(model, step)
-
     try:
-        trainer(run_dir, source=Announced(), check=check, **KINDS[kind]).run()
+        trainer(run_dir, source=Announced(), **KINDS[kind]).run()
     except Interrupted as asked:
         print(asked, file=sys.stderr)
         return asked.code

@@ -1,5 +1,6 @@
 """Real processes that are stopped, killed and crowded."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -69,14 +70,22 @@ def test_a_signal_in_validation_saves_and_the_validation_is_done_again(tmp_path)
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path):
-    process = child(tmp_path, "deaf")
-    wait_for(process, "validating")
-    process.send_signal(signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=0.5)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=5) == 143
-    process.communicate()
+    processes = multiprocessing.get_context("fork")
+    validating = processes.Event()
+
+    def deaf(model, step):
+        validating.set()
+        time.sleep(20)
+
+    process = processes.Process(target=lambda: trainer(tmp_path, check=deaf, **KINDS["validating"]).run())
+    process.start()
+    assert validating.wait(timeout=20)
+    process.terminate()
+    process.join(timeout=0.5)
+    assert process.is_alive()
+    process.terminate()
+    process.join(timeout=5)
+    assert process.exitcode == 143
 
 
 def test_handlers_come_back_and_other_threads_install_none():

@@ -34,9 +34,9 @@ def pieces(whole, n):
     return [Batch(ids, targets, weights=weights) for ids, targets, weights in parts]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("lambda_l1", [0.0, 0.7])
-@pytest.mark.parametrize("accumulation", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("accumulation", "lambda_l1", "weighted"), [(2, 0.0, False), (4, 0.7, True), (8, 0.7, False), (8, 0.0, True)]
+)
 def test_accumulation_does_not_change_the_gradient(accumulation, lambda_l1, weighted):
     whole = Numbers(batch_size=8).batch(1, 0)
     if weighted:
@@ -161,8 +161,7 @@ class Poisoned(torch.nn.Module):
         return output
 
 
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
-@pytest.mark.parametrize("check_every", [1, 100])
+@pytest.mark.parametrize(("kind", "check_every"), [("loss", 1), ("gradient", 1), ("gradient", 100)])
 def test_a_step_that_is_not_finite_never_touches_the_weights(tmp_path, kind, check_every):
     changes = {"check": None, "check_every": check_every, "log_every": 10, "checkpoint_every": 4}
     good = trainer(tmp_path / "good", model=Poisoned(99, kind), max_steps=6, decay_steps=20, **changes)
