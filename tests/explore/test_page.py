@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import threading
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def hostile() -> Exploration:
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 64}
     model = gape.GPT(gape.GPTConfig(vocab_size=len(HOSTILE), position="p-rope+gape", **sizes)).eval()
     ids = torch.arange(300)[None] % len(HOSTILE)
-    return explore(model, ids, HOSTILE.__getitem__, title="<b>title</b>", about={"name": "<i>name</i>"})
+    return explore(model, ids, HOSTILE.__getitem__, title="</title><b>title</b>", about={"name": "<i>name</i>"})
 
 
 @pytest.fixture
@@ -147,8 +148,13 @@ def test_a_link_out_of_range_changes_nothing(browser: Any, tmp_path: Path) -> No
 def test_hostile_text_is_shown_as_text(browser: Any, live: Explorer, width: int) -> None:
     opened = Opened(browser, live.url, width)
     page = opened.page
+    shown = []
     for _ in range(len(HOSTILE)):
         page.keyboard.press("ArrowLeft")
+        shown.append(opened.text("#details .token"))
+    # Neither invisible characters, nor those that turn the text around them, nor a text that fills the page.
+    assert {unicodedata.category(c) for text in shown for c in text}.isdisjoint({"Cc", "Cf", "Cs", "Zl"})
+    assert max(map(len, shown)) < 60
     page.locator("#query").fill("<script>")
     page.locator("#query").press("Enter")
     assert page.evaluate("document.querySelectorAll('script, img, svg, b > *').length") == 1
@@ -183,6 +189,7 @@ def test_the_button_exports_what_opens_from_disk(browser: Any, live: Explorer, t
     opened.close(live.url)
     again = Opened(browser, (tmp_path / "saved.html").as_uri())
     assert again.text("#details h2") == "Token 299"
+    assert again.page.title() == "</title><b>title</b>"
     assert again.page.locator("#export").is_hidden()
     again.close()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gape.explore.exploration import Exploration
 
 #: The modules of the page; each imports only those before it.
-_NAMES = ("colours", "tip", "view", "state", "panzoom", "tiles", "tokens", "heads", "map", "details", "main")
+_NAMES = ("colours", "elements", "view", "state", "panzoom", "tiles", "tokens", "heads", "map", "details", "main")
 MODULES = tuple(f"{name}.js" for name in _NAMES)
 #: Bytes of an exported page at most, and of its data once the browser has unpacked them.
 MOST_BYTES, MOST_UNPACKED = 29 * 10**6, 160 * 10**6

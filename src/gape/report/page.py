@@ -19,7 +19,7 @@ from gape.report.tables import Table
 MOST_DATA = 2**20
 
 #: The modules of the page, most of them the explorer's; each imports only those before it.
-_MODULES = ("colours.js", "tip.js", "panzoom.js", "tiles.js", "curves.js", "figures.js")
+_MODULES = ("colours.js", "elements.js", "panzoom.js", "tiles.js", "curves.js", "figures.js")
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -39,8 +39,9 @@ figcaption button { font: inherit; border: 0; background: none; color: #06c; pad
 .legend button { display: flex; gap: .4rem; align-items: center; font: inherit; cursor: pointer; padding: .1rem .5rem;
   border: 1px solid #ddd; border-radius: 1rem; background: #fff; } .legend button[aria-pressed=false] { opacity: .35; }
 .legend button canvas { width: 28px; height: 10px; }
-.maps { display: flex; flex-wrap: wrap; gap: .3rem; margin: .4rem 0; } .maps b { flex: 0 0 100%; font-size: .85rem; }
-.maps canvas { flex: 1 1 6rem; max-width: 11rem; aspect-ratio: 1; }
+.maps { display: grid; gap: .3rem; margin: .4rem 0;
+  grid-template-columns: repeat(auto-fill, clamp(5rem, calc(100% / var(--heads) - .4rem), 11rem)); }
+.maps b { grid-column: 1 / -1; font-size: .85rem; } .maps canvas { width: 100%; aspect-ratio: 1; }
 .maps canvas, .legend > canvas { border: 1px solid #ddd; }
 #tip { position: fixed; z-index: 9; pointer-events: none; background: #1d2430; color: #fff; font-size: .75rem;
   padding: .3rem .6rem; border-radius: .4rem; max-width: 20rem; white-space: pre-line; } [hidden] { display: none; }

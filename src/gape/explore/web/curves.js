@@ -1,6 +1,6 @@
 import { INK, fitted, short } from "./colours.js";
 import { Linked } from "./tiles.js";
-import { tip } from "./tip.js";
+import { element, tip } from "./elements.js";
 
 // Curves of a report: a panel per list of lines, values on hover, and a legend whose entries switch lines off.
 
@@ -36,10 +36,9 @@ export class Curves {
   constructor(home, chart) {
     Object.assign(this, { chart, hidden: new Set() });
     this.logs = ["x", "y"].map((axis) => chart.log.includes(axis));
-    const grid = document.createElement("div");
-    grid.className = "panels";
-    this.canvases = chart.panels.map((panel) => this.canvas(grid, panel));
-    home.append(grid, this.legend());
+    this.canvases = chart.panels.map(({ title }) => element("canvas", { tabindex: 0, role: "img", "aria-label": `${title}: ${chart.y} by ${chart.x}` }));
+    const panels = chart.panels.map(({ title }, number) => element("div", { text: title }, [this.canvases[number]]));
+    home.append(element("div", { className: "panels" }, panels), this.legend());
     this.linked = new Linked(this.canvases, { most: 16, needsControl: true, draw: (number, zoom) => this.draw(number, zoom), moved: (part) => home.classList.toggle("zoomed", part !== null) });
     for (const [number, canvas] of this.canvases.entries()) {
       canvas.addEventListener("mousemove", (event) => this.hover(event, number));
@@ -47,41 +46,24 @@ export class Curves {
     }
   }
 
-  canvas(grid, { title }) {
-    const place = document.createElement("div");
-    place.textContent = title;
-    const canvas = document.createElement("canvas");
-    Object.assign(canvas, { tabIndex: 0 });
-    canvas.setAttribute("role", "img");
-    canvas.setAttribute("aria-label", `${title}: ${this.chart.y} by ${this.chart.x}`);
-    place.append(canvas);
-    grid.append(place);
-    return canvas;
-  }
-
   /** A button per line, in its colour; it shows and hides the line in every panel. */
   legend() {
-    const home = document.createElement("div");
-    home.className = "legend";
     const byLabel = new Map(this.chart.panels.flatMap(({ lines }) => lines).map((line) => [line.label, line]));
-    for (const [label, line] of byLabel) {
-      const button = document.createElement("button");
-      Object.assign(button, { type: "button", ariaPressed: "true" });
-      const sample = document.createElement("canvas");
+    return element("div", { className: "legend" }, [...byLabel].map(([label, line]) => {
+      const sample = element("canvas");
       const c = fitted(sample, 28, 10);
       stroke(c, line, 2);
       c.moveTo(0, 5);
       c.lineTo(28, 5);
       c.stroke();
-      button.append(sample, label);
+      const button = element("button", { type: "button", "aria-pressed": "true" }, [sample, label]);
       button.addEventListener("click", () => {
         if (!this.hidden.delete(label)) this.hidden.add(label);
         button.ariaPressed = String(!this.hidden.has(label));
         this.linked.request();
       });
-      home.append(button);
-    }
-    return home;
+      return button;
+    }));
   }
 
   shown(panel) { return panel.lines.filter(({ label }) => !this.hidden.has(label)); }

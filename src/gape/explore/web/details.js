@@ -1,19 +1,10 @@
 import { short } from "./colours.js";
+import { element } from "./elements.js";
 import { horizons, isEvicted } from "./tokens.js";
 
 // What is known of the selected token: its gates, the keys it attends to, and what the model expects next.
 
 const TOP = 5;
-
-/** An element with text and children; text is never read as HTML. */
-export function element(name, { text, className, ...attributes } = {}, children = []) {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
 
 /** The keys with the most attention, largest first: token and attention. */
 export function strongest(view, { bytes, cell }, i, count) {

@@ -1,6 +1,6 @@
 import { paintScale, short } from "./colours.js";
 import { PanZoom } from "./panzoom.js";
-import { tip } from "./tip.js";
+import { element, tip } from "./elements.js";
 import { Linked, Sheet, painted } from "./tiles.js";
 import { Curves } from "./curves.js";
 
@@ -11,26 +11,17 @@ import { Curves } from "./curves.js";
 class ChartMaps {
   constructor(home, chart) {
     this.chart = chart;
-    this.maps = chart.rows.flatMap(({ label, cells, heads }) => heads.map((text, head) => {
+    this.maps = chart.rows.flatMap(({ label, cells, heads }, row) => heads.map((text, head) => {
       const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-      return { label, head, cells, bytes, image: painted(bytes, cells, cells) };
+      return { row, label, head, cells, bytes, image: painted(bytes, cells, cells) };
     }));
-    home.append(document.createTextNode(chart.title));
-    const grids = chart.rows.map(({ label }) => {
-      const grid = document.createElement("div");
-      grid.className = "maps";
-      grid.append(Object.assign(document.createElement("b"), { textContent: label }));
-      home.append(grid);
+    const canvases = this.maps.map(({ label, head }) => element("canvas", { tabindex: 0, role: "img", "aria-label": `${label}, head ${head}: ${chart.what}` }));
+    const rows = chart.rows.map(({ label, heads }, row) => {
+      const grid = element("div", { className: "maps" }, [element("b", { text: label }), ...canvases.filter((_, number) => this.maps[number].row === row)]);
+      grid.style.setProperty("--heads", heads.length);
       return grid;
     });
-    const canvases = this.maps.map(({ label, head }) => {
-      const canvas = Object.assign(document.createElement("canvas"), { tabIndex: 0 });
-      canvas.setAttribute("role", "img");
-      canvas.setAttribute("aria-label", `${label}, head ${head}: ${chart.what}`);
-      grids[chart.rows.findIndex((row) => row.label === label)].append(canvas);
-      return canvas;
-    });
-    home.append(this.scale());
+    home.append(chart.title, ...rows, this.scale());
     const draw = (number, zoom) => this.draw(number, zoom);
     const moved = (part) => home.classList.toggle("zoomed", part !== null);
     this.linked = new Linked(canvases, { most: 16, needsControl: true, draw, moved });
@@ -41,12 +32,10 @@ class ChartMaps {
   }
 
   scale() {
-    const home = Object.assign(document.createElement("div"), { className: "legend" });
-    const canvas = Object.assign(document.createElement("canvas"), { width: 120, height: 10 });
-    paintScale(canvas, "attention");
     const { what, least, top } = this.chart;
-    home.append(canvas, ` ${what}, ${least ?? 0} to ${short(top)}${least ? ", by its logarithm" : ""}`);
-    return home;
+    const canvas = element("canvas", { width: 120, height: 10 });
+    paintScale(canvas, "attention");
+    return element("div", { className: "legend" }, [canvas, `${what}, ${least ?? 0} to ${short(top)}${least ? ", by its logarithm" : ""}`]);
   }
 
   draw(number, zoom) {
@@ -87,8 +76,7 @@ for (const figure of document.querySelectorAll("figure")) {
   const [frame, numbers] = [figure.querySelector(".zoom"), figure.querySelector("script")];
   let shown = null;
   if (numbers) {
-    const home = document.createElement("div");
-    home.className = "chart";
+    const home = element("div");
     frame.replaceWith(home);
     const chart = JSON.parse(numbers.textContent);
     shown = new (chart.kind === "maps" ? ChartMaps : Curves)(home, chart);

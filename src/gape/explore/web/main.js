@@ -4,8 +4,8 @@ import { State } from "./state.js";
 import { Strip, Tokens, isEvicted, toggleAlso } from "./tokens.js";
 import { Heads } from "./heads.js";
 import { Maps } from "./map.js";
-import { Details, element } from "./details.js";
-import { tip } from "./tip.js";
+import { Details } from "./details.js";
+import { element, tip } from "./elements.js";
 
 // The page: parts, what moves between them, keys, search and the link.
 

@@ -1,9 +1,0 @@
-/** The text beside the pointer; none without an event or a text. */
-export function tip(event, text) {
-  const box = document.getElementById("tip");
-  box.hidden = !event || !text;
-  if (box.hidden) return;
-  box.textContent = text;
-  box.style.left = `${Math.min(event.clientX + 14, innerWidth - box.offsetWidth - 8)}px`;
-  box.style.top = `${Math.min(event.clientY + 16, innerHeight - box.offsetHeight - 8)}px`;
-}
