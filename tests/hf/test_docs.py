@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("transformers")
 
 
+@pytest.mark.slow
+@pytest.mark.families
 # peft calls a method of transformers by its old name.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("name", ["forgetting", "hf"])

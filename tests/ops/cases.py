@@ -11,7 +11,7 @@ from torch import Tensor
 #: Layouts whose parts others have as well: among the slow tests where kernels run in the interpreter.
 REPEATED = (
     "plain", "odd length", "no groups", "wide values", "one query", "shuffled keys only", "repeated", "right padding",
-    "packed", "not causal", "own scale", "far from zero",
+    "packed", "not causal", "own scale", "far from zero", "all heads share a key", "head dim 1, one head",
 )  # fmt: skip
 
 

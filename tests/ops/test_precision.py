@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import multiprocessing
 import sys
 
 import pytest
@@ -200,24 +200,19 @@ def test_one_compilation_serves_many_lengths() -> None:
     assert counter.frame_count <= 2
 
 
-# The two ways exclude one another in a process.
-TF32 = """
-import os
-import torch
-from gape.ops.columns import tf32_allowed
-for setting in ("fp32_precision = 'tf32'", "allow_tf32 = True"):
-    if os.fork() == 0:
-        before = tf32_allowed()
-        exec(f"torch.backends.cuda.matmul.{setting}")
-        print(before, tf32_allowed(), flush=True)
-        os._exit(0)
-    os.wait()
-"""
+def is_seen(name: str, value: object) -> None:
+    before = columns.tf32_allowed()
+    setattr(torch.backends.cuda.matmul, name, value)
+    sys.exit((before, columns.tf32_allowed()) != (False, True))
 
 
-def test_tf32_is_seen_in_both_ways_of_setting_it() -> None:
-    done = subprocess.run([sys.executable, "-c", TF32], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["False True"] * 2
+@pytest.mark.parametrize(("name", "value"), [("fp32_precision", "tf32"), ("allow_tf32", True)])
+def test_tf32_is_seen_in_both_ways_of_setting_it(name: str, value: object) -> None:
+    """In processes of their own: the two ways exclude one another in one."""
+    process = multiprocessing.get_context("fork").Process(target=is_seen, args=(name, value))
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == 0
 
 
 @pytest.mark.slow

@@ -109,9 +109,8 @@ def test_writes_what_the_steps_write(base: str, n: int, width: int, dtype: torch
     ("base", "n", "heads", "dtype"),
     [
         ("rope", 33, (4, 2), torch.bfloat16),
-        ("p-rope", 16, (6, 3), torch.float16),
         ("nope", 20, (3, 1), torch.float16),
-        ("mixed", 18, (4, 2), torch.float16),
+        ("mixed", 18, (6, 3), torch.float16),
     ],
     ids=str,
 )
