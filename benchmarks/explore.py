@@ -130,18 +130,21 @@ def _page(browser: Browser, url: str) -> common.Row:
 
 def _scroll(page: Page, until: float) -> None:
     page.mouse.move(300, 400)
-    while time.monotonic() < until:
-        page.mouse.wheel(0, -120)
-        page.wait_for_timeout(16)
+    _wheel(page, until, 120, 30)
 
 
 def _zoom(page: Page, until: float) -> None:
     box = page.locator("#map-gated").bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.7 * box["height"])
+    _wheel(page, until, 60, 60)
+
+
+def _wheel(page: Page, until: float, size: int, steps: int) -> None:
+    """Turn the wheel up and down by turns, so that no end is reached."""
     step = 0
     while time.monotonic() < until:
-        page.mouse.wheel(0, -60 if step // 60 % 2 == 0 else 60)
+        page.mouse.wheel(0, -size if step // steps % 2 == 0 else size)
         page.wait_for_timeout(16)
         step += 1
 

@@ -37,6 +37,10 @@ def test_every_figure_is_drawn(name: str) -> None:
     figure = entry.draw(data)
     figure.draw_without_rendering()
     assert figure.axes
+    if entry.chart is not None:
+        chart = entry.chart.of(data)
+        json.dumps(chart, allow_nan=False)
+        assert chart.get("panels") or chart.get("rows")
 
 
 @pytest.mark.parametrize("name", [pytest.param("fox", marks=pytest.mark.slow), "logit-gap"])
