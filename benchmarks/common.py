@@ -40,7 +40,6 @@ TESTS = {
     "prologue": ("tests/ops/test_prologue.py",),
     "precision": ("tests/ops/test_agreement.py", "tests/ops/test_precision.py"),
     "generate": ("tests/hf/test_cache.py", "tests/hf/test_paged.py"),
-    "explore": ("tests/explore/test_exploration.py",),
 }
 
 Lengths = Annotated[str, typer.Option(metavar=INTS, help="Tokens.")]

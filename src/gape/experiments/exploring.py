@@ -14,12 +14,12 @@ from torch import Tensor
 
 from gape.experiments.experiment import pick_device
 from gape.experiments.open_model import HF, OpenModel, kind_of, model_home, open_model
+from gape.experiments.open_reader import run_tokenizer
 from gape.explore.exploration import Exploration, Mark, explore
 from gape.explore.notebook import token_text
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.tasks import niah
-from gape.tasks.run_tokenizer import run_tokenizer
 from gape.utils.files import from_json
 from gape.utils.jsonl import Record
 from gape.utils.progress import ProgressTable

@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from gape.data import Tokenizer, load_tokenizer
 from gape.experiments.open_model import MODEL, SETTINGS, load_transformers, open_run
 from gape.models.gpt import GPT
 from gape.tasks.ruler.readers import GPTReader, TransformersReader
-from gape.tasks.run_tokenizer import run_tokenizer
 from gape.train import checkpoint
+from gape.utils.jsonl import read_object
 
 
 def is_ours(spec: str) -> bool:
     """Whether a path holds a run or a checkpoint of ours."""
     path = Path(spec)
     return (path / "checkpoints").is_dir() or any((path / name).is_file() for name in (SETTINGS, checkpoint.STATE))
+
+
+def run_tokenizer(directory: Path, spec: str | None) -> Tokenizer:
+    """The tokenizer of a run: the one that was named, where it is the one that the run records.
+
+    Args:
+        directory: the run's.
+        spec: as :func:`gape.data.load_tokenizer` takes it; None does for a run on bytes.
+
+    Raises:
+        ValueError: none was named, or another; or it lacks its files.
+    """
+    config = read_object(directory / "config.json")
+    recorded: dict[str, Any] = config.get("extra", {}).get("corpus", {}).get("tokenizer", {})
+    if spec is None and recorded.get("kind") == "bytes":
+        spec = "bytes"
+    if spec is None:
+        name = f", {recorded['name']}" if recorded.get("name") else ""
+        raise ValueError(f"tokenizer: got nothing, expected the one that {directory} was trained with{name}")
+    tokenizer = load_tokenizer(spec)
+    digest = tokenizer.identity()["sha256"]
+    if recorded and recorded.get("sha256") != digest:
+        raise ValueError(
+            f"tokenizer: got {spec!r}, expected the one that {directory} was trained with, {recorded.get('name')}"
+        )
+    return tokenizer
 
 
 def run_reader(
@@ -27,7 +55,7 @@ def run_reader(
 
     Args:
         directory: the run's, or a checkpoint.
-        tokenizer: as :func:`gape.tasks.run_tokenizer.run_tokenizer` takes it.
+        tokenizer: as :func:`run_tokenizer` takes it.
         device, low, chunk: as in :class:`GPTReader`.
 
     Raises:
