@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gape.cli import extend, forgetting
-from gape.cli.options import INTS, Device, Precision, Resume, Split, numbers
+from gape.cli import extend, perplexity
+from gape.cli.options import INTS, Device, Precision, Resume, numbers
 
 app = typer.Typer(help="Models of transformers.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -188,39 +188,8 @@ def train(
     typer.echo(written)
 
 
-@app.command("perplexity")
-def measure(
-    models: Annotated[list[Path], typer.Argument(help="Runs of gape hf finetune, or directories of models.")],
-    data: Annotated[Path, typer.Option(help="A corpus of the models' tokenizer.")],
-    contexts: Annotated[str, typer.Option(metavar=INTS, help="Tokens.")] = "512,1024,2048,4096",
-    last: Annotated[int, typer.Option(help="Tokens scored at the end of each window.")] = 512,
-    align: Annotated[int, typer.Option(help="Score only tokens behind so many; 0 all.")] = 0,
-    split: Split = "heldout",
-    max_windows: Annotated[int, typer.Option(help="Windows per context at most.")] = 8000,
-    seed: Annotated[int, typer.Option(help="Which windows, where there are more than --max-windows.")] = 0,
-    chunk: Annotated[
-        int, typer.Option(help="Tokens that go through the model at once; longer texts take a cache and mask tensors.")
-    ] = 65536,
-    attention: Attention = None,
-    device: Device = "auto",
-    precision: Precision = "auto",
-) -> None:
-    """Measure models at several contexts; rows go to perplexity.jsonl in each directory."""
-    from gape.data import open_corpus  # noqa: PLC0415
-    from gape.experiments import hf_perplexity, perplexity  # noqa: PLC0415
-    from gape.experiments.run import LanguageEvaluation  # noqa: PLC0415
-    from gape.utils.progress import Progress  # noqa: PLC0415
-
-    evaluation = LanguageEvaluation(
-        contexts=numbers("contexts", contexts, int, "512,1024"), last=last, align=align, max_windows=max_windows,
-        seed=seed, chunk=chunk,
-    )  # fmt: skip
-    settings = perplexity.Settings.of(open_corpus(data), evaluation, split=split, device=device, precision=precision)
-    for table in perplexity.tables(hf_perplexity.measure_models(models, settings, attention, log=Progress().log)):
-        typer.echo(f"\n{table.text()}")
-
-
-app.command("forgetting")(forgetting.language)
+# Beyond a chunk, models of transformers take mask tensors.
+perplexity.add_command(app, contexts="512,1024,2048,4096", chunk=65536)
 app.command("extend")(extend.extend)
 
 

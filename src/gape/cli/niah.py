@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gape.cli import forgetting
 from gape.cli.options import INTS, Device, Resume, numbers
 from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, chosen, run_one
 
@@ -51,9 +50,6 @@ def evaluate(
         runs, factors=multiples, samples=samples, seed=seed, position=position, device=device, log=Progress().log
     )
     _print_tables(rows)
-
-
-app.command("forgetting")(forgetting.needles)
 
 
 def run_and_print(recipe: Recipe, directory: Path, jobs: int, resume: str) -> None:

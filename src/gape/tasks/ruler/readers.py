@@ -36,8 +36,8 @@ class Reader(ABC):
         device: where it is.
         chunk: tokens that go through the model at once.
         low: whether to read in bfloat16 autocast.
-        forgetting: makes an empty cache that evicts; None for the model's own caches. See
-            :class:`gape.tasks.ruler.evaluation.Way`.
+        forgetting: makes an empty cache that evicts; None for the model's own caches.
+            :meth:`gape.tasks.ways.Way.apply` gives it.
     """
 
     limit: int | None = None
