@@ -52,7 +52,7 @@ VALID: dict[str, tuple[str, ...]] = {
     "doctor": ("--length", "16"),
     "reproduce": ("accuracy", "--results", "missing"),
     "report": ("folder",),
-    "data prepare": ("books/held.jsonl", "--tokenizer", "bytes", "--workers", "1", "--out", "new"),
+    "data prepare": ("books/held.jsonl", "--tokenizer", "bytes", "--out", "new"),
     "data verify": ("corpus",),
     "lm train": ("lm/toy", "data=missing", "--out", "new"),
     "lm perplexity": ("run", "--data", "corpus", "--contexts", "16", "--last", "16", "--max-windows", "2"),
@@ -79,7 +79,7 @@ VALID: dict[str, tuple[str, ...]] = {
 }
 #: Of a command on which a wrong value would let it go to work for long: options that are left as they are.
 KEPT = {
-    "demo": ("jobs",), "data prepare": ("workers",), "report": ("runs",), "lm train": ("overrides", "recipe"),
+    "demo": ("jobs",), "report": ("runs",), "lm train": ("overrides", "recipe"),
     "reproduce": ("results", "listing"),
     "niah train": ("dry", "recipe"), "hf finetune": ("length",),
 }  # fmt: skip

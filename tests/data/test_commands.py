@@ -29,10 +29,10 @@ def gape_exits(*arguments: object) -> int:
 
 def test_prepare_prints_the_card_and_verify_checks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = write_lines(tmp_path / "a.jsonl", texts(40))
-    command = ("data", "prepare", lines, "--tokenizer", "bytes", "--out", tmp_path / "c", "--workers", 0)
-    assert gape_exits(*command, "--heldout-fraction", 0.2, "--strata", "16,32", "--excerpts") == 0
+    command = ("data", "prepare", lines, "--tokenizer", "bytes", "--out", tmp_path / "c")
+    assert gape_exits(*command, "--heldout-fraction", 0.2, "--strata", "16,32") == 0
     printed = capsys.readouterr().out
-    assert "excerpts of exactly 16, 32 tokens" in printed
+    assert "a stratum L (16, 32) has those from L up to 2 L tokens" in printed
     assert "| a.jsonl | by id |" in printed
     assert gape_exits("data", "verify", tmp_path / "c") == 0
     (tmp_path / "c" / "index.bin").write_bytes(b"\0" * (tmp_path / "c" / "index.bin").stat().st_size)

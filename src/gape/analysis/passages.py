@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +158,7 @@ class Reader:
 def long_documents(
     corpus: Corpus, split: str, stratum: str | None, length: int, seed: int = 0, *, called: str = "length"
 ) -> list[Document]:
-    """The documents of at least `length` tokens, one for each text where excerpts overlap, in a shuffled order.
+    """The documents of at least `length` tokens, in a shuffled order.
 
     Raises:
         ValueError: there is none; the message names the argument `called`.
@@ -172,16 +171,8 @@ def long_documents(
         raise invalid_argument(
             called, length, f"at most {longest} tokens, the longest of the {which} in {corpus.directory}"
         )
-    by_text: dict[str, Document] = {}
-    for document in enough:
-        by_text.setdefault(text_of(document), document)
-    names = shuffle(by_text, seed)
-    return [by_text[name] for name in names]
-
-
-def text_of(document: Document) -> str:
-    """The id of the text that a document is, or is an excerpt of."""
-    return re.sub(r":\d+-\d+$", "", document.id)
+    by_id = {document.id: document for document in enough}
+    return [by_id[name] for name in shuffle(by_id, seed)]
 
 
 def shuffle(items: Iterable[Any], seed: int) -> list[Any]:

@@ -35,12 +35,6 @@ def prepare(
     strata: Annotated[
         str | None, typer.Option(metavar=INTS, help="Lengths in tokens, such as 8192,16384,32768; none by default.")
     ] = None,
-    excerpts: Annotated[
-        bool | None,
-        typer.Option(
-            "--excerpts/--whole", help="Cut excerpts of those lengths from longer documents, or keep documents whole."
-        ),
-    ] = None,
     text_field: Annotated[str | None, typer.Option(help="Field or column of the text; text by default.")] = None,
     id_field: Annotated[
         str | None, typer.Option(help="Field of the id; by default id where there is one, else the line.")
@@ -56,11 +50,10 @@ def prepare(
         float | None,
         typer.Option(help="Bad and empty records let pass: a number, or a share below 1; 0.01 by default."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes that tokenise; one for each core by default.")] = None,
 ) -> None:
     """Tokenise documents into shards with an index, hashes and a card. Stop it and start it again as you like."""
     # What is None was not given, and stays as the recipe or the default has it.
-    given = {name: value for name, value in locals().items() if name not in ("inputs", "out", "workers")}
+    given = {name: value for name, value in locals().items() if name not in ("inputs", "out")}
     from gape.data.pipeline import prepare as make  # noqa: PLC0415
     from gape.utils.progress import Progress, ProgressTable  # noqa: PLC0415
 
@@ -72,7 +65,7 @@ def prepare(
             note = f"{state.documents:,} documents, {state.tokens:,} tokens"
             table.show(str(out), state.position, state.total or None, note)
 
-        make(config, out, workers=workers, progress=show, log=progress.log)
+        make(config, out, progress=show, log=progress.log)
     typer.echo((out / "card.md").read_text(encoding="utf-8"))
 
 

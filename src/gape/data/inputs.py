@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -10,17 +9,12 @@ from typing import IO, Any, NamedTuple
 
 from gape.data import readers
 from gape.data.config import PrepareConfig
-from gape.data.readers import COMPRESSED, Fields, Input, Record, Tick, document, kind_of, require_fields
+from gape.data.readers import COMPRESSED, Fields, Input, Record, document, kind_of, require_fields
+from gape.utils.files import file_sha256
 
-CHUNK = 2**24
 
-
-def find(config: PrepareConfig, tick: Tick) -> list[Input]:
+def find(config: PrepareConfig) -> list[Input]:
     """Every input in order: held-out ones after the others, folders by sorted path.
-
-    Args:
-        config: the settings.
-        tick: called now and then while files are hashed; may raise to stop.
 
     Raises:
         ValueError: a path that does not exist, a file of unknown kind, a folder without documents, a file given twice.
@@ -38,10 +32,10 @@ def find(config: PrepareConfig, tick: Tick) -> list[Input]:
         if unique in known:
             raise ValueError(f"inputs: {name} is given twice, expected every input once")
         known.add(unique)
-    return [_identify(*source, tick) for source in sources]
+    return [_identify(*source) for source in sources]
 
 
-def probe(sources: list[Input], fields: Fields, tick: Tick) -> None:
+def probe(sources: list[Input], fields: Fields) -> None:
     """Make sure that the inputs can be read and have the fields; of many files on the hub, the first.
 
     Raises:
@@ -52,12 +46,11 @@ def probe(sources: list[Input], fields: Fields, tick: Tick) -> None:
         if source.kind in PROBES and ("sha256" in source.identity or source.group not in probed):
             PROBES[source.kind](source, fields)
         probed.add(source.group)
-        tick()
 
 
-def records(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
-    """The records of an input after the first `skip`, bad ones among them; `tick` as for :func:`find`."""
-    return READERS[source.kind](source, fields, skip, tick)
+def records(source: Input, fields: Fields, skip: int) -> Iterator[Record]:
+    """The records of an input after the first `skip`, bad ones among them."""
+    return READERS[source.kind](source, fields, skip)
 
 
 def _remote(spec: str) -> Iterator[tuple[str, File | None]]:
@@ -95,7 +88,7 @@ def _is_input(folder: Path, file: Path) -> bool:
     return not any(part.startswith(".") for part in inside.parts)
 
 
-def _identify(name: str, group: int, split: str | None, place: Path | File | None, tick: Tick) -> Input:
+def _identify(name: str, group: int, split: str | None, place: Path | File | None) -> Input:
     """An input with what identifies it: a file here (a path), a file on the hub, or a whole dataset (None)."""
     facts: dict[str, Any] = {"name": name, "split": split}
     if place is None:
@@ -103,12 +96,8 @@ def _identify(name: str, group: int, split: str | None, place: Path | File | Non
     if isinstance(place, File):
         facts |= {"bytes": place.size, "revision": place.revision}
         return Input(name, group, kind_of(name), split, place.size, place.open, facts)
-    digest, size = hashlib.sha256(), place.stat().st_size
-    with place.open("rb") as f:
-        while chunk := f.read(CHUNK):
-            digest.update(chunk)
-            tick()
-    facts |= {"bytes": size, "sha256": digest.hexdigest()}
+    size = place.stat().st_size
+    facts |= {"bytes": size, "sha256": file_sha256(place)}
     return Input(name, group, kind_of(name), split, size, lambda: place.open("rb"), facts)
 
 
@@ -221,7 +210,7 @@ def _probe_dataset(source: Input, fields: Fields) -> None:
     raise ValueError(f"inputs: {source.name} has no examples")
 
 
-def _read_dataset(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
+def _read_dataset(source: Input, fields: Fields, skip: int) -> Iterator[Record]:
     """A record for each example."""
     examples = stream(source.name, source.identity.get("revision"), skip)
     for number, value in enumerate(examples, start=skip + 1):
@@ -234,8 +223,8 @@ PROBES: dict[str, Callable[[Input, Fields], None]] = {
     "parquet": readers.probe_parquet,
     "dataset": _probe_dataset,
 }
-#: By kind of input: its records after the first `skip`; `tick` is called while those go by, and may raise.
-READERS: dict[str, Callable[[Input, Fields, int, Tick], Iterator[Record]]] = {
+#: By kind of input: its records after the first `skip`.
+READERS: dict[str, Callable[[Input, Fields, int], Iterator[Record]]] = {
     "text": readers.read_text,
     "jsonl": readers.read_lines,
     "parquet": readers.read_parquet,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from gape.analysis.passages import Ids, long_documents, number, text_of
+from gape.analysis.passages import Ids, long_documents, number
 from gape.experiments.experiment import Log
 from gape.experiments.open_model import OpenModel
 from gape.experiments.result_store import ResultStore
@@ -115,7 +115,7 @@ def _passage(corpus: Corpus, document: Document, others: list[Any], config: FarB
     first = number(config.seed, "other", document.id) % len(others)
     for step in range(len(others)):
         other = others[(first + step) % len(others)]
-        if text_of(other) != text_of(document) and other.length >= config.passage:
+        if other.id != document.id and other.length >= config.passage:
             start = number(config.seed, "passage", document.id) % (other.length - config.passage + 1)
             return corpus.tokens(other, start, start + config.passage).astype(np.int64)
     raise invalid_argument("passage", config.passage, "at most the tokens of some other document")

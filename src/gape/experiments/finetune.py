@@ -348,7 +348,7 @@ def corpus_of(name: str, data: Sequence[str], out: Path, heldout_fraction: float
         if not given.startswith("hf:") and not Path(given).exists():
             raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
     settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
-    processes.from_first(lambda: prepare(settings, out / CORPUS, workers=1, log=progress.log) and None)
+    processes.from_first(lambda: prepare(settings, out / CORPUS, log=progress.log) and None)
     return open_corpus(out / CORPUS)
 
 

@@ -79,7 +79,6 @@ class Plan:
     Attributes:
         protocol: which.
         documents: those that are read; the first column of `windows` counts in them.
-        sources: (documents,), equal for excerpts of one text.
         windows: (W, 4): document, start, length, scored.
         left_out: documents that are too short.
         of: windows before `max_windows` of them were drawn.
@@ -87,7 +86,6 @@ class Plan:
 
     protocol: Protocol
     documents: tuple[Document, ...]
-    sources: Ints
     windows: Ints
     left_out: tuple[Document, ...]
     of: int
@@ -133,9 +131,8 @@ def plan(
     numbers = np.repeat(np.arange(len(chosen)), [len(cut) for cut in cuts])
     windows = np.column_stack([numbers, np.concatenate(cuts)])
     drawn = _drawn(windows, np.array([document.index for document in chosen]), max_windows, seed)
-    sources = np.array([int(corpus.record(document.index)["name"]) for document in chosen])
     return Plan(
-        protocol=protocol, documents=tuple(chosen), sources=sources, windows=windows[drawn],
+        protocol=protocol, documents=tuple(chosen), windows=windows[drawn],
         left_out=tuple(document for document in documents if document.length < protocol.min_tokens), of=len(windows),
     )  # fmt: skip
 

@@ -111,8 +111,6 @@ def score_all(
 def rows(plan: Plan, sums: Floats, seed: int = 0) -> list[Record]:
     """What is stored of a plan's scores: a row for each stratum where there are several, and last one over all.
 
-    A corpus of excerpts holds a text once for each stratum; no row over all of it is made where strata overlap.
-
     Raises:
         ValueError: a loss that is not finite.
     """
@@ -123,10 +121,7 @@ def rows(plan: Plan, sums: Floats, seed: int = 0) -> list[Record]:
     strata = np.array([document.stratum or "" for document in plan.documents])[of_window]
     names = sorted({document.stratum for document in plan.documents if document.stratum}, key=lambda s: (len(s), s))
     records = [_row(plan, sums, strata == name, seed) | {"stratum": name} for name in names if len(names) > 1]
-    pairs = {(source, document.stratum) for source, document in zip(plan.sources.tolist(), plan.documents, strict=True)}
-    if len(pairs) == len(set(plan.sources.tolist())):
-        everything = np.ones(len(of_window), dtype=bool)
-        records.append(_row(plan, sums, everything, seed) | {"stratum": None})
+    records.append(_row(plan, sums, np.ones(len(of_window), dtype=bool), seed) | {"stratum": None})
     return [row for row in records if row]
 
 
@@ -134,7 +129,7 @@ def _row(plan: Plan, losses: Floats, chosen: npt.NDArray[np.bool_], seed: int) -
     if not chosen.any():
         return {}
     sums, counts = losses[chosen], plan.windows[chosen, 3].astype(np.float64)
-    sources = plan.sources[plan.windows[chosen, 0]]
+    sources = plan.windows[chosen, 0]
     each = sums / counts
     interval = weighted_interval(sums, counts, sources, seed)
     nll = float(sums.sum() / counts.sum())
