@@ -26,7 +26,6 @@ from gape.train import TrainConfig
         ("accumulation", True),
         ("precision", "float16"),
         ("compile", True),
-        ("deterministic", 1),
         ("keep_last", 0),
         ("progress", "loud"),
     ],

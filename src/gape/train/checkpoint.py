@@ -7,7 +7,6 @@ seal, `manifest.json`: size and SHA-256 of the other three, written last. Nothin
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 import shutil
@@ -31,6 +30,11 @@ MODEL, OPTIMIZER, STATE, SEAL = "model.safetensors", "optimizer.safetensors", "s
 SEALED = (MODEL, OPTIMIZER, STATE)
 SUMMARY = "summary.json"
 FORMAT = 1
+#: Keys of every state.
+STORED = (
+    "step", "tokens", "loss", "validated", "validation", "perfect", "worse", "best", "device", "window", "log_bytes",
+    "aliases", "train", "model", "data", "random",
+)  # fmt: skip
 _NAME = re.compile(r"step-(\d{8,})")
 # Errors of reading bytes that may be anything.
 _BAD = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError)
@@ -329,58 +333,12 @@ def _parse(path: Path, expected: Mapping[str, Any]) -> Any:
 
 
 def _inconsistencies(path: Path, step: int, state: Mapping[str, Any]) -> list[str]:
-    """What in the name and the state cannot be: another step, or a value that no run writes."""
+    """What in the name and the state cannot be: another step, or a key that every run writes."""
     if state.get("step") != step:
         return [f"{STATE} is of step {state.get('step')}, the seal of step {step}"]
     if _NAME.fullmatch(path.name) and path.name != name(step):
         return [f"{SEAL} is of step {step}: the directory was {name(step)} and has another name"]
-    return [f"{STATE} has no {key}, or one that no run writes" for key in _VALID if not _valid(key, state)]
-
-
-def _valid(key: str, state: Mapping[str, Any]) -> bool:
-    try:
-        return _VALID[key](state[key], state)
-    except _BAD:
-        return False
-
-
-def _count(value: Any, most: int | None = None, least: int = 0) -> bool:
-    return type(value) is int and least <= value and (most is None or value <= most)
-
-
-def _finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _validations(state: Mapping[str, Any]) -> int:
-    """How many validations there can have been."""
-    return int(state["validated"] // max(1, state["train"]["validate_every"]))
-
-
-def _is_perfect(metrics: Mapping[str, Any] | None) -> bool:
-    accuracy = (metrics or {}).get("accuracy")
-    return isinstance(accuracy, (int, float)) and accuracy >= 1.0
-
-
-#: By key of a state, whether a value is one that a run can have, given the others.
-_VALID: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
-    "step": lambda x, _: _count(x),
-    "tokens": lambda x, state: _count(x, least=state["step"]),
-    "loss": lambda x, _: x is None or _finite(x),
-    "validated": lambda x, state: _count(x, state["step"]),
-    "validation": lambda x, _: x is None or isinstance(x, dict),
-    "perfect": lambda x, state: _count(x, _validations(state)) and (x > 0) == _is_perfect(state["validation"]),
-    "worse": lambda x, state: _count(x, _validations(state)),
-    "best": lambda x, state: x is None or (len(x) == 2 and _count(x[0], state["validated"]) and _finite(x[1])),
-    "device": lambda x, _: isinstance(x, str),
-    "window": lambda x, state: len(x) <= state["step"] and all(len(row) == 2 and all(map(_finite, row)) for row in x),
-    "log_bytes": lambda x, _: _count(x),
-    "aliases": lambda x, _: all(isinstance(name, str) for name in x.values()),
-    "train": lambda x, _: isinstance(x, dict),
-    "model": lambda x, _: isinstance(x["class"], str) and isinstance(x["config"], dict),
-    "data": lambda x, _: True,
-    "random": lambda x, _: isinstance(x["python"], list) and isinstance(x["numpy"], list),
-}
+    return [f"{STATE} has no {key}" for key in STORED if key not in state]
 
 
 def _reason(error: Exception) -> str:

@@ -12,18 +12,10 @@ from gape.utils.validation import flag, invalid_argument, suggestion, weight, wh
 # What may differ between a checkpoint and the run that resumes it: nothing here changes a weight, but for the rounding
 # of sums over processes. `decay_steps` is not among them, so that more steps never bend the schedule of earlier ones.
 MAY_CHANGE = frozenset(
-    {
-        "max_steps",
-        "log_every",
-        "check_every",
-        "checkpoint_every",
-        "keep_last",
-        "tensorboard",
-        "progress",
-        "shard",
-        "context_parallel",
-    }
+    {"max_steps", "log_every", "check_every", "checkpoint_every", "keep_last", "progress", "shard", "context_parallel"}
 )
+# Keys that runs of earlier versions stored; no weight depends on them.
+REMOVED = frozenset({"tensorboard", "deterministic"})
 _AT_LEAST = {
     "max_steps": 1,
     "warmup_steps": 0,
@@ -69,7 +61,6 @@ class TrainConfig:
         compile: "on", "off"; "auto" compiles on a GPU only, and so does "graphs", which also replays whole updates as
             one CUDA graph: for models so small that launching their kernels takes longer than running them. Several
             processes compile and replay nothing.
-        deterministic: ask torch for deterministic algorithms while training.
         validate_every: updates between validations; 0 never validates.
         stop_after_perfect: end after so many validations in a row with accuracy 1; 0 never ends early.
         patience: end after so many validations in a row whose "loss" is not below the best; the checkpoint of the best
@@ -79,7 +70,6 @@ class TrainConfig:
         log_every: updates between log lines.
         check_every: updates between looks at the loss and gradient for non-finite values (the weights are safe in
             between); None is 1 on a CPU and `log_every` on a GPU.
-        tensorboard: also write TensorBoard files.
         progress: "bar", "plain" lines, "off"; "auto" is a bar on a terminal and lines elsewhere.
 
     Raises:
@@ -104,7 +94,6 @@ class TrainConfig:
     seed: int = 0
     precision: str = "auto"
     compile: str = "auto"
-    deterministic: bool = False
     validate_every: int = 100
     stop_after_perfect: int = 3
     patience: int = 0
@@ -112,7 +101,6 @@ class TrainConfig:
     keep_last: int = 2
     log_every: int = 10
     check_every: int | None = None
-    tensorboard: bool = False
     progress: str = "auto"
 
     def __post_init__(self) -> None:
@@ -129,8 +117,7 @@ class TrainConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise invalid_argument(name, getattr(self, name), f"one of {', '.join(choices)}")
-        for name in ("deterministic", "tensorboard", "shard"):
-            flag(name, getattr(self, name))
+        flag("shard", self.shard)
         betas = self.betas
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_fraction, betas)):
             raise invalid_argument("betas", betas, "two numbers from 0 to below 1")
@@ -189,7 +176,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     for key in sorted(before.keys() | now.keys()):
         was = before.get(key, defaults.get(key))
-        if key in MAY_CHANGE or was == now.get(key):
+        if key in MAY_CHANGE | REMOVED or was == now.get(key):
             continue
         line = f"{key} was {was!r} and is now {now.get(key)!r}"
         if key == "decay_steps":
