@@ -93,18 +93,6 @@ def test_a_line_that_is_too_long_is_named(
         make(tmp_path / "c", convert(lines))
 
 
-def test_a_dataset_is_streamed(tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    home = tmp_path / "set"
-    home.mkdir()
-    write_lines(home / "a.jsonl", ROWS)
-    corpus = make(tmp_path / "c", f"hf:{home}")
-    assert corpus.fingerprint() == make(tmp_path / "d", lines).fingerprint()
-    # What a resume reads.
-    assert [row["id"] for row in inputs.stream(f"hf:{home}", None, 37)] == ["doc-37", "doc-38", "doc-39"]
-
-
 class Hub:
     """A file system with the files of a dataset at a commit."""
 
@@ -130,7 +118,7 @@ def test_files_of_a_dataset_are_read_in_order(tmp_path: Path, lines: Path, monke
         packed = lzma.compress(write_lines(tmp_path / "plain", rows).read_bytes())
         (data / folder / "0.jsonl.xz").write_bytes(packed)
     monkeypatch.setattr(inputs, "filesystem", lambda: Hub(tmp_path / "hub"))
-    monkeypatch.setattr(inputs, "revision", lambda spec: "abc123")
+    monkeypatch.setattr(inputs, "revision", lambda dataset, given: "abc123")
     corpus = make(tmp_path / "c", "hf:a/b#data/*-2e13/*")
     assert corpus.fingerprint() == make(tmp_path / "d", lines).fingerprint()
     assert [(source["name"], source["revision"]) for source in corpus.card["sources"]] == [

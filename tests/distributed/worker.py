@@ -13,12 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from gape.distributed import Job, Ranks, context_parallel, leave, processes
-from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.train import Batch, TrainConfig
@@ -177,41 +175,6 @@ def gates_stay_exact():
     return kinds
 
 
-def skipped(length: str, eps: str):
-    """Under floors: what skipping blocks changes in a layer, the bytes that it sends, and what the theory needs."""
-    torch.manual_seed(0)
-    n, eps, heads, width = int(length), float(eps), 1, 16
-    mesh = init_device_mesh("cpu", (launch.size(),))
-    options = {"context_length": 1024, "position": "p-rope+gape", "gate_floor": 4.0}
-    layer = GAPEAttention(heads * width, heads, **options)
-    contexts, outs, grads = {}, {}, {}
-    rows = torch.randn(1, n * launch.size(), heads * width)
-    ids = torch.zeros(rows.shape[:2], dtype=torch.int64)
-    for name in (0.0, eps):
-        context = contexts[name] = context_parallel(layer, mesh, eps=name)
-        part = context.share(Batch(ids, ids))
-        x = rows[:, part.positions].requires_grad_()
-        y = layer(x, positions=part.positions)
-        y.square().sum().backward()
-        outs[name], grads[name] = (torch.zeros_like(rows) for _ in range(2))
-        outs[name][:, part.positions], grads[name][:, part.positions] = y.detach(), x.grad
-        for total in (outs[name], grads[name]):
-            torch.distributed.all_reduce(total)
-        context.remove()
-    sent = torch.tensor([[c.traffic["gather"], c.traffic["blocks"], c.traffic["bounds"]] for c in contexts.values()])
-    torch.distributed.all_reduce(sent)
-    with torch.no_grad():
-        q, k, v = layer.project(rows)
-        score = float(layer.scale * q.norm(dim=-1).max() * k.norm(dim=-1).max())
-        exposure = float(1 - layer.gates.landmark(k).max())
-        rate = float(layer.gates.amplitude.min()) * 4.0 / 1024 * exposure
-    return {
-        "output": float((outs[0.0] - outs[eps]).abs().max()), "gradient": float((grads[0.0] - grads[eps]).abs().max()),
-        "largest": float(layer.out.weight.abs().sum(1).max() * v.abs().max()), "bytes": sent.tolist(),
-        "rate": rate, "score": score,
-    }  # fmt: skip
-
-
 def transformers_model():
     import gape.hf
     from tests.hf.tiny import tiny
@@ -275,7 +238,7 @@ def accelerate():
 TASKS = {
     "accelerate": accelerate,
     "transformers_equal": transformers_equal,
-    "equal": equal, "long_run": long_run, "quick": quick, "gates_stay_exact": gates_stay_exact, "skipped": skipped,
+    "equal": equal, "long_run": long_run, "quick": quick, "gates_stay_exact": gates_stay_exact,
 }  # fmt: skip
 
 

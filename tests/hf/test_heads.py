@@ -225,20 +225,6 @@ def test_from_needles_to_a_model_with_these_floors(here: Path, capsys: pytest.Ca
     assert [list(layer.self_attn.gape.gate_floor) for layer in model.model.layers] == made["gate_floor"]
 
 
-PRUNE = ("--candidates", "3", "--context-length", "16", "--gate", "learn_landmark=false")
-
-
-def test_heads_are_pruned_where_that_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "2", *PRUNE) == 0
-    output = capsys.readouterr().err
-    for line in ("3 free: loss", "2 free: a floor under", "1 free: a floor"):
-        assert line in output
-    made = json.loads(Path("floors.json").read_text())
-    assert sum(row.count(0.0) for row in made["gate_floor"]) == 1 * 2
-    assert (made["candidates"], made["context_length"], made["gates"]) == (3, 16, {"learn_landmark": False})
-    assert len(made["loss"]) == 3
-
-
 def test_the_tokens_of_the_answer_are_found(here: Path) -> None:
     from gape.experiments import retrieval_heads
     from gape.experiments.open_reader import transformers_reader
@@ -271,13 +257,6 @@ def test_a_file_of_floors_is_written_once(here: Path, capsys: pytest.CaptureFixt
         (("--data", "data/niah_single_1_512.jsonl", "--out", "data"), "out: got str 'data'"),
         (("--data", "lost.jsonl"), "data: none of its samples can be used"),
         (("--data", "long.jsonl"), "they are longer than the model can read"),
-        (("--free", "4", *PRUNE), "candidates: got int 3, expected a whole number from 4"),
-        ((*PRUNE, "--candidates", "5"), "candidates: got int 5"),
-        (("--candidates", "3"), "context_length: got"),
-        (("--context-length", "16"), "context_length: got int 16, expected none"),
-        (("--gate", "learn_landmark=false"), "gate: got"),
-        ((*PRUNE, "--gate", "gate_floor=4"), "gate: got str 'gate_floor'"),
-        ((*PRUNE, "--gate", "no_such=4"), "no_such"),
     ],
 )
 def test_heads_that_cannot_be_found_are_refused(

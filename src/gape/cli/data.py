@@ -20,9 +20,7 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Directory of the corpus.")],
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Files, directories, hf:DATASET[@REVISION][:CONFIG or #FILES], or one recipe (data/fineweb)."
-        ),
+        typer.Argument(help="Files, directories, hf:DATASET[@REVISION]#FILES, or one recipe (data/fineweb)."),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="bytes, a directory with a vocabulary, or a name on the Hugging Face hub.")

@@ -1,4 +1,4 @@
-"""`gape hf`: put GAPE into models of transformers, take it out, convert GPT-2, fine-tune and measure."""
+"""`gape hf`: put GAPE into models of transformers, take it out, fine-tune and measure."""
 
 from __future__ import annotations
 
@@ -77,21 +77,12 @@ def heads(
     floor: Annotated[float, typer.Option(help="Floor of all other heads.")],
     out: Annotated[Path, typer.Option(help="JSON file of the floors, for gape hf inject --floors.")],
     samples: Annotated[int, typer.Option(help="Samples at most, as many from each file of DATA.")] = 16,
-    candidates: Annotated[
-        int | None,
-        typer.Option(help="Begin with so many free, and put floors where it costs the answers least; takes T."),
-    ] = None,
-    context_length: Length = None,
-    gate: Gate = None,
     device: Device = "auto",
 ) -> None:
     """Find the heads of a model without gates that retrieve, and write floors that leave them free."""
     from gape.experiments import retrieval_heads  # noqa: PLC0415
 
-    settings = retrieval_heads.Settings(
-        model=model, data=data, free=free, floor=floor, samples=samples, candidates=candidates,
-        context_length=context_length, gates=values("gate", gate),
-    )  # fmt: skip
+    settings = retrieval_heads.Settings(model=model, data=data, free=free, floor=floor, samples=samples)
     retrieval_heads.write(settings, out, device)
 
 
@@ -101,35 +92,6 @@ def remove(model: Model, out: Out) -> None:
     from gape.experiments import finetune  # noqa: PLC0415
 
     finetune.strip(model, out)
-
-
-@app.command()
-def convert(
-    model: Model,
-    out: Out,
-    position: Annotated[str | None, typer.Option(help="rope, p-rope or nope, with or without +gape.")] = None,
-    context_length: Length = None,
-    extend_positions: Annotated[
-        int | None, typer.Option(help="Instead of another scheme: lengthen the learned positions to so many.")
-    ] = None,
-    start: Start = "paper",
-    gate: Gate = None,
-    option: Option = None,
-    seed: Seed = 0,
-    dry_run: Dry = False,
-) -> None:
-    """Put another scheme in the place of GPT-2's learned positions, or lengthen them. Fine-tune it afterwards."""
-    from gape.experiments import finetune  # noqa: PLC0415
-
-    if (position is None) == (extend_positions is None):
-        raise ValueError("position, extend_positions: expected exactly one of --position and --extend-positions")
-    if extend_positions is not None:
-        finetune.lengthen(model, out, extend_positions, dry_run=dry_run)
-        return
-    finetune.retrofit(
-        model, out, context_length=context_length, position=position, layers=None, start=start, seed=seed,
-        gates=values("gate", gate), options=values("option", option), dry_run=dry_run, learned_positions=True,
-    )  # fmt: skip
 
 
 @app.command("finetune")

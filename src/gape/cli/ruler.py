@@ -55,9 +55,7 @@ def generate(
 @app.command("eval")
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="Runs of gape lm train, or models of transformers.")],
-    data: Annotated[
-        list[str], typer.Option(help="Samples: a file, a directory or hf:DATASET[:CONFIG]; may be repeated.")
-    ],
+    data: Annotated[list[str], typer.Option(help="Samples: a file or a directory; may be repeated.")],
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer of a run; models of transformers have their own.")
     ] = None,

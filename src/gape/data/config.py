@@ -25,10 +25,10 @@ class PrepareConfig:
     """The settings of a preparation.
 
     Args:
-        inputs: files, folders, or `hf:DATASET[@REVISION][:CONFIG]` or `hf:DATASET[@REVISION]#FILES`.
+        inputs: files, folders, or `hf:DATASET[@REVISION]#FILES`.
         heldout: the same, for documents that are all held out.
         tokenizer: as :func:`gape.data.load_tokenizer` takes it.
-        text_field, id_field, title_field: names in JSON lines, Parquet columns or a dataset. An id_field of None takes
+        text_field, id_field, title_field: names in JSON lines or Parquet columns. An id_field of None takes
             "id" where there is one, and the file and line number elsewhere.
         heldout_fraction: of the documents of `inputs`, by a hash of their ids; 0 to below 1.
         seed: of that hash.

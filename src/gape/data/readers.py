@@ -1,8 +1,8 @@
 """Documents from files: text, JSON lines and Parquet, plain or compressed, one record at a time.
 
-The library `datasets` reads datasets of the hub (:mod:`gape.data.inputs`), but not these files. It ends a whole file at
-the first line that is not JSON or not Unicode, without that line's number in the file; it has no bound on the length of
-a line; and it keeps neither line numbers, of which ids are made, nor places in the file, by which progress is shown.
+The library `datasets` would end a whole file at the first line that is not JSON or not Unicode, without that line's
+number; it has no bound on the length of a line; and it keeps neither line numbers, of which ids are made, nor places in
+the file, by which progress is shown.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ EMPTY = "empty document"
 
 @dataclass(frozen=True)
 class Input:
-    """One file or dataset.
+    """One file.
 
     Attributes:
         name: what it is called in ids, messages and the card: a file's name, or its path from the folder given.
         group: the number of the input as it was given; the files of a folder share it.
-        kind: "text", "jsonl", "parquet", or "dataset".
+        kind: "text", "jsonl" or "parquet".
         split: "train", "heldout", or None where each document's id decides.
-        size: bytes of the file; 0 for a dataset.
-        open: opens the file; None for a dataset.
-        identity: what the card says of it and a resume compares: its SHA-256, or the revision of its dataset.
+        size: bytes of the file.
+        open: opens the file.
+        identity: what the card says of it and a resume compares: its SHA-256, or the commit of its dataset.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Input:
     kind: str
     split: str | None
     size: int
-    open: Callable[[], IO[bytes]] | None
+    open: Callable[[], IO[bytes]]
     identity: dict[str, Any]
 
 
@@ -248,7 +248,7 @@ def _lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
 def _open(source: Input) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """A file as (its content, the file itself); the position in the second says how far the reading is."""
     decompress = COMPRESSED.get(PurePosixPath(source.name).suffix.lower(), _plain)
-    with cast(Callable[[], IO[bytes]], source.open)() as raw:
+    with source.open() as raw:
         yield decompress(raw), raw
 
 

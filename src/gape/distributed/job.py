@@ -147,7 +147,6 @@ class Ranks(Job):
         device: where tensors are.
         shard: shard parameters, gradients and moments (FSDP2); without, every process has all of them (DDP).
         context_parallel: K.
-        skip_eps: attention that a query may lose to keys that are not sent to it.
         stop: of the run.
 
     Raises:
@@ -160,11 +159,9 @@ class Ranks(Job):
         *,
         shard: bool = False,
         context_parallel: int = 1,
-        skip_eps: float = 0.0,
         stop: StopFlag | None = None,
     ) -> None:
         super().__init__(stop)
-        self.skip_eps = skip_eps
         processes.connect()
         self.rank, self.size, self.device, self.sharded = launch.rank(), launch.size(), device, shard
         if self.size % context_parallel:
@@ -191,7 +188,7 @@ class Ranks(Job):
             ValueError: its layers cannot attend across processes.
         """
         if self.mesh.size(1) > 1:
-            self._context = context_parallel(model, self.mesh[CONTEXT], eps=self.skip_eps)
+            self._context = context_parallel(model, self.mesh[CONTEXT])
         if self.sharded:
             sharding.shard(model, self._all, low=low, compiles=compiles)
             return model
@@ -305,7 +302,7 @@ def current_job(device: torch.device, *, stop: StopFlag | None = None, **options
     Args:
         device: where tensors are.
         stop: of the run.
-        **options: `shard`, `context_parallel` and `skip_eps` of :class:`Ranks`.
+        **options: `shard` and `context_parallel` of :class:`Ranks`.
 
     Raises:
         ValueError: a `context_parallel` that does not divide the number of processes.

@@ -195,7 +195,9 @@ def refuse_length(model: Any, length: int) -> None:
     limit = getattr(table, "num_embeddings", None)
     if limit is not None and length > limit:
         raise invalid_argument(
-            "length", length, f"at most {limit}, the model's learned positions; gape hf convert goes further"
+            "length",
+            length,
+            f"at most {limit}, the model's learned positions; gape hf inject --position goes further",
         )
 
 

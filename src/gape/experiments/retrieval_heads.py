@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gape.hf
 from gape.experiments.experiment import pick_device
 from gape.experiments.open_model import base_of, refuse_missing
 from gape.experiments.open_reader import transformers_reader
@@ -43,39 +42,16 @@ class Settings:
     free: int
     floor: float
     samples: int
-    candidates: int | None = None
-    context_length: int | None = None
-    gates: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         whole("free", self.free, 0)
         positive_number("floor", self.floor)
         whole("samples", self.samples)
-        if self.candidates is None:
-            if self.context_length is not None:
-                raise invalid_argument("context_length", self.context_length, "none without --candidates")
-            if self.gates:
-                raise invalid_argument("gate", dict(self.gates), "none without --candidates")
-            return
-        if whole("candidates", self.candidates, 0) < self.free:
-            raise invalid_argument(
-                "candidates", self.candidates, f"a whole number from {self.free}, as many as --free at least"
-            )
-        if self.context_length is None:
-            raise invalid_argument(
-                "context_length", None, "--context-length T beside --candidates, as gape hf inject takes it"
-            )
-        if FLOORS in self.gates:
-            raise invalid_argument("gate", FLOORS, "other options: --floor gives the floors")
 
     def to_record(self) -> dict[str, Any]:
         """What a file of floors says of these settings; names, wherever they are."""
         data = Path(self.data).resolve().name if Path(self.data).exists() else self.data
-        common = {"free": self.free, "floor": float(self.floor), "model": base_of(self.model), "data": data}
-        if self.candidates is None:
-            return common
-        gates = dict(self.gates)
-        return {**common, "candidates": self.candidates, "context_length": self.context_length, "gates": gates}
+        return {"free": self.free, "floor": float(self.floor), "model": base_of(self.model), "data": data}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +65,7 @@ class LocatedSample:
 
 
 def write(settings: Settings, out: Path, device: str) -> None:
-    """Score the heads of a model, prune them where the settings say so, print the best and write floors.
+    """Score the heads of a model, print the best and write floors.
 
     Raises:
         ValueError: no such model or data, a model with gates, too few heads, no sample that shows where its answer
@@ -103,7 +79,10 @@ def write(settings: Settings, out: Path, device: str) -> None:
         raise invalid_argument("model", settings.model, "one without gates; gape hf remove takes them out")
     samples, _ = sources.read([settings.data])
     reader = transformers_reader(settings.model, device=target)
-    groups = _check_model(reader.model, settings)
+    layers, n_heads, n_kv_heads = heads.sizes(reader.model)
+    groups = n_heads // n_kv_heads
+    # Refuses more free heads than there are, before anything is scored.
+    heads.floors(torch.zeros(layers, n_kv_heads), settings.free, settings.floor, groups)
     located = locate(reader, samples, settings.samples, progress)
     score = _scores(reader, located, progress)
     record = {
@@ -111,27 +90,9 @@ def write(settings: Settings, out: Path, device: str) -> None:
         "score": [[round(value, 6) for value in row] for row in score.tolist()],
         **settings.to_record(), "samples": len(located),
     }  # fmt: skip
-    if settings.candidates is not None:
-        best = _prune(reader, located, heads.best(score, settings.candidates), settings, progress)
-        record |= {FLOORS: best.floors, "loss": [round(loss, 6) for loss in best.losses]}
     out.parent.mkdir(parents=True, exist_ok=True)
     files.replace(out, files.to_json(record, indent=None))
     _show(score, settings.free)
-
-
-def _check_model(model: Any, settings: Settings) -> int:
-    """Query heads of a key head, once a model is known to take the settings."""
-    layers, n_heads, n_kv_heads = heads.sizes(model)
-    groups = n_heads // n_kv_heads
-    rows = heads.floors(torch.zeros(layers, n_kv_heads), settings.free, settings.floor, groups)
-    if settings.candidates is not None:
-        most = layers * n_kv_heads
-        if settings.candidates > most:
-            expected = f"a whole number from {settings.free}, as many as --free, to {most}, the key heads of the model"
-            raise invalid_argument("candidates", settings.candidates, expected)
-        gates = {**settings.gates, FLOORS: rows}
-        gape.hf.plan(model, context_length=settings.context_length, start="paper", gates=gates)
-    return groups
 
 
 def locate(reader: TransformersReader, samples: Sequence[Sample], most: int, progress: Progress) -> list[LocatedSample]:
@@ -219,33 +180,6 @@ def _scores(reader: TransformersReader, located: Sequence[LocatedSample], progre
             )
     reader.model.set_attn_implementation(own)
     return torch.stack(scores).mean(0)
-
-
-def _prune(
-    reader: TransformersReader,
-    located: Sequence[LocatedSample],
-    candidates: Sequence[heads.Head],
-    settings: Settings,
-    progress: Progress,
-) -> heads.Pruned:
-    """The heads left of some, with a line for each that goes."""
-    assert settings.context_length is not None
-    samples = [(one.ids[None].to(reader.device), one.answer) for one in located]
-    first = left = len(candidates) + 1
-
-    def log_head(head: heads.Head | None, loss: float) -> None:
-        nonlocal left
-        left -= 1
-        what = "" if head is None else f"a floor under layer {head[0]}, key head {head[1]}, "
-        progress.log(f"{left} free: {what}loss {loss:.4f}")
-        table.show("floors", first - left, first - settings.free)
-
-    with ProgressTable(progress, "head") as table:
-        table.show("floors", 0, first - settings.free)
-        return heads.pruned(
-            reader.model, samples, candidates, settings.free, floor=settings.floor, gates=settings.gates,
-            context_length=settings.context_length, report=log_head,
-        )  # fmt: skip
 
 
 def _show(score: Tensor, free: int) -> None:

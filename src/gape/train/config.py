@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gape.utils.validation import flag, invalid_argument, suggestion, weight, whole
+from gape.utils.validation import flag, invalid_argument, weight, whole
 
 # What may differ between a checkpoint and the run that resumes it: nothing here changes a weight, but for the rounding
 # of sums over processes. `decay_steps` is not among them, so that more steps never bend the schedule of earlier ones.
@@ -131,15 +131,6 @@ class TrainConfig:
         object.__setattr__(self, "betas", (float(betas[0]), float(betas[1])))
         object.__setattr__(self, "decay_steps", self.max_steps if self.decay_steps is None else self.decay_steps)
 
-    @property
-    def layer_eps(self) -> float:
-        """The part of `skip_eps` that kernels may skip: half of it where processes also skip keys."""
-        return self.skip_eps / 2 if self.context_parallel > 1 else self.skip_eps
-
-    def parallel(self) -> dict[str, Any]:
-        """The options of :class:`gape.distributed.Ranks`."""
-        return {"shard": self.shard, "context_parallel": self.context_parallel, "skip_eps": self.skip_eps / 2}
-
     def low(self, device_type: str) -> bool:
         """Whether forward passes run under bfloat16 autocast on a kind of device."""
         return self.precision == "bfloat16" or (self.precision == "auto" and device_type == "cuda")
@@ -151,22 +142,6 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value, in the types JSON has."""
         return {**dataclasses.asdict(self), "betas": list(self.betas)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The config of a mapping.
-
-        Raises:
-            ValueError: for an unknown key, with the nearest known one, and for what the class refuses.
-        """
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key in values:
-            if key not in known:
-                hint = suggestion(key, known) or f"; known are {', '.join(known)}"
-                raise ValueError(f"{key}: got a key that TrainConfig does not have{hint}")
-        if "max_steps" not in values:
-            raise ValueError("max_steps: got nothing, expected a whole number of at least 1")
-        return cls(**values)
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
