@@ -64,9 +64,8 @@ def test_from_runs_to_figures(home: Path, capsys: pytest.CaptureFixture[str], mo
     for kind in ("spectrum", "maps", "masks"):
         assert analyze(kind, home) == 0
     assert analyze("far-back", home, *FAR) == 0
-    assert gape_exits("analyze", "routing", *RUNS) == 0
     output = capsys.readouterr()
-    for words in ("Mean attention entropy", "query gate", "Repeated n-grams", "p-RoPE+GAPE − p-RoPE"):
+    for words in ("Mean attention entropy", "Repeated n-grams", "p-RoPE+GAPE − p-RoPE"):
         assert words in output.out
     assert "p-rope has no gates" in output.err
     assert [s["asked"]["length"] for s in sets(RUNS[0], "entropy")] == [16, 64]
@@ -141,7 +140,6 @@ def test_perplexity_on_another_device_is_measured_again(home: Path) -> None:
         (["entropy", "nowhere", "--data", "books/corpus"], "expected a directory that gape lm train made"),
         (["entropy", RUNS[0], "--data", "books/corpus", "--stratum", "8192"], "no strata"),
         (["maps", RUNS[0], "--data", "books/corpus", "--layer", "5"], "layer: got int 5"),
-        (["routing", RUNS[0]], "which gape lm train writes"),
         (["far-back", RUNS[0], "--data", "books/held.jsonl"], "expected a directory that gape data prepare wrote"),
         (["far-back", RUNS[0], "--data", "books/corpus"], "context: got int 65536"),
         (["far-back", RUNS[0], "--data", "books/corpus", "--kinds", "verbs"], "kinds: got str 'verbs'"),

@@ -172,14 +172,6 @@ def test_a_failed_run_does_not_stop_the_others(
     assert len(rows(Path("runs/toy/rope+gape"))) == 2
 
 
-def test_runs_at_once_give_what_runs_in_turn_give(toy: Path) -> None:
-    assert gape_exits("niah", "train", toy, "--out", "turn") == 0
-    assert gape_exits("niah", "train", toy, "--out", "once", "--jobs", "2") == 0
-    for run in RUNS:
-        one, other = rows(Path("turn") / run), rows(Path("once") / run)
-        assert [r["hits"] for r in one] == [r["hits"] for r in other]
-
-
 def test_a_trained_run_is_evaluated_further(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gape_exits("niah", "train", toy, "model.position=rope") == 0
     assert gape_exits("niah", "eval", "runs/toy/rope", "--factors", "1,4", "--samples", "6", "--position", "yarn") == 0
@@ -206,11 +198,7 @@ def test_the_scheme_for_evaluation_reads_the_same_weights(toy: Path) -> None:
         (["niah", "train", "toy.toml", "train.max_step=1"], "did you mean train.max_steps?"),
         (["niah", "train", "missing.toml"], "expected a TOML file or one of niah/demo"),
         (["niah", "train", "toy.toml", "device=warp"], "device: got str 'warp'"),
-        (["niah", "train", "toy.toml", "--jobs", "0"], "jobs: got int 0"),
-        (["demo", "--jobs", "0"], "jobs: got int 0"),
         (["niah", "eval", "nowhere"], "expected a directory with run.json"),
-        (["niah", "run", "nowhere"], "run: got 'nowhere'"),
-        (["lm", "run", "nowhere"], "run: got 'nowhere'"),
         (["report", "nowhere"], "expected a run, a sweep or a report"),
         (["reproduce", "acuracy"], "did you mean accuracy?"),
         (["reproduce", "accuracy"], "gape niah train niah/paper"),
@@ -305,7 +293,7 @@ def test_the_demo_is_the_recipe_at_toy_size(
         "evaluation.samples=4", "evaluation.factors=[1]", "analysis.factors=[1]", "analysis.samples=1", "seed=[0]",
         "train.validate_every=0", "train.warmup_steps=0",
     ]  # fmt: skip
-    assert gape_exits("demo", "--jobs", "1", *small) == 0
+    assert gape_exits("demo", *small) == 0
     out = capsys.readouterr().out
     assert "p-RoPE+GAPE" in out
     page = Path(out.rpartition("Report: ")[2].strip())
@@ -314,8 +302,7 @@ def test_the_demo_is_the_recipe_at_toy_size(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, code: int, jobs: int) -> None:
+def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, code: int) -> None:
     command = [
         sys.executable,
         "-m",
@@ -324,8 +311,6 @@ def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, 
         "train",
         str(toy),
         "train.max_steps=100000",
-        "--jobs",
-        str(jobs),
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -337,18 +322,3 @@ def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, 
     assert process.returncode == code
     assert "Traceback" not in errors
     assert list(Path("runs/toy/rope/checkpoints").glob("step-*"))
-
-
-@pytest.mark.slow
-def test_children_end_when_their_sweep_is_killed(toy: Path) -> None:
-    command = [sys.executable, "-m", "gape", "niah", "train", str(toy), "train.max_steps=100000", "--jobs", "2"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (Path("runs/toy/rope/log.jsonl").is_file() and Path("runs/toy/rope/log.jsonl").stat().st_size):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.kill()
-    process.wait()
-    while not list(Path("runs/toy/rope/checkpoints").glob("step-*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

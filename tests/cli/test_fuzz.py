@@ -48,7 +48,7 @@ BROKEN = {
 }  # fmt: skip
 #: Arguments with which a command has little to do, so that one that is wrong is found beside them.
 VALID: dict[str, tuple[str, ...]] = {
-    "demo": ("--jobs", "0"),
+    "demo": ("train.max_steps=0",),
     "doctor": ("--length", "16"),
     "reproduce": ("accuracy", "--results", "missing"),
     "report": ("folder",),
@@ -56,15 +56,12 @@ VALID: dict[str, tuple[str, ...]] = {
     "data verify": ("corpus",),
     "lm train": ("lm/toy", "data=missing", "--out", "new"),
     "lm perplexity": ("run", "--data", "corpus", "--contexts", "16", "--last", "16", "--max-windows", "2"),
-    "lm run": ("folder",),
     "hf import": ("cut.gguf", "--out", "new"),
     "hf inject": ("model", "--out", "new", "--context-length", "16", "--dry-run"),
-    "hf heads": ("model", "--data", "samples", "--free", "1", "--floor", "4", "--out", "new"),
     "hf remove": ("model", "--out", "new"),
     "hf finetune": ("model", "corpus", "--out", "new", "--length", "0"),
     "hf perplexity": ("model", "--data", "corpus", "--contexts", "16", "--last", "16", "--max-windows", "2"),
     "niah train": ("toy.toml", "--list", "--out", "new"),
-    "niah run": ("folder",),
     "niah eval": ("needle", "--factors", "1", "--samples", "2"),
     "ruler generate": ("--tokenizer", "bytes", "--lengths", "384", "--tasks", "vt", "--count", "1", "--out", "new"),
     "ruler eval": ("run", "--data", "samples", "--tokenizer", "bytes", "--limit", "1", "--no-generate"),
@@ -73,12 +70,11 @@ VALID: dict[str, tuple[str, ...]] = {
     "analyze spectrum": ("run", "--data", "corpus", "--samples", "1"),
     "analyze maps": ("run", "--data", "corpus", "--size", "4"),
     "analyze masks": ("run", "--data", "corpus", "--size", "4"),
-    "analyze routing": ("run",),
     "analyze far-back": ("run", "--data", "corpus", "--context", "64", "--distances", "8", "--kinds", "ngram"),
 }
 #: Of a command on which a wrong value would let it go to work for long: options that are left as they are.
 KEPT = {
-    "demo": ("jobs",), "report": ("runs",), "lm train": ("overrides", "recipe"),
+    "demo": ("overrides",), "report": ("runs",), "lm train": ("overrides", "recipe"),
     "reproduce": ("results", "listing"),
     "niah train": ("dry", "recipe"), "hf finetune": ("length",),
 }  # fmt: skip
@@ -221,19 +217,19 @@ READ = {
         "niah train recipe.toml --list", "lm train recipe.toml --list", "data prepare recipe.toml --out new",
     ),
     "run/run.json": (
-        "lm perplexity run --data corpus --contexts 16 --last 16", "analyze entropy run --data corpus", "lm run run",
+        "lm perplexity run --data corpus --contexts 16 --last 16", "analyze entropy run --data corpus",
         "ruler eval run --data samples",
     ),
-    "needle/run.json": ("niah eval needle", "niah run needle"),
+    "needle/run.json": ("niah eval needle",),
     "needle/eval.jsonl": ("niah eval needle --factors 1 --samples 2", "report needle"),
     "run/perplexity.jsonl": ("lm perplexity run --data corpus --contexts 16 --last 16", "report run"),
-    "run/routing.jsonl": ("analyze routing run",),
+    "run/routing.jsonl": ("report run",),
     "run/ruler.jsonl": ("ruler table run",),
     "run/entropy.json": ("report run",),
     "run/config.json": ("lm perplexity run --data corpus --contexts 16 --last 16",),
     "corpus/card.json": ("data verify corpus", "lm perplexity run --data corpus", "hf perplexity model --data corpus"),
     "samples/vt_384.jsonl": (
-        "ruler eval run --data samples", "hf heads model --data samples --free 1 --floor 4 --out new",
+        "ruler eval run --data samples",
     ),
     "samples/manifest.json": ("ruler generate --tokenizer bytes --tasks vt --lengths 512 --count 1 --out samples",),
     "squad": ("ruler generate --tokenizer bytes --tasks qa_1 --lengths 384 --squad squad --out new",),

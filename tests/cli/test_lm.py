@@ -159,14 +159,6 @@ def test_scores_that_a_death_left_go_at_the_next_start(corpus: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_at_once_give_what_runs_in_turn_give(corpus: Path) -> None:
-    assert train(corpus, "--out", "turn") == 0
-    assert train(corpus, "--out", "once", "--jobs", "2") == 0
-    for run in RUNS:
-        one, other = rows(Path("turn") / run), rows(Path("once") / run)
-        assert [r["nll"] for r in one] == pytest.approx([r["nll"] for r in other], abs=1e-5)
-
-
 def test_every_run_of_a_sweep_runs_compiled(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are: torch keeps a few compiled forms of a function and runs others uncompiled."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

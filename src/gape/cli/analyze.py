@@ -97,14 +97,6 @@ _picture(
 )
 
 
-@app.command()
-def routing(runs: Runs) -> None:
-    """The routing variables at the end of training, by layer, from the routing.jsonl that training left."""
-    from gape.experiments import analyses  # noqa: PLC0415
-
-    typer.echo(analyses.routing(runs).text())
-
-
 @app.command("far-back")
 def far_back(
     runs: Runs,

@@ -51,11 +51,11 @@ def prepare(
 ) -> None:
     """Tokenise documents into shards with an index, hashes and a card. Stop it and start it again as you like."""
     # What is None was not given, and stays as the recipe or the default has it.
-    given = {name: value for name, value in locals().items() if name not in ("inputs", "out")}
+    options = {name: value for name, value in locals().items() if name not in ("inputs", "out")}
     from gape.data.pipeline import prepare as make  # noqa: PLC0415
     from gape.utils.progress import Progress, ProgressTable  # noqa: PLC0415
 
-    config = settings(inputs or [], {name: value for name, value in given.items() if value is not None})
+    config = settings(inputs or [], {name: value for name, value in options.items() if value is not None})
     progress = Progress()
     with ProgressTable(progress, "byte") as table:
 
@@ -79,7 +79,7 @@ def verify(directory: Annotated[Path, typer.Argument(help="A prepared corpus.")]
     typer.echo(f"{directory}: as it was prepared, fingerprint {corpus.fingerprint()}")
 
 
-def settings(inputs: list[str], given: dict[str, Any]) -> Any:
+def settings(inputs: list[str], options: dict[str, Any]) -> Any:
     """The settings of a recipe, where the only input names one, and of the options, which win.
 
     Raises:
@@ -92,8 +92,8 @@ def settings(inputs: list[str], given: dict[str, Any]) -> Any:
     if named and len(inputs) > 1:
         raise ValueError(f"inputs: got the recipe {named[0]} beside others, expected it alone")
     base = config.load(named[0]) if named else {"inputs": tuple(inputs)}
-    if "strata" in given:
-        given["strata"] = numbers("strata", given["strata"], int, "8192,16384") if given["strata"] else ()
-    if "heldout" in given:
-        given["heldout"] = tuple(given["heldout"])
-    return PrepareConfig(**(base | given))
+    if "strata" in options:
+        options["strata"] = numbers("strata", options["strata"], int, "8192,16384") if options["strata"] else ()
+    if "heldout" in options:
+        options["heldout"] = tuple(options["heldout"])
+    return PrepareConfig(**(base | options))

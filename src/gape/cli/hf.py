@@ -52,7 +52,7 @@ def inject(
     ] = None,
     start: Start = "identity",
     gate: Gate = None,
-    floors: Annotated[Path | None, typer.Option(help="File of gape hf heads, in place of --gate gate_floor=….")] = None,
+    floors: Annotated[Path | None, typer.Option(help="JSON file with gate_floor by layer, in place of --gate.")] = None,
     option: Option = None,
     seed: Seed = 0,
     dry_run: Dry = False,
@@ -67,23 +67,6 @@ def inject(
         gates=gates if floors is None else retrieval_heads.with_floors(gates, floors),
         options=values("option", option), dry_run=dry_run,
     )  # fmt: skip
-
-
-@app.command()
-def heads(
-    model: Model,
-    data: Annotated[str, typer.Option(help="Folder or file of gape ruler generate; needles serve best.")],
-    free: Annotated[int, typer.Option(help="Key heads with floor 0: those that retrieve most.")],
-    floor: Annotated[float, typer.Option(help="Floor of all other heads.")],
-    out: Annotated[Path, typer.Option(help="JSON file of the floors, for gape hf inject --floors.")],
-    samples: Annotated[int, typer.Option(help="Samples at most, as many from each file of DATA.")] = 16,
-    device: Device = "auto",
-) -> None:
-    """Find the heads of a model without gates that retrieve, and write floors that leave them free."""
-    from gape.experiments import retrieval_heads  # noqa: PLC0415
-
-    settings = retrieval_heads.Settings(model=model, data=data, free=free, floor=floor, samples=samples)
-    retrieval_heads.write(settings, out, device)
 
 
 @app.command()
@@ -155,11 +138,11 @@ perplexity.add_command(app, contexts="512,1024,2048,4096", chunk=65536)
 app.command("extend")(extend.extend)
 
 
-def values(name: str, given: list[str] | None) -> dict[str, Any]:
+def values(name: str, texts: list[str] | None) -> dict[str, Any]:
     """KEY=VALUE of an option of that name, the values as in a recipe."""
     from gape.utils.settings import override  # noqa: PLC0415
 
-    for text in given or []:
+    for text in texts or []:
         if not text.partition("=")[0].strip() or "=" not in text:
             raise ValueError(f"{name}: got {text!r}, expected KEY=VALUE")
-    return dict(override(text) for text in given or [])
+    return dict(override(text) for text in texts or [])

@@ -6,10 +6,9 @@ import typer
 
 from gape.cli import perplexity
 from gape.cli.options import Resume
-from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, chosen, run_one
+from gape.cli.runs import Dry, Only, Out, Overrides, RecipeName, chosen
 
 app = typer.Typer(help="Language models on a corpus of your own.", no_args_is_help=True, rich_markup_mode=None)
-app.command("run", hidden=True)(run_one)
 
 
 @app.command()
@@ -17,7 +16,6 @@ def train(
     recipe: RecipeName,
     overrides: Overrides = None,
     out: Out = None,
-    jobs: Jobs = 1,
     resume: Resume = "auto",
     only: Only = None,
     dry: Dry = False,
@@ -26,7 +24,7 @@ def train(
     from gape.experiments.sweep import run_recipe  # noqa: PLC0415
 
     loaded, directory = chosen("lm", recipe, overrides, only, out, dry)
-    result = run_recipe(loaded, directory, jobs=jobs, resume=resume)
+    result = run_recipe(loaded, directory, resume=resume)
     for run in loaded.runs:
         if run.name not in result.failed:
             typer.echo(directory / run.name)

@@ -34,16 +34,10 @@ Number = TypeVar("Number", int, float)
 
 
 def numbers(name: str, text: str, kind: type[Number], such_as: str) -> tuple[Number, ...]:
-    """The numbers of a text, in its order; spaces around them and underscores inside them do not matter.
-
-    Args:
-        name: of the option, for the message.
-        text: numbers with commas.
-        kind: int or float.
-        such_as: a list that would do, for the message.
+    """The numbers of a text with commas, in its order; spaces around them and underscores inside them do not matter.
 
     Raises:
-        ValueError: something in it is no number of that kind.
+        ValueError: something in it is no number of that kind; names the option, and a list that would do.
     """
     try:
         return tuple(kind(part) for part in text.split(","))

@@ -95,11 +95,7 @@ class Corpus:
         return tuple(split for split in SPLITS if self.card["splits"][split]["documents"])
 
     def documents(self, split: str, stratum: str | int | None = None) -> Documents:
-        """The documents of a split, in the order of the input.
-
-        Args:
-            split: one of `splits`.
-            stratum: only those of one stratum; None means all.
+        """The documents of a split, in the order of the input; only those of one stratum where it is named.
 
         Raises:
             ValueError: the corpus has no such split or stratum.
@@ -140,10 +136,7 @@ class Corpus:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Read everything and compare it with the card.
-
-        Args:
-            progress: called with files read and in all.
+        """Read everything and compare it with the card; `progress` is called with files read and in all.
 
         Raises:
             ValueError: a file that is not what the card says; names each.

@@ -19,11 +19,11 @@ def find(config: PrepareConfig) -> list[Input]:
     Raises:
         ValueError: a path that does not exist, a file of unknown kind, a folder without documents, a file given twice.
     """
-    given = [(spec, None if config.heldout_fraction else "train") for spec in config.inputs]
-    given += [(spec, "heldout") for spec in config.heldout]
+    specs = [(spec, None if config.heldout_fraction else "train") for spec in config.inputs]
+    specs += [(spec, "heldout") for spec in config.heldout]
     sources = [
         (name, group, split, place)
-        for group, (spec, split) in enumerate(given)
+        for group, (spec, split) in enumerate(specs)
         for name, place in (_remote(spec) if spec.startswith(PREFIX) else _local(spec))
     ]
     known: set[Path | str] = set()
@@ -112,12 +112,10 @@ class File(NamedTuple):
 def files(spec: str) -> list[File]:
     """The files of a dataset of the hub that match a pattern, by sorted path; they are read as local files are.
 
-    Unlike the library `datasets`, this accepts files whose other fields differ, and a resume does not open files that
-    are done. The commit is fixed, so that a resume reads the same.
+    Unlike the library `datasets`, this accepts files whose other fields differ. The commit is fixed for a resume.
 
     Raises:
         ValueError: the hub cannot be reached, or has no such dataset, or no such file in it.
-        ImportError: huggingface-hub is missing.
     """
     match = _FORM.fullmatch(spec)
     if match is None:
@@ -137,10 +135,10 @@ def files(spec: str) -> list[File]:
     return [File(f"{PREFIX}{dataset}#{path.removeprefix(root)}", size, commit, opener(path)) for path, size in chosen]
 
 
-def revision(dataset: str, given: str | None) -> str | None:
+def revision(dataset: str, wanted: str | None) -> str | None:
     """The commit a dataset is read at."""
     try:
-        commit: str | None = _hub().HfApi().dataset_info(dataset, revision=given).sha
+        commit: str | None = _hub().HfApi().dataset_info(dataset, revision=wanted).sha
     except ImportError:
         raise
     # Errors of the network or the hub, of many kinds.

@@ -43,14 +43,9 @@ class Cursor(NamedTuple):
 
 @dataclass
 class Counts:
-    """What has been read so far.
+    """What has been read so far: records; those empty, bad, and in no stratum; documents and tokens stored by input.
 
-    Attributes:
-        read: records.
-        empty, bad: those without a text, those that could not be understood.
-        outside: documents that fit no stratum.
-        documents, tokens: stored so far, for each file or dataset.
-        bad_records: input, number and reason of the first empty or bad ones.
+    `bad_records` has input, number and reason of the first empty or bad ones.
     """
 
     read: int = 0
@@ -75,10 +70,6 @@ class Parts:
 
     A shard is closed by the document that makes it reach `shard_tokens`, so where shards end follows from the input
     and the settings alone. One shard is in memory, and one shard of work is lost when the process is killed.
-
-    Args:
-        directory: of the corpus.
-        shard_tokens: tokens at which a shard is closed.
 
     Attributes:
         records: the folder that has a record of each sealed shard until there is an index.

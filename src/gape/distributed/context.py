@@ -1,9 +1,9 @@
 """Context parallelism: each process has a slice of every sequence, and attention reads the keys of all of them.
 
 Queries stay where they are. Layer by layer, keys, values and what a scheme stores beside a key are gathered; backward,
-their gradients are added up where they came from. A sequence is cut into 2K parts, and
-process r has the parts r and 2K − 1 − r, so that all have as many pairs of a query and an earlier key. In a model of
-transformers, which would make a dense mask where positions jump, process r has part r of K.
+their gradients are added up where they came from. A sequence is cut into 2K parts, and process r has the parts r and
+2K − 1 − r, so that all have as many pairs of a query and an earlier key. In a model of transformers, which would make a
+dense mask where positions jump, process r has part r of K.
 
 Shapes: B rows, Hq and Hk heads, n tokens of a slice, N = K·n tokens of a sequence, D and Dv widths.
 """
@@ -18,14 +18,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from gape.data.windows import Batch
-from gape.distributed.collectives import Traffic, gather
 from gape.models.skipping import Skips
 from gape.ops import attention, gated_attention
 from gape.positions.base import Scheme
 from gape.utils.validation import invalid_argument
+
+# Names of torch 2.13 and later; before, the same functions were called otherwise.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather(x: Tensor, group: Any) -> Tensor:
+    """The tensors of all processes, (K, ...) in the order of their ranks; gradients are added up where x came from."""
+    gathered: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group, ways = group, dist.get_world_size(group)
+        out = x.new_empty(ways, *x.shape)
+        _all_gather(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        own = grad.new_empty(grad.shape[1:])
+        _reduce_scatter(own, grad.contiguous().flatten(0, 1), group=ctx.group)
+        return own, None
 
 
 def context_parallel(model: nn.Module, mesh: DeviceMesh) -> ContextParallel:
@@ -87,13 +115,11 @@ class ContextParallel:
 
     Attributes:
         rank, ways: the slice of this process and K.
-        traffic: bytes received so far.
     """
 
     def __init__(self, layers: list[Any], mesh: DeviceMesh) -> None:
         self.group: Any = mesh.get_group()
         self.rank, self.ways = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.traffic = Traffic()
         # Where positions jump, transformers makes a dense mask.
         self.contiguous = any(_scheme(layer) is None for layer in layers)
         self._layers, self._active = layers, True
@@ -207,7 +233,7 @@ class ContextParallel:
 
     def _keys(self, layer: Any, k: Tensor, v: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and sides of all tokens, in the order of the sequence."""
-        both = self._ordered(gather(torch.cat([k, v], dim=-1), self.group, self.traffic), 2)
+        both = self._ordered(gather(torch.cat([k, v], dim=-1), self.group), 2)
         k, v = torch.split(both, [k.size(-1), v.size(-1)], dim=-1)
         return k, v, self._side(layer, side)
 
@@ -217,7 +243,7 @@ class ContextParallel:
             return None
         scheme = _scheme(layer)
         sent = side if scheme is None else scheme.separate(side)
-        whole = self._ordered(gather(sent, self.group, self.traffic), 2)
+        whole = self._ordered(gather(sent, self.group), 2)
         return whole if scheme is None else scheme.accumulate(whole)
 
     def _whole(self, x: Tensor | None) -> Tensor | None:
@@ -227,7 +253,7 @@ class ContextParallel:
         for mine, version, whole in self._gathered:
             if x.is_set_to(mine) and x._version == version:
                 return whole
-        whole = self._ordered(gather(x, self.group, self.traffic), x.dim() - 1)
+        whole = self._ordered(gather(x, self.group), x.dim() - 1)
         # The local one is kept too: its memory is not used again while it says which one was gathered.
         self._gathered = [*self._gathered[-1:], (x, x._version, whole)]
         return whole

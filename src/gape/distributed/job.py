@@ -141,13 +141,9 @@ class Job:
 
 
 class Ranks(Job):
-    """The processes of `torchrun`: `size / K` of them share the rows of a batch, K the tokens of a row.
+    """The processes of `torchrun`: size / K of them share the rows of a batch, K = context_parallel those of a row.
 
-    Args:
-        device: where tensors are.
-        shard: shard parameters, gradients and moments (FSDP2); without, every process has all of them (DDP).
-        context_parallel: K.
-        stop: of the run.
+    With `shard` parameters, gradients and moments are sharded (FSDP2); without, every process has all of them (DDP).
 
     Raises:
         ValueError: K does not divide the number of processes.
@@ -298,11 +294,6 @@ class Ranks(Job):
 
 def current_job(device: torch.device, *, stop: StopFlag | None = None, **options: Any) -> Job:
     """The job that this process belongs to: :class:`Ranks` where `torchrun` started several, else :class:`Job`.
-
-    Args:
-        device: where tensors are.
-        stop: of the run.
-        **options: `shard` and `context_parallel` of :class:`Ranks`.
 
     Raises:
         ValueError: a `context_parallel` that does not divide the number of processes.

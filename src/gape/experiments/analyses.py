@@ -21,14 +21,12 @@ from gape.experiments.open_model import OpenModel, open_run
 from gape.experiments.result_store import ResultSets
 from gape.models.gpt import GPT
 from gape.report import tables
-from gape.report.results import KINDS, read_rows
 from gape.report.tables import Table
 from gape.tasks.far_back import FarBackConfig
 from gape.train import checkpoint
 from gape.utils import locks
 from gape.utils.jsonl import Record, read_object
 from gape.utils.progress import Progress, ProgressTable
-from gape.utils.stored_rows import usable
 
 
 def entropy(
@@ -42,13 +40,7 @@ def entropy(
 ) -> Table:
     """Attention entropy by layer and head, the gates beside it, and how far attention reaches: `entropy.json`.
 
-    Args:
-        runs: directories of trained runs.
-        reader: the text.
-        lengths: tokens; the training length by default.
-        samples: passages of each length.
-        seed: which passages.
-        device: "auto", "cpu", "cuda", …
+    `samples` passages of each of some lengths are read, the training length by default.
     """
 
     def analyse(run: OpenModel, log: Log) -> None:
@@ -87,11 +79,7 @@ def pictures(
 ) -> None:  # fmt: skip
     """One layer's heads on one passage, in `size` × `size` cells; the last layer by default.
 
-    Args:
-        kind: "maps", attention, to `maps.json`; or "masks", the paper's mask M of runs with gates, to `masks.json`.
-        runs, reader, length, seed, device: as in :func:`entropy`.
-        layer: from 0.
-        size: cells along each side.
+    `kind` is "maps", attention, to `maps.json`; or "masks", the paper's mask M of runs with gates, to `masks.json`.
     """
 
     def analyse(run: OpenModel, log: Log) -> None:
@@ -110,23 +98,6 @@ def pictures(
 
 
 _PICTURES: dict[str, Callable[..., Record]] = {"maps": lm.maps, "masks": lm.masks}
-
-
-def routing(runs: Sequence[Path]) -> Table:
-    """The routing variables at the end of training, by layer, from the `routing.jsonl` that training left.
-
-    Raises:
-        ValueError: no run has one.
-    """
-    files = [run / KINDS["routing"].file for run in runs]
-    rows = [row for file in files if file.is_file() for row in read_rows(file, KINDS["routing"].needed)]
-    if not rows:
-        raise ValueError(
-            f"routing: got {', '.join(map(str, runs))}, expected runs with routing.jsonl, which gape lm train writes "
-            "for schemes with gates where analysis.routing_every is not 0"
-        )
-    with usable(runs):
-        return tables.routing_table(rows)
 
 
 def far_back(

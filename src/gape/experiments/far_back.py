@@ -41,19 +41,9 @@ def measure_run(
     low: bool = False,
     log: Log = print,
 ) -> list[Record]:
-    """Measure what is missing and write the rows.
+    """Measure what is missing and write the rows, which are returned as `far_back.jsonl` has them.
 
-    Args:
-        run: what is measured.
-        corpus: whose documents are read.
-        config: what is measured of each.
-        split, stratum: which documents.
-        tokenizer: the corpus's own, for names.
-        low: whether to measure in bfloat16 autocast.
-        log: called with a line for each document.
-
-    Returns:
-        The rows, as `far_back.jsonl` has them.
+    `tokenizer` is the corpus's own, for names; `low` measures in bfloat16 autocast.
 
     Raises:
         ValueError: names without the corpus's tokenizer, no document long enough, or a tokenizer that is not the run's.

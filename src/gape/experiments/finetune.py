@@ -167,12 +167,9 @@ def finetune(
     lora: int = 0,
     kept: Kept = NO_TEXTS,
 ) -> Path:
-    """Fine-tune a model in a run directory and save it to model/ in it.
+    """Fine-tune a model in a run directory and save it to model/ in it, whose path is returned.
 
     Args are the options of `gape hf finetune`; `kept` are other texts that some windows are filled with.
-
-    Returns:
-        The directory of the model.
 
     Raises:
         Interrupted: a signal came; everything is saved.
@@ -325,9 +322,9 @@ def corpus_of(name: str, data: Sequence[str], out: Path, heldout_fraction: float
     """The prepared corpus, or one made of text with the model's own tokenizer."""
     if len(data) == 1 and (Path(data[0]) / CARD).is_file():
         return open_corpus(data[0])
-    for given in data:
-        if not given.startswith("hf:") and not Path(given).exists():
-            raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
+    for source in data:
+        if not source.startswith("hf:") and not Path(source).exists():
+            raise invalid_argument("data", source, "a corpus of gape data prepare, or files and folders of text")
     settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
     processes.from_first(lambda: prepare(settings, out / CORPUS, log=progress.log) and None)
     return open_corpus(out / CORPUS)

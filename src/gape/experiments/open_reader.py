@@ -22,11 +22,7 @@ def is_ours(spec: str) -> bool:
 
 
 def run_tokenizer(directory: Path, spec: str | None) -> Tokenizer:
-    """The tokenizer of a run: the one that was named, where it is the one that the run records.
-
-    Args:
-        directory: the run's.
-        spec: as :func:`gape.data.load_tokenizer` takes it; None does for a run on bytes.
+    """The tokenizer of a run: the one that was named, if the run records it; None does for a run on bytes.
 
     Raises:
         ValueError: none was named, or another; or it lacks its files.
@@ -51,12 +47,7 @@ def run_reader(
     directory: Path, tokenizer: str | None = None, *, device: torch.device | str = "cpu", low: bool = False,
     chunk: int = 16384,
 ) -> tuple[GPTReader, int]:  # fmt: skip
-    """The reader of a trained run, and the step of its weights.
-
-    Args:
-        directory: the run's, or a checkpoint.
-        tokenizer: as :func:`run_tokenizer` takes it.
-        device, low, chunk: as in :class:`GPTReader`.
+    """The reader of a trained run or a checkpoint, and the step of its weights.
 
     Raises:
         ValueError: no run, no tokenizer, or another than the run's.
@@ -74,11 +65,7 @@ def transformers_reader(
 ) -> TransformersReader:
     """The reader of a causal model of `transformers` with its own tokenizer; code of the model's own is never run.
 
-    Args:
-        name: a folder, or a name on the hub.
-        device: where to put it.
-        low: whether its weights are read as bfloat16; float32 otherwise.
-        chunk: as in :class:`TransformersReader`.
+    `name` is a folder or a name on the hub; with `low` its weights are read as bfloat16, else as float32.
 
     Raises:
         ValueError: there is no such model, or its tokenizer lacks its files.

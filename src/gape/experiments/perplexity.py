@@ -48,14 +48,8 @@ ROWS, MANIFEST = "perplexity.jsonl", "manifest.json"
 class Settings:
     """What is measured of each model, and how.
 
-    Attributes:
-        corpus: whose documents are read.
-        evaluation: contexts and protocol.
-        device: of the model.
-        low: whether to measure in bfloat16 autocast.
-        split, stratum: which documents; None means every stratum.
-        way: what models may skip or forget while they read.
-        attention: an `attn_implementation` in place of that of models of transformers.
+    `low` means bfloat16 autocast; `split` and `stratum` say which documents of the corpus, None every stratum;
+    `attention` is an `attn_implementation` in place of that of models of transformers.
     """
 
     corpus: Corpus
@@ -116,18 +110,10 @@ def measure(
     load: Callable[[], Any],
     log: Log,
 ) -> list[Record]:
-    """Measure a model at the contexts without rows. Batches of windows that are done survive a stop.
+    """Measure a model at the contexts without rows; all rows of the contexts. Batches that are done survive a stop.
 
-    Args:
-        directory: of the rows; locked by the caller.
-        settings: what to measure.
-        identity: what names the model in rows.
-        about: what identifies its weights.
-        load: called for the model, in eval mode, where something is missing.
-        log: called with a line for each context.
-
-    Returns:
-        All rows of the contexts, old and new.
+    `directory` is locked by the caller, `identity` names the model in rows, `about` identifies its weights, and `load`
+    is called for it where something is missing.
     """
     model, evaluation, questions = None, settings.evaluation, settings.questions(about)
     missing = settings.missing(directory, about)
@@ -186,13 +172,8 @@ def _measure_transformers(directory: Path, settings: Settings, log: Log) -> list
 def measure_models(directories: Sequence[Path], settings: Settings, *, log: Log = print) -> list[list[Record]]:
     """Measure the perplexity of trained models, once all of them are known to be measurable.
 
-    Args:
-        directories: runs of `gape lm train` or `gape hf finetune`, or saved models of transformers.
-        settings: what to measure; without contexts, those of `CONTEXTS` that a document fills.
-        log: called with a line for each context.
-
-    Returns:
-        For each model its rows, old and new.
+    They are runs of `gape lm train` or `gape hf finetune`, or saved models of transformers. Without contexts in the
+    settings, those of `CONTEXTS` that a document fills. Returns the rows of each, old and new.
 
     Raises:
         ValueError: no language model, one of another tokenizer, or no document that is long enough.

@@ -199,13 +199,10 @@ class _Opened(NamedTuple):
 
 
 def measure(models: Sequence[str], evaluation: Evaluation, *, log: Log) -> list[Record]:
-    """Score every model on all samples; what was scored before is not scored again.
-
-    Returns:
-        A row for each model, task and length.
+    """Score every model on all samples; a row for each model, task and length. What was scored is not scored again.
 
     Raises:
-        ValueError: a model that cannot be read, samples that do not fit; before any is scored, as far as that can be
+        ValueError: a model that cannot be read, or samples that do not fit; before any is scored, as far as that can be
             known.
     """
     if (evaluation.out is not None or evaluation.name is not None) and len(models) > 1:

@@ -92,11 +92,11 @@ class Run:
         taken, defaults = cls.taken(task, top.get("seed", 0)), cls.defaults(task)
         others = {}
         for key, kind in cls.sections.items():
-            given = settings.get(key, {})
-            if isinstance(given, Mapping):
-                given = {**defaults.get(key, {}), **given}
+            table = settings.get(key, {})
+            if isinstance(table, Mapping):
+                table = {**defaults.get(key, {}), **table}
             if key != "task":
-                others[key] = section(key, kind, given, taken.get(key))
+                others[key] = section(key, kind, table, taken.get(key))
         return cls(name=name, variant=variant, task=task, **top, **others)
 
     def to_dict(self) -> Settings:

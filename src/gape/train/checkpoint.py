@@ -85,10 +85,7 @@ def pack(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Ma
 
 
 def save(root: Path, step: int, packed: Mapping[str, bytes]) -> Path:
-    """Write a checkpoint and verify it; only then may older ones be deleted (:func:`prune`).
-
-    Returns:
-        The directory.
+    """Write a checkpoint and verify it; only then may older ones be deleted (:func:`prune`). Returns the directory.
 
     Raises:
         DiskFullError: when there is no room; the temporary files are gone, earlier checkpoints are untouched.
@@ -147,11 +144,9 @@ def load(checkpoint: str | os.PathLike[str]) -> Checkpoint:
 
 
 def newest(root: Path, warn: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
-    """The newest valid checkpoint of a directory, None where there is none at all.
+    """The newest valid checkpoint of a run's `checkpoints/`, None where there is none at all.
 
-    Args:
-        root: a run's `checkpoints/`.
-        warn: called with the reason when a broken one is passed over.
+    Broken ones are passed over, and `warn` is called with the reason.
 
     Raises:
         CheckpointError: when there are checkpoints and none is valid: starting anew would lose the run.
@@ -198,10 +193,8 @@ def resolve(path: str | os.PathLike[str], warn: Callable[[str], None] = lambda m
 def best_step(state: Mapping[str, Any], summary: Path) -> int | None:
     """The step of the lowest validation loss, whose checkpoint a run with `patience` keeps; None without one.
 
-    Args:
-        state: of the run's newest checkpoint.
-        summary: of the run, if it is over. It decides: after a signal in the last validation the newest checkpoint
-            is older than the validation that was repeated.
+    The summary of a run that is over decides, not the state of its newest checkpoint: after a signal in the last
+    validation that is older than the validation that was repeated.
     """
     if not state["train"].get("patience"):
         return None
@@ -212,12 +205,7 @@ def best_step(state: Mapping[str, Any], summary: Path) -> int | None:
 
 
 def check_space(root: Path, one: int, keep_last: int) -> None:
-    """Refuse to start a run whose checkpoints will not fit on the disk.
-
-    Args:
-        root: their directory; it exists.
-        one: bytes of one.
-        keep_last: how many are kept; one more is there while it is being written.
+    """Refuse to start a run whose checkpoints, of `one` bytes each, will not fit on the disk.
 
     Raises:
         DiskFullError: says how much is needed and how much there is.
@@ -251,10 +239,7 @@ def load_model_tensors(
 ) -> None:
     """Load what :func:`model_tensors` gave, in place, also into a wrapped or sharded model.
 
-    Args:
-        model: the model.
-        tensors, aliases: whole tensors by name; in a job only its first process has them.
-        job: the processes among which the model is.
+    In a job only its first process has the tensors.
 
     Raises:
         CheckpointError: names the tensors that are missing, unknown or of another shape or dtype.

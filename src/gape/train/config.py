@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from gape.utils.validation import flag, invalid_argument, weight, whole
+from gape.utils.validation import finite, flag, invalid_argument, positive_number, weight, whole
 
 # What may differ between a checkpoint and the run that resumes it: nothing here changes a weight, but for the rounding
 # of sums over processes. `decay_steps` is not among them, so that more steps never bend the schedule of earlier ones.
@@ -110,17 +109,20 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name))
         for name in ("learning_rate", "eps"):
-            _number(name, getattr(self, name), above=True)
+            positive_number(name, getattr(self, name))
         weight("skip_eps", self.skip_eps)
         for name in _NOT_NEGATIVE:
-            _number(name, getattr(self, name), above=False)
+            if finite(name, getattr(self, name)) < 0:
+                raise invalid_argument(name, getattr(self, name), "a finite number of at least 0")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise invalid_argument(name, getattr(self, name), f"one of {', '.join(choices)}")
         flag("shard", self.shard)
         betas = self.betas
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_fraction, betas)):
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise invalid_argument("betas", betas, "two numbers from 0 to below 1")
+        for beta in betas:
+            weight("betas", beta)
         if self.seed >= 2**64:
             raise invalid_argument("seed", self.seed, "a whole number below 2**64, as torch takes it")
         if self.min_learning_rate > self.learning_rate:
@@ -158,13 +160,3 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             line += f" (to add steps, give decay_steps={before.get(key)} with the new max_steps)"
         lines.append(line)
     return lines
-
-
-def _is_fraction(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
-
-
-def _number(name: str, value: Any, *, above: bool) -> None:
-    low = isinstance(value, (int, float)) and (value <= 0 if above else value < 0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or low or not math.isfinite(value):
-        raise invalid_argument(name, value, f"a finite number {'above' if above else 'of at least'} 0")

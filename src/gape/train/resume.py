@@ -30,15 +30,9 @@ _RANDOM = "random/"
 class RunState:
     """The progress of a run, stored in its checkpoints.
 
-    Attributes:
-        step: updates done.
-        tokens: tokens read.
-        loss: of the last log line.
-        validated: step of the last validation.
-        validation: its numbers.
-        perfect: validations with accuracy 1 in a row.
-        best: step and loss of the validation with the lowest loss.
-        worse: validations since then.
+    step, tokens: updates done, tokens read. loss: of the last log line. validated, validation: step and numbers of
+    the last validation. perfect: validations with accuracy 1 in a row. best: step and loss of the validation with the
+    lowest loss. worse: validations since then.
     """
 
     step: int = 0
@@ -106,8 +100,8 @@ def shared(job: Job, find: Callable[[], Checkpoint | None]) -> Checkpoint | None
     chosen: list[Checkpoint | None] = [None]
 
     def describe() -> dict[str, Any] | None:
-        chosen[0] = found = find()
-        return None if found is None else {"path": str(found.path), "step": found.step, "state": found.state}
+        chosen[0] = own = find()
+        return None if own is None else {"path": str(own.path), "step": own.step, "state": own.state}
 
     described = job.from_first(describe)
     if described is None or chosen[0] is not None:

@@ -36,12 +36,9 @@ class NonFiniteError(ArithmeticError):
 
 
 class RunFiles:
-    """The files of a run, locked while entered; one process of a job writes, and in the others nothing happens.
+    """The files of a run, locked while entered; in the processes of a job that do not write, nothing happens.
 
-    Args:
-        run_dir: the run's directory, made when missing.
-        warn: called with the reason when runtime.jsonl cannot be written.
-        writes: whether this process is the one that writes.
+    `warn` is called with the reason when runtime.jsonl cannot be written.
 
     Raises:
         BusyError: on entering, where another process trains in the directory.
@@ -122,17 +119,10 @@ def write_dump(
     amplitudes: Sequence[Sequence[float]],
     history: Sequence[Sequence[float]],
 ) -> Path | None:
-    """Write `dumps/step-00000123/`; None where that failed, which must not hide the error itself.
+    """Write `dumps/step-00000123/` with a report, the batch and the weights that the step began with.
 
-    Args:
-        root: a run's `dumps/`.
-        step: the step that is not finite.
-        loss, norm: its loss and gradient norm.
-        batches: the step's micro-batches.
-        model: the weights the step began with.
-        gradients: the gradient's norm per parameter.
-        amplitudes: Γ per head, layer after layer.
-        history: [step, loss, norm] of the steps before.
+    None where that failed, which must not hide the error itself. `gradients` has the norm per parameter, `amplitudes` Γ
+    per head, layer after layer, and `history` [step, loss, norm] of the steps before.
     """
     directory = root / checkpoint.name(step)
     report: dict[str, Any] = {

@@ -274,13 +274,9 @@ def _shapes(batches: Sequence[Batch]) -> list[tuple[object, ...]]:
 
 
 def held_out_loss(model: Any, source: Source, batches: int, job: Job) -> float:
-    """The mean over batches of the mean loss of a batch, whose targets all count.
+    """The mean over the first batches of a source of the mean loss of a batch, shared by the processes of a job.
 
-    Args:
-        model: with `hidden` and `token_losses`, as :class:`gape.GPT` has them; in eval mode, without gradients.
-        source: of the batches; the first `batches` steps are read.
-        batches: how many, at least 1.
-        job: the processes that share each batch.
+    `model` has `hidden` and `token_losses` as :class:`gape.GPT` has them, and is in eval mode; all targets count.
 
     Raises:
         Interrupted: a signal came to any process.

@@ -29,13 +29,9 @@ SAMPLES, MANIFEST = "samples.jsonl", "manifest.json"
 class Settings:
     """How samples are read and scored.
 
-    Attributes:
-        template, max_length: as :func:`gape.tasks.ruler.prompts.prepare` takes them.
-        generate: whether answers are generated and matched, besides the likelihood of the right ones.
-        batch_tokens: of a batch of short samples.
-        chunk: tokens that go through the model at once.
-        precision: "float32" or "bfloat16".
-        way: what the model may skip or forget while it reads.
+    `template` and `max_length` are as :func:`gape.tasks.ruler.prompts.prepare` takes them. With `generate` answers are
+    generated and matched, besides the likelihood of the right ones. Short samples come
+    in batches of `batch_tokens`.
     """
 
     template: str = "base"
@@ -89,18 +85,10 @@ def evaluate(
     question: Record,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
-    """Score all samples, resuming after those that the directory holds.
+    """Score all samples, resuming after those that the directory holds; a row for each sample, in their order.
 
-    Args:
-        reader: the model.
-        items: samples as :func:`gape.tasks.ruler.prompts.prepare` made them.
-        settings: how.
-        directory: of this question alone; gets manifest.json and samples.jsonl.
-        question: from :func:`question`.
-        progress: called with samples done and in all.
-
-    Returns:
-        A row for each sample, in their order.
+    `directory` is of this question alone and gets manifest.json and samples.jsonl; `progress` is called with samples
+    done and in all.
 
     Raises:
         ValueError: the directory holds an evaluation of something else, or a loss is not finite.

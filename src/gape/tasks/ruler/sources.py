@@ -26,14 +26,10 @@ class Sample:
     """A prompt and its answers.
 
     Attributes:
-        task: one of RULER's.
-        length: the nominal length that names its column, such as 4096.
-        input: what is read.
-        prefix: how the answer begins; empty where there is none.
-        outputs: references.
-        budget: tokens that the answer may have; RULER's for the task where the source does not say.
-        source: name of the file or dataset.
-        number: its place there, from 1.
+        task, length: one of RULER's, and the nominal length that names its column, such as 4096.
+        input, prefix: what is read, and how the answer begins; empty where there is none.
+        outputs, budget: references, and tokens that the answer may have.
+        source, number: name of the file, and the place there, from 1.
     """
 
     task: str
@@ -60,10 +56,7 @@ class Source(NamedTuple):
 
 
 def read(specs: Iterable[str]) -> tuple[list[Sample], list[Source]]:
-    """All samples of some files.
-
-    Args:
-        specs: files of JSON lines, also `.gz` and `.xz`, and folders of them.
+    """All samples of some files of JSON lines, also `.gz` and `.xz`, and folders of them.
 
     Raises:
         ValueError: a line that is no sample, with its place and what is wrong; nothing there; two sources of one name.
@@ -113,13 +106,9 @@ def _file(path: Path, name: str) -> tuple[list[Sample], Source]:
 def sample(record: Any, *, place: str, source: str, number: int, named: Sequence[str] = ()) -> Sample:
     """A sample from a record of RULER's fields or those of its relatives.
 
-    Args:
-        record: an object with input (or prompt, or context and question), outputs (or output, answers, answer), and
-            where they have them answer_prefix (or gen_prefix, answer_start), task, max_seq_length (or max_length),
-            budget (or max_new_tokens).
-        place: file and line, for errors.
-        source, number: see :class:`Sample`.
-        named: names of files, folders or configurations that may say the task and the length, nearest first.
+    The record has input (or prompt, or context and question), outputs (or output, answers, answer), and where they have
+    them answer_prefix (or gen_prefix, answer_start), task, max_seq_length (or max_length), budget (or max_new_tokens).
+    `place` is file and line, for errors; `named` has names of files and folders that may say the task and the length.
 
     Raises:
         ValueError: a field is missing or of another type, or there is no answer; says where and which.
