@@ -45,7 +45,6 @@ test-all: $(INSTALLED)
 
 $(OTHER)/.installed: $(INSTALLED)
 	$(BIN)/pip install --quiet --upgrade --target $(OTHER) 'transformers>=4.57,<5' httpx
-	$(BIN)/pip install --quiet --upgrade --no-deps --target $(OTHER) 'datasets>=3,<5'
 	touch $@
 
 test-majors: $(OTHER)/.installed

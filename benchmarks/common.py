@@ -37,7 +37,6 @@ STAMP = ("device", "torch", "triton", "commit", "tests")
 TESTS = {
     "attention": ("tests/ops/test_agreement.py", "tests/ops/test_triton.py", "tests/ops/test_skipping.py"),
     "decode": ("tests/ops/test_decode.py",),
-    "prologue": ("tests/ops/test_prologue.py",),
     "precision": ("tests/ops/test_agreement.py", "tests/ops/test_precision.py"),
     "generate": ("tests/hf/test_cache.py", "tests/hf/test_paged.py"),
     "explore": ("tests/explore/test_exploration.py",),

@@ -30,7 +30,7 @@ from gape.utils.validation import invalid_argument
 from tables.markdown import ROOT
 
 RESULTS = ROOT / "results" / "extend" / "smollm2"
-#: Floors of 200 in 76 of the 90 key heads of SmolLM2-135M, as `gape hf heads` wrote them.
+#: Floors of 200 in 76 of the 90 key heads of SmolLM2-135M.
 FLOORS = str(ROOT / "results" / "hf" / "smollm2-forgetting" / "floors" / "floors14.json")
 #: By name in tables: the settings that tell a method from the defaults of `gape hf extend`.
 VARIANTS: dict[str, dict[str, Any]] = {

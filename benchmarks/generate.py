@@ -55,7 +55,7 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 100_000.0,
 }  # fmt: skip
 
-#: Floors of 200 in 76 of the 90 key heads of SmolLM2-135M, as `gape hf heads` wrote them.
+#: Floors of 200 in 76 of the 90 key heads of SmolLM2-135M.
 FLOORS = Path("results/hf/smollm2-forgetting/floors/floors14.json")
 #: Landmarks closed, so that floors act.
 GATES = {"learn_landmark": False, "init_landmark_bias": -9}
@@ -358,7 +358,7 @@ def _clear(model: Any, case: Case, device: torch.device) -> None:
 def main(
     model: Annotated[str, typer.Option(metavar=NAMES, help="shape, or directories of models with gates.")] = SHAPE,
     base: Annotated[str | None, typer.Option(help="Directory of the model without gates beside a directory.")] = None,
-    floors: Annotated[Path, typer.Option(help="File of gape hf heads, for shape.")] = FLOORS,
+    floors: Annotated[Path, typer.Option(help="JSON file with gate_floor by layer, for shape.")] = FLOORS,
     corpus: Annotated[Path | None, typer.Option(help="Corpus that prompts are cut from; else random tokens.")] = None,
     prompts: Annotated[str, typer.Option(metavar=INTS, help="Tokens of a prompt.")] = "8192,65536,131072",
     batches: Annotated[str, typer.Option(metavar=INTS, help="Prompts at once.")] = "1,8",

@@ -36,7 +36,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         if run is None:
             recipe = load("niah/demo", SETTINGS)
-            run_and_print(recipe, Path(folder), 1, "auto")
+            run_and_print(recipe, Path(folder), "auto")
             run = Path(folder) / recipe.runs[0].name
         opened, settings = open_run(run), read_run(run)
     HOME.mkdir(exist_ok=True)

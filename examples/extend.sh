@@ -6,7 +6,7 @@
 #
 # MODEL is a directory of a rotary model, CORPUS what `gape data prepare --tokenizer MODEL` wrote. A SCHEME is rope (the
 # model as it is), p-rope or yarn, with or without +gape. After it, _floorN stands for gates with a floor N in all heads,
-# and _floorsNAME for the floors in floorsNAME.json, which `gape hf heads` wrote to the directory FLOORS (./floors). Any
+# and _floorsNAME for the floors in floorsNAME.json, in the directory FLOORS (./floors), lists of numbers by layer. Any
 # other _NAME only tells runs apart. NATIVE is the context that the model was made for (8192), which is T for yarn; LENGTH
 # is the window of the fine-tune (1024), T for the others. FACTOR is that of YaRN in place of FAR / NATIVE. GATES has more
 # options of `gape hf inject` for schemes with gates, such as GATES="--gate learn_landmark=false". For a try on a CPU:

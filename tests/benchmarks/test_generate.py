@@ -71,7 +71,7 @@ def test_models_in_directories_read_text_of_a_corpus() -> None:
     gape.hf.inject(model, context_length=32, start="paper", gates={"gate_floor": 4.0})
     model.save_pretrained("gated")
     Path("text.jsonl").write_text(json.dumps({"text": "It rained. " * 20}) + "\n", encoding="utf-8")
-    prepare(PrepareConfig(inputs=("text.jsonl",), tokenizer="bytes"), Path("words"), workers=1)
+    prepare(PrepareConfig(inputs=("text.jsonl",), tokenizer="bytes"), Path("words"))
     sizes = ["--prompts", "20", "--batches", "2", "--cache", "ungated,forgetting"]
     assert run(*TINY, *sizes, "--model", "gated", "--base", "plain", "--corpus", "words") == 0
     assert [(row["model"], row["text"], row["failed"]) for row in stored("generate")] == [("gated", "words", "")] * 2

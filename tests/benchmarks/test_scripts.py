@@ -70,7 +70,7 @@ def test_attention_takes_several_shapes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_decode_and_prologue() -> None:
+def test_decode() -> None:
     impls = ["sdpa", "decode", "split", "sdpa-flash"]
     sizes = ["--lengths", "40", "--dim", "16"]
     assert run("decode", *TINY, *sizes, "--kv-heads", "1", "--impl", ",".join(impls)) == 0
@@ -79,15 +79,6 @@ def test_decode_and_prologue() -> None:
     assert all(
         float(row["error"]) < 1e-5 and float(row["of_copy"]) > 0 and float(row["of_sdpa"]) > 0 for row in results
     )
-    half = ["prologue", *TINY, "--dtype", "float16", "--tokens", "40", *sizes]
-    assert run(*half, "--impl", "copy,steps-gape,steps-rope+attention,steps-gape+attention", "--backward") == 0
-    assert run(*half, "--impl", "fused-rope+attention,fused-gape+attention") == 0
-    results = {(row["impl"], row["direction"]): row for row in stored("prologue")}
-    assert len(results) == 9  # a copy has nothing to go back through
-    assert results["steps-gape", "both"]["of_copy"]
-    for impl in ("steps-rope", "steps-gape", "fused-rope", "fused-gape"):
-        assert float(results[f"{impl}+attention", "forward"]["error"]) < 2e-3, impl
-    assert float(results["fused-gape+attention", "forward"]["of_fused_rope"]) > 0
 
 
 @pytest.mark.parametrize("gates", cases.GATES)
@@ -215,7 +206,6 @@ def test_the_table_of_auto_comes_from_rows() -> None:
         (["attention", *TINY, "--device", "warp"], "device: got str 'warp'"),
         (["attention", *TINY[:-1]], "start this in a clone, or pass --trust"),
         (["decode", *TINY, "--dtype", "int8"], "dtype: got str 'int8'"),
-        (["prologue", *TINY, "--dtype", "bfloat16", "--dim", "5"], "dim: got int 5"),
         (["precision", "--save", "--quick"], "leave out --quick"),
         (["precision", "--save"], "expected the root of a clone"),
         (["render"], "expected the root of a clone"),

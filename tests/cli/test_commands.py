@@ -172,32 +172,6 @@ def test_a_failed_run_does_not_stop_the_others(
     assert len(rows(Path("runs/toy/rope+gape"))) == 2
 
 
-def test_runs_at_once_have_a_process_each_and_one_that_fails_is_named(
-    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With a script in the place of Python, which fails for one of two runs."""
-    script = toy.with_name("python")
-    script.write_text('#!/bin/sh\necho "$@" >> calls\ncase "$5" in *gape) echo no luck; exit 3;; esac\n')
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    assert gape_exits("niah", "train", toy, "--jobs", "2") == 1
-    calls = sorted(Path("calls").read_text().splitlines())
-    assert calls == [f"-m gape niah run runs/toy/{run} --resume auto" for run in RUNS]
-    errors = capsys.readouterr().err
-    assert "rope done" in errors
-    assert "rope+gape" in errors
-    assert "no luck" in Path("runs/toy/rope+gape/output.log").read_text()
-
-
-@pytest.mark.slow
-def test_runs_at_once_give_what_runs_in_turn_give(toy: Path) -> None:
-    assert gape_exits("niah", "train", toy, "--out", "turn") == 0
-    assert gape_exits("niah", "train", toy, "--out", "once", "--jobs", "2") == 0
-    for run in RUNS:
-        one, other = rows(Path("turn") / run), rows(Path("once") / run)
-        assert [r["hits"] for r in one] == [r["hits"] for r in other]
-
-
 def test_a_trained_run_is_evaluated_further(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gape_exits("niah", "train", toy, "model.position=rope") == 0
     assert gape_exits("niah", "eval", "runs/toy/rope", "--factors", "1,4", "--samples", "6", "--position", "yarn") == 0
@@ -224,11 +198,7 @@ def test_the_scheme_for_evaluation_reads_the_same_weights(toy: Path) -> None:
         (["niah", "train", "toy.toml", "train.max_step=1"], "did you mean train.max_steps?"),
         (["niah", "train", "missing.toml"], "expected a TOML file or one of niah/demo"),
         (["niah", "train", "toy.toml", "device=warp"], "device: got str 'warp'"),
-        (["niah", "train", "toy.toml", "--jobs", "0"], "jobs: got int 0"),
-        (["demo", "--jobs", "0"], "jobs: got int 0"),
         (["niah", "eval", "nowhere"], "expected a directory with run.json"),
-        (["niah", "run", "nowhere"], "run: got 'nowhere'"),
-        (["lm", "run", "nowhere"], "run: got 'nowhere'"),
         (["report", "nowhere"], "expected a run, a sweep or a report"),
         (["reproduce", "acuracy"], "did you mean accuracy?"),
         (["reproduce", "accuracy"], "gape niah train niah/paper"),
@@ -318,17 +288,17 @@ def test_the_demo_is_the_recipe_at_toy_size(
         "evaluation.samples=4", "evaluation.factors=[1]", "analysis.factors=[1]", "analysis.samples=1", "seed=[0]",
         "train.validate_every=0", "train.warmup_steps=0",
     ]  # fmt: skip
-    assert gape_exits("demo", "--jobs", "1", *small) == 0
+    assert gape_exits("demo", *small) == 0
     out = capsys.readouterr().out
     assert "p-RoPE+GAPE" in out
     page = Path(out.rpartition("Report: ")[2].strip())
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
-def training(recipe: Path, jobs: int) -> subprocess.Popen[str]:
+def training(recipe: Path) -> subprocess.Popen[str]:
     """A long sweep in a process of its own, whose first run has begun."""
     command = [sys.executable, "-m", "gape", "niah", "train", str(recipe), "train.max_steps=100000"]
-    process = subprocess.Popen([*command, "--jobs", str(jobs)], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     log, deadline = Path("runs/toy/rope/log.jsonl"), time.monotonic() + 120
     while not (log.is_file() and log.stat().st_size):
         assert time.monotonic() < deadline
@@ -338,21 +308,10 @@ def training(recipe: Path, jobs: int) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, code: int, jobs: int) -> None:
-    process = training(toy, jobs)
+def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, code: int) -> None:
+    process = training(toy)
     process.send_signal(signum)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == code
     assert "Traceback" not in errors
     assert list(Path("runs/toy/rope/checkpoints").glob("step-*"))
-
-
-@pytest.mark.slow
-def test_children_end_when_their_sweep_is_killed(toy: Path) -> None:
-    process, deadline = training(toy, 2), time.monotonic() + 120
-    process.kill()
-    process.communicate()
-    while not list(Path("runs/toy/rope/checkpoints").glob("step-*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -45,7 +45,7 @@ def test_a_name_means_the_same_everywhere() -> None:
     assert devices == {"cpu, cuda, or auto: a GPU where there is one."}
     assert {parameter.default for _, parameter in FOUND if parameter.name == "device"} == {"auto"}
     computing = [parameter for path, parameter in FOUND if parameter.name == "precision" and "table" not in path]
-    assert len(computing) == 9
+    assert len(computing) == 6
     assert all(parameter.opts == ["--precision", "--dtype"] for parameter in computing)
     lists = [parameter for _, parameter in FOUND if parameter.name in ("lengths", "contexts", "factors", "eps", "impl")]
     assert {p.metavar for p in lists if p.default is None or "," in str(p.default)} <= {

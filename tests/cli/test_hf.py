@@ -39,9 +39,13 @@ def models(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
+#: In place of what GPT-2 learned.
+POSITION = ("--position", "p-rope+gape", "--start", "paper", "--context-length", "128")
+
+
 def test_from_gpt2_to_perplexity(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = text.corpus(models / "books").directory
-    assert gape_exits("hf", "convert", "gpt2", "--position", "p-rope+gape", "--out", "converted") == 0
+    assert gape_exits("hf", "inject", "gpt2", *POSITION, "--out", "converted") == 0
     assert "parameters" in capsys.readouterr().out
     config = json.loads(Path("converted/config.json").read_text())
     assert (config["model_type"], config["gape"]["position"]) == ("gape_gpt2", "p-rope+gape")
@@ -117,11 +121,6 @@ def test_a_save_that_broke_off_is_no_model_and_is_done_again(models: Path, monke
         "tokenizer.json",
     }  # fmt: skip
     assert Path("gated/README.md").read_text() == "somebody else's"
-
-
-def test_a_dry_run_of_longer_positions_writes_nothing(models: Path) -> None:
-    assert gape_exits("hf", "convert", "gpt2", "--extend-positions", "256", "--out", "o", "--dry-run") == 0
-    assert not Path("o").exists()
 
 
 def test_contexts_beyond_learned_positions_are_refused(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,8 +209,6 @@ def test_a_run_that_cannot_be_validated_says_so(models: Path, capsys: pytest.Cap
         (("inject", "llama", "--context-length", "16", "--layers", "7", "--out", "o"), "layers"),
         (("inject", "gpt2", "--context-length", "999", "--out", "o"), "rope+gape"),
         (("inject", "llama", "--context-length", "16", "--out", "gpt2"), "holds a model already"),
-        (("convert", "llama", "--position", "rope", "--out", "o"), "GPT-2"),
-        (("convert", "gpt2", "--out", "o"), "extend"),
         (("remove", "llama", "--out", "o"), "inject"),
         (("inject", "llama", "--context-length", "16", "--gate", "gate_flor=4", "--out", "o"), "gate_flor"),
         (("inject", "llama", "--context-length", "16", "--option", "factor=8", "--out", "o"), "factor"),

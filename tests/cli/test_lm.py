@@ -94,6 +94,23 @@ def test_measured_further_and_compared(corpus: Path, capsys: pytest.CaptureFixtu
     assert not list(Path(homes[0]).glob(".scores*"))
 
 
+def test_reading_through_a_forgetting_cache_is_another_variant_of_the_run(corpus: Path) -> None:
+    floor = ("model.position=p-rope+gape", "model.options.gate_floor=48.0", "model.options.init_landmark_bias=-9.0")
+    assert train(corpus, *floor, "evaluation.contexts=[]") == 0
+    home = "runs/lm/toy/p-rope+gape"
+    few = ["--data", corpus, "--contexts", "96", "--last", "16", "--chunk", "24", "--device", "cpu"]
+    for more in ([], ["--forget-eps", "1e-3"], ["--forget-eps", "1e-3"], []):
+        assert gape_exits("lm", "perplexity", home, *few, *more) == 0
+    dense, forgetting = rows(home)
+    assert (dense["variant"], forgetting["variant"]) == ("", "forgetting 0.001 by weights")
+    assert dense["plan"] == forgetting["plan"]
+    assert forgetting["nll"] == pytest.approx(dense["nll"], abs=1e-2)
+    assert gape_exits("report", home, "--out", "report") == 0
+    assert "forgetting 0.001 by weights" in Path("report/tables.md").read_text()
+    for wrong in (["--bounds", "gates"], ["--forget-eps", "1"], ["--attention", "eager"]):
+        assert gape_exits("lm", "perplexity", home, *few, *wrong) == 2
+
+
 def test_stopped_in_training_it_resumes_bit_for_bit(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gated = ["--only", "p-rope+gape"]
     assert train(corpus, "--out", "whole", *gated) == 0

@@ -128,8 +128,8 @@ def test_a_gpt2_with_other_positions(here: Path, capsys: pytest.CaptureFixture[s
     """It is called by its scheme, and reads further than GPT-2 did."""
     pytest.importorskip("transformers")
     small.random_gpt2(here / "gpt2", positions=64)
-    options = ["--position", "p-rope+gape", "--context-length", "64", "--out", "other/model"]
-    assert gape_exits("hf", "convert", "gpt2", *options) == 0
+    options = ["--position", "p-rope+gape", "--start", "paper", "--context-length", "64", "--out", "other/model"]
+    assert gape_exits("hf", "inject", "gpt2", *options) == 0
     short = ["--limit", "1", "--tasks", "vt", "--no-generate"]
     assert gape_exits("ruler", "eval", "other/model", "--data", "samples", *short, *EVAL) == 0
     (row, _) = lines("runs/ruler/other/ruler.jsonl")

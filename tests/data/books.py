@@ -30,9 +30,8 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
 
 def make(directory: Path, *inputs: Path | str, **settings: Any) -> Corpus:
     """A corpus of bytes, tokenised here."""
-    workers = settings.pop("workers", 0)
     config = PrepareConfig(inputs=tuple(map(str, inputs)), **{"tokenizer": "bytes", **settings})
-    return prepare(config, directory, workers=workers)
+    return prepare(config, directory)
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -81,7 +81,7 @@ def test_what_comes_before_a_text_is_known(folder: Path, tmp_path: Path) -> None
 def test_a_corpus_of_it_in_processes(folder: Path, tmp_path: Path) -> None:
     rows = texts(30)
     lines = write_lines(tmp_path / "a.jsonl", rows)
-    corpus = make(tmp_path / "c", lines, tokenizer=str(folder), workers=2)
+    corpus = make(tmp_path / "c", lines, tokenizer=str(folder))
     tokenizer = load_tokenizer(folder)
     for document, row in zip(corpus.documents("train"), rows, strict=True):
         ids = corpus.tokens(document).tolist()

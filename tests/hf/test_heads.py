@@ -172,127 +172,23 @@ def test_pruning_that_cannot_be_is_refused(changed: dict[str, Any], said: str) -
         heads.pruned(tiny("llama"), **{"samples": samples, "heads": ALL, "free": 2, **TRIAL} | changed)
 
 
-def needles(path: Path, length: int, count: int, number: str = "4071") -> None:
-    """Samples as `gape ruler generate` writes them; every second lacks its answer."""
-    rows = [
-        {
-            "task": "niah_single_1", "input": f"Rain. The number is {number if place % 2 == 0 else 'lost'}. Rain.",
-            "answer_prefix": "\nThe number is", "outputs": [number], "max_seq_length": length,
-        }
-        for place in range(count)
-    ]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny Llama whose tokenizer knows bytes, and samples of two lengths, in the working directory."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
+    """A tiny Llama in the working directory."""
     monkeypatch.chdir(tmp_path)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained("llama")
     tiny("llama", vocab_size=256).save_pretrained("llama")
-    Path("data").mkdir()
-    needles(Path("data/niah_single_1_512.jsonl"), 512, 6)
-    needles(Path("data/niah_single_1_1024.jsonl"), 1024, 3, "938")
     return tmp_path
 
 
-HEADS = ("hf", "heads", "llama", "--data", "data", "--free", "1", "--floor", "32", "--device", "cpu")
 INJECT = ("hf", "inject", "llama", "--context-length", "16", "--out", "gated")
 
 
-def test_from_needles_to_a_model_with_these_floors(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gape_exits(*HEADS, "--out", "floors/floors1.json", "--samples", "3") == 0
-    output = capsys.readouterr()
-    assert "1 of 4 key heads are free and keep 25.0 % of the keys" in output.out
-    # As many of each file: the two of 1,024 that have their answer, and one of 512.
-    places = ((1024, 1), (512, 1), (1024, 3), (512, 3))
-    assert [place for place in places if "{}.jsonl {},".format(*place) in output.err] == list(places[:3])
-    assert "2 left out: their answer does not stand in the text" in output.err
-    made = json.loads(Path("floors/floors1.json").read_text())
-    best = int(torch.tensor(made["score"]).argmax())
-    assert made["gate_floor"] == heads.floors(torch.tensor(made["score"]), 1, 32.0, 2)
-    assert made["gate_floor"][best // 2][2 * (best % 2)] == 0.0
-    assert {key: made[key] for key in ("free", "floor", "model", "data", "samples")} == {
-        "free": 1, "floor": 32.0, "model": "llama", "data": "data", "samples": 3,
-    }  # fmt: skip
-    assert gape_exits(*INJECT, "--floors", "floors/floors1.json") == 0
+def test_floors_of_a_file_are_put_in(here: Path) -> None:
+    floors = [[4.0, 4.0, 0.0, 0.0], [8.0, 8.0, 4.0, 4.0]]
+    Path("floors.json").write_text(json.dumps({"gate_floor": floors}))
+    assert gape_exits(*INJECT, "--floors", "floors.json") == 0
     model = transformers.AutoModelForCausalLM.from_pretrained("gated")
-    assert [list(layer.self_attn.gape.gate_floor) for layer in model.model.layers] == made["gate_floor"]
-    # A file of floors is written once.
-    written = Path("floors/floors1.json").read_bytes()
-    assert gape_exits(*HEADS, "--out", "floors/floors1.json") == 2
-    assert "expected a name that is free" in capsys.readouterr().err
-    assert Path("floors/floors1.json").read_bytes() == written
-
-
-PRUNE = ("--candidates", "3", "--context-length", "16", "--gate", "learn_landmark=false")
-
-
-def test_heads_are_pruned_where_that_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gape_exits(*HEADS, "--out", "floors.json", "--samples", "2", *PRUNE) == 0
-    output = capsys.readouterr().err
-    for line in ("3 free: loss", "2 free: a floor under", "1 free: a floor"):
-        assert line in output
-    made = json.loads(Path("floors.json").read_text())
-    assert sum(row.count(0.0) for row in made["gate_floor"]) == 1 * 2
-    assert (made["candidates"], made["context_length"], made["gates"]) == (3, 16, {"learn_landmark": False})
-    assert len(made["loss"]) == 3
-
-
-def test_the_tokens_of_the_answer_are_found(here: Path) -> None:
-    from gape.experiments import retrieval_heads
-    from gape.experiments.open_reader import transformers_reader
-    from gape.tasks.ruler import sources
-    from gape.utils.progress import Progress
-
-    reader, (samples, _) = transformers_reader("llama"), sources.read(["data"])
-    one, other = retrieval_heads.locate(reader, samples, 2, Progress())
-    for actual, number in ((one, "938"), (other, "4071")):
-        assert reader.decode(actual.ids[actual.source].tolist()) == number
-        assert reader.decode(actual.ids[list(actual.answer)].tolist()) == f" {number}"
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        (("--free", "5"), "free: got int 5, expected a whole number from 0 to 4"),
-        (("--floor", "0"), "floor"),
-        (("--samples", "0"), "samples"),
-        (("--data", "nowhere"), "data: got 'nowhere'"),
-        (("--data", "data/niah_single_1_512.jsonl", "--out", "data"), "out: got str 'data'"),
-        (("--data", "lost.jsonl"), "data: none of its samples can be used"),
-        (("--data", "long.jsonl"), "they are longer than the model can read"),
-        (("--free", "4", *PRUNE), "candidates: got int 3, expected a whole number from 4"),
-        ((*PRUNE, "--candidates", "5"), "candidates: got int 5"),
-        (("--candidates", "3"), "context_length: got"),
-        (("--context-length", "16"), "context_length: got int 16, expected none"),
-        (("--gate", "learn_landmark=false"), "gate: got"),
-        ((*PRUNE, "--gate", "gate_floor=4"), "gate: got str 'gate_floor'"),
-        ((*PRUNE, "--gate", "no_such=4"), "no_such"),
-    ],
-)
-def test_heads_that_cannot_be_found_are_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], changed: tuple[str, ...], said: str
-) -> None:
-    needles(Path("lost.jsonl"), 512, 2)
-    Path("lost.jsonl").write_text(Path("lost.jsonl").read_text().splitlines()[1])
-    needles(Path("long.jsonl"), 512, 1, "9" * 100)
-    assert gape_exits(*HEADS, "--out", "floors.json", *changed) == 2
-    assert said in capsys.readouterr().err
-    assert not Path("floors.json").exists()
-
-
-def test_heads_of_a_model_with_gates_or_of_none_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gape.hf.inject(tiny("llama", vocab_size=256), context_length=16).save_pretrained("gated")
-    for model, said in (("gated", "one without gates"), ("./nowhere", "a directory that is there")):
-        assert gape_exits("hf", "heads", model, *HEADS[3:], "--out", "floors.json") == 2
-        assert f"model: got str '{model}', expected {said}" in capsys.readouterr().err
-    assert not Path("floors.json").exists()
+    assert [list(layer.self_attn.gape.gate_floor) for layer in model.model.layers] == floors
 
 
 @pytest.mark.parametrize(

@@ -163,13 +163,6 @@ def test_strata_get_rows_of_their_own(tmp_path: Path) -> None:
     assert rows[2]["nll"] * 248 == pytest.approx(rows[0]["nll"] * 56 + rows[1]["nll"] * 192)
 
 
-def test_overlapping_strata_have_no_row_over_all(tmp_path: Path) -> None:
-    books = text.corpus(tmp_path, lengths=(101, 121), strata=(40, 80), excerpts=True)
-    plan = perplexity.plan(books, protocol())
-    rows = perplexity_rows.rows(plan, perplexity_rows.score_all(text.gpt(), books, plan, store=tmp_path / "s", of=""))
-    assert [(row["stratum"], row["documents"]) for row in rows] == [("40", 2), ("80", 2)]
-
-
 def test_windows_of_one_document_count_as_one() -> None:
     """Ten documents that differ, a hundred windows each that do not: the interval is that of ten numbers."""
     documents = np.repeat(np.arange(10), 100)

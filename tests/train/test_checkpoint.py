@@ -83,25 +83,6 @@ def reseal(place):
     (place / "manifest.json").write_bytes(files.to_json(seal))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("tokens", -1), ("tokens", "many"), ("perfect", 1), ("worse", 4), ("validated", 13), ("window", [[1.0]]),
-        ("log_bytes", -1), ("best", 5), ("train", []), ("model", {}), ("aliases", []), ("random", {"python": 1}),
-        ("loss", "low"),
-    ],
-)  # fmt: skip
-def test_a_state_that_no_run_leaves_is_refused_under_any_seal(run, key, value):
-    place = run / "checkpoints/step-00000012"
-    shutil.rmtree(run / "checkpoints/step-00000009")
-    state = json.loads((place / "state.json").read_bytes())
-    (place / "state.json").write_bytes(files.to_json(state | {key: value}))
-    reseal(place)
-    for use in (lambda: load_model(run), lambda: trainer(run).run()):
-        with pytest.raises(CheckpointError, match=rf"state\.json .*{key}"):
-            use()
-
-
 def test_random_states_that_are_none_are_refused(run):
     place = run / "checkpoints/step-00000012"
     state = json.loads((place / "state.json").read_bytes())

@@ -3,10 +3,7 @@
 import io
 import json
 import os
-import sys
-import types
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -16,58 +13,7 @@ from gape.train import DiskFullError, verify
 from gape.utils import jsonl
 from gape.utils import run_info as manifests
 from gape.utils.run_info import code_hash, manifest
-from tests.train.toy import Numbers, lines, outcome, trainer
-
-
-class Writer:
-    """Stands in for TensorBoard's; fails where told to."""
-
-    made: ClassVar[list] = []
-    fails = False
-
-    def __init__(self, directory, purge_step):
-        self.purge_step, self.scalars, self.closed = purge_step, [], False
-        Writer.made.append(self)
-
-    def add_scalar(self, name, value, step):
-        if Writer.fails:
-            raise RuntimeError("no route to host")
-        self.scalars.append((name, step))
-
-    def close(self):
-        self.closed = True
-
-
-@pytest.fixture
-def tensorboard(monkeypatch):
-    Writer.made, Writer.fails = [], False
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-
-
-def test_tensorboard_gets_one_curve_also_after_resuming(tmp_path, tensorboard):
-    trainer(tmp_path, max_steps=6, decay_steps=12, tensorboard=True).run()
-    trainer(tmp_path, tensorboard=True).run()
-    first, second = Writer.made
-    assert (first.purge_step, second.purge_step) == (1, 7)
-    assert ("train/loss", 5) in first.scalars
-    assert ("validation/accuracy", 12) in second.scalars
-    assert first.closed
-
-
-def test_a_failing_logger_is_told_once_and_changes_nothing(tmp_path, tensorboard):
-    Writer.fails, console = True, io.StringIO()
-    trainer(tmp_path / "failing", tensorboard=True, console=Console(file=console)).run()
-    assert console.getvalue().count("TensorBoard failed and is off from here on: RuntimeError: no route to host") == 1
-    trainer(tmp_path / "without").run()
-    assert outcome(tmp_path / "failing") == outcome(tmp_path / "without")
-
-
-def test_without_tensorboard_the_flag_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"pip install 'gape\[log\]'"):
-        trainer(tmp_path, tensorboard=True).run()
+from tests.train.toy import Numbers, lines, trainer
 
 
 @pytest.mark.parametrize("style", ["bar", "plain", "off"])
@@ -164,18 +110,6 @@ def test_the_manifest_stays_that_of_the_first_start(tmp_path):
     trainer(tmp_path).run()
     assert (tmp_path / "manifest.json").read_bytes() == before
     assert [r["step"] for r in lines(tmp_path / "runtime.jsonl") if r["event"] == "started"] == [0, 6]
-
-
-def test_a_run_can_ask_for_deterministic_algorithms(tmp_path):
-    steps = []
-    trainer(
-        tmp_path,
-        deterministic=True,
-        check=lambda model, step: {"on": float(steps.append(torch.are_deterministic_algorithms_enabled()) or 0)},
-    ).run()
-    assert steps == [True] * 3
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert json.loads((tmp_path / "manifest.json").read_text())["deterministic"] == {"not covered": []}
 
 
 def test_versions_and_machine_are_there_without_a_checkout(monkeypatch):

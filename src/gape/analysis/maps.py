@@ -15,12 +15,8 @@ def attention_map(attended: Attended, size: int = 64, block: int | None = None) 
     """A layer's attention by cells of queries and keys, (B, Hq, size, size), or all of it where size exceeds it.
 
     Queries and keys are cut into `size` nearly equal spans. A cell is the weight that a query of its row gives to
-    all keys of its column together, averaged over the row's queries: every row sums to 1.
-
-    Args:
-        attended: what a layer attended with; see :func:`gape.analysis.attended`.
-        size: cells along each side, at least 1.
-        block: queries at a time; the result does not depend on it.
+    all keys of its column together, averaged over the row's queries: every row sums to 1. The result does not depend on
+    `block`, the queries at a time.
 
     Raises:
         ValueError: size or block below 1.

@@ -29,22 +29,14 @@ def inspect_model(
     seed: int = 0,
     trace: bool = True,
 ) -> dict[str, Any]:
-    """Entropy at several lengths, gates at the training length, one sequence in full.
-
-    Args:
-        model: a :class:`gape.GPT` in eval mode; read one sequence at a time, so memory is that of one sequence.
-        config: the haystack it was trained on.
-        factors: multiples of the length at which entropy is taken.
-        samples: sequences of the "test" split, the same for every model.
-        seed: which.
-        trace: whether to keep the landmarks along the first sequence.
+    """Entropy at several lengths, gates at the training length, one sequence in full; read one sequence at a time.
 
     Returns:
         Plain lists and numbers of six significant digits. `spread` has an entry per factor with `entropy`, `distance`,
         `sink` (means over all queries) and `query_entropy` (of the final query), each by sample, layer and head.
         `gates` has, at the final query and the training length, the amplitude, query gate, rate, effective context
         length, required and actual landmark of the digit that answers, each by sample, layer and head, and mean
-        landmarks by kind of token; None for a scheme without gates. `trace` is of the first sequence.
+        landmarks by kind of token; None for a scheme without gates. `trace` has landmarks along the first sequence.
 
     Raises:
         ValueError: factors without 1, the length at which gates are read.

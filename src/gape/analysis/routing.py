@@ -94,16 +94,12 @@ def effective_context(attended: Attended, p: float = 0.01) -> Tensor | None:
     The bound on scores is that of the norms, over the keys that a query sees. A key with landmark l has the horizon
     Δ_eff / (1 − l). ALiBi is the same operator with a constant rate and no landmarks.
 
-    Args:
-        attended: what a layer attended with, in index order.
-        p: the attention that may be lost, in (0, 1).
-
     Returns:
         (B, Hq, Nq) in float32 (float64 beside float64), inf where the rate is 0; None for a scheme without a rate or
         tokens out of index order.
 
     Raises:
-        ValueError: p out of range.
+        ValueError: p outside (0, 1).
     """
     rate = _rate(attended)
     if rate is None or not attended.visibility.index_order:

@@ -91,16 +91,12 @@ class Attended:
 
     @torch.no_grad()
     def weights(self, start: int, stop: int, head: int | None = None) -> Tensor:
-        """The attention of queries start … stop − 1 to the keys that any of them may see.
-
-        Args:
-            start, stop: the queries.
-            head: a query head, from 0; None means all of them.
+        """The attention of queries start … stop − 1 to the keys that any of them may see, of all heads or of one.
 
         Returns:
             (B, Hq, stop − start, n) in float32 (float64 beside float64), n ≤ Nk: later keys than the last of these
             queries are left out where the order is that of the tensors. A row that sees nothing is zero. With a head,
-            it alone: (B, 1, stop − start, n).
+            from 0, it alone: (B, 1, stop − start, n).
         """
         problem = self.problem(start, stop)
         bias = self._bias(problem.visibility, start, stop)

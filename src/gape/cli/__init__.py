@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from gape.cli import analyze, data, demo, doctor, explore, hf, lm, niah, report, reproduce, ruler
+from gape.cli import analyze, data, demo, doctor, explore, hf, lm, niah, report, ruler
 from gape.utils import heartbeat, launch, signals
 
 app = typer.Typer(
@@ -26,7 +26,7 @@ app = typer.Typer(
 app.command("demo", short_help="Train, measure and report in minutes.")(demo.demo)
 app.command("doctor", short_help="Say what would run here, and why.")(doctor.doctor)
 app.command("explore", short_help="See what gates do to a text, in the browser.")(explore.explore)
-app.command("reproduce", short_help="Draw a figure of the paper.")(reproduce.reproduce)
+app.command("reproduce", short_help="Draw a figure of the paper.")(report.reproduce)
 app.command("report", short_help="Tables, figures and a page from stored runs.")(report.report)
 app.add_typer(data.app, name="data")
 app.add_typer(lm.app, name="lm")

@@ -19,15 +19,11 @@ app = typer.Typer(
 )
 
 Runs = Annotated[list[Path], typer.Argument(help="Directories of trained runs.")]
-Data = Annotated[Path, typer.Option(help="A prepared corpus, a text file, or JSON lines with input, prompt or text.")]
-Corpus = Annotated[Path, typer.Option("--data", help="A prepared corpus.")]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="Where DATA is a file: bytes, a directory with a vocabulary, or a name on the hub.")
-]
+Data = Annotated[Path, typer.Option(help="A prepared corpus.")]
 Seed = Annotated[int, typer.Option(help="Which documents and places.")]
 Lengths = Annotated[
     str | None,
-    typer.Option(metavar=INTS, help="Tokens; the training length by default. Prompts are read whole."),
+    typer.Option(metavar=INTS, help="Tokens; the training length by default."),
 ]
 Length = Annotated[int | None, typer.Option(help="Tokens; the training length by default.")]
 Samples = Annotated[int, typer.Option(help="Passages that are read, of each length.")]
@@ -41,7 +37,6 @@ def entropy(
     data: Data,
     lengths: Lengths = None,
     samples: Samples = 10,
-    tokenizer: Tokenizer = None,
     split: Split = "heldout",
     stratum: Stratum = None,
     seed: Seed = 0,
@@ -51,7 +46,7 @@ def entropy(
     from gape.experiments import analyses  # noqa: PLC0415
 
     chosen = None if lengths is None else numbers("lengths", lengths, int, "1024,4096")
-    reader = _reader(data, tokenizer, split, stratum)
+    reader = _reader(data, split, stratum)
     table = analyses.entropy(runs, reader, lengths=chosen, samples=samples, seed=seed, device=device)
     typer.echo(table.text())
 
@@ -62,7 +57,6 @@ def spectrum(
     data: Data,
     length: Length = None,
     samples: Samples = 32,
-    tokenizer: Tokenizer = None,
     split: Split = "heldout",
     stratum: Stratum = None,
     seed: Seed = 0,
@@ -71,7 +65,7 @@ def spectrum(
     """Norms of queries and keys by rotary frequency: spectrum.json. Runs whose scheme does not rotate are left out."""
     from gape.experiments import analyses  # noqa: PLC0415
 
-    reader = _reader(data, tokenizer, split, stratum)
+    reader = _reader(data, split, stratum)
     analyses.spectrum(runs, reader, length=length, samples=samples, seed=seed, device=device)
 
 
@@ -85,7 +79,6 @@ def _picture(name: str, text: str) -> None:
         length: Length = None,
         layer: Layer = None,
         size: Size = 64,
-        tokenizer: Tokenizer = None,
         split: Split = "heldout",
         stratum: Stratum = None,
         seed: Seed = 0,
@@ -93,7 +86,7 @@ def _picture(name: str, text: str) -> None:
     ) -> None:
         from gape.experiments import analyses  # noqa: PLC0415
 
-        reader = _reader(data, tokenizer, split, stratum)
+        reader = _reader(data, split, stratum)
         analyses.pictures(name, runs, reader, length=length, layer=layer, size=size, seed=seed, device=device)
 
 
@@ -104,18 +97,10 @@ _picture(
 )
 
 
-@app.command()
-def routing(runs: Runs) -> None:
-    """The routing variables at the end of training, by layer, from the routing.jsonl that training left."""
-    from gape.experiments import analyses  # noqa: PLC0415
-
-    typer.echo(analyses.routing(runs).text())
-
-
 @app.command("far-back")
 def far_back(
     runs: Runs,
-    data: Corpus,
+    data: Data,
     context: Annotated[int, typer.Option(help="Tokens of a window.")] = 65536,
     distances: Annotated[
         str, typer.Option(metavar=INTS, help="Tokens; d stands for answers d to 2d tokens back.")
@@ -151,7 +136,7 @@ def far_back(
         typer.echo(f"\n{table.text()}")
 
 
-def _reader(data: Path, tokenizer: str | None, split: str, stratum: str | None) -> Reader:
+def _reader(data: Path, split: str, stratum: str | None) -> Reader:
     from gape.analysis.passages import Reader  # noqa: PLC0415
 
-    return Reader(data, tokenizer=tokenizer, split=split, stratum=stratum)
+    return Reader(data, split=split, stratum=stratum)

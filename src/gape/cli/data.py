@@ -20,9 +20,7 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Directory of the corpus.")],
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Files, directories, hf:DATASET[@REVISION][:CONFIG or #FILES], or one recipe (data/fineweb)."
-        ),
+        typer.Argument(help="Files, directories, hf:DATASET[@REVISION]#FILES, or one recipe (data/fineweb)."),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="bytes, a directory with a vocabulary, or a name on the Hugging Face hub.")
@@ -34,12 +32,6 @@ def prepare(
     seed: Annotated[int | None, typer.Option(help="Of that hash, a number from 0; 0 by default.")] = None,
     strata: Annotated[
         str | None, typer.Option(metavar=INTS, help="Lengths in tokens, such as 8192,16384,32768; none by default.")
-    ] = None,
-    excerpts: Annotated[
-        bool | None,
-        typer.Option(
-            "--excerpts/--whole", help="Cut excerpts of those lengths from longer documents, or keep documents whole."
-        ),
     ] = None,
     text_field: Annotated[str | None, typer.Option(help="Field or column of the text; text by default.")] = None,
     id_field: Annotated[
@@ -56,15 +48,14 @@ def prepare(
         float | None,
         typer.Option(help="Bad and empty records let pass: a number, or a share below 1; 0.01 by default."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes that tokenise; one for each core by default.")] = None,
 ) -> None:
     """Tokenise documents into shards with an index, hashes and a card. Stop it and start it again as you like."""
     # What is None was not given, and stays as the recipe or the default has it.
-    given = {name: value for name, value in locals().items() if name not in ("inputs", "out", "workers")}
+    options = {name: value for name, value in locals().items() if name not in ("inputs", "out")}
     from gape.data.pipeline import prepare as make  # noqa: PLC0415
     from gape.utils.progress import Progress, ProgressTable  # noqa: PLC0415
 
-    config = settings(inputs or [], {name: value for name, value in given.items() if value is not None})
+    config = settings(inputs or [], {name: value for name, value in options.items() if value is not None})
     progress = Progress()
     with ProgressTable(progress, "byte") as table:
 
@@ -72,7 +63,7 @@ def prepare(
             note = f"{state.documents:,} documents, {state.tokens:,} tokens"
             table.show(str(out), state.position, state.total or None, note)
 
-        make(config, out, workers=workers, progress=show, log=progress.log)
+        make(config, out, progress=show, log=progress.log)
     typer.echo((out / "card.md").read_text(encoding="utf-8"))
 
 
@@ -88,7 +79,7 @@ def verify(directory: Annotated[Path, typer.Argument(help="A prepared corpus.")]
     typer.echo(f"{directory}: as it was prepared, fingerprint {corpus.fingerprint()}")
 
 
-def settings(inputs: list[str], given: dict[str, Any]) -> Any:
+def settings(inputs: list[str], options: dict[str, Any]) -> Any:
     """The settings of a recipe, where the only input names one, and of the options, which win.
 
     Raises:
@@ -101,8 +92,8 @@ def settings(inputs: list[str], given: dict[str, Any]) -> Any:
     if named and len(inputs) > 1:
         raise ValueError(f"inputs: got the recipe {named[0]} beside others, expected it alone")
     base = config.load(named[0]) if named else {"inputs": tuple(inputs)}
-    if "strata" in given:
-        given["strata"] = numbers("strata", given["strata"], int, "8192,16384") if given["strata"] else ()
-    if "heldout" in given:
-        given["heldout"] = tuple(given["heldout"])
-    return PrepareConfig(**(base | given))
+    if "strata" in options:
+        options["strata"] = numbers("strata", options["strata"], int, "8192,16384") if options["strata"] else ()
+    if "heldout" in options:
+        options["heldout"] = tuple(options["heldout"])
+    return PrepareConfig(**(base | options))

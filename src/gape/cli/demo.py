@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,6 @@ RECIPE = "niah/demo"
 
 def demo(
     out: Annotated[Path, typer.Option(help="Directory of the runs and the report.")] = Path("runs/niah/demo"),
-    jobs: Annotated[int | None, typer.Option(help="Runs at once; as many as there are cores by default.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Train p-RoPE with and without gates to find a needle in 128 tokens, then ask for it in up to 1,024."""
@@ -24,8 +22,7 @@ def demo(
     from gape.experiments.reporting import write_report  # noqa: PLC0415
 
     recipe = load(RECIPE, overrides or [])
-    # At this size a core per run is quicker than all cores for each.
-    run_and_print(recipe, out, min(len(recipe.runs), os.cpu_count() or 1) if jobs is None else jobs, "auto")
+    run_and_print(recipe, out, "auto")
     page = write_report([out / run.name for run in recipe.runs], out / "report", "The needle task, small")
     faster = recipe.runs[0].train.gate_lr_multiplier
     if faster != 1:

@@ -49,7 +49,7 @@ def explore(
         raise ValueError(f"port: got {port}, expected a number from 0 to 65535")
     own = (model, text, prompt, needle)
     exploration = None
-    if all(given is None for given in own):
+    if all(value is None for value in own):
         view = _shipped_view()
     else:
         from gape.experiments.exploring import Settings, explored  # noqa: PLC0415

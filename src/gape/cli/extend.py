@@ -31,7 +31,7 @@ def extend(
     ] = None,
     sinks: Annotated[bool, typer.Option(help="Landmarks keep the first token in view of heads with a floor.")] = True,
     log_scale: Annotated[bool, typer.Option(help="Logits grow with the logarithm of the length.")] = False,
-    floors: Annotated[Path | None, typer.Option(help="File of gape hf heads, for --method floors.")] = None,
+    floors: Annotated[Path | None, typer.Option(help="JSON file with gate_floor, for --method floors.")] = None,
     factor: Annotated[float | None, typer.Option(help="Of YaRN, for --method yarn; as far as --to by default.")] = None,
     recall: Annotated[float, typer.Option(help="Share of windows with facts put in and asked for at the end.")] = 0.7,
     recall_weight: Annotated[float, typer.Option(help="Weight of the tokens of their answers in the loss.")] = 16.0,

@@ -1,4 +1,4 @@
-"""`gape hf`: put GAPE into models of transformers, take it out, convert GPT-2, fine-tune and measure."""
+"""`gape hf`: put GAPE into models of transformers, take it out, fine-tune and measure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gape.cli import extend, forgetting
-from gape.cli.options import INTS, Device, Precision, Resume, Split, numbers
+from gape.cli import extend, perplexity
+from gape.cli.options import INTS, Device, Precision, Resume, numbers
 
 app = typer.Typer(help="Models of transformers.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -52,7 +52,7 @@ def inject(
     ] = None,
     start: Start = "identity",
     gate: Gate = None,
-    floors: Annotated[Path | None, typer.Option(help="File of gape hf heads, in place of --gate gate_floor=….")] = None,
+    floors: Annotated[Path | None, typer.Option(help="JSON file with gate_floor by layer, in place of --gate.")] = None,
     option: Option = None,
     seed: Seed = 0,
     dry_run: Dry = False,
@@ -70,66 +70,11 @@ def inject(
 
 
 @app.command()
-def heads(
-    model: Model,
-    data: Annotated[str, typer.Option(help="Folder or file of gape ruler generate; needles serve best.")],
-    free: Annotated[int, typer.Option(help="Key heads with floor 0: those that retrieve most.")],
-    floor: Annotated[float, typer.Option(help="Floor of all other heads.")],
-    out: Annotated[Path, typer.Option(help="JSON file of the floors, for gape hf inject --floors.")],
-    samples: Annotated[int, typer.Option(help="Samples at most, as many from each file of DATA.")] = 16,
-    candidates: Annotated[
-        int | None,
-        typer.Option(help="Begin with so many free, and put floors where it costs the answers least; takes T."),
-    ] = None,
-    context_length: Length = None,
-    gate: Gate = None,
-    device: Device = "auto",
-) -> None:
-    """Find the heads of a model without gates that retrieve, and write floors that leave them free."""
-    from gape.experiments import retrieval_heads  # noqa: PLC0415
-
-    settings = retrieval_heads.Settings(
-        model=model, data=data, free=free, floor=floor, samples=samples, candidates=candidates,
-        context_length=context_length, gates=values("gate", gate),
-    )  # fmt: skip
-    retrieval_heads.write(settings, out, device)
-
-
-@app.command()
 def remove(model: Model, out: Out) -> None:
     """Take the gates out of a model and save it as transformers knows it."""
     from gape.experiments import finetune  # noqa: PLC0415
 
     finetune.strip(model, out)
-
-
-@app.command()
-def convert(
-    model: Model,
-    out: Out,
-    position: Annotated[str | None, typer.Option(help="rope, p-rope or nope, with or without +gape.")] = None,
-    context_length: Length = None,
-    extend_positions: Annotated[
-        int | None, typer.Option(help="Instead of another scheme: lengthen the learned positions to so many.")
-    ] = None,
-    start: Start = "paper",
-    gate: Gate = None,
-    option: Option = None,
-    seed: Seed = 0,
-    dry_run: Dry = False,
-) -> None:
-    """Put another scheme in the place of GPT-2's learned positions, or lengthen them. Fine-tune it afterwards."""
-    from gape.experiments import finetune  # noqa: PLC0415
-
-    if (position is None) == (extend_positions is None):
-        raise ValueError("position, extend_positions: expected exactly one of --position and --extend-positions")
-    if extend_positions is not None:
-        finetune.lengthen(model, out, extend_positions, dry_run=dry_run)
-        return
-    finetune.retrofit(
-        model, out, context_length=context_length, position=position, layers=None, start=start, seed=seed,
-        gates=values("gate", gate), options=values("option", option), dry_run=dry_run, learned_positions=True,
-    )  # fmt: skip
 
 
 @app.command("finetune")
@@ -188,47 +133,16 @@ def train(
     typer.echo(written)
 
 
-@app.command("perplexity")
-def measure(
-    models: Annotated[list[Path], typer.Argument(help="Runs of gape hf finetune, or directories of models.")],
-    data: Annotated[Path, typer.Option(help="A corpus of the models' tokenizer.")],
-    contexts: Annotated[str, typer.Option(metavar=INTS, help="Tokens.")] = "512,1024,2048,4096",
-    last: Annotated[int, typer.Option(help="Tokens scored at the end of each window.")] = 512,
-    align: Annotated[int, typer.Option(help="Score only tokens behind so many; 0 all.")] = 0,
-    split: Split = "heldout",
-    max_windows: Annotated[int, typer.Option(help="Windows per context at most.")] = 8000,
-    seed: Annotated[int, typer.Option(help="Which windows, where there are more than --max-windows.")] = 0,
-    chunk: Annotated[
-        int, typer.Option(help="Tokens that go through the model at once; longer texts take a cache and mask tensors.")
-    ] = 65536,
-    attention: Attention = None,
-    device: Device = "auto",
-    precision: Precision = "auto",
-) -> None:
-    """Measure models at several contexts; rows go to perplexity.jsonl in each directory."""
-    from gape.data import open_corpus  # noqa: PLC0415
-    from gape.experiments import hf_perplexity, perplexity  # noqa: PLC0415
-    from gape.experiments.run import LanguageEvaluation  # noqa: PLC0415
-    from gape.utils.progress import Progress  # noqa: PLC0415
-
-    evaluation = LanguageEvaluation(
-        contexts=numbers("contexts", contexts, int, "512,1024"), last=last, align=align, max_windows=max_windows,
-        seed=seed, chunk=chunk,
-    )  # fmt: skip
-    settings = perplexity.Settings.of(open_corpus(data), evaluation, split=split, device=device, precision=precision)
-    for table in perplexity.tables(hf_perplexity.measure_models(models, settings, attention, log=Progress().log)):
-        typer.echo(f"\n{table.text()}")
-
-
-app.command("forgetting")(forgetting.language)
+# Beyond a chunk, models of transformers take mask tensors.
+perplexity.add_command(app, contexts="512,1024,2048,4096", chunk=65536)
 app.command("extend")(extend.extend)
 
 
-def values(name: str, given: list[str] | None) -> dict[str, Any]:
+def values(name: str, texts: list[str] | None) -> dict[str, Any]:
     """KEY=VALUE of an option of that name, the values as in a recipe."""
     from gape.utils.settings import override  # noqa: PLC0415
 
-    for text in given or []:
+    for text in texts or []:
         if not text.partition("=")[0].strip() or "=" not in text:
             raise ValueError(f"{name}: got {text!r}, expected KEY=VALUE")
-    return dict(override(text) for text in given or [])
+    return dict(override(text) for text in texts or [])

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gape.cli import forgetting
 from gape.cli.options import INTS, Device, Resume, numbers
-from gape.cli.runs import Dry, Jobs, Only, Out, Overrides, RecipeName, chosen, run_one
+from gape.cli.runs import Dry, Only, Out, Overrides, RecipeName, chosen
 
 if TYPE_CHECKING:
     from gape.experiments.recipe import Recipe
 
 app = typer.Typer(help="The needle-in-a-haystack task.", no_args_is_help=True, rich_markup_mode=None)
-app.command("run", hidden=True)(run_one)
 
 
 @app.command()
@@ -24,13 +22,12 @@ def train(
     recipe: RecipeName,
     overrides: Overrides = None,
     out: Out = None,
-    jobs: Jobs = 1,
     resume: Resume = "auto",
     only: Only = None,
     dry: Dry = False,
 ) -> None:
     """Train, evaluate and analyse every run of a recipe. Stop it and start it again as you like."""
-    run_and_print(*chosen("niah", recipe, overrides, only, out, dry), jobs, resume)
+    run_and_print(*chosen("niah", recipe, overrides, only, out, dry), resume)
 
 
 @app.command("eval")
@@ -53,10 +50,7 @@ def evaluate(
     _print_tables(rows)
 
 
-app.command("forgetting")(forgetting.needles)
-
-
-def run_and_print(recipe: Recipe, directory: Path, jobs: int, resume: str) -> None:
+def run_and_print(recipe: Recipe, directory: Path, resume: str) -> None:
     """Run a recipe and print its tables.
 
     Raises:
@@ -65,7 +59,7 @@ def run_and_print(recipe: Recipe, directory: Path, jobs: int, resume: str) -> No
     from gape.experiments.needle import recipe_rows  # noqa: PLC0415
     from gape.experiments.sweep import run_recipe  # noqa: PLC0415
 
-    result = run_recipe(recipe, directory, jobs=jobs, resume=resume)
+    result = run_recipe(recipe, directory, resume=resume)
     if len(result.failed) < len(recipe.runs):
         _print_tables(recipe_rows(recipe, directory, without=result.failed))
     if result.failed:

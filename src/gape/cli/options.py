@@ -22,6 +22,9 @@ Dim = Annotated[int, typer.Option(help="Coordinates of a head.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
 Precision = Annotated[str, precision_option("float32, bfloat16 (autocast)")]
 Chunk = Annotated[int, typer.Option(help="Tokens that go through the model at once; longer texts take a cache.")]
+SkipEps = Annotated[float, typer.Option(help="Skip tiles of keys that have at most so much of a query's attention.")]
+ForgetEps = Annotated[float, typer.Option(help="Read through a forgetting cache: attention that a query may lose.")]
+Bounds = Annotated[str, typer.Option(help="Bounds on future queries that the cache evicts by: weights or queries.")]
 Split = Annotated[str, typer.Option(help="Documents of the corpus: heldout or train.")]
 Stratum = Annotated[str | None, typer.Option(help="Only documents of this stratum of the corpus.")]
 Resume = Annotated[str, typer.Option(help="auto: go on with what is there. never: refuse to.")]
@@ -31,16 +34,10 @@ Number = TypeVar("Number", int, float)
 
 
 def numbers(name: str, text: str, kind: type[Number], such_as: str) -> tuple[Number, ...]:
-    """The numbers of a text, in its order; spaces around them and underscores inside them do not matter.
-
-    Args:
-        name: of the option, for the message.
-        text: numbers with commas.
-        kind: int or float.
-        such_as: a list that would do, for the message.
+    """The numbers of a text with commas, in its order; spaces around them and underscores inside them do not matter.
 
     Raises:
-        ValueError: something in it is no number of that kind.
+        ValueError: something in it is no number of that kind; names the option, and a list that would do.
     """
     try:
         return tuple(kind(part) for part in text.split(","))

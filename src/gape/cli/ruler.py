@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gape.cli.options import INTS, NAMES, Chunk, Device, numbers, precision_option
+from gape.cli.options import INTS, NAMES, Bounds, Chunk, Device, ForgetEps, SkipEps, numbers, precision_option
 
 app = typer.Typer(help="RULER: long-context tasks.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -55,9 +55,7 @@ def generate(
 @app.command("eval")
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="Runs of gape lm train, or models of transformers.")],
-    data: Annotated[
-        list[str], typer.Option(help="Samples: a file, a directory or hf:DATASET[:CONFIG]; may be repeated.")
-    ],
+    data: Annotated[list[str], typer.Option(help="Samples: a file or a directory; may be repeated.")],
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer of a run; models of transformers have their own.")
     ] = None,
@@ -76,15 +74,9 @@ def evaluate(
     precision: Annotated[
         str, precision_option("float32, bfloat16 (autocast; models of transformers are read in it)")
     ] = "auto",
-    skip_eps: Annotated[
-        float, typer.Option(help="Skip tiles of keys that hold at most so much of a query's attention.")
-    ] = 0.0,
-    forget_eps: Annotated[
-        float, typer.Option(help="Read through a forgetting cache: attention that a query may lose.")
-    ] = 0.0,
-    bounds: Annotated[
-        str, typer.Option(help="Bounds on future queries that the cache evicts by: weights or queries.")
-    ] = "weights",
+    skip_eps: SkipEps = 0.0,
+    forget_eps: ForgetEps = 0.0,
+    bounds: Bounds = "weights",
     name: Annotated[str | None, typer.Option(help="What to call a model of transformers in tables.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of its results; runs/ruler/NAME by default.")] = None,
 ) -> None:
@@ -93,8 +85,9 @@ def evaluate(
     from gape.experiments.ruler import Evaluation, choose, measure  # noqa: PLC0415
     from gape.report.results import Results  # noqa: PLC0415
     from gape.report.ruler import tables  # noqa: PLC0415
-    from gape.tasks.ruler.evaluation import Settings, Way  # noqa: PLC0415
+    from gape.tasks.ruler.evaluation import Settings  # noqa: PLC0415
     from gape.tasks.ruler.sources import read  # noqa: PLC0415
+    from gape.tasks.ways import Way  # noqa: PLC0415
     from gape.utils.progress import Progress  # noqa: PLC0415
 
     target = pick_device(device)

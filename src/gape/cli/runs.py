@@ -1,4 +1,4 @@
-"""What `gape niah train` and `gape lm train` share: options, the list of a recipe's runs, and one run by itself."""
+"""What `gape niah train` and `gape lm train` share: options, and the list of a recipe's runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gape.cli.options import Resume
 from gape.utils.recipe_files import find
 
 if TYPE_CHECKING:
@@ -29,20 +28,10 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Settings that win over the recipe's, such as train.max_steps=400."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Directory of the runs; runs/RECIPE by default.")]
-Jobs = Annotated[int, typer.Option(help="Runs at once, each in a process of its own.")]
 Only = Annotated[
     list[str] | None, typer.Option(help="Only runs of this name or pattern, such as 'rope*'; may be repeated.")
 ]
 Dry = Annotated[bool, typer.Option("--list", help="Only list the runs and what is left to do.")]
-
-
-def run_one(
-    directory: Annotated[Path, typer.Argument(help="A directory with run.json.")], resume: Resume = "auto"
-) -> None:
-    """Bring one run to its end: what a sweep starts for each of several at once."""
-    from gape.experiments.sweep import run_directory  # noqa: PLC0415
-
-    run_directory(directory, resume)
 
 
 def chosen(

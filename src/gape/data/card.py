@@ -1,4 +1,4 @@
-"""The last step of a preparation: the index, the checksums, and the card that describes the corpus."""
+"""The last step of a preparation: the index, and the card that describes the corpus."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from gape.data.config import PrepareConfig
 from gape.data.corpus import CARD, FORMAT
-from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Counts, HashedFile, Parts, Records, name_line, records
+from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Counts, HashedFile, Parts, Records, index_record, name_line
 from gape.utils import files
 from gape.utils.files import file_sha256
 
-TEXT, SUMS = "card.md", "SHA256SUMS"
+TEXT = "card.md"
 #: Sources that the card for people lists.
 ROWS = 50
 
@@ -21,7 +21,7 @@ ROWS = 50
 def finish(
     config: PrepareConfig, settings: dict[str, Any], directory: Path, parts: Parts, counts: Counts
 ) -> dict[str, Any]:
-    """Write index, checksums and cards; `card.json` comes last and makes it a corpus. Returns the card."""
+    """Write index and cards; `card.json` comes last and makes it a corpus. Returns the card."""
     with files.room("the index", directory, 0):
         left_out = _write_index(config, settings["end_of_text"], directory, parts)
     shards = [shard for shard in parts.shards if shard["file"]]
@@ -33,10 +33,7 @@ def finish(
     }
     card["left_out"]["train_documents_also_held_out"] = left_out
     text, data = to_markdown(card).encode(), files.to_json(card)
-    sums = [(entry["file"], entry["sha256"]) for entry in (*shards, card["index"], card["names"])]
-    sums += [(CARD, files.sha256(data)), (TEXT, files.sha256(text))]
     files.replace(directory / TEXT, text)
-    files.replace(directory / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums).encode())
     files.replace(directory / CARD, data)
     parts.discard()
     return card
@@ -47,7 +44,7 @@ def _description(config: PrepareConfig, settings: dict[str, Any], counts: Counts
     sources = zip(settings["inputs"], counts.documents, counts.tokens, strict=True)
     return {
         "format": FORMAT,
-        "documents": "excerpts" if config.excerpts else "whole",
+        "documents": "whole",
         "tokenizer": settings["tokenizer"],
         "dtype": settings["dtype"],
         "end_of_text": settings["end_of_text"],
@@ -77,10 +74,12 @@ def _write_index(config: PrepareConfig, end_of_text: bool, directory: Path, part
                 if entry.split != heldout and entry.sha256 in heldout_texts:
                     left_out += 1
                 else:
-                    pieces = config.pieces(entry.tokens)
-                    place = {"shard": shard, "split": entry.split, "offset": offset, "name": names.size}
-                    for record in records(**place, length=length, pieces=pieces, whole=not config.excerpts):
-                        index.write(record)
+                    index.write(
+                        index_record(
+                            shard=shard, split=entry.split, stratum=config.stratum(entry.tokens), offset=offset,
+                            length=length, name=names.size,
+                        )
+                    )  # fmt: skip
                     names.write(name_line(entry.id, entry.title))
                 offset += length
     return left_out
@@ -93,7 +92,6 @@ def _split_counts(config: PrepareConfig, directory: Path, end_of_text: bool) -> 
     for number, split in enumerate(SPLITS):
         here = index[index["split"] == number]
         counts[split] = _statistics(here, end_of_text) | {
-            "source_documents": len(np.unique(here["name"])),
             "strata": {
                 str(length): _statistics(here[here["stratum"] == at], end_of_text)
                 for at, length in enumerate(config.strata, start=1)
@@ -104,7 +102,7 @@ def _split_counts(config: PrepareConfig, directory: Path, end_of_text: bool) -> 
 
 def _statistics(chosen: Records, end_of_text: bool) -> dict[str, Any]:
     tokens = chosen["length"].astype(np.int64)
-    text = tokens - (chosen["excerpt"] == 0) * int(end_of_text)
+    text = tokens - int(end_of_text)
     lengths = None
     if len(text):
         lengths = {"min": int(text.min()), "median": float(np.median(text)), "max": int(text.max())}
@@ -130,10 +128,11 @@ def _file_entry(path: Path) -> dict[str, Any]:
 def to_markdown(card: dict[str, Any]) -> str:
     """The card for people."""
     tokenizer, left = card["tokenizer"], card["left_out"]
+    strata = f"; a stratum L ({', '.join(card['strata'])}) has those from L up to 2 L tokens" if card["strata"] else ""
     lines = [
         "# Corpus",
         "",
-        f"Token shards by `gape data prepare`. {_pieces(card)}",
+        f"Token shards by `gape data prepare`. Its entries are whole documents{strata}.",
         "",
         f"- tokenizer: {tokenizer['name']} ({tokenizer['kind']}), {tokenizer['vocab_size']:,} ids, stored as "
         f"{card['dtype']}; SHA-256 {tokenizer['sha256']}",
@@ -158,18 +157,6 @@ def to_markdown(card: dict[str, Any]) -> str:
         lines += ["", "The first records left out as empty or bad:", ""]
         lines += [f"- {bad['input']}, line {bad['number']}: {bad['reason']}" for bad in card["bad"]]
     return "\n".join(lines) + "\n"
-
-
-def _pieces(card: dict[str, Any]) -> str:
-    strata = ", ".join(card["strata"])
-    if card["documents"] == "excerpts":
-        return (
-            f"Its entries are contiguous excerpts of exactly {strata} tokens, cut one after the other from the start "
-            "of each document that is long enough; the same text is in every stratum it is long enough for."
-        )
-    if strata:
-        return f"Its entries are whole documents; a stratum L ({strata}) has those from L up to 2 L tokens."
-    return "Its entries are whole documents."
 
 
 def _row(split: str, stratum: str, counts: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from gape.data.shards import Piece
 from gape.utils import recipe_files
 from gape.utils.settings import parse_value, refuse_unknown
 from gape.utils.validation import invalid_argument
@@ -26,15 +25,15 @@ class PrepareConfig:
     """The settings of a preparation.
 
     Args:
-        inputs: files, folders, or `hf:DATASET[@REVISION][:CONFIG]` or `hf:DATASET[@REVISION]#FILES`.
+        inputs: files, folders, or `hf:DATASET[@REVISION]#FILES`.
         heldout: the same, for documents that are all held out.
         tokenizer: as :func:`gape.data.load_tokenizer` takes it.
-        text_field, id_field, title_field: names in JSON lines, Parquet columns or a dataset. An id_field of None takes
+        text_field, id_field, title_field: names in JSON lines or Parquet columns. An id_field of None takes
             "id" where there is one, and the file and line number elsewhere.
         heldout_fraction: of the documents of `inputs`, by a hash of their ids; 0 to below 1.
         seed: of that hash.
-        strata: lengths in tokens, such as (8192, 16384, 32768); empty for none.
-        excerpts: cut excerpts of exactly those lengths instead of taking documents from L up to 2 L tokens.
+        strata: lengths in tokens, such as (8192, 16384, 32768); a stratum L takes documents from L up to 2 L tokens,
+            others are left out. Empty for none.
         end_of_text: whether the tokenizer's end of text follows each document.
         dtype: "uint16", "uint32", or None for the smaller that holds the vocabulary.
         shard_tokens: tokens at which a shard is closed; one holds whole documents.
@@ -56,7 +55,6 @@ class PrepareConfig:
     heldout_fraction: float = 0.0
     seed: int = 0
     strata: tuple[int, ...] = ()
-    excerpts: bool = False
     end_of_text: bool = True
     dtype: str | None = None
     shard_tokens: int = 2**24
@@ -70,7 +68,6 @@ class PrepareConfig:
             "tokenizer": (self.tokenizer, 'a name, such as "bytes" or a folder with GPT-2\'s files'),
             "heldout_fraction": (0 <= self.heldout_fraction < 1, "a number from 0 to below 1"),
             "strata": (rising and min(self.strata, default=2) > 1, "rising lengths above 1"),
-            "excerpts": (not self.excerpts or self.strata, "strata, which say how long the excerpts are"),
             "dtype": (self.dtype in (None, *DTYPES), f"one of {', '.join(DTYPES)}"),
             "shard_tokens": (self.shard_tokens >= 1, "at least 1"),
             "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
@@ -82,24 +79,13 @@ class PrepareConfig:
         if len(self.strata) > MOST_STRATA:
             raise invalid_argument("strata", self.strata, f"at most {MOST_STRATA} lengths")
 
-    def pieces(self, tokens: int) -> list[Piece]:
-        """The entries of a document of `tokens` tokens (the end of text not counted) where there are strata.
-
-        Excerpts: for each stratum the document's consecutive excerpts from its start. Otherwise the document itself,
-        in the highest stratum L with L ≤ tokens < 2 L. Nothing where no stratum fits.
-        """
-        if self.excerpts:
-            return [
-                Piece(number, start, length)
-                for number, length in enumerate(self.strata, start=1)
-                for start in range(0, tokens - length + 1, length)
-            ]
-        fits = [number for number, length in enumerate(self.strata, start=1) if length <= tokens < 2 * length]
-        return [Piece(fits[-1], 0, tokens)] if fits else []
+    def stratum(self, tokens: int) -> int:
+        """The highest stratum L with L ≤ tokens < 2 L, counted from 1; 0 where there is none."""
+        return max((n for n, length in enumerate(self.strata, 1) if length <= tokens < 2 * length), default=0)
 
     def stores(self, tokens: int) -> bool:
-        """Whether a document of `tokens` tokens is stored."""
-        return not self.strata or bool(self.pieces(tokens))
+        """Whether a document of `tokens` tokens, the end of text not counted, is stored."""
+        return not self.strata or self.stratum(tokens) > 0
 
     def shapes(self) -> dict[str, Any]:
         """The settings that shape the shards; what may change between a start and a resume is left out."""

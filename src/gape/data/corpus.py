@@ -26,11 +26,11 @@ Tokens = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or an excerpt of one where the corpus is of excerpts.
+    """A document.
 
     Attributes:
         index: its number in the corpus.
-        id: as the input had it; an excerpt has ":START-STOP" after it, in tokens of the document.
+        id: as the input had it.
         split: "train" or "heldout".
         stratum: the length it stands for, such as "8192"; None where the corpus has no strata.
         length: tokens, the end of text among them where the corpus has one.
@@ -95,12 +95,7 @@ class Corpus:
         return tuple(split for split in SPLITS if self.card["splits"][split]["documents"])
 
     def documents(self, split: str, stratum: str | int | None = None) -> Documents:
-        """The documents of a split, in the order of the input.
-
-        Args:
-            split: one of `splits`.
-            stratum: only those of one stratum; None means all, which in a corpus of excerpts holds the same text once
-                for each stratum.
+        """The documents of a split, in the order of the input; only those of one stratum where it is named.
 
         Raises:
             ValueError: the corpus has no such split or stratum.
@@ -115,11 +110,8 @@ class Corpus:
         """
         record = self.record(index)
         identifier, title = self._names.at(int(record["name"]))
-        start, length = int(record["start"]), int(record["length"])
-        if record["excerpt"]:
-            identifier = f"{identifier}:{start}-{start + length}"
         stratum = self.strata[record["stratum"] - 1] if record["stratum"] else None
-        return Document(int(index), identifier, SPLITS[record["split"]], stratum, length, title)
+        return Document(int(index), identifier, SPLITS[record["split"]], stratum, int(record["length"]), title)
 
     def tokens(self, document: Document, start: int = 0, stop: int | None = None) -> Tokens:
         """Tokens start … stop − 1 of a document: uint16 or uint32 (stop − start,), read-only, mapped and not copied.
@@ -144,10 +136,7 @@ class Corpus:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Read everything and compare it with the card.
-
-        Args:
-            progress: called with files read and in all.
+        """Read everything and compare it with the card; `progress` is called with files read and in all.
 
         Raises:
             ValueError: a file that is not what the card says; names each.
@@ -206,6 +195,8 @@ class Corpus:
         room = sizes[np.minimum(records["shard"], len(sizes) - 1)]
         inside = (records["shard"] < len(sizes)) & (records["split"] < len(SPLITS))
         inside &= (records["stratum"] <= len(self.strata)) & (records["name"] < self.card["names"]["bytes"])
+        # Earlier versions could cut excerpts.
+        inside &= records["excerpt"] == 0
         # Unsigned numbers: a sum of two could pass their end and look small.
         inside &= (records["offset"] <= room) & (records["length"] <= room - np.minimum(records["offset"], room))
         if not inside.all():

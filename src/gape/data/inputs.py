@@ -1,8 +1,7 @@
-"""Inputs of a corpus, identified before anything is read: files, folders, and datasets of the Hugging Face hub."""
+"""Inputs of a corpus, identified before anything is read: files, folders, and files of the Hugging Face hub."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -10,26 +9,21 @@ from typing import IO, Any, NamedTuple
 
 from gape.data import readers
 from gape.data.config import PrepareConfig
-from gape.data.readers import COMPRESSED, Fields, Input, Record, Tick, document, kind_of, require_fields
+from gape.data.readers import COMPRESSED, Fields, Input, Record, kind_of
+from gape.utils.files import file_sha256
 
-CHUNK = 2**24
 
-
-def find(config: PrepareConfig, tick: Tick) -> list[Input]:
+def find(config: PrepareConfig) -> list[Input]:
     """Every input in order: held-out ones after the others, folders by sorted path.
-
-    Args:
-        config: the settings.
-        tick: called now and then while files are hashed; may raise to stop.
 
     Raises:
         ValueError: a path that does not exist, a file of unknown kind, a folder without documents, a file given twice.
     """
-    given = [(spec, None if config.heldout_fraction else "train") for spec in config.inputs]
-    given += [(spec, "heldout") for spec in config.heldout]
+    specs = [(spec, None if config.heldout_fraction else "train") for spec in config.inputs]
+    specs += [(spec, "heldout") for spec in config.heldout]
     sources = [
         (name, group, split, place)
-        for group, (spec, split) in enumerate(given)
+        for group, (spec, split) in enumerate(specs)
         for name, place in (_remote(spec) if spec.startswith(PREFIX) else _local(spec))
     ]
     known: set[Path | str] = set()
@@ -38,10 +32,10 @@ def find(config: PrepareConfig, tick: Tick) -> list[Input]:
         if unique in known:
             raise ValueError(f"inputs: {name} is given twice, expected every input once")
         known.add(unique)
-    return [_identify(*source, tick) for source in sources]
+    return [_identify(*source) for source in sources]
 
 
-def probe(sources: list[Input], fields: Fields, tick: Tick) -> None:
+def probe(sources: list[Input], fields: Fields) -> None:
     """Make sure that the inputs can be read and have the fields; of many files on the hub, the first.
 
     Raises:
@@ -52,18 +46,14 @@ def probe(sources: list[Input], fields: Fields, tick: Tick) -> None:
         if source.kind in PROBES and ("sha256" in source.identity or source.group not in probed):
             PROBES[source.kind](source, fields)
         probed.add(source.group)
-        tick()
 
 
-def records(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
-    """The records of an input after the first `skip`, bad ones among them; `tick` as for :func:`find`."""
-    return READERS[source.kind](source, fields, skip, tick)
+def records(source: Input, fields: Fields, skip: int) -> Iterator[Record]:
+    """The records of an input after the first `skip`, bad ones among them."""
+    return READERS[source.kind](source, fields, skip)
 
 
-def _remote(spec: str) -> Iterator[tuple[str, File | None]]:
-    if parse(spec).files is None:
-        yield spec, None
-        return
+def _remote(spec: str) -> Iterator[tuple[str, File]]:
     for file in files(spec):
         kind_of(file.name)
         yield file.name, file
@@ -76,7 +66,7 @@ def _local(spec: str) -> Iterator[tuple[str, Path]]:
         yield path.name, path
         return
     if not path.is_dir():
-        raise ValueError(f"inputs: got {spec!r}, expected a file, a folder or {PREFIX}DATASET; there is none")
+        raise ValueError(f"inputs: got {spec!r}, expected a file, a folder or {PREFIX}DATASET#FILES; there is none")
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_input(path, file)]
     if not files:
         known = f"files .txt, .md, .jsonl, .json lines ({', '.join(COMPRESSED)} after them) or .parquet"
@@ -95,34 +85,19 @@ def _is_input(folder: Path, file: Path) -> bool:
     return not any(part.startswith(".") for part in inside.parts)
 
 
-def _identify(name: str, group: int, split: str | None, place: Path | File | None, tick: Tick) -> Input:
-    """An input with what identifies it: a file here (a path), a file on the hub, or a whole dataset (None)."""
+def _identify(name: str, group: int, split: str | None, place: Path | File) -> Input:
+    """An input with what identifies it."""
     facts: dict[str, Any] = {"name": name, "split": split}
-    if place is None:
-        return Input(name, group, "dataset", split, 0, None, facts | {"revision": revision(name)})
     if isinstance(place, File):
         facts |= {"bytes": place.size, "revision": place.revision}
         return Input(name, group, kind_of(name), split, place.size, place.open, facts)
-    digest, size = hashlib.sha256(), place.stat().st_size
-    with place.open("rb") as f:
-        while chunk := f.read(CHUNK):
-            digest.update(chunk)
-            tick()
-    facts |= {"bytes": size, "sha256": digest.hexdigest()}
+    size = place.stat().st_size
+    facts |= {"bytes": size, "sha256": file_sha256(place)}
     return Input(name, group, kind_of(name), split, size, lambda: place.open("rb"), facts)
 
 
 PREFIX = "hf:"
-_FORM = re.compile(r"hf:(?P<dataset>[^@:#]+)(@(?P<revision>[^:#]+))?(:(?P<config>[^#]+)|#(?P<files>.+))?")
-
-
-class Spec(NamedTuple):
-    """The parts of a name: the dataset, a revision, and a configuration or a pattern of files in it."""
-
-    dataset: str
-    revision: str | None
-    config: str | None
-    files: str | None
+_FORM = re.compile(r"hf:(?P<dataset>[^@:#]+)(@(?P<revision>[^#]+))?#(?P<files>.+)")
 
 
 class File(NamedTuple):
@@ -134,51 +109,22 @@ class File(NamedTuple):
     open: Callable[[], IO[bytes]]
 
 
-def parse(spec: str) -> Spec:
-    """The parts of a name.
+def files(spec: str) -> list[File]:
+    """The files of a dataset of the hub that match a pattern, by sorted path; they are read as local files are.
+
+    Unlike the library `datasets`, this accepts files whose other fields differ. The commit is fixed for a resume.
 
     Raises:
-        ValueError: it has not the form.
+        ValueError: the hub cannot be reached, or has no such dataset, or no such file in it.
     """
     match = _FORM.fullmatch(spec)
     if match is None:
         raise ValueError(
-            f"inputs: got {spec!r}, expected hf:DATASET[@REVISION][:CONFIG] or hf:DATASET[@REVISION]#FILES"
+            f"inputs: got {spec!r}, expected hf:DATASET[@REVISION]#FILES, such as hf:OWNER/NAME#data/*.jsonl"
         )
-    return Spec(match["dataset"], match["revision"], match["config"], match["files"])
-
-
-def revision(spec: str) -> str | None:
-    """The commit a dataset is read at, so that a resume reads the same; None for a folder on this machine.
-
-    Raises:
-        ValueError: the hub does not have it, or cannot be reached.
-        ImportError: the libraries are missing.
-    """
-    dataset, given, _, _ = parse(spec)
-    if Path(dataset).exists():
-        return None
-    try:
-        commit: str | None = _hub().HfApi().dataset_info(dataset, revision=given).sha
-    # Errors of the network or the hub, of many kinds.
-    except Exception as error:
-        raise ValueError(f"inputs: got {spec!r}, which the hub does not give: {error}") from error
-    return commit
-
-
-def files(spec: str) -> list[File]:
-    """The files of a dataset that match the pattern, by sorted path. They are read line by line, as local files are.
-
-    Unlike the loader of `datasets`, this accepts files whose other fields differ, and a resume does not open files
-    that are done.
-
-    Raises:
-        ValueError: there is no such dataset, or no such file in it.
-    """
-    dataset, _, _, pattern = parse(spec)
-    commit = revision(spec)
+    dataset, commit = match["dataset"], revision(match["dataset"], match["revision"])
     system, root = filesystem(), f"datasets/{dataset}@{commit}/"
-    matches = system.glob(f"{root}{pattern}", detail=True)
+    matches = system.glob(f"{root}{match['files']}", detail=True)
     chosen = sorted((path, info["size"]) for path, info in matches.items() if info["type"] == "file")
     if not chosen:
         raise ValueError(f"inputs: got {spec!r}, expected a pattern of files that the dataset has")
@@ -189,57 +135,25 @@ def files(spec: str) -> list[File]:
     return [File(f"{PREFIX}{dataset}#{path.removeprefix(root)}", size, commit, opener(path)) for path, size in chosen]
 
 
-def stream(spec: str, commit: str | None, skip: int) -> Iterator[dict[str, Any]]:
-    """The examples of the split "train" after the first `skip`, in the dataset's order.
-
-    Raises:
-        ValueError: the dataset cannot be loaded, for instance for want of a configuration, or breaks off.
-    """
-    dataset, _, config, _ = parse(spec)
+def revision(dataset: str, wanted: str | None) -> str | None:
+    """The commit a dataset is read at."""
     try:
-        loaded = datasets_library().load_dataset(dataset, config, split="train", streaming=True, revision=commit)
+        commit: str | None = _hub().HfApi().dataset_info(dataset, revision=wanted).sha
     except ImportError:
         raise
+    # Errors of the network or the hub, of many kinds.
     except Exception as error:
-        raise ValueError(f"inputs: got {spec!r}, which cannot be loaded: {error}") from error
-    examples = iter(loaded.skip(skip) if skip else loaded)
-    while True:
-        try:
-            example = next(examples, None)
-        except Exception as error:
-            raise ValueError(f"inputs: {spec} broke off, the same command goes on: {error}") from error
-        if example is None:
-            return
-        yield example
-
-
-def _probe_dataset(source: Input, fields: Fields) -> None:
-    """Refuse a dataset whose first example lacks a field."""
-    for value in stream(source.name, source.identity.get("revision"), 0):
-        require_fields(source.name, value, fields)
-        return
-    raise ValueError(f"inputs: {source.name} has no examples")
-
-
-def _read_dataset(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
-    """A record for each example."""
-    examples = stream(source.name, source.identity.get("revision"), skip)
-    for number, value in enumerate(examples, start=skip + 1):
-        yield document(value, fields, source.name, number, 0)
+        raise ValueError(f"inputs: got {PREFIX}{dataset}, which the hub does not give: {error}") from error
+    return commit
 
 
 #: By kind of input: refuses one without the fields.
-PROBES: dict[str, Callable[[Input, Fields], None]] = {
-    "jsonl": readers.probe_lines,
-    "parquet": readers.probe_parquet,
-    "dataset": _probe_dataset,
-}
-#: By kind of input: its records after the first `skip`; `tick` is called while those go by, and may raise.
-READERS: dict[str, Callable[[Input, Fields, int, Tick], Iterator[Record]]] = {
+PROBES: dict[str, Callable[[Input, Fields], None]] = {"jsonl": readers.probe_lines, "parquet": readers.probe_parquet}
+#: By kind of input: its records after the first `skip`.
+READERS: dict[str, Callable[[Input, Fields, int], Iterator[Record]]] = {
     "text": readers.read_text,
     "jsonl": readers.read_lines,
     "parquet": readers.read_parquet,
-    "dataset": _read_dataset,
 }
 
 
@@ -252,18 +166,5 @@ def _hub() -> Any:
     try:
         import huggingface_hub  # noqa: PLC0415
     except ImportError as error:
-        raise ImportError("datasets of the hub need huggingface-hub: pip install 'gape[hub]'") from error
+        raise ImportError("files of the hub need huggingface-hub: pip install 'gape[hub]'") from error
     return huggingface_hub
-
-
-def datasets_library() -> Any:
-    """The library `datasets`.
-
-    Raises:
-        ImportError: it is missing; says how to install it.
-    """
-    try:
-        import datasets  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError("datasets of the hub need the library datasets: pip install 'gape[hub]'") from error
-    return datasets

@@ -1,36 +1,31 @@
-"""From documents to a corpus: read in order, tokenise in parallel, seal shard by shard, index at the end."""
+"""From documents to a corpus: read in order, tokenise, seal shard by shard, index at the end.
+
+It may end anywhere: what is sealed stays, and the same call goes on behind it to the same bytes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from gape.data import card
 from gape.data.config import PrepareConfig, choose_dtype
 from gape.data.corpus import CARD, FORMAT, Corpus, open_corpus
 from gape.data.inputs import find, probe, records
 from gape.data.readers import EMPTY, Fields, Input, Record
-from gape.data.shards import LISTED, SPLITS, Counts, Cursor, Entry, Parts, with_end
+from gape.data.shards import LISTED, SPLITS, Counts, Cursor, Entry, Parts
 from gape.data.tokenizer import Tokenizer, load_tokenizer
-from gape.data.worker import Encoded, Pool
 from gape.utils import files, locks
 from gape.utils.random import key
-from gape.utils.signals import StopFlag
-from gape.utils.validation import invalid_argument, whole
 
 SETTINGS = "prepare.json"
-#: Bytes of text after which a request is sent; a longer document is sent alone.
-REQUEST = 2**18
-#: Requests under way for each process: one it works on, one that waits for it.
-AHEAD = 2
-#: Processes for each core at most.
-MAX_PER_CORE = 8
+#: Letters of text that are tokenised together, by all cores where the tokenizer is of the library `tokenizers`.
+BATCH = 2**22
 #: Records of a batch at most, and before which a fraction of bad ones is not judged.
 MANY_RECORDS = 1000
 
@@ -76,21 +71,10 @@ class Job(NamedTuple):
         }
 
 
-class Batch(NamedTuple):
-    """Records of one input that are tokenised together, those with a problem among them."""
-
-    source: int
-    records: list[Record]
-    hashes: list[str]
-    encoded: Future[Encoded]
-
-
 def prepare(
     config: PrepareConfig,
     directory: str | Path,
     *,
-    workers: int | None = None,
-    stop: StopFlag | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
     log: Callable[[str], None] = lambda _: None,
 ) -> Corpus:
@@ -99,9 +83,6 @@ def prepare(
     Args:
         config: the settings.
         directory: of the corpus; made when missing.
-        workers: processes that tokenise, up to 8 for each core; None means one for each core, 0 tokenises in this
-            process.
-        stop: polled between documents.
         progress: called now and then.
         log: called with messages.
 
@@ -109,46 +90,35 @@ def prepare(
         ValueError: before any work: an input, a field or the tokenizer that is not there, a vocabulary too large for
             the dtype, a directory that holds something else. Later: more bad lines than `max_bad`, an input that
             breaks off, no document at all.
-        Interrupted: after a signal; the sealed shards stay and the same call resumes.
-        DiskFullError: no room; likewise.
+        DiskFullError: no room; the sealed shards stay and the same call resumes.
         BusyError: another process prepares the same corpus.
     """
-    stop = stop or StopFlag()
     directory = Path(directory)
-    workers = _cores() if workers is None else whole("workers", workers, 0)
-    if workers > MAX_PER_CORE * _cores():
-        raise invalid_argument("workers", workers, f"at most {MAX_PER_CORE * _cores()}, {MAX_PER_CORE} for each core")
-    with stop:
-        tokenizer = load_tokenizer(config.tokenizer)
-        dtype = choose_dtype(config.dtype, tokenizer.vocab_size)
-        job = Job(config, tokenizer, dtype, find(config, stop.check), directory)
-        probe(job.sources, job.fields, stop.check)
-        claim(directory, job.settings())
-        parts = Parts(directory, config.shard_tokens)
-        with locks.locked(parts.records, "prepared"):
-            files.sweep(directory)
-            # Checked under the lock: the process that had it a moment ago may have finished the corpus.
-            if (directory / CARD).is_file():
+    tokenizer = load_tokenizer(config.tokenizer)
+    dtype = choose_dtype(config.dtype, tokenizer.vocab_size)
+    job = Job(config, tokenizer, dtype, find(config), directory)
+    probe(job.sources, job.fields)
+    claim(directory, job.settings())
+    parts = Parts(directory, config.shard_tokens)
+    with locks.locked(parts.records, "prepared"):
+        files.sweep(directory)
+        # Checked under the lock: the process that had it a moment ago may have finished the corpus.
+        if (directory / CARD).is_file():
+            parts.discard()
+            log(f"{directory} is prepared already")
+            return open_corpus(directory)
+        if config.end_of_text and tokenizer.end_of_text is None:
+            log("the tokenizer has no end of text; documents are stored without one")
+        try:
+            counts = _fill(job, parts, progress, log)
+        except ValueError:
+            if not parts.shards:
+                # Nothing was stored, so the directory is free for other inputs.
                 parts.discard()
-                log(f"{directory} is prepared already")
-                return open_corpus(directory)
-            if config.end_of_text and tokenizer.end_of_text is None:
-                log("the tokenizer has no end of text; documents are stored without one")
-            try:
-                counts = _fill(job, parts, workers, stop, progress, log)
-            except ValueError:
-                if not parts.shards:
-                    # Nothing was stored, so the directory is free for other inputs.
-                    parts.discard()
-                    (directory / SETTINGS).unlink()
-                raise
-            card.finish(job.config, job.settings(), directory, parts, counts)
+                (directory / SETTINGS).unlink()
+            raise
+        card.finish(job.config, job.settings(), directory, parts, counts)
     return open_corpus(directory)
-
-
-def _cores() -> int:
-    """Cores this process may use; not every system says."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def claim(directory: Path, settings: dict[str, Any]) -> None:
@@ -171,14 +141,7 @@ def claim(directory: Path, settings: dict[str, Any]) -> None:
     files.replace(path, files.to_json(settings))
 
 
-def _fill(
-    job: Job,
-    parts: Parts,
-    workers: int,
-    stop: StopFlag,
-    progress: Callable[[Progress], None],
-    log: Callable[[str], None],
-) -> Counts:
+def _fill(job: Job, parts: Parts, progress: Callable[[Progress], None], log: Callable[[str], None]) -> Counts:
     """Read, tokenise and seal until the inputs end, or each has given `max_tokens`."""
     cursor, counts, end = parts.sealed()
     if end:
@@ -189,22 +152,20 @@ def _fill(
         counts.documents, counts.tokens = [0] * len(job.sources), [0] * len(job.sources)
     full = {source.group for source in job.sources if _full(job, counts, source.group)}
     total = sum(source.size for source in job.sources)
-    with Pool(job.tokenizer, job.config.tokenizer, job.dtype, workers) as pool:
-        for batch in _in_order(_batches(job, cursor, pool, full, stop.check), max(1, workers * AHEAD)):
-            group = job.sources[batch.source].group
-            documents = iter(zip(batch.hashes, batch.encoded.result(), strict=True))
-            for record in batch.records:
-                stop.check()
-                if group in full:
-                    break
-                cursor = Cursor(batch.source, record.number)
-                _count(job, counts, batch.source, record)
-                if not record.problem and _store(job, parts, counts, batch.source, record, *next(documents)):
-                    parts.seal(cursor, counts, end=False)
-                if _full(job, counts, group):
-                    full.add(group)
-            before = sum(source.size for source in job.sources[: batch.source])
-            progress(Progress(before + batch.records[-1].position, total, sum(counts.documents), sum(counts.tokens)))
+    for source, batch in _batches(job, cursor, full):
+        group = job.sources[source].group
+        encoded = iter(job.tokenizer.encode_batch([record.text for record in batch if not record.problem]))
+        for record in batch:
+            if group in full:
+                break
+            cursor = Cursor(source, record.number)
+            _count(job, counts, source, record)
+            if not record.problem and _store(job, parts, counts, source, record, next(encoded)):
+                parts.seal(cursor, counts, end=False)
+            if _full(job, counts, group):
+                full.add(group)
+        before = sum(each.size for each in job.sources[:source])
+        progress(Progress(before + batch[-1].position, total, sum(counts.documents), sum(counts.tokens)))
     _check_counts(job.config, counts, final=True)
     parts.seal(cursor, counts, end=True)
     return counts
@@ -218,43 +179,26 @@ def _full(job: Job, counts: Counts, group: int) -> bool:
     return sum(taken) >= job.config.max_tokens
 
 
-def _batches(job: Job, cursor: Cursor, pool: Pool, full: set[int], tick: Callable[[], None]) -> Iterator[Batch]:
-    """The records after the cursor in requests to the pool, none of which spans two inputs.
+def _batches(job: Job, cursor: Cursor, full: set[int]) -> Iterator[tuple[int, list[Record]]]:
+    """The records after the cursor in batches, each with the number of its input; none spans two inputs.
 
-    No more is read of an input that is in `full`; its pending batches are discarded.
+    No more is read of an input that is in `full`.
     """
     for number in range(cursor.source, len(job.sources)):
         batch: list[Record] = []
-        texts: list[bytes] = []
         group, size = job.sources[number].group, 0
         skip = cursor.record if number == cursor.source else 0
-        for record in records(job.sources[number], job.fields, skip, tick) if group not in full else ():
+        for record in records(job.sources[number], job.fields, skip) if group not in full else ():
+            batch.append(record)
+            size += len(record.text)
+            # Records without a text count too: a file of bad lines must not fill the memory.
+            if size >= BATCH or len(batch) >= MANY_RECORDS:
+                yield number, batch
+                batch, size = [], 0
             if group in full:
                 break
-            batch.append(record._replace(text=""))
-            if not record.problem:
-                texts.append(record.text.encode())
-                size += len(texts[-1])
-            # Records without a text count too: a file of bad lines must not fill the memory.
-            if size >= REQUEST or len(batch) >= MANY_RECORDS:
-                yield _request(number, batch, texts, pool)
-                batch, texts, size = [], [], 0
         if batch:
-            yield _request(number, batch, texts, pool)
-
-
-def _request(source: int, batch: list[Record], texts: list[bytes], pool: Pool) -> Batch:
-    return Batch(source, batch, [hashlib.sha256(text).hexdigest()[:32] for text in texts], pool.submit(texts))
-
-
-def _in_order(batches: Iterator[Batch], ahead: int) -> Iterator[Batch]:
-    """The batches in order, while up to `ahead` more of them are being tokenised."""
-    waiting: deque[Batch] = deque()
-    for batch in batches:
-        waiting.append(batch)
-        if len(waiting) > ahead:
-            yield waiting.popleft()
-    yield from waiting
+            yield number, batch
 
 
 def _count(job: Job, counts: Counts, source: int, record: Record) -> None:
@@ -289,17 +233,19 @@ def _check_counts(config: PrepareConfig, counts: Counts, *, final: bool) -> None
         )
 
 
-def _store(job: Job, parts: Parts, counts: Counts, source: int, record: Record, digest: str, tokens: Any) -> bool:
+def _store(job: Job, parts: Parts, counts: Counts, source: int, record: Record, ids: list[int]) -> bool:
     """Add a document to the shard, unless it fits no stratum; whether the shard is full."""
-    if not job.config.stores(len(tokens)):
+    if not job.config.stores(len(ids)):
         counts.outside += 1
         return False
+    digest = hashlib.sha256(record.text.encode()).hexdigest()[:32]
     # Without an id of its own a document is split by its text: its line number would depend on the order.
     split = job.sources[source].split or split_of(record.id if record.named else digest, job.config)
-    stored = with_end(tokens, job.end_of_text)
+    end = [] if job.end_of_text is None else [job.end_of_text]
+    stored = np.array(ids + end, dtype=np.dtype(job.dtype).newbyteorder("<"))
     counts.documents[source] += 1
     counts.tokens[source] += len(stored)
-    return parts.add(Entry(record.id, record.title, SPLITS.index(split), len(tokens), digest), stored)
+    return parts.add(Entry(record.id, record.title, SPLITS.index(split), len(ids), digest), stored)
 
 
 def split_of(identifier: str, config: PrepareConfig) -> str:

@@ -1,8 +1,8 @@
 """Documents from files: text, JSON lines and Parquet, plain or compressed, one record at a time.
 
-The library `datasets` reads datasets of the hub (:mod:`gape.data.inputs`), but not these files. It ends a whole file at
-the first line that is not JSON or not Unicode, without that line's number in the file; it has no bound on the length of
-a line; and it keeps neither line numbers, of which ids are made, nor places in the file, by which progress is shown.
+The library `datasets` would end a whole file at the first line that is not JSON or not Unicode, without that line's
+number; it has no bound on the length of a line; and it keeps neither line numbers, of which ids are made, nor places in
+the file, by which progress is shown.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import lzma
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import PurePosixPath
 from typing import IO, Any, NamedTuple, cast
 
@@ -24,26 +25,22 @@ ROWS = 64
 BUFFER = 2**20
 #: Bytes of a line and of a text file at most, which are held in memory.
 LINE, TEXT = 2**28, 2**30
-#: Bytes of a .zst that are decompressed at once: no more than 128 MiB can come of them.
-PIECE = 2**12
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 EMPTY = "empty document"
-
-Tick = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Input:
-    """One file or dataset.
+    """One file.
 
     Attributes:
         name: what it is called in ids, messages and the card: a file's name, or its path from the folder given.
         group: the number of the input as it was given; the files of a folder share it.
-        kind: "text", "jsonl", "parquet", or "dataset".
+        kind: "text", "jsonl" or "parquet".
         split: "train", "heldout", or None where each document's id decides.
-        size: bytes of the file; 0 for a dataset.
-        open: opens the file; None for a dataset.
-        identity: what the card says of it and a resume compares: its SHA-256, or the revision of its dataset.
+        size: bytes of the file.
+        open: opens the file.
+        identity: what the card says of it and a resume compares: its SHA-256, or the commit of its dataset.
     """
 
     name: str
@@ -51,7 +48,7 @@ class Input:
     kind: str
     split: str | None
     size: int
-    open: Callable[[], IO[bytes]] | None
+    open: Callable[[], IO[bytes]]
     identity: dict[str, Any]
 
 
@@ -83,7 +80,7 @@ class Record(NamedTuple):
     named: bool = True
 
 
-def read_text(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
+def read_text(source: Input, fields: Fields, skip: int) -> Iterator[Record]:
     """The one record of a text file: all of it."""
     if skip:
         return
@@ -118,14 +115,11 @@ def probe_lines(source: Input, fields: Fields) -> None:
     raise ValueError(f"inputs: {source.name}: none of its first {PROBED} lines is a JSON object")
 
 
-def read_lines(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
+def read_lines(source: Input, fields: Fields, skip: int) -> Iterator[Record]:
     """A record for each line that is not blank; a document is a JSON object."""
     with _open(source) as (stream, raw):
         for number, line in _lines(stream, source.name):
-            if number <= skip:
-                tick()
-                continue
-            if not line.strip():
+            if number <= skip or not line.strip():
                 continue
             value = _object(line)
             if isinstance(value, str):
@@ -140,16 +134,15 @@ def probe_parquet(source: Input, fields: Fields) -> None:
         require_fields(source.name, dict.fromkeys(_columns(source, raw)), fields)
 
 
-def read_parquet(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterator[Record]:
+def read_parquet(source: Input, fields: Fields, skip: int) -> Iterator[Record]:
     """A record for each row."""
     with _open(source) as (_, raw):
         names = {fields.text, fields.id or "id", fields.title}
         columns = [name for name in _columns(source, raw) if name in names]
         number = 0
-        for batch in _parquet().ParquetFile(raw).iter_batches(batch_size=ROWS, columns=columns):
+        for batch in _arrow("pyarrow.parquet").ParquetFile(raw).iter_batches(batch_size=ROWS, columns=columns):
             if number + batch.num_rows <= skip:
                 number += batch.num_rows
-                tick()
                 continue
             for row in batch.to_pylist():
                 number += 1
@@ -158,7 +151,7 @@ def read_parquet(source: Input, fields: Fields, skip: int, tick: Tick) -> Iterat
 
 
 def _columns(source: Input, raw: IO[bytes]) -> list[str]:
-    library = _parquet()
+    library = _arrow("pyarrow.parquet")
     try:
         names: list[str] = library.ParquetFile(raw).schema_arrow.names
     # pyarrow raises many kinds of error for a file of another format.
@@ -255,7 +248,7 @@ def _lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
 def _open(source: Input) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """A file as (its content, the file itself); the position in the second says how far the reading is."""
     decompress = COMPRESSED.get(PurePosixPath(source.name).suffix.lower(), _plain)
-    with cast(Callable[[], IO[bytes]], source.open)() as raw:
+    with source.open() as raw:
         yield decompress(raw), raw
 
 
@@ -273,52 +266,16 @@ def _xz(raw: IO[bytes]) -> IO[bytes]:
 
 
 def _zstd(raw: IO[bytes]) -> IO[bytes]:
+    # It refuses a file that breaks off, where the reader of zstandard takes it for a whole one.
+    library = _arrow("pyarrow")
+    return _plain(cast(IO[bytes], library.CompressedInputStream(library.PythonFile(raw), "zstd")))
+
+
+def _arrow(module: str) -> Any:
     try:
-        import zstandard  # noqa: PLC0415
+        return import_module(module)
     except ImportError as error:
-        raise ImportError("files ending in .zst need zstandard: pip install 'gape[data]'") from error
-    # Windows of up to 2 GiB, as `zstd --long=31` makes them.
-    return _plain(cast(IO[bytes], _Frames(raw, zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj)))
-
-
-class _Frames(io.RawIOBase):
-    """The frames of a .zst one after the other; the library's own reader takes a file that breaks off for a whole one.
-
-    Args:
-        raw: the file.
-        begin: makes what decompresses a frame.
-    """
-
-    def __init__(self, raw: IO[bytes], begin: Callable[[], Any]) -> None:
-        self._raw, self._begin = raw, begin
-        self._frame: Any = None
-        self._left, self._out = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._out:
-            data = self._left or self._raw.read(PIECE)
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a frame")
-                return 0
-            self._frame = self._frame or self._begin()
-            self._out, self._left = memoryview(self._frame.decompress(data)), b""
-            if self._frame.eof:
-                self._frame, self._left = None, self._frame.unused_data
-        taken = min(len(buffer), len(self._out))
-        buffer[:taken], self._out = self._out[:taken], self._out[taken:]
-        return taken
-
-
-def _parquet() -> Any:
-    try:
-        import pyarrow.parquet  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError("Parquet files need pyarrow: pip install 'gape[data]'") from error
-    return pyarrow.parquet
+        raise ImportError("Parquet files and those ending in .zst need pyarrow: pip install 'gape[data]'") from error
 
 
 COMPRESSED: dict[str, Callable[[IO[bytes]], IO[bytes]]] = {".gz": _gzip, ".xz": _xz, ".zst": _zstd}

@@ -43,14 +43,9 @@ class Cursor(NamedTuple):
 
 @dataclass
 class Counts:
-    """What has been read so far.
+    """What has been read so far: records; those empty, bad, and in no stratum; documents and tokens stored by input.
 
-    Attributes:
-        read: records.
-        empty, bad: those without a text, those that could not be understood.
-        outside: documents that fit no stratum.
-        documents, tokens: stored so far, for each file or dataset.
-        bad_records: input, number and reason of the first empty or bad ones.
+    `bad_records` has input, number and reason of the first empty or bad ones.
     """
 
     read: int = 0
@@ -75,10 +70,6 @@ class Parts:
 
     A shard is closed by the document that makes it reach `shard_tokens`, so where shards end follows from the input
     and the settings alone. One shard is in memory, and one shard of work is lost when the process is killed.
-
-    Args:
-        directory: of the corpus.
-        shard_tokens: tokens at which a shard is closed.
 
     Attributes:
         records: the folder that has a record of each sealed shard until there is an index.
@@ -152,16 +143,11 @@ class Parts:
         return part if complete else None
 
 
-def with_end(tokens: npt.NDArray[Any], end_of_text: int | None) -> npt.NDArray[Any]:
-    """The tokens of a document with the end of text after them, where there is one."""
-    return tokens if end_of_text is None else np.append(tokens, tokens.dtype.type(end_of_text))
-
-
 INDEX, NAMES = "index.bin", "names.jsonl"
 SPLITS = ("train", "heldout")
 
 #: A document of the index. split counts in SPLITS; stratum in the card's list from 1 on, 0 is none; offset and length
-#: are tokens in the shard; start is where an excerpt begins in its document; name is the offset of its line in NAMES.
+#: are tokens in the shard; excerpt and start are 0; name is the offset of its line in NAMES.
 RECORD = np.dtype(
     [
         ("shard", "<u4"),
@@ -179,14 +165,6 @@ RECORD = np.dtype(
 _PACKED = struct.Struct("<I4B4Q")
 
 Records = npt.NDArray[np.void]
-
-
-class Piece(NamedTuple):
-    """A part of a document that is one entry of the index: a stratum (0: none), its first token, its tokens."""
-
-    stratum: int
-    start: int
-    length: int
 
 
 class HashedFile:
@@ -222,13 +200,9 @@ class HashedFile:
             self._aside.unlink(missing_ok=True)
 
 
-def records(
-    *, shard: int, split: int, offset: int, name: int, length: int, pieces: list[Piece], whole: bool
-) -> Iterator[bytes]:
-    """The records of one document of `length` tokens: itself when `whole`, else each of its pieces."""
-    entries = [Piece(pieces[0].stratum if pieces else 0, 0, length)] if whole else pieces
-    for stratum, start, tokens in entries:
-        yield _PACKED.pack(shard, split, stratum, not whole, 0, offset + start, tokens, start, name)
+def index_record(*, shard: int, split: int, stratum: int, offset: int, length: int, name: int) -> bytes:
+    """The record of one document."""
+    return _PACKED.pack(shard, split, stratum, 0, 0, offset, length, 0, name)
 
 
 def name_line(identifier: str, title: str | None) -> bytes:

@@ -38,20 +38,16 @@ def experiment(run: Run) -> ModuleType:
 def perform(
     run: Run, directory: Path, *, stop: StopFlag, resume: str = "auto", console: Console | None = None, log: Log = print
 ) -> None:
-    """Bring a run to its end, from wherever its directory stands.
+    """Bring a run to its end, from wherever its directory stands; what was done is kept.
 
     Args:
-        run: what to do.
-        directory: the run's own; made when missing.
+        run, directory: what to do, and where; the directory is made when missing.
         stop: polled in training and validation; a signal ends measurements at once.
         resume: "auto" goes on with what is there, "never" refuses it.
-        console: where training shows its progress.
-        log: called with a line for each measurement.
+        console, log: where training shows its progress, and measurements their lines.
 
     Raises:
-        Interrupted: a signal came; what was done is kept.
-        ValueError: what :func:`check` refuses.
-        BusyError, NonFiniteError, DiskFullError, CheckpointError: as the trainer.
+        ValueError: what :func:`check` refuses. Others are the trainer's.
     """
     own = experiment(run)
 
@@ -172,14 +168,14 @@ def named_device(name: str) -> torch.device:
         raise invalid_argument("device", name, "auto, cpu, or a device that is here") from error
 
 
-def wants_bfloat16(precision: str, device: torch.device, *others: str) -> bool:
+def wants_bfloat16(precision: str, device: torch.device) -> bool:
     """Whether a --precision means bfloat16 autocast on a device.
 
     Raises:
-        ValueError: no such precision; names those there are, and `others` that a command knows itself.
+        ValueError: no such precision; names those there are.
     """
     if precision not in ("auto", "float32", "bfloat16"):
-        raise invalid_argument("precision", precision, ", ".join(["auto", "float32", *others]) + " or bfloat16")
+        raise invalid_argument("precision", precision, "auto, float32 or bfloat16")
     return low_precision(precision, device)
 
 

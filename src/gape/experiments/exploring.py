@@ -14,12 +14,12 @@ from torch import Tensor
 
 from gape.experiments.experiment import pick_device
 from gape.experiments.open_model import HF, OpenModel, kind_of, model_home, open_model
+from gape.experiments.open_reader import run_tokenizer
 from gape.explore.exploration import Exploration, Mark, explore
 from gape.explore.notebook import token_text
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.tasks import niah
-from gape.tasks.run_tokenizer import run_tokenizer
 from gape.utils.files import from_json
 from gape.utils.jsonl import Record
 from gape.utils.progress import ProgressTable
@@ -35,13 +35,9 @@ _QUESTION = "\nWhat is the magic number of the lighthouse? The magic number of t
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """What a model reads.
+    """What a model reads: ids, int64 (1, N), the text of a token, and tokens to underline.
 
-    Attributes:
-        ids: int64 (1, N).
-        decode: the text of a token.
-        marks: tokens to underline.
-        sources: for each query the key with what it should retrieve, −1 for none; None where that is not known.
+    `sources` has for each query the key with what it should retrieve, −1 for none; None where that is not known.
     """
 
     ids: Tensor
@@ -52,17 +48,10 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to explore; of text, prompt and needle at most one is given.
+    """What to explore; of text (a file), prompt and needle (tokens of a text with a needle) at most one is given.
 
-    Attributes:
-        model: a directory, see :func:`gape.experiments.open_model.open_model`; None is the model of the package.
-        text: a file.
-        prompt: a text.
-        needle: tokens of a text with a needle in it.
-        tokenizer: of a run on text, as :func:`gape.data.load_tokenizer` takes it.
-        tokens: of the text at most.
-        seed: which haystack of the needle task.
-        device: "cpu", "cuda" or "auto".
+    `model` is a directory, None the model of the package; `tokenizer` is that of a run on text, as
+    :func:`gape.data.load_tokenizer` takes it; `tokens` bounds the text, and `seed` says which haystack.
     """
 
     model: Path | None = None
@@ -75,9 +64,9 @@ class Settings:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        given = [name for name in ("text", "prompt", "needle") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"text, prompt, needle: got {' and '.join(given)}, expected one of them")
+        texts = [name for name in ("text", "prompt", "needle") if getattr(self, name) is not None]
+        if len(texts) > 1:
+            raise ValueError(f"text, prompt, needle: got {' and '.join(texts)}, expected one of them")
         whole("tokens", self.tokens, 2)
         if self.needle is not None:
             whole("needle", self.needle, 16)

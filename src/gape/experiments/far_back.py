@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from gape.analysis.passages import Ids, long_documents, number, text_of
+from gape.analysis.passages import Ids, long_documents, number
 from gape.experiments.experiment import Log
 from gape.experiments.open_model import OpenModel
 from gape.experiments.result_store import ResultStore
@@ -41,19 +41,9 @@ def measure_run(
     low: bool = False,
     log: Log = print,
 ) -> list[Record]:
-    """Measure what is missing and write the rows.
+    """Measure what is missing and write the rows, which are returned as `far_back.jsonl` has them.
 
-    Args:
-        run: what is measured.
-        corpus: whose documents are read.
-        config: what is measured of each.
-        split, stratum: which documents.
-        tokenizer: the corpus's own, for names.
-        low: whether to measure in bfloat16 autocast.
-        log: called with a line for each document.
-
-    Returns:
-        The rows, as `far_back.jsonl` has them.
+    `tokenizer` is the corpus's own, for names; `low` measures in bfloat16 autocast.
 
     Raises:
         ValueError: names without the corpus's tokenizer, no document long enough, or a tokenizer that is not the run's.
@@ -115,7 +105,7 @@ def _passage(corpus: Corpus, document: Document, others: list[Any], config: FarB
     first = number(config.seed, "other", document.id) % len(others)
     for step in range(len(others)):
         other = others[(first + step) % len(others)]
-        if text_of(other) != text_of(document) and other.length >= config.passage:
+        if other.id != document.id and other.length >= config.passage:
             start = number(config.seed, "passage", document.id) % (other.length - config.passage + 1)
             return corpus.tokens(other, start, start + config.passage).astype(np.int64)
     raise invalid_argument("passage", config.passage, "at most the tokens of some other document")

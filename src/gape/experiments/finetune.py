@@ -1,4 +1,4 @@
-"""What `gape hf import`, `inject`, `remove`, `convert` and `finetune` do: change models of transformers, train them."""
+"""What `gape hf import`, `inject`, `remove` and `finetune` do: change models of transformers, train them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from gape.hf.adapters import add_lora
 from gape.hf.card import write_card
 from gape.hf.formats import MAGIC, read_gguf, read_llama2c
 from gape.hf.gates import LEARN, freeze, has_gates
-from gape.hf.gpt2 import extend_positions
 from gape.hf.reading import read
 from gape.train import StopFlag, TrainConfig, Trainer, checkpoint, held_out_loss
 from gape.train.resume import choose
@@ -91,18 +90,11 @@ def retrofit(
     gates: Mapping[str, Any],
     options: Mapping[str, Any],
     dry_run: bool,
-    learned_positions: bool = False,
 ) -> None:
     """Put gates, or another scheme, into a model and save it."""
     _free(out)
     whole("seed", seed, 0)
     model = load_transformers(name)
-    if learned_positions:
-        if model.config.model_type != "gpt2":
-            raise invalid_argument(
-                "model", model.config.model_type, "a GPT-2, which has learned positions; others: gape hf inject"
-            )
-        context_length = context_length or model.config.n_positions
     settings: dict[str, Any] = {"position": position, "layers": layers, "start": start, "gates": gates, **options}
     print(gape.hf.plan(model, context_length=context_length, **settings))
     if dry_run:
@@ -120,17 +112,6 @@ def strip(name: str, out: Path) -> None:
     model = gape.hf.remove(load_transformers(name))
     vars(model.config).pop("gape_from", None)
     save(model, name, out)
-
-
-def lengthen(name: str, out: Path, length: int, *, dry_run: bool) -> None:
-    """Give a GPT-2 more learned positions and save it."""
-    _free(out)
-    model = load_transformers(name)
-    before = model.num_parameters()
-    extend_positions(model, length)
-    print(f"parameters   {model.num_parameters() - before:+,} beside {before:,}, {length:,} positions")
-    if not dry_run:
-        save(model, name, out)
 
 
 def save(model: Any, name: str, out: Path) -> None:
@@ -186,12 +167,9 @@ def finetune(
     lora: int = 0,
     kept: Kept = NO_TEXTS,
 ) -> Path:
-    """Fine-tune a model in a run directory and save it to model/ in it.
+    """Fine-tune a model in a run directory and save it to model/ in it, whose path is returned.
 
     Args are the options of `gape hf finetune`; `kept` are other texts that some windows are filled with.
-
-    Returns:
-        The directory of the model.
 
     Raises:
         Interrupted: a signal came; everything is saved.
@@ -344,11 +322,11 @@ def corpus_of(name: str, data: Sequence[str], out: Path, heldout_fraction: float
     """The prepared corpus, or one made of text with the model's own tokenizer."""
     if len(data) == 1 and (Path(data[0]) / CARD).is_file():
         return open_corpus(data[0])
-    for given in data:
-        if not given.startswith("hf:") and not Path(given).exists():
-            raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
+    for source in data:
+        if not source.startswith("hf:") and not Path(source).exists():
+            raise invalid_argument("data", source, "a corpus of gape data prepare, or files and folders of text")
     settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
-    processes.from_first(lambda: prepare(settings, out / CORPUS, workers=1, log=progress.log) and None)
+    processes.from_first(lambda: prepare(settings, out / CORPUS, log=progress.log) and None)
     return open_corpus(out / CORPUS)
 
 

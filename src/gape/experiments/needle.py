@@ -96,22 +96,14 @@ def evaluate_runs(
     device: str = "auto",
     log: Log = print,
 ) -> list[Record]:
-    """Measure trained runs at several lengths, once all of them are known to be measurable.
+    """Measure trained runs at several lengths, once all of them are known to be measurable; all rows, old and new.
 
-    Args:
-        directories: of the runs.
-        factors, samples, seed: as in :class:`gape.experiments.run.NeedleEvaluation`.
-        position: a scheme that the weights are evaluated with as well.
-        device: "auto", "cpu", "cuda", …
-        log: called with a line for each measurement.
-
-    Returns:
-        The rows of these measurements, old and new.
+    `position` is a scheme that the weights are evaluated with as well; factors, samples and seed are those of
+    :class:`gape.experiments.run.NeedleEvaluation`.
 
     Raises:
         ValueError: a directory without a run of the needle task, or one that cannot be measured so.
-        BusyError: another process trains or measures a run.
-        CheckpointError: a run without a valid checkpoint.
+        BusyError, CheckpointError: another process measures a run, or it has no valid checkpoint.
     """
     target, runs = pick_device(device), {}
     for directory in directories:

@@ -38,7 +38,7 @@ class OpenModel:
 
     Attributes:
         directory: where it lies, and where its rows go.
-        identity: run, variant, position, seed, train_length and step, as every row carries them.
+        identity: run, variant, position, seed, train_length and step, as every row has them.
         model: in eval mode: a GPT of ours, or a model of transformers behind the same interface.
         run: the settings of a run of ours; None for a model of transformers, and where it was opened without.
     """
@@ -77,13 +77,9 @@ def open_model(
     directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
     log: Callable[[str], None] = print,
 ) -> OpenModel:  # fmt: skip
-    """Open whatever trained model lies in a directory.
+    """Open whatever trained model lies in a directory: a run, or a saved model of transformers.
 
-    Args:
-        directory: a run, or a saved model of transformers.
-        device: where to put it.
-        dtype: of its weights; as they were stored by default (float32 for models of transformers).
-        log: called with the reason why a broken checkpoint is skipped.
+    `dtype` is that of its weights: as they were stored by default, float32 for models of transformers.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -137,15 +133,10 @@ def read_run(
     directory: Path, kind: str | None = None,
     expected: str = f"a directory with {SETTINGS}, as gape lm train and gape niah train make",
 ) -> Run:  # fmt: skip
-    """The settings of the run that a directory holds.
-
-    Args:
-        directory: the run's.
-        kind: "lm" or "niah": the run has to be of this kind, with a checkpoint to measure.
-        expected: for the message where there is none.
+    """The settings of the run that a directory holds; with a `kind` one of this kind with a checkpoint to measure.
 
     Raises:
-        ValueError: there is none, what is there describes none, or not what `kind` asks for.
+        ValueError: there is none (then `expected` says what was), or not what `kind` asks for.
     """
     path = directory / SETTINGS
     settings = read_object(path)
@@ -165,12 +156,9 @@ def read_run(
 
 
 def load_transformers(name: str, attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal language model; code that comes with it is never run.
+    """A causal language model, from a directory or the hub; code that comes with it is never run.
 
-    Args:
-        name: a directory, or a name on the hub.
-        attention: an `attn_implementation` in place of the model's own.
-        dtype: of its weights.
+    `attention` is an `attn_implementation` in place of the model's own.
 
     Raises:
         ValueError: there is none.
@@ -195,7 +183,9 @@ def refuse_length(model: Any, length: int) -> None:
     limit = getattr(table, "num_embeddings", None)
     if limit is not None and length > limit:
         raise invalid_argument(
-            "length", length, f"at most {limit}, the model's learned positions; gape hf convert goes further"
+            "length",
+            length,
+            f"at most {limit}, the model's learned positions; gape hf inject --position goes further",
         )
 
 
@@ -237,10 +227,7 @@ def transformers_identity(directory: Path, config: Any) -> Record:
 def refuse_tokenizer(directory: Path, tokenizer: Mapping[str, Any], *, recorded: bool = False) -> None:
     """Refuse tokens that mean something else than those a model was trained on.
 
-    Args:
-        directory: of the model.
-        tokenizer: what identifies the tokens'.
-        recorded: refuse a model that records none, too.
+    With `recorded` a model that records no tokenizer is refused, too.
 
     Raises:
         ValueError: the model records another tokenizer.

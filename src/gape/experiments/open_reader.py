@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from gape.data import Tokenizer, load_tokenizer
 from gape.experiments.open_model import MODEL, SETTINGS, load_transformers, open_run
 from gape.models.gpt import GPT
 from gape.tasks.ruler.readers import GPTReader, TransformersReader
-from gape.tasks.run_tokenizer import run_tokenizer
 from gape.train import checkpoint
+from gape.utils.jsonl import read_object
 
 
 def is_ours(spec: str) -> bool:
@@ -19,16 +21,33 @@ def is_ours(spec: str) -> bool:
     return (path / "checkpoints").is_dir() or any((path / name).is_file() for name in (SETTINGS, checkpoint.STATE))
 
 
+def run_tokenizer(directory: Path, spec: str | None) -> Tokenizer:
+    """The tokenizer of a run: the one that was named, if the run records it; None does for a run on bytes.
+
+    Raises:
+        ValueError: none was named, or another; or it lacks its files.
+    """
+    config = read_object(directory / "config.json")
+    recorded: dict[str, Any] = config.get("extra", {}).get("corpus", {}).get("tokenizer", {})
+    if spec is None and recorded.get("kind") == "bytes":
+        spec = "bytes"
+    if spec is None:
+        name = f", {recorded['name']}" if recorded.get("name") else ""
+        raise ValueError(f"tokenizer: got nothing, expected the one that {directory} was trained with{name}")
+    tokenizer = load_tokenizer(spec)
+    digest = tokenizer.identity()["sha256"]
+    if recorded and recorded.get("sha256") != digest:
+        raise ValueError(
+            f"tokenizer: got {spec!r}, expected the one that {directory} was trained with, {recorded.get('name')}"
+        )
+    return tokenizer
+
+
 def run_reader(
     directory: Path, tokenizer: str | None = None, *, device: torch.device | str = "cpu", low: bool = False,
     chunk: int = 16384,
 ) -> tuple[GPTReader, int]:  # fmt: skip
-    """The reader of a trained run, and the step of its weights.
-
-    Args:
-        directory: the run's, or a checkpoint.
-        tokenizer: as :func:`gape.tasks.run_tokenizer.run_tokenizer` takes it.
-        device, low, chunk: as in :class:`GPTReader`.
+    """The reader of a trained run or a checkpoint, and the step of its weights.
 
     Raises:
         ValueError: no run, no tokenizer, or another than the run's.
@@ -46,11 +65,7 @@ def transformers_reader(
 ) -> TransformersReader:
     """The reader of a causal model of `transformers` with its own tokenizer; code of the model's own is never run.
 
-    Args:
-        name: a folder, or a name on the hub.
-        device: where to put it.
-        low: whether its weights are read as bfloat16; float32 otherwise.
-        chunk: as in :class:`TransformersReader`.
+    `name` is a folder or a name on the hub; with `low` its weights are read as bfloat16, else as float32.
 
     Raises:
         ValueError: there is no such model, or its tokenizer lacks its files.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,33 +13,43 @@ import torch
 from gape.data import Corpus
 from gape.experiments import experiment
 from gape.experiments.experiment import Log, pick_device, wants_bfloat16
-from gape.experiments.open_model import read_run, refuse_tokenizer
+from gape.experiments.open_model import (
+    HF,
+    digest,
+    kind_of,
+    load_transformers,
+    model_home,
+    read_run,
+    refuse_length,
+    refuse_tokenizer,
+    transformers_identity,
+    weights_of,
+)
 from gape.experiments.result_store import ResultStore
 from gape.experiments.run import LanguageEvaluation, LanguageRun
 from gape.report.statistics import window_difference
 from gape.report.tables import Table, interval
 from gape.tasks import perplexity, perplexity_rows
+from gape.tasks.ways import DENSE, Way
 from gape.train import checkpoint
 from gape.train.load import model_of
-from gape.utils import locks
+from gape.utils import files, locks
 from gape.utils.jsonl import Record
 from gape.utils.progress import ProgressTable
+from gape.utils.run_info import manifest
+from gape.utils.validation import invalid_argument
 
 #: Contexts that are tried where none are given.
 CONTEXTS = tuple(2**n for n in range(9, 18))
-ROWS = "perplexity.jsonl"
+ROWS, MANIFEST = "perplexity.jsonl", "manifest.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is measured of each model, and how.
 
-    Attributes:
-        corpus: whose documents are read.
-        evaluation: contexts and protocol.
-        device: of the model.
-        low: whether to measure in bfloat16 autocast.
-        split, stratum: which documents; None means every stratum.
+    `low` means bfloat16 autocast; `split` and `stratum` say which documents of the corpus, None every stratum;
+    `attention` is an `attn_implementation` in place of that of models of transformers.
     """
 
     corpus: Corpus
@@ -47,6 +58,8 @@ class Settings:
     low: bool
     split: str = "heldout"
     stratum: str | None = None
+    way: Way = DENSE
+    attention: str | None = None
 
     @classmethod
     def of(
@@ -74,7 +87,9 @@ class Settings:
             "corpus": self.corpus.fingerprint(), "split": self.split, "only_stratum": self.stratum,
             "precision": "bfloat16" if self.low else "float32", "device": self.device.type,
             "max_windows": self.evaluation.max_windows, "eval_seed": self.evaluation.seed,
+            "skip_eps": None, "forget_eps": None,
         }  # fmt: skip
+        common |= self.way.settings()
         contexts = self.evaluation.contexts
         return {context: common | self.evaluation.at(context).settings() for context in contexts}
 
@@ -95,18 +110,10 @@ def measure(
     load: Callable[[], Any],
     log: Log,
 ) -> list[Record]:
-    """Measure a model at the contexts without rows. Batches of windows that are done survive a stop.
+    """Measure a model at the contexts without rows; all rows of the contexts. Batches that are done survive a stop.
 
-    Args:
-        directory: of the rows; locked by the caller.
-        settings: what to measure.
-        identity: what names the model in rows.
-        about: what identifies its weights.
-        load: called for the model, in eval mode, where something is missing.
-        log: called with a line for each context.
-
-    Returns:
-        All rows of the contexts, old and new.
+    `directory` is locked by the caller, `identity` names the model in rows, `about` identifies its weights, and `load`
+    is called for it where something is missing.
     """
     model, evaluation, questions = None, settings.evaluation, settings.questions(about)
     missing = settings.missing(directory, about)
@@ -134,28 +141,68 @@ def measure_run(run: LanguageRun, directory: Path, settings: Settings, log: Log)
     refuse_tokenizer(directory, settings.corpus.tokenizer, recorded=True)
     with locks.locked(directory, "measured"):
         chosen = checkpoint.resolve(directory, log)
-        about, name = {"step": chosen.step}, experiment.identity(run)
+        about, name = {"step": chosen.step}, settings.way.named(experiment.identity(run))
         return measure(directory, settings, name, about, lambda: model_of(chosen, device=settings.device), log)
 
 
-def measure_runs(directories: Sequence[Path], settings: Settings, *, log: Log = print) -> list[list[Record]]:
-    """Measure the perplexity of trained runs, once all of them are known to be measurable.
+def _measure_transformers(directory: Path, settings: Settings, log: Log) -> list[Record]:
+    """Measure a model of transformers; rows and manifest lie beside a run's, or in the directory of a bare model."""
+    from gape.hf import LanguageModel  # noqa: PLC0415
+    from gape.hf.reading import read_config  # noqa: PLC0415
 
-    Without contexts in the settings, those of `CONTEXTS` that a document fills.
+    home = str(model_home(directory))
 
-    Returns:
-        For each run its rows, old and new.
+    def load() -> LanguageModel:
+        model = load_transformers(home, settings.attention)
+        refuse_length(model, max(settings.evaluation.contexts))
+        return LanguageModel(model.to(settings.device).eval())
+
+    with locks.locked(directory, "measured"):
+        name = settings.way.named(transformers_identity(directory, read_config(home)))
+        about = {"weights": digest(directory), "attention": settings.attention}
+        rows = measure(directory, settings, name, about, load, log)
+        if not (directory / MANIFEST).is_file():
+            data, more = {"corpus": rows[-1]["corpus"]}, {"precision": rows[-1]["precision"]}
+            more |= {"transformers": version("transformers")}
+            record = manifest(settings.device, seed=settings.evaluation.seed, data=data, more=more)
+            files.replace(directory / MANIFEST, files.to_json(record))
+    return rows
+
+
+def measure_models(directories: Sequence[Path], settings: Settings, *, log: Log = print) -> list[list[Record]]:
+    """Measure the perplexity of trained models, once all of them are known to be measurable.
+
+    They are runs of `gape lm train` or `gape hf finetune`, or saved models of transformers. Without contexts in the
+    settings, those of `CONTEXTS` that a document fills. Returns the rows of each, old and new.
 
     Raises:
-        ValueError: no run of a language model, one of another tokenizer, or no document that is long enough.
+        ValueError: no language model, one of another tokenizer, or no document that is long enough.
     """
     if not settings.evaluation.contexts:
         settings = _with_contexts(settings, log)
-    runs = []
-    for directory in directories:
-        runs.append(cast(LanguageRun, read_run(directory, "lm")))
+    runs = [_checked(directory, settings) for directory in directories]
+    return [
+        _measure_transformers(directory, settings, log) if run is None else measure_run(run, directory, settings, log)
+        for directory, run in zip(directories, runs, strict=True)
+    ]
+
+
+def _checked(directory: Path, settings: Settings) -> LanguageRun | None:
+    """The run of ours in a directory, None for a model of transformers; refuses what cannot be measured."""
+    if kind_of(directory) != HF:
+        if settings.attention is not None:
+            raise invalid_argument("attention", settings.attention, f"none for the run of ours in {directory}")
+        run = cast(LanguageRun, read_run(directory, "lm"))
         refuse_tokenizer(directory, settings.corpus.tokenizer, recorded=True)
-    return [measure_run(run, directory, settings, log) for directory, run in zip(directories, runs, strict=True)]
+        return run
+    from gape.experiments.finetune import refuse_corpus  # noqa: PLC0415
+    from gape.hf.reading import read_config  # noqa: PLC0415
+
+    weights_of(directory)
+    home = str(model_home(directory))
+    refuse_corpus(home, read_config(home), settings.corpus)
+    refuse_tokenizer(directory, settings.corpus.tokenizer)
+    return None
 
 
 def _with_contexts(settings: Settings, log: Log) -> Settings:
@@ -187,10 +234,13 @@ def _measure_plan(
         short = f"{len(plan.left_out)} of {len(plan.left_out) + len(plan.documents)}"
         log(f"{about['run']}: {short} documents have fewer than {protocol.min_tokens:,} tokens and are left out: {ids}")
     autocast = torch.autocast(settings.device.type, torch.bfloat16, enabled=settings.low)
+    make, chunk = settings.way.apply(model), settings.evaluation.chunk
     with ProgressTable(unit="window") as table, autocast:
         scored = perplexity_rows.score_all(
             model, settings.corpus, plan, store=_scores(directory, protocol), of=repr(sorted(about.items(), key=str)),
-            chunk=settings.evaluation.chunk, progress=lambda done, total: table.show(label, done, total),
+            chunk=chunk if make is None else perplexity.eviction_chunk(protocol.context, chunk),
+            new_cache=None if make is None else lambda capacity: make(),
+            progress=lambda done, total: table.show(label, done, total),
         )  # fmt: skip
         table.remove(label)
     rows = [about | row for row in perplexity_rows.rows(plan, scored, settings.evaluation.seed)]
@@ -216,7 +266,7 @@ def tables(runs: Sequence[Sequence[Record]]) -> list[Table]:
     """Perplexity by run and context, and differences from the first run on the same windows; both for each stratum.
 
     Args:
-        runs: rows of each run as :func:`measure_runs` returns them.
+        runs: rows of each run as :func:`measure_models` returns them.
     """
     shown = []
     for stratum in dict.fromkeys(row["stratum"] for rows in runs for row in rows):

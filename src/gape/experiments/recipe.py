@@ -58,23 +58,18 @@ class Recipe:
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), kind: str | None = None) -> Recipe:
-    """Read a recipe.
+    """Read a recipe: a TOML file, or a name of :func:`gape.utils.recipe_files.available`.
 
-    Args:
-        path: a TOML file, or a name of :func:`gape.utils.recipe_files.available`.
-        overrides: "key=value" with dotted keys and TOML values, such as "train.max_steps=100"; what is no TOML value
-            is taken as a string. They win over the file, its variants and its sweep: a value for a swept key
-            replaces the list.
-        kind: refuse a recipe of another kind than "niah" or "lm".
+    `overrides` are "key=value" with dotted keys and TOML values; what is no TOML value is a string. They win over the
+    file, its variants and its sweep: a value for a swept key replaces the list. A recipe of another `kind` is refused.
 
     Raises:
-        ValueError: a file that is missing or no TOML, an unknown key (with the nearest known one), a value of wrong
-            type or out of range; names the key.
+        ValueError: names the file, and the key that is unknown, of the wrong type or out of range.
     """
-    file, given = find(path), dict(override(text) for text in overrides)
+    file, extra = find(path), dict(override(text) for text in overrides)
     settings = read(file)
     try:
-        return _expand(file, _with_base(file, settings), given, kind)
+        return _expand(file, _with_base(file, settings), extra, kind)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{error} (recipe {file})") from error
 
@@ -108,16 +103,16 @@ def _over(base: Any, own: Any) -> Any:
     return {**base, **own} if isinstance(base, Mapping) and isinstance(own, Mapping) else own
 
 
-def _expand(file: Path, settings: Settings, given: Settings, kind: str | None) -> Recipe:
-    """The runs of a recipe's settings and of those given beside it."""
+def _expand(file: Path, settings: Settings, extra: Settings, kind: str | None) -> Recipe:
+    """The runs of a recipe's settings and of extra ones, which win."""
     directory_name("recipe", file.stem)
     run_class = kind_of(settings.pop("kind", DEFAULT_KIND))
     if kind not in (None, run_class.kind):
         raise ValueError(f"recipe: is for gape {run_class.kind} train, expected one for gape {kind} train")
     description = parse_value("description", str, settings.pop("description", ""))
     sweep, variants = _sweep(settings.pop("sweep", {})), _variants(settings.pop("variants", []))
-    for key in [key for key in given if key.removeprefix("sweep.") in sweep]:
-        value = given.pop(key)
+    for key in [key for key in extra if key.removeprefix("sweep.") in sweep]:
+        value = extra.pop(key)
         sweep[key.removeprefix("sweep.")] = value if isinstance(value, list) else [value]
     count = math.prod(map(len, sweep.values())) * len(variants)
     if count > MOST_RUNS:
@@ -127,7 +122,7 @@ def _expand(file: Path, settings: Settings, given: Settings, kind: str | None) -
         for values in itertools.product(*sweep.values()):
             chosen = dict(zip(sweep, values, strict=True))
             full = deepcopy(settings)
-            for key, value in {**own, **chosen, **given}.items():
+            for key, value in {**own, **chosen, **extra}.items():
                 set_nested(full, key, value)
             runs.append(run_class.build(_run_name(variant, chosen) or file.stem, variant, full))
     names = [run.name for run in runs]

@@ -44,13 +44,7 @@ def figure_lines(results: Path) -> list[str]:
 
 
 def draw(name: str, results: Path, out: Path, recipe: str | None = None) -> list[Path]:
-    """Draw a figure of the paper: NAME.png, NAME.pdf and NAME.json with its numbers.
-
-    Args:
-        name: of the figure.
-        results: directory of stored results.
-        out: directory of the files.
-        recipe: another recipe than the figure's own, whose results to draw.
+    """Draw a figure of the paper from a directory of results, or from those of another recipe, into `out`.
 
     Raises:
         ValueError: no such figure, or no results for it; says which commands make them.
@@ -84,13 +78,8 @@ def ruler_text(
 ) -> str:
     """The paper's RULER table from stored results, as a text; rows and tables also go to `out`.
 
-    Args:
-        paths: runs, sweeps, or what `gape ruler eval` or an earlier call wrote.
-        ablation: the change of NLL against the full model instead.
-        full: the full model: POSITION or POSITION:VARIANT.
-        precision: only rows of "float32" or "bfloat16".
-        form: "text", "markdown" or "latex".
-        out: a directory for rows and tables.
+    With `ablation` it is the change of NLL against the model `full`, POSITION or POSITION:VARIANT; `form` is "text",
+    "markdown" or "latex".
 
     Raises:
         ValueError: an unknown format or precision, or no such rows.

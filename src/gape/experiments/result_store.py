@@ -23,12 +23,10 @@ def matches(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
 
 
 class ResultStore:
-    """Rows of measurements in a file of JSON lines.
+    """Rows of measurements in a file of JSON lines, which need not be there yet.
 
-    Args:
-        path: the file, which need not be there yet.
-        key: of matching rows that agree in the values of these keys only the last counts; without keys all count.
-        needed: keys that every row must have.
+    Of matching rows that agree in the values of `key` only the last counts; without keys all count. Every row must have
+    the keys `needed`.
     """
 
     def __init__(self, path: Path, *, key: Iterable[str] = (), needed: Iterable[str] = ()) -> None:

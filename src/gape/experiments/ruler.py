@@ -25,7 +25,7 @@ from gape.tasks.ruler.evaluation import Settings
 from gape.tasks.ruler.generator import WORDING, Generator
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.prompts import Prepared
-from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
+from gape.tasks.ruler.readers import Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
 from gape.tasks.ruler.tasks import TASKS, task
 from gape.utils import files, locks
@@ -199,13 +199,10 @@ class _Opened(NamedTuple):
 
 
 def measure(models: Sequence[str], evaluation: Evaluation, *, log: Log) -> list[Record]:
-    """Score every model on all samples; what was scored before is not scored again.
-
-    Returns:
-        A row for each model, task and length.
+    """Score every model on all samples; a row for each model, task and length. What was scored is not scored again.
 
     Raises:
-        ValueError: a model that cannot be read, samples that do not fit; before any is scored, as far as that can be
+        ValueError: a model that cannot be read, or samples that do not fit; before any is scored, as far as that can be
             known.
     """
     if (evaluation.out is not None or evaluation.name is not None) and len(models) > 1:
@@ -246,15 +243,11 @@ def _open(spec: str, evaluation: Evaluation) -> _Opened:
     return _Opened(other, other.identity(), _apply_way(other, about, evaluation), evaluation.out or RUNS / HOME / name)
 
 
-def _apply_way(reader: GPTReader | TransformersReader, identity: Record, evaluation: Evaluation) -> Record:
-    """Let a reader read as evaluation; what names it in rows: another variant than the same model read densely."""
+def _apply_way(reader: Reader, identity: Record, evaluation: Evaluation) -> Record:
+    """Let a reader read as evaluation; what names it in rows."""
     way = evaluation.settings.way
-    way.apply(reader)
-    words = way.words()
-    if not words:
-        return identity
-    variant = " ".join(filter(None, (str(identity.get("variant") or ""), words)))
-    return identity | {"run": f"{identity['run']}, {words}", "variant": variant} | way.settings()
+    reader.forgetting = way.apply(reader.model)
+    return way.named(identity)
 
 
 def _measure_model(opened: _Opened, items: Sequence[Prepared], evaluation: Evaluation, log: Log) -> list[Record]:

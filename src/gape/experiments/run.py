@@ -20,7 +20,7 @@ from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.tasks.niah import VOCAB_SIZE, NIAHConfig
 from gape.tasks.perplexity import Protocol
-from gape.train.config import TrainConfig
+from gape.train.config import REMOVED, TrainConfig
 from gape.utils.settings import Settings, parse_value, refuse_unknown, section, to_lists
 from gape.utils.validation import invalid_argument, suggestion, whole
 
@@ -92,11 +92,11 @@ class Run:
         taken, defaults = cls.taken(task, top.get("seed", 0)), cls.defaults(task)
         others = {}
         for key, kind in cls.sections.items():
-            given = settings.get(key, {})
-            if isinstance(given, Mapping):
-                given = {**defaults.get(key, {}), **given}
+            table = settings.get(key, {})
+            if isinstance(table, Mapping):
+                table = {**defaults.get(key, {}), **table}
             if key != "task":
-                others[key] = section(key, kind, given, taken.get(key))
+                others[key] = section(key, kind, table, taken.get(key))
         return cls(name=name, variant=variant, task=task, **top, **others)
 
     def to_dict(self) -> Settings:
@@ -118,6 +118,8 @@ class Run:
         """
         rest = {key: value for key, value in settings.items() if key not in ("name", "variant", "kind")}
         kind = kind_of(settings.get("kind", DEFAULT_KIND))
+        if isinstance(rest.get("train"), Mapping):
+            rest["train"] = {key: value for key, value in rest["train"].items() if key not in REMOVED}
         name, variant = (parse_value(key, str, settings.get(key, "")) for key in ("name", "variant"))
         return kind.build(name, variant, rest)
 

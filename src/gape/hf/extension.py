@@ -40,7 +40,7 @@ def native_context(model: Any) -> int:
     sizes(model)
     family = family_of(model)
     if not family.layout.rotary:
-        raise invalid_argument("model", family.model_type, "one with rotary positions; gape hf convert gives it some")
+        raise invalid_argument("model", family.model_type, "one with rotary positions; gape hf inject gives it some")
     rope_theta(model.config)
     return int(model.config.max_position_embeddings)
 

@@ -173,7 +173,7 @@ _LANGUAGE = (
         chart=Curves(x="Share of rotary pairs that are faster", y="Mean norm", log=""),
     ),
     _language(
-        name="lm-routing", paper="fig:GAPE_routing_dynamics", command="analyze routing",
+        name="lm-routing", paper="fig:GAPE_routing_dynamics",
         caption="Mean mask M, landmark, query gate and amplitude over training on fixed held-out windows, by layer and "
         "head.",
         measure=inside.routing, draw=inside_figures.draw_routing,

@@ -174,15 +174,10 @@ def measure(
     short: int,
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[Sums]:
-    """The sums of one window for every kind and distance.
+    """The sums of one window of a document (context,) for every kind and distance.
 
-    Args:
-        model: in eval mode.
-        ids: (context,), a window of a document.
-        passage: tokens of another document, for the planted kind.
-        config: what to measure.
-        short: tokens of the short context, the training length.
-        decode: ids to text, for names.
+    `passage` has tokens of another document, for the planted kind; `short` is the tokens of the short context, the
+    training length; `decode` turns ids into text, for names.
     """
     away: dict[str, Ids] = {}
     if "ngram" in config.kinds:
@@ -227,15 +222,11 @@ def _planted(model: GPT, host: Ids, passage: Ids, distance: int, config: FarBack
 
 
 def summary(sums: Mapping[str, list[Sums]]) -> list[dict[str, Any]]:
-    """Token-weighted means over documents, with bootstrap intervals over documents.
+    """Token-weighted means over documents of the sums of :func:`measure`, with bootstrap intervals over documents.
 
-    Args:
-        sums: by document, as :func:`measure` gives them.
-
-    Returns:
-        A row per kind and distance with tokens, documents, `nll` and `control` in nats per token, `gain` = control −
-        nll, the deviation of nll over documents, 95% intervals of nll (low, high) and of gain (gain_low, gain_high),
-        and the sums of every document, from which runs are compared pair by pair.
+    A row per kind and distance has tokens, documents, `nll` and `control` in nats per token, `gain` = control − nll,
+    the deviation of nll over documents, 95% intervals of nll (low, high) and of gain (gain_low, gain_high), and the
+    sums of every document, from which runs are compared pair by pair.
     """
     groups: dict[tuple[str, int, int], dict[str, Sums]] = {}
     for document, entries in sums.items():

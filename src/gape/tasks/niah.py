@@ -169,14 +169,7 @@ def sample(
 
 @dataclass(frozen=True, kw_only=True)
 class NIAHSource:
-    """Training batches for a trainer: a pure function of (seed, step, micro). Targets are the last token's, (B, 1).
-
-    Args:
-        config: the haystack.
-        batch_size: sequences of one micro-batch.
-        seed: which stream of batches.
-        device: of the batches.
-    """
+    """Training batches for a trainer: a pure function of (seed, step, micro). Targets are the last token's, (B, 1)."""
 
     config: NIAHConfig
     batch_size: int = 64
@@ -208,8 +201,8 @@ class NIAHSource:
         c = self.config
         needles = "/".join(str(c.at(length).needles) for length in c.lengths)
         text = f"niah length={c.length} needles={needles} target={c.target} batch={self.batch_size} seed={self.seed}"
-        given = {name: getattr(c, name) for name in ("shortest", "random_to", "skip_to")}
-        return " ".join([text, *(f"{name}={value}" for name, value in given.items() if value)])
+        changes = {name: getattr(c, name) for name in ("shortest", "random_to", "skip_to")}
+        return " ".join([text, *(f"{name}={value}" for name, value in changes.items() if value)])
 
 
 @torch.no_grad()
@@ -229,15 +222,13 @@ def hits(
     Args:
         model: takes ids (B, L) and `logits_to_keep=1`; put it into eval mode first.
         config: the haystack.
-        samples: how many sequences; the same ones for every model.
+        samples, seed, split: how many sequences, and which; the same ones for every model.
         batch: sequences at a time; None means as many as make 2¹⁷ tokens. It does not change the samples.
-        seed, split: which samples.
         device: the model's.
         check: called before every batch; may raise to stop.
 
     Returns:
-        bool (samples,) on the CPU. A sample with a logit that is NaN is wrong. Taking the largest
-        would pick a digit all the same, and a broken model would look like one that guesses.
+        bool (samples,) on the CPU. A sample with a logit that is NaN is wrong.
 
     Raises:
         ValueError: samples or batch below 1, or more samples than there are.

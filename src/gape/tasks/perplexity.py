@@ -77,9 +77,7 @@ class Plan:
     """The windows that a protocol makes of a corpus.
 
     Attributes:
-        protocol: which.
         documents: those that are read; the first column of `windows` counts in them.
-        sources: (documents,), equal for excerpts of one text.
         windows: (W, 4): document, start, length, scored.
         left_out: documents that are too short.
         of: windows before `max_windows` of them were drawn.
@@ -87,7 +85,6 @@ class Plan:
 
     protocol: Protocol
     documents: tuple[Document, ...]
-    sources: Ints
     windows: Ints
     left_out: tuple[Document, ...]
     of: int
@@ -111,15 +108,10 @@ def plan(
     max_windows: int = MOST_WINDOWS,
     seed: int = 0,
 ) -> Plan:
-    """Cut the documents of a split into the windows of a protocol.
+    """Cut the documents of a split, and of a stratum if one is named, into the windows of a protocol.
 
-    Args:
-        corpus: what :func:`gape.data.open_corpus` gives.
-        protocol: how.
-        split, stratum: which documents; None means every stratum.
-        max_windows: draw so many where there are more. A window is drawn or not by where it ends, so contexts share
-            the tokens that they score as far as they can.
-        seed: of the draw.
+    Where there are more than `max_windows`, so many are drawn. A window is drawn or not by where it ends, so contexts
+    share the tokens that they score as far as they can.
 
     Raises:
         ValueError: no document is long enough, or max_windows is out of range.
@@ -133,9 +125,8 @@ def plan(
     numbers = np.repeat(np.arange(len(chosen)), [len(cut) for cut in cuts])
     windows = np.column_stack([numbers, np.concatenate(cuts)])
     drawn = _drawn(windows, np.array([document.index for document in chosen]), max_windows, seed)
-    sources = np.array([int(corpus.record(document.index)["name"]) for document in chosen])
     return Plan(
-        protocol=protocol, documents=tuple(chosen), sources=sources, windows=windows[drawn],
+        protocol=protocol, documents=tuple(chosen), windows=windows[drawn],
         left_out=tuple(document for document in documents if document.length < protocol.min_tokens), of=len(windows),
     )  # fmt: skip
 
@@ -171,7 +162,7 @@ def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:
 def window_losses(
     model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, new_cache: Callable[[int], Any] | None = None
 ) -> Tensor:
-    """The loss of the last tokens of some windows.
+    """The loss of the last `scored` tokens of some windows, (B, scored) in float32 (float64 beside float64).
 
     A window longer than a chunk is read chunk by chunk with a cache, so memory is that of a chunk beside L keys and
     values. Logits exist for the scored tokens only, a slice of them at a time.
@@ -179,12 +170,7 @@ def window_losses(
     Args:
         model: in eval mode.
         ids: int64 (B, L + 1): what is read, and the token after it.
-        scored: from 1 to L, how many of the last tokens count.
-        chunk: tokens that go through the model at once.
         new_cache: makes an empty cache with room for so many tokens; the model's own by default.
-
-    Returns:
-        (B, scored) in float32 (float64 beside float64).
     """
     inputs, targets = ids[:, :-1], ids[:, 1:]
     length = inputs.size(1)

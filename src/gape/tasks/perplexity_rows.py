@@ -39,13 +39,8 @@ def weighted_interval(sums: Floats, counts: Floats, documents: Ints, seed: int =
     """The 95% interval of Σ sums / Σ counts, by drawing documents (with all their windows) with replacement.
 
     Windows of one book are not independent, so it is books that are drawn. Where there is one document only, windows
-    are drawn instead, and the interval says nothing about other documents.
-
-    Args:
-        sums: (W,), the loss of each window summed over its tokens, or a difference of two such.
-        counts: (W,), tokens of each window.
-        documents: (W,), which document each window is from.
-        seed: of the draws.
+    are drawn instead, and the interval says nothing about other documents. All arguments are (W,): the summed loss
+    of each window, or a difference of two such; its tokens; which document it is from.
     """
     units, of = np.unique(documents, return_inverse=True)
     over = "documents"
@@ -75,16 +70,10 @@ def score_all(
     new_cache: Callable[[int], Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Floats:
-    """Score every window of a plan, resuming after the batches that `store` holds.
+    """The summed loss (W,) of every window of a plan, resuming after the batches that the file `store` holds.
 
-    Args:
-        model, corpus, plan, chunk, new_cache: as in :func:`gape.tasks.perplexity.scores`.
-        store: a file with a line per batch; the caller deletes it when the result is stored.
-        of: what the scores depend on besides the plan: weights, precision. A file of something else is overwritten.
-        progress: called with windows done and in all.
-
-    Returns:
-        (W,), the loss of each window summed over its scored tokens.
+    `of` says what the scores depend on besides the plan: weights, precision. A file of something else is overwritten;
+    the caller deletes it when the result is stored. `progress` is called with windows done and in all.
     """
     header: Record = {"plan": plan.identity(), "of": of}
     stored = jsonl.read_lines(store) if store.is_file() else []
@@ -111,8 +100,6 @@ def score_all(
 def rows(plan: Plan, sums: Floats, seed: int = 0) -> list[Record]:
     """What is stored of a plan's scores: a row for each stratum where there are several, and last one over all.
 
-    A corpus of excerpts holds a text once for each stratum; no row over all of it is made where strata overlap.
-
     Raises:
         ValueError: a loss that is not finite.
     """
@@ -123,10 +110,7 @@ def rows(plan: Plan, sums: Floats, seed: int = 0) -> list[Record]:
     strata = np.array([document.stratum or "" for document in plan.documents])[of_window]
     names = sorted({document.stratum for document in plan.documents if document.stratum}, key=lambda s: (len(s), s))
     records = [_row(plan, sums, strata == name, seed) | {"stratum": name} for name in names if len(names) > 1]
-    pairs = {(source, document.stratum) for source, document in zip(plan.sources.tolist(), plan.documents, strict=True)}
-    if len(pairs) == len(set(plan.sources.tolist())):
-        everything = np.ones(len(of_window), dtype=bool)
-        records.append(_row(plan, sums, everything, seed) | {"stratum": None})
+    records.append(_row(plan, sums, np.ones(len(of_window), dtype=bool), seed) | {"stratum": None})
     return [row for row in records if row]
 
 
@@ -134,7 +118,7 @@ def _row(plan: Plan, losses: Floats, chosen: npt.NDArray[np.bool_], seed: int) -
     if not chosen.any():
         return {}
     sums, counts = losses[chosen], plan.windows[chosen, 3].astype(np.float64)
-    sources = plan.sources[plan.windows[chosen, 0]]
+    sources = plan.windows[chosen, 0]
     each = sums / counts
     interval = weighted_interval(sums, counts, sources, seed)
     nll = float(sums.sum() / counts.sum())

@@ -52,14 +52,7 @@ def samples(
 ) -> Iterator[Sample]:  # fmt: skip
     """Texts of a corpus with one fact, `count` for each distance; each is a function of the seed and its number.
 
-    Args:
-        corpus: documents of `split` that have at least `length` tokens serve.
-        tokenizer: the corpus's.
-        length: of a text at most; its question may end it a few tokens before.
-        count: for each distance.
-        seed: which texts.
-        split: "train" or "heldout".
-        distances: some of :data:`DISTANCES`.
+    Documents of `split` that have at least `length` tokens serve; the question may end a text a few tokens before.
 
     Raises:
         ValueError: no document is long enough, or a fact and its question leave no text.
@@ -76,12 +69,7 @@ def samples(
 def several(
     corpus: Corpus, tokenizer: Tokenizer, length: int, count: int, facts: int, *, seed: int = 0
 ) -> Iterator[tuple[Tensor, list[range]]]:
-    """Held-out texts with `facts` facts anywhere in them, all of which are asked for at the end.
-
-    The other arguments are those of :func:`samples`.
-
-    Yields:
-        ids, int64 (length,), and the tokens of each answer by number.
+    """Held-out texts with `facts` facts, all asked for at the end; ids, int64 (length,), and the tokens of each answer.
 
     Raises:
         ValueError: as :func:`samples`, or more facts than a text of this length has room for.
@@ -122,13 +110,7 @@ class _Passages:
 
 
 def score(model: Any, ids: Tensor, answer: int) -> Score:
-    """How likely a model finds the last tokens of a text.
-
-    Args:
-        model: a :class:`gape.GPT` or :class:`gape.hf.LanguageModel`, in eval mode.
-        ids: int64 (N,), on any device.
-        answer: how many of them are scored.
-    """
+    """How likely a model finds the last `answer` tokens of a text (N,); as :func:`score_answers`."""
     return score_answers(model, ids, [range(len(ids) - answer, len(ids))])[0]
 
 

@@ -4,10 +4,10 @@ from gape.data.windows import Batch, Source
 from gape.train.checkpoint import CheckpointError, verify
 from gape.train.config import TrainConfig
 from gape.train.load import load_model
-from gape.train.logging import NonFiniteError
 from gape.train.optimizer import learning_rate, parameter_groups
+from gape.train.run_files import NonFiniteError
+from gape.train.step import held_out_loss
 from gape.train.trainer import Trainer
-from gape.train.validation import held_out_loss
 from gape.utils.files import DiskFullError
 from gape.utils.locks import BusyError
 from gape.utils.signals import Interrupted, StopFlag

@@ -7,7 +7,6 @@ seal, `manifest.json`: size and SHA-256 of the other three, written last. Nothin
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 import shutil
@@ -31,6 +30,11 @@ MODEL, OPTIMIZER, STATE, SEAL = "model.safetensors", "optimizer.safetensors", "s
 SEALED = (MODEL, OPTIMIZER, STATE)
 SUMMARY = "summary.json"
 FORMAT = 1
+#: Keys of every state.
+STORED = (
+    "step", "tokens", "loss", "validated", "validation", "perfect", "worse", "best", "device", "window", "log_bytes",
+    "aliases", "train", "model", "data", "random",
+)  # fmt: skip
 _NAME = re.compile(r"step-(\d{8,})")
 # Errors of reading bytes that may be anything.
 _BAD = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError)
@@ -81,10 +85,7 @@ def pack(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Ma
 
 
 def save(root: Path, step: int, packed: Mapping[str, bytes]) -> Path:
-    """Write a checkpoint and verify it; only then may older ones be deleted (:func:`prune`).
-
-    Returns:
-        The directory.
+    """Write a checkpoint and verify it; only then may older ones be deleted (:func:`prune`). Returns the directory.
 
     Raises:
         DiskFullError: when there is no room; the temporary files are gone, earlier checkpoints are untouched.
@@ -143,11 +144,9 @@ def load(checkpoint: str | os.PathLike[str]) -> Checkpoint:
 
 
 def newest(root: Path, warn: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
-    """The newest valid checkpoint of a directory, None where there is none at all.
+    """The newest valid checkpoint of a run's `checkpoints/`, None where there is none at all.
 
-    Args:
-        root: a run's `checkpoints/`.
-        warn: called with the reason when a broken one is passed over.
+    Broken ones are passed over, and `warn` is called with the reason.
 
     Raises:
         CheckpointError: when there are checkpoints and none is valid: starting anew would lose the run.
@@ -194,10 +193,8 @@ def resolve(path: str | os.PathLike[str], warn: Callable[[str], None] = lambda m
 def best_step(state: Mapping[str, Any], summary: Path) -> int | None:
     """The step of the lowest validation loss, whose checkpoint a run with `patience` keeps; None without one.
 
-    Args:
-        state: of the run's newest checkpoint.
-        summary: of the run, if it is over. It decides: after a signal in the last validation the newest checkpoint
-            is older than the validation that was repeated.
+    The summary of a run that is over decides, not the state of its newest checkpoint: after a signal in the last
+    validation that is older than the validation that was repeated.
     """
     if not state["train"].get("patience"):
         return None
@@ -208,12 +205,7 @@ def best_step(state: Mapping[str, Any], summary: Path) -> int | None:
 
 
 def check_space(root: Path, one: int, keep_last: int) -> None:
-    """Refuse to start a run whose checkpoints will not fit on the disk.
-
-    Args:
-        root: their directory; it exists.
-        one: bytes of one.
-        keep_last: how many are kept; one more is there while it is being written.
+    """Refuse to start a run whose checkpoints, of `one` bytes each, will not fit on the disk.
 
     Raises:
         DiskFullError: says how much is needed and how much there is.
@@ -247,10 +239,7 @@ def load_model_tensors(
 ) -> None:
     """Load what :func:`model_tensors` gave, in place, also into a wrapped or sharded model.
 
-    Args:
-        model: the model.
-        tensors, aliases: whole tensors by name; in a job only its first process has them.
-        job: the processes among which the model is.
+    In a job only its first process has the tensors.
 
     Raises:
         CheckpointError: names the tensors that are missing, unknown or of another shape or dtype.
@@ -329,58 +318,12 @@ def _parse(path: Path, expected: Mapping[str, Any]) -> Any:
 
 
 def _inconsistencies(path: Path, step: int, state: Mapping[str, Any]) -> list[str]:
-    """What in the name and the state cannot be: another step, or a value that no run writes."""
+    """What in the name and the state cannot be: another step, or a key that every run writes."""
     if state.get("step") != step:
         return [f"{STATE} is of step {state.get('step')}, the seal of step {step}"]
     if _NAME.fullmatch(path.name) and path.name != name(step):
         return [f"{SEAL} is of step {step}: the directory was {name(step)} and has another name"]
-    return [f"{STATE} has no {key}, or one that no run writes" for key in _VALID if not _valid(key, state)]
-
-
-def _valid(key: str, state: Mapping[str, Any]) -> bool:
-    try:
-        return _VALID[key](state[key], state)
-    except _BAD:
-        return False
-
-
-def _count(value: Any, most: int | None = None, least: int = 0) -> bool:
-    return type(value) is int and least <= value and (most is None or value <= most)
-
-
-def _finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _validations(state: Mapping[str, Any]) -> int:
-    """How many validations there can have been."""
-    return int(state["validated"] // max(1, state["train"]["validate_every"]))
-
-
-def _is_perfect(metrics: Mapping[str, Any] | None) -> bool:
-    accuracy = (metrics or {}).get("accuracy")
-    return isinstance(accuracy, (int, float)) and accuracy >= 1.0
-
-
-#: By key of a state, whether a value is one that a run can have, given the others.
-_VALID: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
-    "step": lambda x, _: _count(x),
-    "tokens": lambda x, state: _count(x, least=state["step"]),
-    "loss": lambda x, _: x is None or _finite(x),
-    "validated": lambda x, state: _count(x, state["step"]),
-    "validation": lambda x, _: x is None or isinstance(x, dict),
-    "perfect": lambda x, state: _count(x, _validations(state)) and (x > 0) == _is_perfect(state["validation"]),
-    "worse": lambda x, state: _count(x, _validations(state)),
-    "best": lambda x, state: x is None or (len(x) == 2 and _count(x[0], state["validated"]) and _finite(x[1])),
-    "device": lambda x, _: isinstance(x, str),
-    "window": lambda x, state: len(x) <= state["step"] and all(len(row) == 2 and all(map(_finite, row)) for row in x),
-    "log_bytes": lambda x, _: _count(x),
-    "aliases": lambda x, _: all(isinstance(name, str) for name in x.values()),
-    "train": lambda x, _: isinstance(x, dict),
-    "model": lambda x, _: isinstance(x["class"], str) and isinstance(x["config"], dict),
-    "data": lambda x, _: True,
-    "random": lambda x, _: isinstance(x["python"], list) and isinstance(x["numpy"], list),
-}
+    return [f"{STATE} has no {key}" for key in STORED if key not in state]
 
 
 def _reason(error: Exception) -> str:

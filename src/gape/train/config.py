@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from gape.utils.validation import flag, invalid_argument, suggestion, weight, whole
+from gape.utils.validation import finite, flag, invalid_argument, positive_number, weight, whole
 
 # What may differ between a checkpoint and the run that resumes it: nothing here changes a weight, but for the rounding
 # of sums over processes. `decay_steps` is not among them, so that more steps never bend the schedule of earlier ones.
 MAY_CHANGE = frozenset(
-    {
-        "max_steps",
-        "log_every",
-        "check_every",
-        "checkpoint_every",
-        "keep_last",
-        "tensorboard",
-        "progress",
-        "shard",
-        "context_parallel",
-    }
+    {"max_steps", "log_every", "check_every", "checkpoint_every", "keep_last", "progress", "shard", "context_parallel"}
 )
+# Keys that runs of earlier versions stored; no weight depends on them.
+REMOVED = frozenset({"tensorboard", "deterministic"})
 _AT_LEAST = {
     "max_steps": 1,
     "warmup_steps": 0,
@@ -69,7 +60,6 @@ class TrainConfig:
         compile: "on", "off"; "auto" compiles on a GPU only, and so does "graphs", which also replays whole updates as
             one CUDA graph: for models so small that launching their kernels takes longer than running them. Several
             processes compile and replay nothing.
-        deterministic: ask torch for deterministic algorithms while training.
         validate_every: updates between validations; 0 never validates.
         stop_after_perfect: end after so many validations in a row with accuracy 1; 0 never ends early.
         patience: end after so many validations in a row whose "loss" is not below the best; the checkpoint of the best
@@ -79,7 +69,6 @@ class TrainConfig:
         log_every: updates between log lines.
         check_every: updates between looks at the loss and gradient for non-finite values (the weights are safe in
             between); None is 1 on a CPU and `log_every` on a GPU.
-        tensorboard: also write TensorBoard files.
         progress: "bar", "plain" lines, "off"; "auto" is a bar on a terminal and lines elsewhere.
 
     Raises:
@@ -104,7 +93,6 @@ class TrainConfig:
     seed: int = 0
     precision: str = "auto"
     compile: str = "auto"
-    deterministic: bool = False
     validate_every: int = 100
     stop_after_perfect: int = 3
     patience: int = 0
@@ -112,7 +100,6 @@ class TrainConfig:
     keep_last: int = 2
     log_every: int = 10
     check_every: int | None = None
-    tensorboard: bool = False
     progress: str = "auto"
 
     def __post_init__(self) -> None:
@@ -122,18 +109,20 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name))
         for name in ("learning_rate", "eps"):
-            _number(name, getattr(self, name), above=True)
+            positive_number(name, getattr(self, name))
         weight("skip_eps", self.skip_eps)
         for name in _NOT_NEGATIVE:
-            _number(name, getattr(self, name), above=False)
+            if finite(name, getattr(self, name)) < 0:
+                raise invalid_argument(name, getattr(self, name), "a finite number of at least 0")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise invalid_argument(name, getattr(self, name), f"one of {', '.join(choices)}")
-        for name in ("deterministic", "tensorboard", "shard"):
-            flag(name, getattr(self, name))
+        flag("shard", self.shard)
         betas = self.betas
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_fraction, betas)):
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise invalid_argument("betas", betas, "two numbers from 0 to below 1")
+        for beta in betas:
+            weight("betas", beta)
         if self.seed >= 2**64:
             raise invalid_argument("seed", self.seed, "a whole number below 2**64, as torch takes it")
         if self.min_learning_rate > self.learning_rate:
@@ -143,15 +132,6 @@ class TrainConfig:
         # Lists come from JSON and TOML; a frozen dataclass is set through object.
         object.__setattr__(self, "betas", (float(betas[0]), float(betas[1])))
         object.__setattr__(self, "decay_steps", self.max_steps if self.decay_steps is None else self.decay_steps)
-
-    @property
-    def layer_eps(self) -> float:
-        """The part of `skip_eps` that kernels may skip: half of it where processes also skip keys."""
-        return self.skip_eps / 2 if self.context_parallel > 1 else self.skip_eps
-
-    def parallel(self) -> dict[str, Any]:
-        """The options of :class:`gape.distributed.Ranks`."""
-        return {"shard": self.shard, "context_parallel": self.context_parallel, "skip_eps": self.skip_eps / 2}
 
     def low(self, device_type: str) -> bool:
         """Whether forward passes run under bfloat16 autocast on a kind of device."""
@@ -165,22 +145,6 @@ class TrainConfig:
         """Every key with its value, in the types JSON has."""
         return {**dataclasses.asdict(self), "betas": list(self.betas)}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The config of a mapping.
-
-        Raises:
-            ValueError: for an unknown key, with the nearest known one, and for what the class refuses.
-        """
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key in values:
-            if key not in known:
-                hint = suggestion(key, known) or f"; known are {', '.join(known)}"
-                raise ValueError(f"{key}: got a key that TrainConfig does not have{hint}")
-        if "max_steps" not in values:
-            raise ValueError("max_steps: got nothing, expected a whole number of at least 1")
-        return cls(**values)
-
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between a stored training config and this one and may not, a line per key."""
@@ -189,20 +153,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     for key in sorted(before.keys() | now.keys()):
         was = before.get(key, defaults.get(key))
-        if key in MAY_CHANGE or was == now.get(key):
+        if key in MAY_CHANGE | REMOVED or was == now.get(key):
             continue
         line = f"{key} was {was!r} and is now {now.get(key)!r}"
         if key == "decay_steps":
             line += f" (to add steps, give decay_steps={before.get(key)} with the new max_steps)"
         lines.append(line)
     return lines
-
-
-def _is_fraction(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
-
-
-def _number(name: str, value: Any, *, above: bool) -> None:
-    low = isinstance(value, (int, float)) and (value <= 0 if above else value < 0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or low or not math.isfinite(value):
-        raise invalid_argument(name, value, f"a finite number {'above' if above else 'of at least'} 0")

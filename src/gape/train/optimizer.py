@@ -68,9 +68,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def build(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the groups of :func:`parameter_groups`.
-
-    It is the fused one on every device: only that one can skip an update without waiting for the device.
+    """AdamW over the groups of :func:`parameter_groups`; the fused one, which can skip an update without waiting.
 
     Raises:
         ValueError: when the model has nothing to train.

@@ -1,10 +1,9 @@
-"""Resuming a run: what is stored, what is compared, what is restored; random states and determinism."""
+"""Resuming a run: what is stored, what is compared, what is restored; random states."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -25,26 +24,15 @@ from gape.utils import files
 from gape.utils.validation import invalid_argument
 
 _RANDOM = "random/"
-# Sources of difference that remain under torch's deterministic algorithms, recorded with the run.
-NOT_COVERED = {
-    "cpu": [],
-    "cuda": ["attention backends chosen by torch.compile", "another GPU, driver or version of torch"],
-}
 
 
 @dataclasses.dataclass
 class RunState:
     """The progress of a run, stored in its checkpoints.
 
-    Attributes:
-        step: updates done.
-        tokens: tokens read.
-        loss: of the last log line.
-        validated: step of the last validation.
-        validation: its numbers.
-        perfect: validations with accuracy 1 in a row.
-        best: step and loss of the validation with the lowest loss.
-        worse: validations since then.
+    step, tokens: updates done, tokens read. loss: of the last log line. validated, validation: step and numbers of
+    the last validation. perfect: validations with accuracy 1 in a row. best: step and loss of the validation with the
+    lowest loss. worse: validations since then.
     """
 
     step: int = 0
@@ -112,8 +100,8 @@ def shared(job: Job, find: Callable[[], Checkpoint | None]) -> Checkpoint | None
     chosen: list[Checkpoint | None] = [None]
 
     def describe() -> dict[str, Any] | None:
-        chosen[0] = found = find()
-        return None if found is None else {"path": str(found.path), "step": found.step, "state": found.state}
+        chosen[0] = own = find()
+        return None if own is None else {"path": str(own.path), "step": own.step, "state": own.state}
 
     described = job.from_first(describe)
     if described is None or chosen[0] is not None:
@@ -145,12 +133,10 @@ def refuse_changes(chosen: Checkpoint, now: Identity) -> None:
 
 def facts(model: nn.Module, config: TrainConfig, device: torch.device, job: Job) -> dict[str, Any]:
     """What the manifest says of a run, "auto" resolved."""
-    uncovered = NOT_COVERED.get(device.type, [])
     return {
         "precision": "bfloat16" if config.low(device.type) else "float32",
         "compiled": config.compiles(device.type),
         "processes": job.size,
-        "deterministic": {"not covered": uncovered} if config.deterministic else False,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
 
@@ -276,28 +262,3 @@ def preserved_random_states(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore_random_states(tensors, numbers, device)
-
-
-@contextlib.contextmanager
-def determinism(enabled: bool, device: torch.device) -> Iterator[None]:
-    """A context with torch's deterministic algorithms, where `enabled`.
-
-    Raises:
-        ValueError: on a GPU without CUBLAS_WORKSPACE_CONFIG, without which cuBLAS is not deterministic.
-    """
-    if not enabled:
-        yield
-        return
-    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
-        raise ValueError(
-            "deterministic: got True, expected CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment beside it"
-        )
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = benchmark

@@ -1,4 +1,4 @@
-"""One update of the weights, skipped where the gradient is not finite; and updates replayed as one CUDA graph."""
+"""One update of the weights, kernel by kernel or as one replayed CUDA graph; and the loss on held-out windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gape.data.windows import Batch
+from gape.data.windows import Batch, Source
 from gape.distributed.job import Job
 from gape.distributed.sharding import local_tensors
 from gape.gates import GAPEGates
@@ -87,7 +87,7 @@ class Updater:
         replays = config.compile == "graphs" and device.type == "cuda" and job.size == 1
         self._replay = Replay(self._update, optimizer, device) if replays else None
         if config.skip_eps:
-            skip(model, config.layer_eps)
+            skip(model, config.skip_eps)
         self._parameters = named(optimizer)
         self._zero = torch.zeros((), device=device)
         self._dtype = torch.promote_types(next(iter(self._parameters.values())).dtype, torch.float32)
@@ -271,3 +271,22 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 def _shapes(batches: Sequence[Batch]) -> list[tuple[object, ...]]:
     return [tuple(None if x is None else (x.shape, x.dtype) for x in batch) for batch in batches]
+
+
+def held_out_loss(model: Any, source: Source, batches: int, job: Job) -> float:
+    """The mean over the first batches of a source of the mean loss of a batch, shared by the processes of a job.
+
+    `model` has `hidden` and `token_losses` as :class:`gape.GPT` has them, and is in eval mode; all targets count.
+
+    Raises:
+        Interrupted: a signal came to any process.
+    """
+    means = []
+    for number in range(1, batches + 1):
+        job.poll()
+        batch, tokens = job.take(source, number, 0)
+        with job.parallel():
+            hidden = model.hidden(batch.ids, batch.positions)
+        losses = model.token_losses(hidden, batch.targets).double()
+        means.append(job.sum(losses.sum()) / tokens)
+    return float(torch.stack(means).mean())

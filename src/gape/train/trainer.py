@@ -21,9 +21,8 @@ from gape.gates import GAPEGates
 from gape.train import checkpoint
 from gape.train import resume as resuming
 from gape.train.config import TrainConfig
-from gape.train.logging import NonFiniteError, write_dump
 from gape.train.optimizer import build, learning_rate, named
-from gape.train.run_files import NoFiles, RunFiles, set_newer_aside
+from gape.train.run_files import NonFiniteError, RunFiles, set_newer_aside, write_dump
 from gape.train.step import Updater, Window
 from gape.utils import files
 from gape.utils.progress import Reporter
@@ -83,7 +82,9 @@ class Trainer:
         self.stop = StopFlag() if stop is None else stop
         self.observe, self._observe_every, self._observed = observe, observe_every, -1
         self.device = next(self.model.parameters()).device
-        self.job = job or current_job(self.device, stop=self.stop, **config.parallel())
+        self.job = job or current_job(
+            self.device, stop=self.stop, shard=config.shard, context_parallel=config.context_parallel
+        )
         # Before the model is wrapped: a sharded one has another class.
         self._identity = resuming.Identity.of(self.model, config, source, extra)
         self.job.check(self.model, {"settings": self._identity.settings, "data": self._identity.data})
@@ -97,7 +98,7 @@ class Trainer:
         self._check_every = config.check_every or (1 if self.device.type == "cpu" else config.log_every)
         style = config.progress if self.job.is_first else "off"
         self._reporter = Reporter(style, config.max_steps, self.run_dir.name, console)
-        self._files = RunFiles(self.run_dir, self._reporter.warn) if self.job.is_first else NoFiles()
+        self._files = RunFiles(self.run_dir, self._reporter.warn, writes=self.job.is_first)
         self._saved: int | None = None
         self._first_step = 0
         self._clock = time.perf_counter()
@@ -130,7 +131,6 @@ class Trainer:
             stack.enter_context(self.stop)
             stack.enter_context(processes.reported())
             self.job.from_first(lambda: stack.enter_context(self._files) and None)
-            stack.enter_context(resuming.determinism(self.config.deterministic, self.device))
             stack.enter_context(self._reporter)
             try:
                 self._open(resume)
@@ -160,8 +160,6 @@ class Trainer:
             self._restore(chosen)
         self._files.write("config.json", self._identity.to_dict())
         self._files.remove(checkpoint.SUMMARY)
-        if self.config.tensorboard:
-            self._files.open_tensorboard(self.state.step, self._warn)
         self._files.note(event="started", step=self.state.step, **record)
         if self.device.type == "cuda":
             # Without the peak of earlier work in this process.
@@ -259,7 +257,6 @@ class Trainer:
         self.state.loss = loss
         record = {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": self.state.tokens}
         self._files.log(event="train", step=step, **record)
-        self._files.scalars("train", record, step)
         now = time.perf_counter()
         # After a resume the window begins with rows that this process did not make.
         seconds, self._clock = (now - self._clock) / min(len(rows), step - self._first_step), now
@@ -329,7 +326,6 @@ class Trainer:
             better = state.best is None or loss < state.best[1]
             state.best, state.worse = ((state.step, loss), 0) if better else (state.best, state.worse + 1)
         self._files.log(event="validation", step=state.step, metrics=metrics, amplitudes=self._amplitudes())
-        self._files.scalars("validation", metrics, state.step)
         self._files.note(event="validation", step=state.step, seconds=seconds)
         self._clock += seconds
         shown = "  ".join(f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in metrics.items())

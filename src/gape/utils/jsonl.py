@@ -90,12 +90,8 @@ def append(path: Path, *records: Mapping[str, Any]) -> None:
 def read_lines(path: Path, fault: Callable[[dict[str, Any]], str | None] = lambda row: None) -> list[dict[str, Any]]:
     """The objects of a JSONL file; an incomplete last line is left out.
 
-    Args:
-        path: the file.
-        fault: returns what is wrong with an object, None for nothing.
-
     Raises:
-        ValueError: any other line is not a JSON object, or has a fault; names file and line.
+        ValueError: any other line is not a JSON object, or `fault` says what is wrong with it; names file and line.
     """
     # Bytes: a line may have been cut in the middle of a letter.
     lines = path.read_bytes().split(b"\n")

@@ -16,14 +16,10 @@ class BusyError(RuntimeError):
 
 @contextlib.contextmanager
 def locked(directory: Path, action: str = "trained") -> Iterator[None]:
-    """Lock a directory. The system releases the lock when the process ends, however it ends.
+    """Lock a directory that exists. The system releases the lock when the process ends, however it ends.
 
     Temporary files (`.tmp-*`) that a killed process left in a run are removed. Locks do not nest: leaving the inner one
-    releases both.
-
-    Args:
-        directory: it must exist.
-        action: what is being done to it, for the error of another process.
+    releases both. `action` says what is being done, for the error of another process.
 
     Raises:
         BusyError: another process holds the lock; says what it does, and its number.

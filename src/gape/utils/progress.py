@@ -27,14 +27,7 @@ TRAINING_LINE_SECONDS, TABLE_LINE_SECONDS = 2.0, 10.0
 
 
 class Reporter:
-    """Shows how far one training run is, on standard error.
-
-    Args:
-        style: "bar", "plain", "off" or "auto".
-        total: steps in all.
-        label: what is being trained, in front of the bar.
-        console: where to; standard error when None.
-    """
+    """Shows how far one training run of `total` steps is; `style` is "bar", "plain", "off" or "auto"."""
 
     def __init__(self, style: str, total: int, label: str, console: Console | None = None) -> None:
         self.console = console or SteadyConsole(stderr=True)
@@ -86,10 +79,7 @@ class Reporter:
 
 
 class SteadyConsole(Console):
-    """A console that falls silent when nobody reads it, where rich's would close standard output and exit.
-
-    Of the processes of a job, only the first one shows anything.
-    """
+    """A console that falls silent when nobody reads it, and shows nothing but in the first process of a job."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(quiet=not launch.is_first(), **options)
@@ -127,10 +117,6 @@ class ProgressTable:
     """Shows how far several pieces of work are: a bar each on a terminal, a line each now and then elsewhere.
 
     A table inside another one adds its bars to that one's. Nothing is to be written to standard output meanwhile.
-
-    Args:
-        progress: whose console it is shown on; one of its own by default.
-        unit: what is counted.
     """
 
     #: The innermost one that is shown.

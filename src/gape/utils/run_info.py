@@ -23,14 +23,7 @@ _RECORDED = ("torch", "numpy", "safetensors", "triton")
 def manifest(
     device: torch.device, *, seed: int, data: Any = None, more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What `manifest.json` holds: versions, machine, code and data.
-
-    Args:
-        device: of the model.
-        seed: of the run.
-        data: a source's fingerprint.
-        more: added as it is.
-    """
+    """What `manifest.json` holds: versions, machine, code, a source's fingerprint, and `more` as it is."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"gape": gape.__version__, "python": platform.python_version(), **_versions()},

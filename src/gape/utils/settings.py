@@ -15,13 +15,7 @@ Settings = dict[str, Any]
 
 
 def section(name: str, kind: type[Any], values: Any, taken: Mapping[str, Any] | None = None) -> Any:
-    """An object of a section's class from its table.
-
-    Args:
-        name: of the section.
-        kind: a dataclass.
-        values: the table.
-        taken: what follows from elsewhere and may not be set.
+    """An object of a section's dataclass from its table; `taken` follows from elsewhere and may not be set.
 
     Raises:
         ValueError: an unknown or missing key, or a value that is refused; names it.

@@ -34,13 +34,9 @@ class Timing:
 def measure_time(
     work: Callable[[], Any], device: torch.device, *, seconds: float = 1.0, least: int = 5, most: int = 100
 ) -> Timing:
-    """The median time of `work` and its peak memory, after runs that warm everything up.
+    """The median time of `work` on a device and its peak memory, after runs that warm everything up.
 
-    Args:
-        work: what is timed; what it returns is dropped.
-        device: on which it runs.
-        seconds: about how long to go on, within `least` and `most` runs.
-        least, most: bounds on the number of runs.
+    It goes on for about so many seconds, within `least` and `most` runs.
     """
     for _ in range(3 if device.type == "cuda" else 1):
         work()

@@ -25,15 +25,7 @@ def invalid_argument(name: str, got: Any, expected: str) -> ValueError:
 
 
 def suggestion(name: object, known: Iterable[str], *, before: str = "; ", prefix: str = "", most: int = 1) -> str:
-    """The end of an error message about an unknown name: "did you mean …?", or nothing.
-
-    Args:
-        name: the unknown name.
-        known: the names there are.
-        before: text before the question.
-        prefix: text before each name.
-        most: names at most.
-    """
+    """The end of an error message about an unknown name: "did you mean …?" with at most so many names, or nothing."""
     close = [f"{prefix}{other}" for other in difflib.get_close_matches(str(name), list(known), n=most)]
     return f"{before}did you mean {' or '.join(close)}?" if close else ""
 

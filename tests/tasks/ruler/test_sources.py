@@ -71,25 +71,6 @@ def test_folders_and_packed_files(tmp_path: Path) -> None:
     assert [s.samples for s in sources] == [1, 2]
 
 
-def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a folder here: a configuration for each task and length, as the paper's dataset has them."""
-    pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    home = tmp_path / "set"
-    for name in ("cwe_4k", "vt_8k"):
-        (home / name).mkdir(parents=True)
-        rows = [{"index": 0, "input": "T", "outputs": ["a"], "length": 4000}] * 2
-        small.write_samples(home / name / "validation.jsonl", *rows)
-    card = "\n".join(f"- config_name: {n}\n  data_files: {n}/validation.jsonl" for n in ("cwe_4k", "vt_8k"))
-    (home / "README.md").write_text(f"---\nconfigs:\n{card}\n---\n")
-    samples, sources = read([f"hf:{home}"])
-    assert [(s.task, s.length) for s in samples] == [("cwe", 4096)] * 2 + [("vt", 8192)] * 2
-    assert [s.samples for s in sources] == [2, 2]
-    (one, _), _ = read([f"hf:{home}:vt_8k"])
-    assert one.task == "vt"
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

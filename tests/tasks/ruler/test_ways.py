@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from gape.data import load_tokenizer
-from gape.tasks.ruler.evaluation import Settings, Way, question
+from gape.tasks.ruler.evaluation import Settings, question
 from gape.tasks.ruler.readers import GPTReader, TransformersReader
+from gape.tasks.ways import Way
 from tests.tasks import text
 from tests.tasks.ruler.test_readers import rows
 
@@ -39,8 +40,8 @@ READERS = pytest.mark.parametrize("build", [ours, of_transformers])
 
 def forgetful(reader: Any, caches: list[Any]) -> Any:
     """A reader that forgets; its caches are put into a list."""
-    Way(forget_eps=1e-4).apply(reader)
-    make = reader.forgetting
+    make = Way(forget_eps=1e-4).apply(reader.model)
+    assert make is not None
 
     def kept() -> Any:
         caches.append(make())
@@ -69,7 +70,7 @@ def test_answers_of_a_model_that_forgets(build: Any) -> None:
 @READERS
 def test_a_reader_that_skips_does_so_in_every_layer(build: Any) -> None:
     reader = build()
-    Way(skip_eps=1e-3).apply(reader)
+    Way(skip_eps=1e-3).apply(reader.model)
     settings = [layer.skips for layer in reader.model.modules() if hasattr(layer, "skips")]
     assert settings == [1e-3] * 2
 
@@ -93,7 +94,7 @@ def test_heads_without_a_floor_keep_everything() -> None:
 
 def test_a_model_without_floors_does_not_forget() -> None:
     with pytest.raises(ValueError, match="gate_floor"):
-        Way(forget_eps=1e-3).apply(ours({}))
+        Way(forget_eps=1e-3).apply(ours({}).model)
 
 
 def test_a_way_is_part_of_the_question_and_reading_densely_is_what_it_was() -> None:

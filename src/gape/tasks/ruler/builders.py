@@ -31,13 +31,9 @@ class TooShortError(Exception):
 
 
 class Room:
-    """The tokens that a prompt may have.
+    """The tokens that a prompt may have, as a tokenizer counts them; of these `slack` may stay unused.
 
-    Args:
-        tokenizer: counts them.
-        room: how many.
-        answer: tokens of the answer, for the error.
-        slack: so many may stay unused; fewer where a search gets there.
+    `answer` has the tokens of the answer, for the error.
     """
 
     def __init__(self, tokenizer: Tokenizer, room: int, answer: int, slack: int) -> None:
@@ -48,15 +44,10 @@ class Room:
         return len(self.tokenizer.encode(text))
 
     def fill(self, render: Callable[[int], str], most: int, *, least: int = 0) -> int:
-        """How many units of filler make a prompt fill the room.
+        """How many units of filler, from `least` to `most`, make a prompt fill the room.
 
-        Args:
-            render: the prompt with so many units; more units are more tokens, on the whole.
-            most: units there are.
-            least: units that must be in it.
-
-        Returns:
-            A number from `least` to `most` whose prompt fits, with less than `slack` tokens or one unit to spare.
+        `render` gives the prompt with so many units; more units are more tokens, on the whole. Less than `slack` tokens
+        or one unit are left to spare.
 
         Raises:
             TooShortError: the prompt with the fewest units does not fit.

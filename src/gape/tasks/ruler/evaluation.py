@@ -11,79 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from gape.cache.eviction import BOUNDS
-from gape.cache.gpt import ForgettingCache
-from gape.models.skipping import IMPL, skip
 from gape.tasks.perplexity_rows import weighted_interval
 from gape.tasks.ruler.prompts import Prepared
-from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
+from gape.tasks.ruler.readers import Reader
 from gape.tasks.ruler.sources import Source
 from gape.tasks.ruler.tasks import clean_output, score, task
+from gape.tasks.ways import DENSE, Way
 from gape.utils import files, jsonl
 from gape.utils.jsonl import Record, read_object
 from gape.utils.run_info import manifest
-from gape.utils.validation import invalid_argument, weight, whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """What a model with gates may skip or forget while it reads; nothing by default.
-
-    Attributes:
-        skip_eps: attention that a query may lose to skipped tiles, as in :func:`gape.models.skipping.skip`.
-        forget_eps: the same with a forgetting cache. Where answers are scored, texts then come in eighths at most.
-        bounds: the kind of bound that such caches use.
-
-    Raises:
-        ValueError: a value that cannot be; names it.
-    """
-
-    skip_eps: float = 0.0
-    forget_eps: float = 0.0
-    bounds: str = "weights"
-
-    def __post_init__(self) -> None:
-        weight("skip_eps", self.skip_eps)
-        weight("forget_eps", self.forget_eps)
-        if self.bounds not in BOUNDS:
-            raise invalid_argument("bounds", self.bounds, f"one of {', '.join(BOUNDS)}")
-
-    def settings(self) -> dict[str, Any]:
-        """The settings for rows and manifests; empty where nothing is skipped or forgotten."""
-        skips = {"skip_eps": self.skip_eps, "impl": IMPL} if self.skip_eps else {}
-        return skips | ({"forget_eps": self.forget_eps, "bounds": self.bounds} if self.forget_eps else {})
-
-    def words(self) -> str:
-        """The settings as text; empty where nothing is skipped or forgotten."""
-        skips = [f"skipping {self.skip_eps:g}"] if self.skip_eps else []
-        return " ".join(skips + ([f"forgetting {self.forget_eps:g} by {self.bounds}"] if self.forget_eps else []))
-
-    def apply(self, reader: GPTReader | TransformersReader) -> None:
-        """Make a reader read in this way from now on.
-
-        Raises:
-            ValueError: its model has no gates, or none that can skip or forget.
-        """
-        if self.skip_eps:
-            skip(reader.model, self.skip_eps)
-        if self.forget_eps:
-            cache = self._cache(reader)
-            reader.forgetting = lambda: cache.fresh(self.forget_eps)
-
-    def _cache(self, reader: GPTReader | TransformersReader) -> Any:
-        """An empty cache, from which others are made without computing limits again."""
-        # Heads without a floor keep all their keys.
-        options: dict[str, Any] = {"eps": self.forget_eps, "bounds": self.bounds, "partial": True}
-        if isinstance(reader, GPTReader):
-            return ForgettingCache(reader.model, **options)
-        from gape.hf import ForgettingCache as OfTransformers  # noqa: PLC0415
-
-        return OfTransformers(reader.model, **options)
-
-
-#: Nothing is skipped or forgotten.
-DENSE = Way()
-
+from gape.utils.validation import invalid_argument, whole
 
 SAMPLES, MANIFEST = "samples.jsonl", "manifest.json"
 
@@ -92,13 +29,9 @@ SAMPLES, MANIFEST = "samples.jsonl", "manifest.json"
 class Settings:
     """How samples are read and scored.
 
-    Attributes:
-        template, max_length: as :func:`gape.tasks.ruler.prompts.prepare` takes them.
-        generate: whether answers are generated and matched, besides the likelihood of the right ones.
-        batch_tokens: of a batch of short samples.
-        chunk: tokens that go through the model at once.
-        precision: "float32" or "bfloat16".
-        way: what the model may skip or forget while it reads.
+    `template` and `max_length` are as :func:`gape.tasks.ruler.prompts.prepare` takes them. With `generate` answers are
+    generated and matched, besides the likelihood of the right ones. Short samples come
+    in batches of `batch_tokens`.
     """
 
     template: str = "base"
@@ -152,18 +85,10 @@ def evaluate(
     question: Record,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
-    """Score all samples, resuming after those that the directory holds.
+    """Score all samples, resuming after those that the directory holds; a row for each sample, in their order.
 
-    Args:
-        reader: the model.
-        items: samples as :func:`gape.tasks.ruler.prompts.prepare` made them.
-        settings: how.
-        directory: of this question alone; gets manifest.json and samples.jsonl.
-        question: from :func:`question`.
-        progress: called with samples done and in all.
-
-    Returns:
-        A row for each sample, in their order.
+    `directory` is of this question alone and gets manifest.json and samples.jsonl; `progress` is called with samples
+    done and in all.
 
     Raises:
         ValueError: the directory holds an evaluation of something else, or a loss is not finite.

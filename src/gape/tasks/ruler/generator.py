@@ -29,12 +29,7 @@ LM_EVAL = "lm-eval"
 def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Samples of a task as `lm-eval` makes them, in our fields. It makes 500 of them and may want the network.
 
-    Args:
-        name: one of RULER's tasks.
-        length: at least 4,096.
-        tokenizer: a folder or a name that `transformers` can load.
-        count: at most 500.
-        seed: of the random numbers that package draws.
+    The length is at least 4,096; `tokenizer` is a folder or a name that `transformers` can load.
 
     Raises:
         ValueError: a length below 4,096, or what that package needs cannot be had.
@@ -86,14 +81,10 @@ _LONG = 1024
 
 @dataclass(frozen=True)
 class Generator:
-    """Makes samples of one task and length; each sample is a function of the seed and its number.
+    """Makes samples of one task; each is a function of the seed and its number.
 
-    Args:
-        name: one of RULER's tasks.
-        length: tokens of the prompt and of what is kept free for the answer.
-        tokenizer: of the model that is to read them.
-        ingredients: haystacks, word lists and questions.
-        seed: which samples.
+    `length` counts the tokens of the prompt and of what is kept free for the answer, for the tokenizer of the
+    model that is to read them.
 
     Raises:
         ValueError: an unknown task, or a length below 256.

@@ -23,11 +23,6 @@ _END = re.compile(r"[.!?][\"')\]]*$")
 class Text:
     """Running text as words, begun anew where it ends, with the places between its sentences.
 
-    Args:
-        text: at least one word.
-        name: where it is from.
-        digest: SHA-256 of it.
-
     Raises:
         ValueError: there is no word in it.
     """
@@ -103,14 +98,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """Questions and the documents they and others are about.
-
-    Attributes:
-        name: the file's.
-        digest: its SHA-256.
-        documents: all of them, each once, sorted.
-        items: the questions.
-    """
+    """Questions, and all documents they and others are about, each once, sorted; of a file of that name and SHA-256."""
 
     name: str
     digest: str
@@ -119,11 +107,7 @@ class Questions:
 
 
 def read_questions(path: Path, kind: str) -> Questions:
-    """Questions of a file, also `.gz` and `.xz`.
-
-    Args:
-        path: JSON, or JSON lines with context, question and answer (or answers).
-        kind: "squad" or "hotpotqa".
+    """Questions of a file of JSON or JSON lines, also `.gz` and `.xz`; `kind` is "squad" or "hotpotqa".
 
     Raises:
         ValueError: the file is not of that format, or has no question with an answer.

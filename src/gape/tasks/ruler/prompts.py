@@ -20,13 +20,7 @@ _BEFORE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A sample as a model reads it.
-
-    Attributes:
-        sample: the sample.
-        digest: SHA-256 of the prompt's text.
-        prompt, answer: their ids.
-    """
+    """A sample as a model reads it: the SHA-256 of the prompt's text, and the ids of prompt and answer."""
 
     sample: Sample
     digest: str
@@ -62,14 +56,10 @@ def prepare(
     max_length: int | None = None,
     generate: bool = True,
 ) -> list[Prepared]:
-    """Encode samples, and find those that are too long before any is read.
+    """Encode samples for a reader, and find those that are too long before any is read.
 
-    Args:
-        reader: whose tokenizer and limit count.
-        samples: which.
-        template: one of :data:`TEMPLATES`.
-        max_length: tokens of prompt and answer together, in place of the reader's limit.
-        generate: whether the whole budget must fit, or the answer alone.
+    `max_length` is a limit of prompt and answer together in place of the reader's; with `generate` the whole budget
+    must fit, else the answer alone.
 
     Raises:
         ValueError: an unknown template, or samples that are too long.

@@ -36,8 +36,8 @@ class Reader(ABC):
         device: where it is.
         chunk: tokens that go through the model at once.
         low: whether to read in bfloat16 autocast.
-        forgetting: makes an empty cache that evicts; None for the model's own caches. See
-            :class:`gape.tasks.ruler.evaluation.Way`.
+        forgetting: makes an empty cache that evicts; None for the model's own caches.
+            :meth:`gape.tasks.ways.Way.apply` gives it.
     """
 
     limit: int | None = None
@@ -95,14 +95,7 @@ class Reader(ABC):
 
 
 class GPTReader(Reader):
-    """One of our models.
-
-    Args:
-        model: in eval mode.
-        tokenizer: of its ids.
-        low: whether to read in bfloat16 autocast.
-        chunk: tokens that go through the model at once.
-    """
+    """One of our models, in eval mode, with the tokenizer of its ids."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, *, low: bool = False, chunk: int = 16384) -> None:
         super().__init__(model, chunk, low=low)
@@ -154,14 +147,7 @@ class GPTReader(Reader):
 
 
 class TransformersReader(Reader):
-    """A causal model of `transformers` with its own tokenizer.
-
-    Args:
-        model: in eval mode; its forward takes input_ids, past_key_values and logits_to_keep.
-        tokenizer: a tokenizer of `transformers`.
-        name: what to call it.
-        chunk: tokens that go through the model at once.
-    """
+    """A causal model of `transformers` in eval mode with its own tokenizer, called `name` in rows."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, *, chunk: int = 16384) -> None:
         super().__init__(model, chunk)

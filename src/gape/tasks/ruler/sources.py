@@ -1,4 +1,4 @@
-"""Samples from files of RULER and related benchmarks, and from datasets of the hub."""
+"""Samples from files of RULER and related benchmarks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,10 @@ class Sample:
     """A prompt and its answers.
 
     Attributes:
-        task: one of RULER's.
-        length: the nominal length that names its column, such as 4096.
-        input: what is read.
-        prefix: how the answer begins; empty where there is none.
-        outputs: references.
-        budget: tokens that the answer may have; RULER's for the task where the source does not say.
-        source: name of the file or dataset.
-        number: its place there, from 1.
+        task, length: one of RULER's, and the nominal length that names its column, such as 4096.
+        input, prefix: what is read, and how the answer begins; empty where there is none.
+        outputs, budget: references, and tokens that the answer may have.
+        source, number: name of the file, and the place there, from 1.
     """
 
     task: str
@@ -52,7 +48,7 @@ class Sample:
 
 
 class Source(NamedTuple):
-    """Where samples came from: its name, a hash of its content (or the commit it was read at), and how many."""
+    """Where samples came from: its name, a hash of its content, and how many."""
 
     name: str
     sha256: str
@@ -60,11 +56,7 @@ class Source(NamedTuple):
 
 
 def read(specs: Iterable[str]) -> tuple[list[Sample], list[Source]]:
-    """All samples of some files and datasets.
-
-    Args:
-        specs: files of JSON lines, also `.gz` and `.xz`; folders of them; or `hf:DATASET[@REVISION][:CONFIG]`, a
-            dataset of the Hugging Face hub or a folder that holds one.
+    """All samples of some files of JSON lines, also `.gz` and `.xz`, and folders of them.
 
     Raises:
         ValueError: a line that is no sample, with its place and what is wrong; nothing there; two sources of one name.
@@ -81,13 +73,10 @@ def read(specs: Iterable[str]) -> tuple[list[Sample], list[Source]]:
 
 
 def _open(spec: str) -> Iterator[tuple[list[Sample], Source]]:
-    if spec.startswith("hf:"):
-        yield from _hub(spec)
-        return
     path = Path(spec)
     files = sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
-        raise ValueError(f"data: got {spec!r}, expected a file of JSON lines, a folder of them, or hf:DATASET")
+        raise ValueError(f"data: got {spec!r}, expected a file of JSON lines, or a folder of them")
     for file in files:
         name = file.relative_to(path).as_posix() if path.is_dir() else file.name
         yield _file(file, name)
@@ -114,39 +103,12 @@ def _file(path: Path, name: str) -> tuple[list[Sample], Source]:
     return samples, Source(name, digest.hexdigest(), len(samples))
 
 
-def _hub(spec: str) -> Iterator[tuple[list[Sample], Source]]:
-    """Every split of a configuration, or of all of them."""
-    from gape.data import inputs  # noqa: PLC0415
-
-    datasets = inputs.datasets_library()
-    dataset, _, config, _ = inputs.parse(spec)
-    commit = inputs.revision(spec)
-    try:
-        configs = [config] if config else datasets.get_dataset_config_names(dataset, revision=commit)
-        loaded = {name: datasets.load_dataset(dataset, name, revision=commit) for name in configs}
-    # Errors of the library, the network or the hub, of many kinds.
-    except Exception as error:
-        raise ValueError(f"data: got {spec!r}, which cannot be loaded: {error}") from error
-    for part, splits in loaded.items():
-        for split, rows in splits.items():
-            name, digest, parsed = f"hf:{dataset}:{part}/{split}", hashlib.sha256(), []
-            for number, row in enumerate(rows, 1):
-                digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-                place = f"{name}: row {number}"
-                parsed.append(sample(row, place=place, source=name, number=number, named=[str(split), part]))
-            yield parsed, Source(name if commit is None else f"{name}@{commit}", digest.hexdigest(), len(parsed))
-
-
 def sample(record: Any, *, place: str, source: str, number: int, named: Sequence[str] = ()) -> Sample:
     """A sample from a record of RULER's fields or those of its relatives.
 
-    Args:
-        record: an object with input (or prompt, or context and question), outputs (or output, answers, answer), and
-            where they have them answer_prefix (or gen_prefix, answer_start), task, max_seq_length (or max_length),
-            budget (or max_new_tokens).
-        place: file and line, for errors.
-        source, number: see :class:`Sample`.
-        named: names of files, folders or configurations that may say the task and the length, nearest first.
+    The record has input (or prompt, or context and question), outputs (or output, answers, answer), and where they have
+    them answer_prefix (or gen_prefix, answer_start), task, max_seq_length (or max_length), budget (or max_new_tokens).
+    `place` is file and line, for errors; `named` has names of files and folders that may say the task and the length.
 
     Raises:
         ValueError: a field is missing or of another type, or there is no answer; says where and which.

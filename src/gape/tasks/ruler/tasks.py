@@ -126,11 +126,5 @@ MATCHES: dict[str, Callable[[str, Sequence[str]], float]] = {"all": match_all, "
 
 
 def score(output: str, references: Sequence[str], match: str) -> float:
-    """The score of a raw answer from 0 to 1.
-
-    Args:
-        output: as generated.
-        references: at least one.
-        match: "all" or "part", as a task says.
-    """
+    """The score of a raw answer from 0 to 1; `match` is "all" or "part", as a task says."""
     return MATCHES[match](clean_output(output), references)
