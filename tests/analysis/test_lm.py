@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_documents_are_cut_to_the_length_and_chosen_by_the_seed(corpus: Path) -> None:
     reader = Reader(corpus)
     actual = reader.passages(64, 10)
-    assert [len(passage.ids) for passage in actual] == [64, 64]
-    (one,) = reader.passages(64, 1)
-    assert (one.id, one.ids.tolist()) == (actual[0].id, actual[0].ids.tolist())
+    assert [len(passage.ids) for passage in actual.items] == [64, 64]
+    (one,) = reader.passages(64, 1).items
+    assert (one.id, one.ids.tolist()) == (actual.items[0].id, actual.items[0].ids.tolist())
     document = next(d for d in reader.corpus.documents("heldout") if d.id == one.id.partition("@")[0])
     start = int(one.id.partition("@")[2])
     assert reader.corpus.tokens(document, start, start + 64).tolist() == one.ids.tolist()
@@ -33,6 +34,49 @@ def test_documents_are_cut_to_the_length_and_chosen_by_the_seed(corpus: Path) ->
 def test_a_length_beyond_every_document_is_refused(corpus: Path) -> None:
     with pytest.raises(ValueError, match="length: got int 100, expected at most 90 tokens"):
         Reader(corpus).passages(100, 1)
+
+
+def test_prompts_are_read_whole_with_their_answer_prefix(tmp_path: Path) -> None:
+    rows = [
+        {"input": "Where? ", "answer_prefix": "It is"},
+        {"prompt": "abc"},
+        {"text": ""},
+    ]
+    path = tmp_path / "ruler.jsonl.xz"
+    path.write_bytes(lzma.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    reader = Reader(path, tokenizer="bytes")
+    actual = reader.passages(None, 10)
+    assert sorted(bytes(p.ids.tolist()).decode() for p in actual.items) == ["Where? It is", "abc"]
+    assert actual.length is None
+    with pytest.raises(ValueError, match="prompts"):
+        reader.passages(8, 1)
+
+
+def test_a_text_is_cut_into_windows_side_by_side(tmp_path: Path) -> None:
+    path = tmp_path / "novel.txt"
+    path.write_text("abcdefghij", encoding="utf-8")
+    actual = Reader(path, tokenizer="bytes").passages(4, 5)
+    assert [bytes(p.ids.tolist()).decode() for p in actual.items] == ["abcd", "efgh"]
+    with pytest.raises(ValueError, match="at most the 10 tokens"):
+        Reader(path, tokenizer="bytes").passages(11, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "tokenizer", "message"),
+    [
+        ("x.txt", None, "bytes", "expected a corpus, a text file"),
+        ("x.txt", "abc", None, "tokenizer: got nothing"),
+        ("x.jsonl", '{"question": "?"}\n', "bytes", "line 1 has none of the fields input, prompt, text"),
+        ("x.jsonl", "{\n", "bytes", "line 1 is not JSON"),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused(
+    tmp_path: Path, name: str, content: str | None, tokenizer: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Reader(tmp_path / name, tokenizer=tokenizer).passages(None, 1)
 
 
 def passages(count: int = 2, n: int = 50) -> list[Passage]:

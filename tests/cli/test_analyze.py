@@ -61,6 +61,8 @@ def sets(run: str, kind: str) -> list[dict[str, object]]:
 def test_from_runs_to_figures(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "FIGURES", {"lm-far-back": catalogue.figure("lm-far-back")})
     assert analyze("entropy", home, "--lengths", "16,64", "--samples", "2") == 0
+    Path("ruler.jsonl").write_text('{"input": "Where is it? ", "answer_prefix": "Here"}\n')
+    assert analyze("entropy", "ruler.jsonl", "--tokenizer", "bytes") == 0
     for kind in ("spectrum", "maps", "masks"):
         assert analyze(kind, home) == 0
     assert analyze("far-back", home, *FAR) == 0
@@ -68,7 +70,7 @@ def test_from_runs_to_figures(home: Path, capsys: pytest.CaptureFixture[str], mo
     for words in ("Mean attention entropy", "Repeated n-grams", "p-RoPE+GAPE − p-RoPE"):
         assert words in output.out
     assert "p-rope has no gates" in output.err
-    assert [s["asked"]["length"] for s in sets(RUNS[0], "entropy")] == [16, 64]
+    assert [s["asked"]["length"] for s in sets(RUNS[0], "entropy")] == [16, 64, None]
     assert not (Path(RUNS[0]) / "masks.json").exists()
     assert gape_exits("report", "runs/lm/toy", "--out", "results/lm/books") == 0
     assert Path("results/lm/books/figures/lm-far-back.png").is_file()
@@ -133,13 +135,14 @@ def test_perplexity_on_another_device_is_measured_again(home: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["entropy", RUNS[0], "--data", "nowhere"], "expected a directory that gape data prepare wrote"),
+        (["entropy", RUNS[0], "--data", "nowhere"], "expected a corpus, a text file"),
+        (["entropy", RUNS[0], "--data", "books/held.jsonl"], "tokenizer: got nothing"),
         (["entropy", RUNS[0], "--data", "books/corpus", "--lengths", "16,9999"], "expected at most 330 tokens"),
         (["entropy", RUNS[0], "--data", "books/corpus", "--lengths", "long"], "lengths: got 'long'"),
         (["entropy", "nowhere", "--data", "books/corpus"], "expected a directory that gape lm train made"),
         (["entropy", RUNS[0], "--data", "books/corpus", "--stratum", "8192"], "no strata"),
         (["maps", RUNS[0], "--data", "books/corpus", "--layer", "5"], "layer: got int 5"),
-        (["far-back", RUNS[0], "--data", "books/held.jsonl"], "expected a directory that gape data prepare wrote"),
+        (["far-back", RUNS[0], "--data", "books/held.jsonl"], "expected a corpus that gape data prepare wrote"),
         (["far-back", RUNS[0], "--data", "books/corpus"], "context: got int 65536"),
         (["far-back", RUNS[0], "--data", "books/corpus", "--kinds", "verbs"], "kinds: got str 'verbs'"),
     ],

@@ -9,14 +9,19 @@ import dataclasses
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gape.distributed import Job, Ranks, context_parallel, leave, processes
+from gape.distributed.cost import step_cost
+from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.train import Batch, TrainConfig
@@ -175,6 +180,41 @@ def gates_stay_exact():
     return kinds
 
 
+def skipped(length: str, eps: str):
+    """Under floors: what skipping blocks changes in a layer, the bytes that it sends, and what the theory needs."""
+    torch.manual_seed(0)
+    n, eps, heads, width = int(length), float(eps), 1, 16
+    mesh = init_device_mesh("cpu", (launch.size(),))
+    options = {"context_length": 1024, "position": "p-rope+gape", "gate_floor": 4.0}
+    layer = GAPEAttention(heads * width, heads, **options)
+    contexts, outs, grads = {}, {}, {}
+    rows = torch.randn(1, n * launch.size(), heads * width)
+    ids = torch.zeros(rows.shape[:2], dtype=torch.int64)
+    for name in (0.0, eps):
+        context = contexts[name] = context_parallel(layer, mesh, eps=name)
+        part = context.share(Batch(ids, ids))
+        x = rows[:, part.positions].requires_grad_()
+        y = layer(x, positions=part.positions)
+        y.square().sum().backward()
+        outs[name], grads[name] = (torch.zeros_like(rows) for _ in range(2))
+        outs[name][:, part.positions], grads[name][:, part.positions] = y.detach(), x.grad
+        for total in (outs[name], grads[name]):
+            torch.distributed.all_reduce(total)
+        context.remove()
+    sent = torch.tensor([[c.traffic["gather"], c.traffic["blocks"], c.traffic["bounds"]] for c in contexts.values()])
+    torch.distributed.all_reduce(sent)
+    with torch.no_grad():
+        q, k, v = layer.project(rows)
+        score = float(layer.scale * q.norm(dim=-1).max() * k.norm(dim=-1).max())
+        exposure = float(1 - layer.gates.landmark(k).max())
+        rate = float(layer.gates.amplitude.min()) * 4.0 / 1024 * exposure
+    return {
+        "output": float((outs[0.0] - outs[eps]).abs().max()), "gradient": float((grads[0.0] - grads[eps]).abs().max()),
+        "largest": float(layer.out.weight.abs().sum(1).max() * v.abs().max()), "bytes": sent.tolist(),
+        "rate": rate, "score": score,
+    }  # fmt: skip
+
+
 def transformers_model():
     import gape.hf
     from tests.hf.tiny import tiny
@@ -235,10 +275,52 @@ def accelerate():
     return found | {"gradient": str(gradient.dtype), "finite": bool(gradient.full_tensor().isfinite().all())}
 
 
+class Received(TorchDispatchMode):
+    """Counts the bytes that a process gets of collectives of tensors: all but its own part."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        ways, name = launch.size(), str(func)
+        if "allgather" in name:
+            self.total += args[0].nbytes * (ways - 1) // ways
+        elif "reduce_scatter" in name:
+            self.total += args[1].nbytes * (ways - 1) // ways
+        elif "allreduce" in name:
+            self.total += sum(2 * x.nbytes * (ways - 1) // ways for x in args[0])
+        return out
+
+
+def cost():
+    """Bytes of a step by collectives, and as the cost model has them."""
+    cpu, found = torch.device("cpu"), {}
+    source = Rows(rows=4)
+    for name, options in {"ddp": {}, "fsdp": {"shard": True}, "cp": {"context_parallel": launch.size()}}.items():
+        job = Ranks(cpu, **options)
+        up = updater(job, "p-rope+gape", torch.float32)
+        # The first step of DDP has other buckets.
+        for step in (1, 2):
+            batch = job.take(source, step, 0).batch
+            call, before = up._call, Counter(job._context.traffic) if job._context else Counter()
+            with Received() as received:
+                call(batch.ids, targets=batch.targets, positions=batch.positions).loss.backward()
+            up.optimizer.zero_grad()
+        expected = step_cost(
+            up.model.config, batch=4, length=LENGTH, processes=launch.size(), dtype=torch.float32, **options
+        )
+        keys = sum((job._context.traffic - before).values()) if job._context else 0
+        found[name] = {
+            "parameters": [received.total - keys, expected.parameter_bytes], "keys": [keys, expected.key_bytes],
+        }  # fmt: skip
+    return found
+
+
 TASKS = {
+    "cost": cost,
     "accelerate": accelerate,
     "transformers_equal": transformers_equal,
-    "equal": equal, "long_run": long_run, "quick": quick, "gates_stay_exact": gates_stay_exact,
+    "equal": equal, "long_run": long_run, "quick": quick, "gates_stay_exact": gates_stay_exact, "skipped": skipped,
 }  # fmt: skip
 
 

@@ -1,20 +1,28 @@
-"""Passages of a corpus that analyses read: windows of documents, chosen by hashes, the same for every model."""
+"""Passages of text that analyses read, as tokens: from documents of a corpus, a text file, or prompts in JSON lines."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gape.data import Corpus, Document, open_corpus
+from gape.utils.files import open_decompressed
 from gape.utils.random import key
 from gape.utils.validation import invalid_argument, whole
 
+if TYPE_CHECKING:
+    from gape.data import Corpus, Document, Tokenizer
+
 Ids = npt.NDArray[np.int64]
+
+#: Fields that hold a prompt, in the order tried.
+PROMPT_FIELDS = ("input", "prompt", "text")
 
 
 @dataclass(frozen=True)
@@ -25,36 +33,126 @@ class Passage:
     ids: Ids
 
 
+@dataclass(frozen=True, kw_only=True)
+class Passages:
+    """Passages of one source, the same for every model.
+
+    Attributes:
+        data: the name of the source.
+        fingerprint: a hash of the source.
+        length: tokens of each; None where they differ.
+        items: the passages.
+    """
+
+    data: str
+    fingerprint: str
+    length: int | None
+    items: tuple[Passage, ...]
+
+
 class Reader:
     """A source of passages.
 
     Args:
-        data: a directory that `gape data prepare` wrote.
-        split, stratum: which of its documents.
+        data: a directory that `gape data prepare` wrote, a file of JSON lines (`.jsonl`, also `.gz` and `.xz`) whose
+            objects have a field input, prompt or text (an answer_prefix is put after it), or any other file as text.
+        tokenizer: as `gape.data.load_tokenizer` takes it; needed for files, not for a corpus.
+        split, stratum: which documents of a corpus.
 
     Raises:
-        ValueError: no corpus, or one without the split or stratum.
+        ValueError: no such path, a file without a tokenizer, or a corpus without the split or stratum.
     """
 
-    def __init__(self, data: str | Path, *, split: str = "heldout", stratum: str | None = None) -> None:
-        self.corpus: Corpus = open_corpus(data)
-        self.name, self.split, self.stratum = Path(data).name, split, stratum
-        # Refuses a split or a stratum that is not there.
-        self.corpus.documents(split, stratum)
+    def __init__(
+        self,
+        data: str | Path,
+        *,
+        tokenizer: str | None = None,
+        split: str = "heldout",
+        stratum: str | None = None,
+    ) -> None:
+        path = Path(data)
+        self.path, self.split, self.stratum = path, split, stratum
+        self.corpus: Corpus | None = None
+        self._tokenizer: Tokenizer | None = None
+        if path.is_dir():
+            from gape.data import open_corpus  # noqa: PLC0415
 
-    def passages(self, length: int, count: int, *, seed: int = 0) -> tuple[Passage, ...]:
-        """A window of `length` tokens of each of at most `count` documents.
+            self.corpus = open_corpus(path)
+            # Refuses a split or a stratum that is not there.
+            self.corpus.documents(split, stratum)
+            return
+        if not path.is_file():
+            raise ValueError(f"data: got {str(path)!r}, expected a corpus, a text file or a file of JSON lines")
+        if tokenizer is None:
+            raise ValueError(
+                f"tokenizer: got nothing, expected the one that is to read {path}, such as bytes or a folder"
+            )
+        from gape.data import load_tokenizer  # noqa: PLC0415
+
+        self._tokenizer = load_tokenizer(tokenizer)
+
+    @property
+    def tokenizer(self) -> dict[str, Any]:
+        """What identifies the tokenizer."""
+        return self.corpus.tokenizer if self.corpus is not None else self._encoder().identity()
+
+    @property
+    def prompts(self) -> bool:
+        """Whether the passages are prompts, which are read whole."""
+        return self.corpus is None and ".jsonl" in self.path.suffixes[-2:]
+
+    def passages(self, length: int | None, count: int, *, seed: int = 0) -> Passages:
+        """Some passages, chosen by a hash of the seed and their names.
+
+        Args:
+            length: tokens of each: a window of a document, consecutive ones of a text. Not for prompts.
+            count: at most so many.
+            seed: which.
 
         Raises:
-            ValueError: nothing is long enough.
+            ValueError: nothing is long enough, or a length is given for prompts.
         """
         whole("samples", count)
-        items = []
-        for document in long_documents(self.corpus, self.split, self.stratum, whole("length", length), seed)[:count]:
-            start = number(seed, "start", document.id) % (document.length - length + 1)
-            ids = self.corpus.tokens(document, start, start + length).astype(np.int64)
-            items.append(Passage(f"{document.id}@{start}", ids))
-        return tuple(items)
+        if self.prompts and length is not None:
+            raise invalid_argument("length", length, "none for prompts, which are read whole")
+        if self.corpus is not None:
+            items = _windows(self.corpus, self.split, self.stratum, length, count, seed)
+        elif self.prompts:
+            items = self._prompts(count, seed)
+        else:
+            items = self._text(length, count)
+        return Passages(data=self.path.name, fingerprint=self._fingerprint(), length=length, items=tuple(items))
+
+    def _encoder(self) -> Tokenizer:
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    def _fingerprint(self) -> str:
+        if self.corpus is not None:
+            return self.corpus.fingerprint()
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def _text(self, length: int | None, count: int) -> list[Passage]:
+        with open_decompressed(self.path) as file:
+            ids = np.array(self._encoder().encode(file.read().decode("utf-8")), dtype=np.int64)
+        span = len(ids) if length is None else whole("length", length)
+        if span < 1 or len(ids) < span:
+            raise invalid_argument("length", length, f"at most the {len(ids)} tokens of {self.path}")
+        return [
+            Passage(f"{self.path.name}:{start}-{start + span}", ids[start : start + span])
+            for start in range(0, len(ids) - span + 1, span)
+        ][:count]
+
+    def _prompts(self, count: int, seed: int) -> list[Passage]:
+        rows = {number: text for number, text in enumerate(_rows(self.path), 1) if text}
+        if not rows:
+            raise ValueError(f"data: got {self.path}, expected prompts that are not empty")
+        return [
+            Passage(f"{self.path.name}:{number}", np.array(self._encoder().encode(rows[number]), dtype=np.int64))
+            for number in shuffle(rows, seed)[:count]
+        ]
 
 
 def long_documents(
@@ -66,14 +164,15 @@ def long_documents(
         ValueError: there is none; the message names the argument `called`.
     """
     documents = list(corpus.documents(split, stratum))
-    enough = {document.id: document for document in documents if document.length >= length}
+    enough = [document for document in documents if document.length >= length]
     if not enough:
         longest = max((document.length for document in documents), default=0)
         which = f"{split} documents" + ("" if stratum is None else f" of stratum {stratum}")
         raise invalid_argument(
             called, length, f"at most {longest} tokens, the longest of the {which} in {corpus.directory}"
         )
-    return [enough[name] for name in shuffle(enough, seed)]
+    by_id = {document.id: document for document in enough}
+    return [by_id[name] for name in shuffle(by_id, seed)]
 
 
 def shuffle(items: Iterable[Any], seed: int) -> list[Any]:
@@ -84,3 +183,34 @@ def shuffle(items: Iterable[Any], seed: int) -> list[Any]:
 def number(*parts: Any) -> int:
     """A large whole number that is a function of some names and numbers."""
     return key(*parts, byteorder="big")
+
+
+def _windows(
+    corpus: Corpus, split: str, stratum: str | None, length: int | None, count: int, seed: int
+) -> list[Passage]:
+    passages = []
+    least = 1 if length is None else whole("length", length)
+    for document in long_documents(corpus, split, stratum, least, seed)[:count]:
+        span = document.length if length is None else length
+        start = number(seed, "start", document.id) % (document.length - span + 1)
+        ids = corpus.tokens(document, start, start + span).astype(np.int64)
+        passages.append(Passage(f"{document.id}@{start}", ids))
+    return passages
+
+
+def _rows(path: Path) -> Iterable[str]:
+    """The prompts of a file, answer prefix included."""
+    with open_decompressed(path) as file:
+        for place, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}: line {place} is not JSON: {error}") from error
+            field = next(
+                (name for name in PROMPT_FIELDS if isinstance(row, dict) and isinstance(row.get(name), str)), None
+            )
+            if field is None:
+                raise ValueError(f"{path}: line {place} has none of the fields {', '.join(PROMPT_FIELDS)}")
+            yield row[field] + str(row.get("answer_prefix") or "")

@@ -19,11 +19,15 @@ app = typer.Typer(
 )
 
 Runs = Annotated[list[Path], typer.Argument(help="Directories of trained runs.")]
-Data = Annotated[Path, typer.Option(help="A prepared corpus.")]
+Data = Annotated[Path, typer.Option(help="A prepared corpus, a text file, or JSON lines with input, prompt or text.")]
+Corpus = Annotated[Path, typer.Option("--data", help="A prepared corpus.")]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Where DATA is a file: bytes, a directory with a vocabulary, or a name on the hub.")
+]
 Seed = Annotated[int, typer.Option(help="Which documents and places.")]
 Lengths = Annotated[
     str | None,
-    typer.Option(metavar=INTS, help="Tokens; the training length by default."),
+    typer.Option(metavar=INTS, help="Tokens; the training length by default. Prompts are read whole."),
 ]
 Length = Annotated[int | None, typer.Option(help="Tokens; the training length by default.")]
 Samples = Annotated[int, typer.Option(help="Passages that are read, of each length.")]
@@ -37,6 +41,7 @@ def entropy(
     data: Data,
     lengths: Lengths = None,
     samples: Samples = 10,
+    tokenizer: Tokenizer = None,
     split: Split = "heldout",
     stratum: Stratum = None,
     seed: Seed = 0,
@@ -46,7 +51,7 @@ def entropy(
     from gape.experiments import analyses  # noqa: PLC0415
 
     chosen = None if lengths is None else numbers("lengths", lengths, int, "1024,4096")
-    reader = _reader(data, split, stratum)
+    reader = _reader(data, tokenizer, split, stratum)
     table = analyses.entropy(runs, reader, lengths=chosen, samples=samples, seed=seed, device=device)
     typer.echo(table.text())
 
@@ -57,6 +62,7 @@ def spectrum(
     data: Data,
     length: Length = None,
     samples: Samples = 32,
+    tokenizer: Tokenizer = None,
     split: Split = "heldout",
     stratum: Stratum = None,
     seed: Seed = 0,
@@ -65,7 +71,7 @@ def spectrum(
     """Norms of queries and keys by rotary frequency: spectrum.json. Runs whose scheme does not rotate are left out."""
     from gape.experiments import analyses  # noqa: PLC0415
 
-    reader = _reader(data, split, stratum)
+    reader = _reader(data, tokenizer, split, stratum)
     analyses.spectrum(runs, reader, length=length, samples=samples, seed=seed, device=device)
 
 
@@ -79,6 +85,7 @@ def _picture(name: str, text: str) -> None:
         length: Length = None,
         layer: Layer = None,
         size: Size = 64,
+        tokenizer: Tokenizer = None,
         split: Split = "heldout",
         stratum: Stratum = None,
         seed: Seed = 0,
@@ -86,7 +93,7 @@ def _picture(name: str, text: str) -> None:
     ) -> None:
         from gape.experiments import analyses  # noqa: PLC0415
 
-        reader = _reader(data, split, stratum)
+        reader = _reader(data, tokenizer, split, stratum)
         analyses.pictures(name, runs, reader, length=length, layer=layer, size=size, seed=seed, device=device)
 
 
@@ -100,7 +107,7 @@ _picture(
 @app.command("far-back")
 def far_back(
     runs: Runs,
-    data: Data,
+    data: Corpus,
     context: Annotated[int, typer.Option(help="Tokens of a window.")] = 65536,
     distances: Annotated[
         str, typer.Option(metavar=INTS, help="Tokens; d stands for answers d to 2d tokens back.")
@@ -136,7 +143,7 @@ def far_back(
         typer.echo(f"\n{table.text()}")
 
 
-def _reader(data: Path, split: str, stratum: str | None) -> Reader:
+def _reader(data: Path, tokenizer: str | None, split: str, stratum: str | None) -> Reader:
     from gape.analysis.passages import Reader  # noqa: PLC0415
 
-    return Reader(data, split=split, stratum=stratum)
+    return Reader(data, tokenizer=tokenizer, split=split, stratum=stratum)

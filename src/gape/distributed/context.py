@@ -1,9 +1,9 @@
 """Context parallelism: each process has a slice of every sequence, and attention reads the keys of all of them.
 
 Queries stay where they are. Layer by layer, keys, values and what a scheme stores beside a key are gathered; backward,
-their gradients are added up where they came from. A sequence is cut into 2K parts, and process r has the parts r and
-2K − 1 − r, so that all have as many pairs of a query and an earlier key. In a model of transformers, which would make a
-dense mask where positions jump, process r has part r of K.
+their gradients are added up where they came from. Where attention is dense, a sequence is cut into 2K parts, and
+process r has the parts r and 2K − 1 − r, so that all have as many pairs of a query and an earlier key. Where forgotten
+keys are skipped, process r has part r of K, and blocks without weight are not sent (:mod:`gape.distributed.forgotten`).
 
 Shapes: B rows, Hq and Hk heads, n tokens of a slice, N = K·n tokens of a sequence, D and Dv widths.
 """
@@ -18,45 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from gape.data.windows import Batch
+from gape.distributed import forgotten
+from gape.distributed.collectives import Traffic, gather
+from gape.distributed.forgotten import softmax_scale
 from gape.models.skipping import Skips
 from gape.ops import attention, gated_attention
 from gape.positions.base import Scheme
-from gape.utils.validation import invalid_argument
-
-# Names of torch 2.13 and later; before, the same functions were called otherwise.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from gape.utils.validation import invalid_argument, weight
 
 
-def gather(x: Tensor, group: Any) -> Tensor:
-    """The tensors of all processes, (K, ...) in the order of their ranks; gradients are added up where x came from."""
-    gathered: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
-    return gathered
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, ways = group, dist.get_world_size(group)
-        out = x.new_empty(ways, *x.shape)
-        _all_gather(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.new_empty(grad.shape[1:])
-        _reduce_scatter(own, grad.contiguous().flatten(0, 1), group=ctx.group)
-        return own, None
-
-
-def context_parallel(model: nn.Module, mesh: DeviceMesh) -> ContextParallel:
+def context_parallel(model: nn.Module, mesh: DeviceMesh, *, eps: float = 0.0) -> ContextParallel:
     """From now on, let a model read slices of sequences, one per process of `mesh`.
 
     >>> context = context_parallel(model, mesh)  # doctest: +SKIP
@@ -70,6 +44,7 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh) -> ContextParallel:
         model: whose attention layers are all :class:`gape.GAPEAttention`, or all put in by :func:`gape.hf.inject`, with
             the same weights in every process.
         mesh: of one dimension, K processes.
+        eps: attention that a query may lose, in each layer and head, to blocks of keys that are not sent; 0 sends all.
 
     Raises:
         ValueError: a layer that attends in another way; names it and says why.
@@ -81,7 +56,7 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh) -> ContextParallel:
             raise ValueError(f"context_parallel: {name or type(model).__name__} {reason}")
     if not layers:
         raise invalid_argument("model", type(model).__name__, "one with layers of gape, which alone can be sliced")
-    return ContextParallel(layers, mesh)
+    return ContextParallel(layers, mesh, weight("eps", eps))
 
 
 def _scheme(layer: Any) -> Scheme | None:
@@ -93,7 +68,7 @@ def _attend_injected(
     layer: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, landmark: Tensor | None
 ) -> Tensor:
     """What a layer of transformers attends with, without a mask: its own method takes fewer queries for a cache."""
-    scale = float(layer.gape_wiring.family.layout.scale(layer))
+    scale = softmax_scale(layer)
     if gate is None or landmark is None:
         return attention(q, k, v, scale=scale)
     return gated_attention(
@@ -115,13 +90,17 @@ class ContextParallel:
 
     Attributes:
         rank, ways: the slice of this process and K.
+        eps: attention that may be lost to blocks that are not sent.
+        traffic: bytes received so far.
     """
 
-    def __init__(self, layers: list[Any], mesh: DeviceMesh) -> None:
+    def __init__(self, layers: list[Any], mesh: DeviceMesh, eps: float) -> None:
         self.group: Any = mesh.get_group()
         self.rank, self.ways = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.eps, self.traffic = eps, Traffic()
+        self.skips = bool(eps) and any(layer.gates is not None and any(layer.gates.gate_floor) for layer in layers)
         # Where positions jump, transformers makes a dense mask.
-        self.contiguous = any(_scheme(layer) is None for layer in layers)
+        self.contiguous = self.skips or any(_scheme(layer) is None for layer in layers)
         self._layers, self._active = layers, True
         self._positions: Tensor | None = None
         self._gathered: list[tuple[Tensor, int, Tensor]] = []
@@ -158,7 +137,7 @@ class ContextParallel:
         """This process's slice of the tokens of a batch (B, N), with positions.
 
         Raises:
-            ValueError: N is no multiple of 2K (of K for models of transformers), or targets are fewer than tokens.
+            ValueError: N is no multiple of 2K (of K where keys are skipped), or targets are fewer than tokens.
         """
         n, parts = batch.ids.size(1), self.ways if self.contiguous else 2 * self.ways
         if n % parts:
@@ -197,7 +176,13 @@ class ContextParallel:
             )
         counted = self._positions is not None and q_positions.is_set_to(self._positions)
         documents = self._whole(q_documents)
-        k, v, side = self._keys(layer, k, v, side)
+        if counted and self.skips and gate is not None:
+            k, v, side = forgotten.exchange_keys(self, layer, q, k, v, gate, side)
+            pieces = [(slice(0, q.size(2)), k.size(2))]
+            documents = None if documents is None else documents[:, : (self.rank + 1) * q.size(2)][:, -k.size(2) :]
+        else:
+            k, v, side = self._keys(layer, k, v, side)
+            pieces = self._pieces(q.size(2))
         if not counted:
             if _scheme(layer) is None:
                 raise invalid_argument("positions", q_positions, "those that share() gave, in a model of transformers")
@@ -205,10 +190,7 @@ class ContextParallel:
                 q, k, v, gate, side, q_positions=q_positions, k_positions=self._whole(q_positions),
                 q_documents=q_documents, k_documents=documents,
             )  # fmt: skip
-        outs = [
-            self._piece(layer, attend, q, k, v, gate, side, q_documents, documents, *each)
-            for each in self._pieces(q.size(2))
-        ]
+        outs = [self._piece(layer, attend, q, k, v, gate, side, q_documents, documents, *each) for each in pieces]
         return torch.cat(outs, dim=2), None
 
     def _piece(
@@ -233,17 +215,17 @@ class ContextParallel:
 
     def _keys(self, layer: Any, k: Tensor, v: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and sides of all tokens, in the order of the sequence."""
-        both = self._ordered(gather(torch.cat([k, v], dim=-1), self.group), 2)
+        both = self._ordered(gather(torch.cat([k, v], dim=-1), self.group, self.traffic), 2)
         k, v = torch.split(both, [k.size(-1), v.size(-1)], dim=-1)
-        return k, v, self._side(layer, side)
+        return k, v, self.gather_side(layer, side)
 
-    def _side(self, layer: Any, side: Tensor | None) -> Tensor | None:
+    def gather_side(self, layer: Any, side: Tensor | None) -> Tensor | None:
         """The side (B, H, n) of the keys of all tokens."""
         if side is None:
             return None
         scheme = _scheme(layer)
         sent = side if scheme is None else scheme.separate(side)
-        whole = self._ordered(gather(sent, self.group), 2)
+        whole = self._ordered(gather(sent, self.group, self.traffic), 2)
         return whole if scheme is None else scheme.accumulate(whole)
 
     def _whole(self, x: Tensor | None) -> Tensor | None:
@@ -253,7 +235,7 @@ class ContextParallel:
         for mine, version, whole in self._gathered:
             if x.is_set_to(mine) and x._version == version:
                 return whole
-        whole = self._ordered(gather(x, self.group), x.dim() - 1)
+        whole = self._ordered(gather(x, self.group, self.traffic), x.dim() - 1)
         # The local one is kept too: its memory is not used again while it says which one was gathered.
         self._gathered = [*self._gathered[-1:], (x, x._version, whole)]
         return whole

@@ -141,9 +141,14 @@ class Job:
 
 
 class Ranks(Job):
-    """The processes of `torchrun`: size / K of them share the rows of a batch, K = context_parallel those of a row.
+    """The processes of `torchrun`: `size / K` of them share the rows of a batch, K the tokens of a row.
 
-    With `shard` parameters, gradients and moments are sharded (FSDP2); without, every process has all of them (DDP).
+    Args:
+        device: where tensors are.
+        shard: shard parameters, gradients and moments (FSDP2); without, every process has all of them (DDP).
+        context_parallel: K.
+        skip_eps: attention that a query may lose to keys that are not sent to it.
+        stop: of the run.
 
     Raises:
         ValueError: K does not divide the number of processes.
@@ -155,9 +160,11 @@ class Ranks(Job):
         *,
         shard: bool = False,
         context_parallel: int = 1,
+        skip_eps: float = 0.0,
         stop: StopFlag | None = None,
     ) -> None:
         super().__init__(stop)
+        self.skip_eps = skip_eps
         processes.connect()
         self.rank, self.size, self.device, self.sharded = launch.rank(), launch.size(), device, shard
         if self.size % context_parallel:
@@ -184,7 +191,7 @@ class Ranks(Job):
             ValueError: its layers cannot attend across processes.
         """
         if self.mesh.size(1) > 1:
-            self._context = context_parallel(model, self.mesh[CONTEXT])
+            self._context = context_parallel(model, self.mesh[CONTEXT], eps=self.skip_eps)
         if self.sharded:
             sharding.shard(model, self._all, low=low, compiles=compiles)
             return model
@@ -294,6 +301,11 @@ class Ranks(Job):
 
 def current_job(device: torch.device, *, stop: StopFlag | None = None, **options: Any) -> Job:
     """The job that this process belongs to: :class:`Ranks` where `torchrun` started several, else :class:`Job`.
+
+    Args:
+        device: where tensors are.
+        stop: of the run.
+        **options: `shard`, `context_parallel` and `skip_eps` of :class:`Ranks`.
 
     Raises:
         ValueError: a `context_parallel` that does not divide the number of processes.

@@ -92,11 +92,15 @@ def leave() -> None:
 def from_first(action: Callable[[], Any], stop: StopFlag | None = None) -> Any:
     """Do something in the first process and give its result, which JSON can hold, to all.
 
-    Every process calls this at the same point. The first one raises what the action raises. Once a signal has set
-    `stop`, the others wait `PATIENCE` seconds more.
+    Every process calls this at the same point. The first process raises what the action raises.
+
+    Args:
+        action: called in the first process alone.
+        stop: once a signal has set it, this process waits for the first one `PATIENCE` seconds more.
 
     Raises:
-        RankError, Interrupted: in the other processes, where the action failed, or a signal ended it.
+        RankError: in the other processes, where the action failed or the first process is gone.
+        Interrupted: in the other processes, where a signal ended the action.
     """
     global _calls  # noqa: PLW0603
     if launch.size() == 1:

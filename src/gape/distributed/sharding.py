@@ -27,10 +27,13 @@ METHODS = ("hidden", "logits", "token_losses")
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, low: bool = False, compiles: bool = False) -> None:
-    """Shard the parameters of a model on its device over a mesh of one dimension, in place.
+    """Shard a model's parameters over a mesh of one dimension, in place.
 
-    The model is a GPT, or any whose blocks are in an `nn.ModuleList`. With `low` parameters, but those of gates, are
-    gathered in bfloat16 and gradients reduced in float32; with `compiles` each block is compiled.
+    Args:
+        model: a GPT, or any model whose blocks are in an `nn.ModuleList`, on its device.
+        mesh: of the processes.
+        low: gather parameters, but for those of gates, in bfloat16 and reduce gradients in float32.
+        compiles: compile each block.
     """
     exact = MixedPrecisionPolicy()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else exact

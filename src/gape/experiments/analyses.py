@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from gape.analysis import lm
-from gape.analysis.passages import Passage, Reader
+from gape.analysis.passages import Passages, Reader
 from gape.analysis.spectrum import rotary
 from gape.data import load_tokenizer
 from gape.experiments.experiment import Log, pick_device, wants_bfloat16
@@ -44,11 +44,11 @@ def entropy(
     """
 
     def analyse(run: OpenModel, log: Log) -> None:
-        spans = [run.identity["train_length"]] if lengths is None else lengths
+        spans = [_length(reader, length, run) for length in ((None,) if lengths is None else lengths)]
         # All of them before the first is analysed: one may be longer than every document.
-        for length, passages in [(length, reader.passages(length, samples, seed=seed)) for length in spans]:
-            settings = {**_source(reader, length, seed), "samples": samples}
-            _add(run, "entropy", passages, settings, partial(lm.entropy, _gpt(run), passages), log)
+        for passages in [reader.passages(length, samples, seed=seed) for length in spans]:
+            settings = {**_source(reader, seed), "samples": samples}
+            _add(run, "entropy", passages, settings, partial(lm.entropy, _gpt(run), passages.items), log)
 
     _each(runs, reader, device, analyse)
     return tables.entropy_table([read_object(directory / "entropy.json") for directory in runs])
@@ -65,10 +65,9 @@ def spectrum(
         if rotary(next(model.blocks()).attention.scheme) is None:
             log(f"{run.identity['run']}: {run.identity['position']} does not rotate, so it has no spectrum")
             return
-        span = length or run.identity["train_length"]
-        passages = reader.passages(span, samples, seed=seed)
-        settings = {**_source(reader, span, seed), "samples": samples}
-        _add(run, "spectrum", passages, settings, partial(lm.spectrum, model, passages), log)
+        passages = reader.passages(_length(reader, length, run), samples, seed=seed)
+        settings = {**_source(reader, seed), "samples": samples}
+        _add(run, "spectrum", passages, settings, partial(lm.spectrum, model, passages.items), log)
 
     _each(runs, reader, device, analyse)
 
@@ -87,12 +86,11 @@ def pictures(
         if kind == "masks" and next(model.gates(), None) is None:
             log(f"{run.identity['run']}: {run.identity['position']} has no gates, so it has no mask")
             return
-        span = length or run.identity["train_length"]
-        (passage,) = reader.passages(span, 1, seed=seed)
+        passages = reader.passages(_length(reader, length, run), 1, seed=seed)
         number = model.config.n_layer - 1 if layer is None else layer
-        settings = {**_source(reader, span, seed), "layer": number, "size": size}
-        draw = partial(_PICTURES[kind], model, passage, layer=number, size=size)
-        _add(run, kind, (passage,), settings, draw, log)
+        settings = {**_source(reader, seed), "layer": number, "size": size}
+        draw = partial(_PICTURES[kind], model, passages.items[0], layer=number, size=size)
+        _add(run, kind, passages, settings, draw, log)
 
     _each(runs, reader, device, analyse)
 
@@ -117,7 +115,10 @@ def far_back(
         ValueError: no corpus, no document long enough, or a tokenizer that is not the corpus's or the run's.
     """
     low = wants_bfloat16(precision, pick_device(device))
+    if not data.is_dir():
+        raise ValueError(f"data: got {str(data)!r}, expected a corpus that gape data prepare wrote")
     reader = Reader(data, split=split, stratum=stratum)
+    assert reader.corpus is not None
     corpus, rows = reader.corpus, list[Record]()
     # The tokenizer of bytes needs no files.
     spec = tokenizer or ("bytes" if corpus.tokenizer["kind"] == "bytes" else None)
@@ -141,29 +142,38 @@ def _each(runs: Sequence[Path], reader: Reader, device: str, analyse: Callable[[
             table.show("analysed", number, len(runs))
             with locks.locked(directory, "measured"):
                 run = open_run(directory, target, log=progress.log)
-                run.accept(reader.corpus.tokenizer)
+                run.accept(reader.tokenizer)
                 analyse(run, progress.log)
 
 
 def _add(
-    run: OpenModel, kind: str, passages: Sequence[Passage], settings: Record, analyse: Callable[[], Record], log: Log
+    run: OpenModel, kind: str, passages: Passages, settings: Record, analyse: Callable[[], Record], log: Log
 ) -> None:
     """Store what `analyse` returns, unless it was stored for the same weights and settings."""
-    name = f"{run.identity['run']}: {kind} at {settings['length']:,} tokens of {settings['data']}"
+    settings = {"data": passages.data, "fingerprint": passages.fingerprint, "length": passages.length, **settings}
+    name = f"{run.identity['run']}: {kind}{'' if passages.length is None else f' at {passages.length:,} tokens'}"
     sets = ResultSets(run.directory / f"{kind}.json", run.identity)
     if settings in sets:
-        log(f"{name} is there already")
+        log(f"{name} of {passages.data} is there already")
         return
-    texts = {"passages": [each.id for each in passages], "tokens": [len(each.ids) for each in passages]}
+    texts = {
+        "passages": [passage.id for passage in passages.items],
+        "tokens": [len(passage.ids) for passage in passages.items],
+    }
     sets.add(settings, texts | analyse())
-    log(f"{name} → {sets.path}")
+    log(f"{name} of {passages.data} → {sets.path}")
 
 
-def _source(reader: Reader, length: int, seed: int) -> Record:
-    return {
-        "data": reader.name, "fingerprint": reader.corpus.fingerprint(), "length": length, "split": reader.split,
-        "stratum": reader.stratum, "seed": seed,
-    }  # fmt: skip
+def _source(reader: Reader, seed: int) -> Record:
+    return {"split": reader.split, "stratum": reader.stratum, "seed": seed}
+
+
+def _length(reader: Reader, length: int | None, run: OpenModel) -> int | None:
+    """The training length where none is given; prompts have their own, and refuse any other."""
+    if length is None and not reader.prompts:
+        train_length: int = run.identity["train_length"]
+        return train_length
+    return length
 
 
 def _gpt(run: OpenModel) -> GPT:

@@ -1,4 +1,4 @@
-"""What forgetting gains and costs: tables of the rows of `gape lm forgetting`, each beside the dense model."""
+"""What forgetting gains and costs: tables of stored rows, each beside the dense model."""
 
 from __future__ import annotations
 

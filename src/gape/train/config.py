@@ -133,6 +133,15 @@ class TrainConfig:
         object.__setattr__(self, "betas", (float(betas[0]), float(betas[1])))
         object.__setattr__(self, "decay_steps", self.max_steps if self.decay_steps is None else self.decay_steps)
 
+    @property
+    def layer_eps(self) -> float:
+        """The part of `skip_eps` that kernels may skip: half of it where processes also skip keys."""
+        return self.skip_eps / 2 if self.context_parallel > 1 else self.skip_eps
+
+    def parallel(self) -> dict[str, Any]:
+        """The options of :class:`gape.distributed.Ranks`."""
+        return {"shard": self.shard, "context_parallel": self.context_parallel, "skip_eps": self.skip_eps / 2}
+
     def low(self, device_type: str) -> bool:
         """Whether forward passes run under bfloat16 autocast on a kind of device."""
         return self.precision == "bfloat16" or (self.precision == "auto" and device_type == "cuda")

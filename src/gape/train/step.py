@@ -87,7 +87,7 @@ class Updater:
         replays = config.compile == "graphs" and device.type == "cuda" and job.size == 1
         self._replay = Replay(self._update, optimizer, device) if replays else None
         if config.skip_eps:
-            skip(model, config.skip_eps)
+            skip(model, config.layer_eps)
         self._parameters = named(optimizer)
         self._zero = torch.zeros((), device=device)
         self._dtype = torch.promote_types(next(iter(self._parameters.values())).dtype, torch.float32)

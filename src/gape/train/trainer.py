@@ -82,9 +82,7 @@ class Trainer:
         self.stop = StopFlag() if stop is None else stop
         self.observe, self._observe_every, self._observed = observe, observe_every, -1
         self.device = next(self.model.parameters()).device
-        self.job = job or current_job(
-            self.device, stop=self.stop, shard=config.shard, context_parallel=config.context_parallel
-        )
+        self.job = job or current_job(self.device, stop=self.stop, **config.parallel())
         # Before the model is wrapped: a sharded one has another class.
         self._identity = resuming.Identity.of(self.model, config, source, extra)
         self.job.check(self.model, {"settings": self._identity.settings, "data": self._identity.data})
