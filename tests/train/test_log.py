@@ -112,6 +112,18 @@ def test_the_manifest_stays_that_of_the_first_start(tmp_path):
     assert [r["step"] for r in lines(tmp_path / "runtime.jsonl") if r["event"] == "started"] == [0, 6]
 
 
+def test_a_run_can_ask_for_deterministic_algorithms(tmp_path):
+    steps = []
+    trainer(
+        tmp_path,
+        deterministic=True,
+        check=lambda model, step: {"on": float(steps.append(torch.are_deterministic_algorithms_enabled()) or 0)},
+    ).run()
+    assert steps == [True] * 3
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert json.loads((tmp_path / "manifest.json").read_text())["deterministic"] == {"not covered": []}
+
+
 def test_versions_and_machine_are_there_without_a_checkout(monkeypatch):
     monkeypatch.setattr("gape.utils.run_info._git", lambda *arguments: None)
     record = manifest(torch.device("cpu"), seed=1)

@@ -14,7 +14,7 @@ MAY_CHANGE = frozenset(
     {"max_steps", "log_every", "check_every", "checkpoint_every", "keep_last", "progress", "shard", "context_parallel"}
 )
 # Keys that runs of earlier versions stored; no weight depends on them.
-REMOVED = frozenset({"tensorboard", "deterministic"})
+REMOVED = frozenset({"tensorboard"})
 _AT_LEAST = {
     "max_steps": 1,
     "warmup_steps": 0,
@@ -60,6 +60,7 @@ class TrainConfig:
         compile: "on", "off"; "auto" compiles on a GPU only, and so does "graphs", which also replays whole updates as
             one CUDA graph: for models so small that launching their kernels takes longer than running them. Several
             processes compile and replay nothing.
+        deterministic: ask torch for deterministic algorithms while training.
         validate_every: updates between validations; 0 never validates.
         stop_after_perfect: end after so many validations in a row with accuracy 1; 0 never ends early.
         patience: end after so many validations in a row whose "loss" is not below the best; the checkpoint of the best
@@ -93,6 +94,7 @@ class TrainConfig:
     seed: int = 0
     precision: str = "auto"
     compile: str = "auto"
+    deterministic: bool = False
     validate_every: int = 100
     stop_after_perfect: int = 3
     patience: int = 0
@@ -117,6 +119,7 @@ class TrainConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise invalid_argument(name, getattr(self, name), f"one of {', '.join(choices)}")
+        flag("deterministic", self.deterministic)
         flag("shard", self.shard)
         betas = self.betas
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:

@@ -1,9 +1,10 @@
-"""Resuming a run: what is stored, what is compared, what is restored; random states."""
+"""Resuming a run: what is stored, what is compared, what is restored; random states and determinism."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -24,6 +25,11 @@ from gape.utils import files
 from gape.utils.validation import invalid_argument
 
 _RANDOM = "random/"
+# Sources of difference that remain under torch's deterministic algorithms, recorded with the run.
+NOT_COVERED = {
+    "cpu": [],
+    "cuda": ["attention backends chosen by torch.compile", "another GPU, driver or version of torch"],
+}
 
 
 @dataclasses.dataclass
@@ -137,6 +143,7 @@ def facts(model: nn.Module, config: TrainConfig, device: torch.device, job: Job)
         "precision": "bfloat16" if config.low(device.type) else "float32",
         "compiled": config.compiles(device.type),
         "processes": job.size,
+        "deterministic": {"not covered": NOT_COVERED.get(device.type, [])} if config.deterministic else False,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
 
@@ -262,3 +269,28 @@ def preserved_random_states(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore_random_states(tensors, numbers, device)
+
+
+@contextlib.contextmanager
+def determinism(enabled: bool, device: torch.device) -> Iterator[None]:
+    """A context with torch's deterministic algorithms, where `enabled`.
+
+    Raises:
+        ValueError: on a GPU without CUBLAS_WORKSPACE_CONFIG, without which cuBLAS is not deterministic.
+    """
+    if not enabled:
+        yield
+        return
+    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        raise ValueError(
+            "deterministic: got True, expected CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment beside it"
+        )
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark

@@ -129,6 +129,7 @@ class Trainer:
             stack.enter_context(self.stop)
             stack.enter_context(processes.reported())
             self.job.from_first(lambda: stack.enter_context(self._files) and None)
+            stack.enter_context(resuming.determinism(self.config.deterministic, self.device))
             stack.enter_context(self._reporter)
             try:
                 self._open(resume)
