@@ -34,6 +34,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("floors.json").write_text(json.dumps(FLOORS), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_each_cache_gives_a_row_at_once_and_in_chunks() -> None:
     caches = [name for name in generate.Settings.CACHES if name != "gated-full" or hasattr(gape.hf, "FullCache")]
     sizes = ["--prompts", "8,24", "--batches", "1,2", "--most-tokens", "24", "--chunk", "16"]

@@ -115,6 +115,7 @@ def test_operations_are_those_of_the_causal_half() -> None:
     assert flops(SHAPE) == 4 * 1 * 2 * (40 * 40 / 2) * 16
 
 
+@pytest.mark.slow
 def test_failing_tests_leave_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (test,) = (tmp_path / path for path in common.TESTS["decode"])
     test.parent.mkdir(parents=True)

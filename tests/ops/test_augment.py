@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 from gape.ops.triton.augment import augment
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = [torch.float16, torch.bfloat16]
+#: Of bfloat16 only the pieces' width differs here; a GPU tests it whole.
+DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 #: How far two runs of the same attention may be apart: on a GPU a backward pass adds up in any order.
 REPEATED = 1e-5 if DEVICE.type == "cpu" else 1e-2
 
@@ -207,7 +208,9 @@ def on_device(case: Case, dtype: torch.dtype) -> Case:
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [name if name == "causal" else pytest.param(name, marks=pytest.mark.slow) for name in CALLS]
+)
 def test_split_is_the_same_without_triton(name: str, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = on_device(random_case(**CALLS[name]), torch.float16)
     monkeypatch.setattr(columns, "ANCHORED_ROWS", 32)
