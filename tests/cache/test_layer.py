@@ -11,7 +11,7 @@ import torch
 
 import gape
 from gape.cache.bounds import limits_of_weights
-from gape.cache.gpt import ForgettingCache, gpt_specs
+from gape.cache.gpt import ForgettingCache, FullCache, gpt_specs
 from gape.cache.layer import gate_readings
 from tests.cache.witness import Witness, read, witnessed
 from tests.models.tiny import model, tokens
@@ -172,3 +172,13 @@ def test_kernels_read_gates_as_they_are_now(learned: bool) -> None:
         expected = spec.gates(q.double(), k.double())
         torch.testing.assert_close((gate.double(), landmark.double()), expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(reading.amplitude.double(), spec.gates.amplitude, atol=1e-6, rtol=1e-6)
+
+
+@torch.no_grad()
+def test_a_module_in_the_place_of_a_gate_is_called() -> None:
+    """Kernels read weights, which it need not have."""
+    gpt, ids = model(dtype=torch.float32), tokens(1, 20)
+    wanted = gpt(ids).logits
+    for _, gates in gpt.gates():
+        gates.gate_projection = torch.nn.Sequential(gates.gate_projection)
+    torch.testing.assert_close(read(gpt, FullCache(gpt), ids, [8, 11, 1]), wanted, atol=1e-4, rtol=1e-4)

@@ -36,7 +36,7 @@ def extend(
     recall: Annotated[float, typer.Option(help="Share of windows with facts put in and asked for at the end.")] = 0.7,
     recall_weight: Annotated[float, typer.Option(help="Weight of the tokens of their answers in the loss.")] = 16.0,
     skip_to: Annotated[
-        int, typer.Option(help="Half of the windows skip positions at random, up to this one; 0 skips none.")
+        int, typer.Option(help="Half of the first phase's windows skip positions, up to this one; 0 skips none.")
     ] = 0,
     keep: Annotated[float, typer.Option(help="Share of windows with the model's own answers to short prompts.")] = 0.1,
     lora: Annotated[int, typer.Option(help="Rank of LoRA matrices that learn in place of the weights; 0: none.")] = 0,

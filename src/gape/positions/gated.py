@@ -142,6 +142,8 @@ def _reading(projection: HeadProjection | None, fixed: float) -> Reading | None:
     """How a gate is read: its weights, or a fixed number without a projection; None with hooks, or in float64."""
     if projection is None:
         return float(fixed)
-    weight, bare = projection.weight, type(projection) is HeadProjection
-    bare = bare and not projection._forward_hooks and not projection._forward_pre_hooks
-    return (weight, projection.bias) if bare and weight.dtype != torch.float64 else None
+    # Another module in its place may have no weight at all.
+    if type(projection) is not HeadProjection or projection._forward_hooks or projection._forward_pre_hooks:
+        return None
+    weight = projection.weight
+    return None if weight.dtype == torch.float64 else (weight, projection.bias)
