@@ -103,9 +103,7 @@ class Settings:
             positive_number("factor", self.factor)
         self._refuse_unused()
         if (self.method == "floors") != (self.floors is not None):
-            raise invalid_argument(
-                "floors", self.floors, "a file of floors with the method floors, and only there"
-            )
+            raise invalid_argument("floors", self.floors, "a file of floors with the method floors, and only there")
         if self.prompts > MEASURED_PROMPTS:
             raise invalid_argument("prompts", self.prompts, f"at most {MEASURED_PROMPTS}")
         self.recall_config()
