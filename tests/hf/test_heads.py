@@ -1,4 +1,4 @@
-"""Heads that retrieve: what their scores are, floors that spare them, and the commands that find and use them."""
+"""Heads that retrieve: their scores, and floors by head from a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ pytest.importorskip("tokenizers")
 
 import transformers
 
-import gape.hf
 from gape.hf import heads
 from tests.cli.test_commands import gape_exits
 from tests.hf.tiny import opened, tiny, tokens
@@ -62,28 +61,6 @@ def test_the_head_that_copies_scores_highest() -> None:
     torch.testing.assert_close(torch.stack(rest), torch.full((3,), (2 / 8 + 2 / 9) / 2))
 
 
-def test_floors_spare_the_best_heads() -> None:
-    scores = torch.tensor([[0.1, 0.9], [0.5, 0.5], [0.2, 0.3]])
-    assert heads.floors(scores, 2, 32, 2) == [[32.0, 32.0, 0.0, 0.0], [0.0, 0.0, 32.0, 32.0], [32.0] * 4]
-    assert heads.floors(scores, 0, 1.5, 1) == [[1.5, 1.5]] * 3
-    assert heads.floors(scores, 6, 1.5, 1) == [[0.0, 0.0]] * 3
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"free": 7}, "free: got int 7, expected a whole number from 0 to 6"),
-        ({"free": -1}, "free"),
-        ({"floor": 0.0}, "floor"),
-        ({"groups": 0}, "groups"),
-        ({"scores": torch.full((3, 2), float("nan"))}, "scores"),
-    ],
-)
-def test_floors_that_cannot_be_are_refused(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{said}"):
-        heads.floors(**{"scores": torch.zeros(3, 2), "free": 1, "floor": 4.0, "groups": 2} | changed)
-
-
 def test_scores_that_cannot_be_are_refused() -> None:
     model, ids = tiny("llama", "eager"), tokens(1, 20)
     for source, answer, said in (([16], ANSWER, "source"), ([], ANSWER, "source"), (SOURCE, [15, 16], "answer")):
@@ -95,81 +72,6 @@ def test_scores_that_cannot_be_are_refused() -> None:
         heads.scores(tiny("llama", "sdpa"), ids, SOURCE, ANSWER)
     with pytest.raises(ValueError, match=r"^model: got one with gates"):
         heads.scores(opened(tiny("llama", "eager")), ids, SOURCE, ANSWER)
-
-
-#: All key heads of a tiny Llama, and what a trial needs beside them.
-ALL = [(1, 1), (0, 0), (0, 1), (1, 0)]
-TRIAL: dict[str, Any] = {"floor": 32.0, "context_length": 16, "gates": {"learn_landmark": False}}
-
-
-def test_the_cheapest_head_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    prices = {(0, 0): 4.0, (0, 1): 0.25, (1, 0): 0.5, (1, 1): 0.5}
-    model, heard = tiny("llama"), list[Any]()
-
-    def loss(gated: Any, samples: Any) -> float:
-        floored = [
-            (layer, head)
-            for layer, block in enumerate(gated.model.layers)
-            for head in range(2)
-            # The query heads of a key head have one floor.
-            if list(block.self_attn.gape.gate_floor)[2 * head : 2 * head + 2] == [32.0, 32.0]
-        ]
-        return 1.0 + sum(prices[head] for head in floored)
-
-    monkeypatch.setattr(heads, "_loss", loss)
-    actual = heads.pruned(model, [], ALL, 1, **TRIAL, report=lambda head, cost: heard.append((head, cost)))
-    # Of the two that cost the same, the last.
-    assert actual.removed == [(0, 1), (1, 0), (1, 1)]
-    assert (actual.heads, actual.losses) == ([(0, 0)], [1.0, 1.25, 1.75, 2.25])
-    assert actual.floors == [[0.0, 0.0, 32.0, 32.0], [32.0] * 4]
-    assert heard == list(zip([None, *actual.removed], actual.losses, strict=True))
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_pruning_measures_answers_and_leaves_the_model_alone(family: str) -> None:
-    model, samples = tiny(family), [(tokens(1, 20), ANSWER), (tokens(1, 17, seed=1), range(15, 17))]
-    before, kind, numbers = {k: v.clone() for k, v in model.state_dict().items()}, type(model), torch.get_rng_state()
-    actual = heads.pruned(model, samples, ALL, 2, **TRIAL)
-    assert type(model) is kind
-    assert torch.equal(torch.get_rng_state(), numbers)
-    assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    torch.manual_seed(0)
-    gape.hf.inject(model, context_length=16, start="paper", gates={**TRIAL["gates"], "gate_floor": actual.floors})
-    with torch.no_grad():
-        own = [
-            torch.nn.functional.cross_entropy(model(ids).logits[0, answer[0] - 1 : -1], ids[0, answer[0] :])
-            for ids, answer in samples
-        ]
-    assert actual.losses[-1] == pytest.approx(float(sum(own)) / 2, abs=1e-5)
-    assert len(set(actual.losses)) == 3
-
-
-def test_a_trial_that_fails_leaves_no_gates(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*given: Any) -> float:
-        raise RuntimeError("out of memory")
-
-    model = tiny("llama")
-    monkeypatch.setattr(heads, "_loss", fails)
-    with pytest.raises(RuntimeError):
-        heads.pruned(model, [], ALL, 2, **TRIAL)
-    assert heads.sizes(model) == (2, 4, 2)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"heads": [(0, 0), (0, 0)]}, "heads"),
-        ({"heads": [(0, 2)]}, "heads"),
-        ({"free": 5}, "free: got int 5, expected a whole number from 0 to 4"),
-        ({"gates": {"gate_floor": 4}}, "gates"),
-        ({"samples": []}, "samples"),
-    ],
-)
-def test_pruning_that_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
-    samples = [(tokens(1, 20), ANSWER)]
-    with pytest.raises(ValueError, match=f"^{said}"):
-        heads.pruned(tiny("llama"), **{"samples": samples, "heads": ALL, "free": 2, **TRIAL} | changed)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from transformers import DynamicCache
 
 import gape.hf
 from gape.analysis import attended
-from gape.hf.language import require_plain_gates
 from gape.models.skipping import skip, skipping
 from gape.ops import detailed_attention, reference
 from gape.ops.inputs import Problem
@@ -186,10 +185,3 @@ def test_tiles_are_those_of_the_rule_and_drop_at_most_eps() -> None:
         lost = 1 - (details.lse.double() - exact.lse).exp()
         assert lost.min() > -1e-4
         assert lost.max() <= eps
-
-
-@pytest.mark.parametrize(("name", "match"), [("mistral", "sliding window"), ("gemma2", "caps its logits")])
-def test_layers_that_attend_otherwise_are_refused(name: str, match: str) -> None:
-    more = {"attn_logit_softcapping": 5.0, "implementation": "gape"} if name == "gemma2" else {}
-    with pytest.raises(ValueError, match=match):
-        require_plain_gates(injected(name, **more))

@@ -14,7 +14,6 @@ from transformers import DynamicCache
 
 from gape.gates import GAPEGates
 from gape.hf import masks
-from gape.hf.attention import InjectedAttention
 from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import MODULE
 from gape.hf.modeling_gape import GapeForCausalLM
@@ -150,18 +149,3 @@ class LanguageModel(nn.Module):
         capped = getattr(self.config, "final_logit_softcapping", None) is not None
         plain = type(head) is nn.Linear and head.bias is None and not capped
         return head.weight if plain else None
-
-
-def require_plain_gates(model: nn.Module) -> None:
-    """Check that injected layers with gates attend as the operator does: to all earlier tokens, by uncapped logits.
-
-    Raises:
-        ValueError: there is none, or one has a sliding window or caps its logits.
-    """
-    layers = [m for m in model.modules() if isinstance(m, InjectedAttention) and m.gates is not None]
-    if not layers:
-        raise invalid_argument("model", type(model).__name__, "one that gape.hf.inject has put gates into")
-    for layer in layers:
-        if layer.not_plain_attention is not None:
-            reason = f"layer {layer.layer_idx} {layer.not_plain_attention}"
-            raise ValueError(f"model: {reason}, expected gates over all earlier tokens")

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gape.data import Corpus, Tokenizer
 from gape.data.recall_texts import RecallText, RecallWriter, Request
-from gape.utils.jsonl import Record
 from gape.utils.random import key
 from gape.utils.validation import invalid_argument, whole
 
@@ -129,14 +128,3 @@ def score_answers(model: Any, ids: Tensor, answers: Sequence[range]) -> list[Sco
     losses, right = model.token_losses(x, targets)[0].double(), (model.logits(x).argmax(-1) == targets)[0]
     spans = [slice(answer.start - first, answer.stop - first) for answer in answers]
     return [Score(float(losses[span].mean()), bool(right[span].all())) for span in spans]
-
-
-def by_distance(scored: list[tuple[Sample, Score]]) -> list[Record]:
-    """A row for each distance: samples, mean loss, and the share of answers that were right."""
-    rows = []
-    for distance in DISTANCES:
-        own = [score for sample, score in scored if sample.distance == distance]
-        if own:
-            means = {"nll": float(np.mean([s.nll for s in own])), "match": float(np.mean([s.right for s in own]))}
-            rows.append({"distance": distance, "samples": len(own), **means})
-    return rows
