@@ -130,6 +130,9 @@ def claim(directory: Path, settings: dict[str, Any]) -> None:
     path = directory / SETTINGS
     if path.is_file():
         before, now = json.loads(path.read_bytes()), files.plain(settings)
+        # Earlier versions could cut excerpts; a corpus without them is the same as today's.
+        if before.get("excerpts") is False:
+            del before["excerpts"]
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if changed:
             lines = [f"{name} was {before.get(name)} and is now {now.get(name)}" for name in changed]
