@@ -295,8 +295,8 @@ class PagedCache:
             before = torch.cat([cached[:, None] > 0, real[:, :-1]], dim=1)
             wrong["documents: got pads behind a token, expected padding on the left"] = before & ~real
         # Read together, for the device has to be waited for.
-        for message, found in zip(wrong, torch.stack([x.any() for x in wrong.values()]).tolist(), strict=True):
-            if found:
+        for message, applies in zip(wrong, torch.stack([x.any() for x in wrong.values()]).tolist(), strict=True):
+            if applies:
                 raise ValueError(message)
 
     def _evicts_early(self, n: int) -> bool:

@@ -80,8 +80,8 @@ class Maps:
         }  # fmt: skip
 
     def _bytes(self, cells: npt.NDArray[Any], top: float) -> str:
-        seen = np.nan_to_num(cells)
-        scaled = weight_bytes(seen) if self.logarithmic else np.rint(255 * seen / (top or 1)).astype(np.uint8)
+        values = np.nan_to_num(cells)
+        scaled = weight_bytes(values) if self.logarithmic else np.rint(255 * values / (top or 1)).astype(np.uint8)
         return base64.b64encode(scaled.tobytes()).decode()
 
 

@@ -12,12 +12,12 @@ const RULE = "#c3cad3", GRID = "#edf0f3", SOFT = "#5b6675";
 export function ticks([low, high], log, given = []) {
   const inside = given.filter((value) => value >= low && value <= high);
   if (inside.length > 1) return inside;
-  const found = [];
+  const marks = [];
   if (log) {
     const steps = high / low > 300 ? [1] : high / low > 20 ? [1, 3] : [1, 2, 3, 5, 7];
-    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) for (const step of steps) found.push(step * 10 ** power);
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) for (const step of steps) marks.push(step * 10 ** power);
   }
-  const fitting = found.filter((value) => value >= low && value <= high);
+  const fitting = marks.filter((value) => value >= low && value <= high);
   if (fitting.length > 2) return fitting;
   const step = [1, 2, 5, 10].map((s) => s * 10 ** Math.floor(Math.log10((high - low) / 4))).find((s) => (high - low) / s <= 5.5);
   return Array.from({ length: Math.floor(high / step) - Math.ceil(low / step) + 1 }, (_, k) => (Math.ceil(low / step) + k) * step);
