@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--bf16", action="store_true", help="autocast, as --precision bfloat16 of the command")
     parser.add_argument("--cpu", action="store_true")
     arguments = parser.parse_args()
     sizes = {"length": arguments.length, "batch_size": arguments.batch_size}
@@ -70,7 +71,7 @@ def main() -> None:
     settings = TrainingArguments(
         output_dir=arguments.out, max_steps=arguments.steps, per_device_train_batch_size=arguments.batch_size,
         lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}, save_strategy="no",
-        logging_steps=max(1, arguments.steps // 10), report_to=[], use_cpu=arguments.cpu,
+        logging_steps=max(1, arguments.steps // 10), report_to=[], use_cpu=arguments.cpu, bf16=arguments.bf16,
     )  # fmt: skip
     trainer = Trainer(
         model=model, args=settings, train_dataset=Windows(WindowSource(corpus, **sizes)), optimizers=(optimizer, None)
