@@ -39,7 +39,7 @@ def test_training_is_three_times_as_much() -> None:
     counted = cost.breakdown(made, B, N)
     everything = measured(made, torch.float32, backward=True)
     # Without coordinates to pad, the products of the backward pass are twice those of the forward pass.
-    assert cost.training_flops(made, B, N) == everything - 3 * counted.attention
+    assert 3 * cost.flops(made, B, N) == everything - 3 * counted.attention
 
 
 def test_formulas_are_those_of_the_paper() -> None:

@@ -287,7 +287,7 @@ class GAPEAttention(Skips, nn.Module):
     @property
     def has_own_bias(self) -> bool:
         """Whether the scheme adds a bias of its own to the logits, as ALiBi and FoX do; gates do not count."""
-        return self.gates is None and type(self.scheme).attend is not schemes.Scheme.attend
+        return self.gates is None and self.scheme.adds_to_logits
 
     @property
     def gates(self) -> GAPEGates | None:

@@ -38,20 +38,17 @@ class Flops(NamedTuple):
 def breakdown(config: GPTConfig, batch: int, length: int, dtype: torch.dtype = torch.bfloat16) -> Flops:
     """Operations of a forward pass over (batch, length) tokens, by what they are for.
 
-    Args:
-        config: the model.
-        batch, length: B and N.
-        dtype: of q and k; where no coordinates are reserved, it decides how many the bias adds.
+    `dtype` is that of q and k; where no coordinates are reserved, it decides how many the bias adds.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size below 1; so in all functions here.
     """
     tokens = whole("batch", batch) * whole("length", length)
     return _flops(config, tokens, tokens * length // 2, dtype)
 
 
 def flops(config: GPTConfig, batch: int, length: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Operations of a forward pass over (batch, length) tokens; see :func:`breakdown`.
+    """Operations of a forward pass over (batch, length) tokens; with the backward pass three times as many.
 
     GAPE with reserved coordinates costs what RoPE does, less the projections of these coordinates, which it does
     without: 2 · batch · length · n_embd · reserve for each query head and key head.
@@ -59,17 +56,8 @@ def flops(config: GPTConfig, batch: int, length: int, dtype: torch.dtype = torch
     return sum(breakdown(config, batch, length, dtype))
 
 
-def training_flops(config: GPTConfig, batch: int, length: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Operations of a forward and a backward pass: three times those of the forward pass."""
-    return 3 * flops(config, batch, length, dtype)
-
-
 def decode_flops(config: GPTConfig, length: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Operations of one more token for each of `batch` rows, itself the last of `length` keys.
-
-    Raises:
-        ValueError: a size below 1.
-    """
+    """Operations of one more token for each of `batch` rows, itself the last of `length` keys."""
     return sum(_flops(config, whole("batch", batch), batch * whole("length", length), dtype))
 
 
@@ -77,39 +65,29 @@ def cache_bytes(config: GPTConfig, length: int, batch: int = 1, dtype: torch.dty
     """Bytes that all layers cache for (batch, length) tokens.
 
     That is of :meth:`gape.GPT.new_cache`: keys without the reserved coordinates, values, and what the scheme stores
-    beside each key (:func:`side_bytes`). Batches padded on the left also store positions and documents, nine bytes a
-    token and layer under any scheme. Caches in pages: :attr:`gape.ops.paged.PageLayout.nbytes` per page of 64 keys.
-
-    Raises:
-        ValueError: a size below 1.
+    beside each key: gates a landmark for each key head in float32 (float64 beside float64), FoX its running sum for
+    each query head in float64. Batches padded on the left also store positions and documents, nine bytes a token and
+    layer under any scheme. Caches in pages: :attr:`gape.ops.paged.PageLayout.nbytes` per page of 64 keys.
     """
-    per_token = config.kv_heads * (2 * config.head_dim - config.reserved) * dtype.itemsize + side_bytes(config, dtype)
-    return config.n_layer * whole("batch", batch) * whole("length", length) * per_token
-
-
-def side_bytes(config: GPTConfig, dtype: torch.dtype) -> int:
-    """Bytes that a layer stores beside the k and v of one token.
-
-    Gates store a landmark for each key head in float32 (float64 beside float64), FoX its running sum for each query
-    head in float64.
-    """
+    per_token = config.kv_heads * (2 * config.head_dim - config.reserved) * dtype.itemsize
     if is_gated(config.position):
-        return config.kv_heads * bias_dtype(dtype).itemsize
-    return config.n_head * torch.float64.itemsize if config.position == "fox" else 0
+        per_token += config.kv_heads * bias_dtype(dtype).itemsize
+    elif config.position == "fox":
+        per_token += config.n_head * torch.float64.itemsize
+    return config.n_layer * whole("batch", batch) * whole("length", length) * per_token
 
 
 def _flops(config: GPTConfig, tokens: int, pairs: int, dtype: torch.dtype) -> Flops:
     """`tokens` new tokens that make `pairs` pairs of a query and a key it may see, over all rows."""
     width, content = config.head_dim, config.head_dim - config.reserved
     projected = (config.n_head + config.kv_heads) * content + config.kv_heads * width + config.n_embd
-    per_layer = Flops(
-        projections=2 * tokens * config.n_embd * projected,
-        attention=2 * pairs * config.n_head * (max(width, content + _columns(config, dtype)) + width),
-        mlp=16 * tokens * config.n_embd**2,
-        head=0,
+    layers = config.n_layer
+    return Flops(
+        projections=layers * 2 * tokens * config.n_embd * projected,
+        attention=layers * 2 * pairs * config.n_head * (max(width, content + _columns(config, dtype)) + width),
+        mlp=layers * 16 * tokens * config.n_embd**2,
+        head=2 * tokens * config.n_embd * config.vocab_size,
     )
-    every_layer = Flops(*(config.n_layer * part for part in per_layer))
-    return every_layer._replace(head=2 * tokens * config.n_embd * config.vocab_size)
 
 
 def _columns(config: GPTConfig, dtype: torch.dtype) -> int:

@@ -33,6 +33,9 @@ class Sizes(TypedDict, total=False):
     n_embd: int | None
 
 
+SIZES = frozenset(Sizes.__annotations__)
+
+
 class Scheme(nn.Module):
     """A positional scheme: three steps that an attention layer calls in order.
 
@@ -107,7 +110,17 @@ class Scheme(nn.Module):
         `visibility` says who may see whom: q_positions, k_positions, q_documents, k_documents, attn_mask and
         is_causal of :func:`gape.gated_attention`. Returns (B, Hq, Nq, Dv).
         """
-        return attention(q, k, v, scale=scale, **visibility)
+        return attention(q, k, v, scale=scale, **self.terms(q, k, k_side), **visibility)
+
+    def terms(self, q: Tensor, k: Tensor, k_side: Side) -> dict[str, Any]:
+        """What is added to the logits, as an argument of `gape.ops.attention`: `bias`, `key_bias` or `rates`."""
+        return {}
+
+    @property
+    def adds_to_logits(self) -> bool:
+        """Whether logits are more than the dot products of q and k."""
+        own = type(self)
+        return own.attend is not Scheme.attend or own.terms is not Scheme.terms
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:
         """What a fused pass over q and k of n tokens in index order has to do.
@@ -132,10 +145,7 @@ class Scheme(nn.Module):
 def keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
     """Names and defaults of the arguments of `function` that have one, the sizes of a scheme left out."""
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in _SIZES}
-
-
-_SIZES = frozenset(Sizes.__annotations__)
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in SIZES}
 
 
 def counted(first: int, n: int, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gape.ops import attention, gated_attention
+from gape.ops import gated_attention
 from gape.ops.inputs import bias_dtype
 from gape.positions.base import Scheme, Side, Sizes, distance, without_autocast
 from gape.utils.constant import Constant
@@ -32,12 +32,9 @@ class Biased(Scheme):
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Additive logits (1 or B, Hq, Nq, Nk)."""
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **visibility: Any,
-    ) -> Tensor:  # fmt: skip
-        """Attend under the bias; sides and `impl` are not used. Returns (B, Hq, Nq, Dv)."""
-        return attention(q, k, v, bias=self.bias, scale=scale, **visibility)
+    def terms(self, q: Tensor, k: Tensor, k_side: Side) -> dict[str, Any]:
+        """The bias."""
+        return {"bias": self.bias}
 
 
 def inverse_softplus(value: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gape.ops import attention
 from gape.ops.inputs import bias_dtype
 from gape.positions.base import Scheme, Side, Sizes, without_autocast
 from gape.positions.biases import inverse_softplus, slopes
@@ -62,9 +61,6 @@ class GRAPE(Scheme):
             omega = F.softplus(self.raw_omega.to(dtype)) * self._slopes.on(x.device, dtype)
             return omega[:, None] * gate
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **visibility: Any,
-    ) -> Tensor:  # fmt: skip
-        """Attend under the penalty; sides and `impl` are not used. Returns (B, Hq, Nq, Dv)."""
-        return attention(q, k, v, rates=self.rates(q, k), scale=scale, **visibility)
+    def terms(self, q: Tensor, k: Tensor, k_side: Side) -> dict[str, Any]:
+        """The rates of the penalty."""
+        return {"rates": self.rates(q, k)}

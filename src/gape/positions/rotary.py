@@ -16,7 +16,7 @@ from torch import Tensor
 from gape.ops import inputs
 from gape.ops.prologue import Angles, OnePass
 from gape.positions.angles import LARGEST_POSITION, AngleTable, Row
-from gape.positions.base import Scheme, Side, keyword_defaults
+from gape.positions.base import SIZES, Scheme, Side, keyword_defaults
 from gape.utils.constant import Constant
 from gape.utils.validation import above, even, finite, flag, invalid_argument, positive_number
 
@@ -53,28 +53,19 @@ class Rotary(Scheme):
     def __init__(
         self,
         *,
-        n_heads: int,
-        head_dim: int,
-        n_kv_heads: int | None = None,
-        context_length: float | None = None,
-        n_embd: int | None = None,
         head_positions: type[Scheme] | Sequence[type[Scheme]] | None = None,
         log_scale: bool | Sequence[bool] = False,
         **options: Any,
     ) -> None:
-        super().__init__(
-            n_heads=n_heads,
-            head_dim=even("head_dim", head_dim),
-            n_kv_heads=n_kv_heads,
-            context_length=context_length,
-            n_embd=n_embd,
-        )
+        sizes = {name: options.pop(name) for name in SIZES if name in options}
+        super().__init__(**sizes)
+        even("head_dim", self.head_dim)
         own = self._row(type(self), options)
         self._spectrum = Constant(own.frequencies)
         kinds = _of_heads("head_positions", head_positions, self.n_kv_heads)
         keys = [own if kind is None else self._row(kind, options) for kind in kinds]
         self.log_scale = tuple(flag("log_scale", x) for x in _of_heads("log_scale", log_scale, self.n_kv_heads))
-        base = above("context_length", context_length, 1.0) if any(self.log_scale) else 0.0
+        base = above("context_length", self.context_length, 1.0) if any(self.log_scale) else 0.0
         queries = [
             row._replace(log_base=base) if grows else row for row, grows in zip(keys, self.log_scale, strict=True)
         ]
@@ -125,15 +116,8 @@ class Rotary(Scheme):
         """Rotate k (B, Hk, N, D) at `positions` (N,) or (B, N); no side."""
         return self._rotated(k, positions, self._key_rows), None
 
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles, times `attention_scale`, each (..., N, D/2) in `dtype`.
-
-        (R, ..., N, D/2) where heads rotate in R ways.
-        """
-        return self._table.at(positions, dtype)
-
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x (B, H, N, D) at `positions` (N,) or (B, N); returns x's shape and dtype.
+        """Rotate x (B, H, N, D) at `positions` (N,) or (B, N), for heads that all rotate alike.
 
         Raises:
             ValueError: x has another last dimension than head_dim, or not all heads rotate alike.
@@ -165,7 +149,7 @@ class Rotary(Scheme):
         return OnePass(self._with_rows(self._padded.in_order(n, device), device), None)
 
     def angles(self, positions: Tensor) -> Angles:
-        """:meth:`cos_sin` in float32, computed once for all layers that pass the same tensor."""
+        """Cosines and sines times `attention_scale` in float32; layers that pass the same tensor share them."""
         return self._with_rows(self._table.shared(positions), positions.device)
 
     def _with_rows(self, angles: tuple[Tensor, Tensor], device: torch.device) -> Angles:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from gape.ops import attention
 from gape.positions.base import Scheme, Side, Sizes, distance
 from gape.positions.rotary import NoPE, RoPE
 from gape.utils.validation import flag, invalid_argument, whole
@@ -51,15 +50,11 @@ class SWAN(Scheme):
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor | None:
         """0 inside the window and −∞ outside, (1 or B, 1, Nq, Nk); None without a window."""
-        return self._outside(q_positions, k_positions) if self.window else None
-
-    def _outside(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        if not self.window:
+            return None
         away = distance(q_positions, k_positions)
         return torch.zeros_like(away, dtype=torch.float32).masked_fill_(away >= self.window, -torch.inf)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **visibility: Any,
-    ) -> Tensor:  # fmt: skip
-        """Attend within the window; sides and `impl` are not used. Returns (B, Hq, Nq, Dv)."""
-        return attention(q, k, v, bias=self._outside if self.window else None, scale=scale, **visibility)
+    def terms(self, q: Tensor, k: Tensor, k_side: Side) -> dict[str, Any]:
+        """The bias, where there is a window."""
+        return {"bias": self.bias if self.window else None}
