@@ -18,6 +18,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     prepare_once_a_launch()
 
+# Files of tests need not outlive the machine: a run of the trainer waits longer for its disk than it computes.
+os.fsync = lambda descriptor: None
+
 # Typer makes all commands anew each time one is called: 0.06 s, a few hundred times.
 typer.main.get_command = functools.cache(typer.main.get_command)
 

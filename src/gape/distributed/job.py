@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gape.data.recall import RecallSource
 from gape.data.windows import Batch, Source, WindowSource
@@ -278,10 +278,10 @@ class Ranks(Job):
         if self.is_first:
             assert value is not None
             whole.copy_(value)
-        dist.broadcast(whole, 0)
         if isinstance(target, DTensor):
-            sharding.write_shard(target, whole)
+            target.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
         else:
+            dist.broadcast(whole, 0)
             target.copy_(whole)
 
     @contextlib.contextmanager

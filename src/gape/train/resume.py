@@ -25,11 +25,6 @@ from gape.utils import files
 from gape.utils.validation import invalid_argument
 
 _RANDOM = "random/"
-# Sources of difference that remain under torch's deterministic algorithms, recorded with the run.
-NOT_COVERED = {
-    "cpu": [],
-    "cuda": ["attention backends chosen by torch.compile", "another GPU, driver or version of torch"],
-}
 
 
 @dataclasses.dataclass
@@ -143,7 +138,7 @@ def facts(model: nn.Module, config: TrainConfig, device: torch.device, job: Job)
         "precision": "bfloat16" if config.low(device.type) else "float32",
         "compiled": config.compiles(device.type),
         "processes": job.size,
-        "deterministic": {"not covered": NOT_COVERED.get(device.type, [])} if config.deterministic else False,
+        "deterministic": config.deterministic,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
 
