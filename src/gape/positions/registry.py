@@ -6,12 +6,10 @@ from typing import Any
 
 from gape.gates import GAPEGates
 from gape.positions.base import Scheme, keyword_defaults
-from gape.positions.biases import FIRE, T5, ALiBi, Kerple
+from gape.positions.biases import FIRE, GRAPE, T5, ALiBi, Kerple
 from gape.positions.fox import FoX
 from gape.positions.gated import Gated
-from gape.positions.grape import GRAPE
-from gape.positions.rotary import NTK, PI, HoPE, LongRoPE, NoPE, PRoPE, RoPE, Rotary, YaRN
-from gape.positions.swan import SWAN
+from gape.positions.rotary import NTK, PI, SWAN, HoPE, LongRoPE, NoPE, PRoPE, RoPE, Rotary, YaRN
 from gape.utils.validation import invalid_argument, suggestion
 
 _SCHEMES: dict[str, type[Scheme]] = {
