@@ -9,7 +9,6 @@ import torch
 
 from gape.train import Interrupted, StopFlag, Trainer, load_model
 from gape.train.checkpoint import available
-from gape.train.config import changes
 from tests.train.toy import Numbers, gpt, outcome, same, settings, trainer, weights
 
 LOSSES = {4: 3.0, 8: 1.0, 12: 2.0, 16: 1.5, 20: 0.5}
@@ -78,10 +77,3 @@ def test_observation_leaves_training_alone(tmp_path, trained):
     Trainer(gpt(), settings(), Numbers(), tmp_path, Held(), observe=observe, observe_every=5).run()
     assert steps == [0, 5, 10]
     assert outcome(tmp_path)["model.safetensors"] == outcome(trained)["model.safetensors"]
-
-
-def test_runs_from_before_the_setting_may_go_on():
-    now = settings().to_dict()
-    before = {key: value for key, value in now.items() if key != "patience"}
-    assert changes(before, now) == []
-    assert changes(before, now | {"patience": 2}) == ["patience was 0 and is now 2"]

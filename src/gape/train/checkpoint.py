@@ -254,18 +254,15 @@ def load_model_tensors(
 
 
 def _refuse_other(own: Mapping[str, Tensor], complete: Mapping[str, Tensor]) -> None:
-    problems = [f"{bare(key)} is missing" for key in own if bare(key) not in complete]
-    problems += [f"{key} is unknown to the model" for key in complete if key not in {bare(k) for k in own}]
-    problems += [
-        f"{bare(key)} has shape {tuple(complete[bare(key)].shape)}, the model's has {tuple(value.shape)}"
-        for key, value in own.items()
-        if bare(key) in complete and complete[bare(key)].shape != value.shape
-    ]
-    problems += [
-        f"{bare(key)} is {complete[bare(key)].dtype}, the model's is {value.dtype}"
-        for key, value in own.items()
-        if bare(key) in complete and complete[bare(key)].dtype != value.dtype
-    ]
+    names = {bare(key) for key in own}
+    problems = [f"{name} is missing" for name in sorted(names - complete.keys())]
+    problems += [f"{name} is unknown to the model" for name in complete if name not in names]
+    for key, value in own.items():
+        stored = complete.get(name := bare(key), value)
+        if stored.shape != value.shape:
+            problems.append(f"{name} has shape {tuple(stored.shape)}, the model's has {tuple(value.shape)}")
+        if stored.dtype != value.dtype:
+            problems.append(f"{name} is {stored.dtype}, the model's is {value.dtype}")
     if problems:
         raise CheckpointError("the checkpoint is of another model", problems)
 

@@ -74,7 +74,7 @@ class Identity:
 
     def to_dict(self) -> dict[str, Any]:
         """For config.json and state.json."""
-        return {"train": self.train, "model": self.model, "data": self.data, "extra": self.extra}
+        return {**self.settings, "data": self.data, "extra": self.extra}
 
 
 def choose(root: Path, resume: str | PathLike[str], warn: Callable[[str], None]) -> Checkpoint | None:
@@ -168,19 +168,8 @@ def snapshot(
     if not job.is_first:
         return {}
     moments |= {f"{_RANDOM}{key}": value for key, value in tensors.items()}
-    return checkpoint.pack(
-        weights,
-        moments,
-        {
-            **dataclasses.asdict(state),
-            "device": device.type,
-            "window": window,
-            "log_bytes": log_bytes,
-            "aliases": aliases,
-            **identity.to_dict(),
-            "random": numbers,
-        },
-    )
+    rest = {"device": device.type, "window": window, "log_bytes": log_bytes, "aliases": aliases, "random": numbers}
+    return checkpoint.pack(weights, moments, dataclasses.asdict(state) | rest | identity.to_dict())
 
 
 def restore(
