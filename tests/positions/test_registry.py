@@ -94,7 +94,7 @@ def test_options_reach_base_and_gates() -> None:
         ("ntk", {"head_dim": 2}),
         ("nope", {"n_heads": 0}),
         ("nope", {"n_heads": 2.0}),
-        ("nope", {"n_heads": 3, "n_kv_heads": 2}),
+        ("nope", {"n_kv_heads": 2, "n_heads": 3}),
         ("nope", {"n_kv_heads": 0}),
         ("nope", {"context_length": 0}),
         ("nope", {"context_length": float("nan")}),

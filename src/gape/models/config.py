@@ -9,7 +9,7 @@ from typing import Any
 from gape import positions as schemes
 from gape.models.attention import reserved
 from gape.ops import available_implementations
-from gape.utils.validation import flag, invalid_argument, suggestion, whole
+from gape.utils.validation import flag, invalid_argument, suggestion, weight, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,7 @@ class GPTConfig:
         flag("bias", self.bias)
         flag("tied", self.tied)
         reserved(self.position, self.head_dim, self.reserve)
-        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise invalid_argument("dropout", self.dropout, "a number from 0 to below 1")
+        weight("dropout", self.dropout)
         if self.impl not in ("auto", *available_implementations()):
             raise invalid_argument("impl", self.impl, f"'auto' or one of {available_implementations()}")
         if not isinstance(self.options, Mapping):

@@ -53,7 +53,7 @@ class Scheme(nn.Module):
         n_embd: width E of the layer input, for schemes that read it.
 
     Raises:
-        ValueError: a size is not a positive integer, n_heads is no multiple of n_kv_heads, or context_length
+        ValueError: a size is not a positive integer, n_kv_heads is no divisor of n_heads, or context_length
             is not a positive number.
     """
 
@@ -74,7 +74,7 @@ class Scheme(nn.Module):
         self.head_dim = whole("head_dim", head_dim)
         self.n_kv_heads = n_heads if n_kv_heads is None else whole("n_kv_heads", n_kv_heads)
         if n_heads % self.n_kv_heads:
-            raise invalid_argument("n_heads", n_heads, f"a multiple of n_kv_heads = {n_kv_heads}")
+            raise invalid_argument("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
         self.context_length = context_length
         if context_length is not None:
             positive_number("context_length", context_length)
