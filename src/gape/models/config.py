@@ -113,16 +113,11 @@ BY_LAYER = ("gate_floor", "head_positions", "log_scale", "window")
 
 
 def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, Any]:
-    """The options of one layer.
+    """The options of one layer of n_layer, from 0.
 
     A value is used for all heads of all layers, a list for the heads of every layer. A list of lists has one list for
     each layer: one value per head, or one value for all heads. Floors are those of query heads, positions and scales
     those of key heads. A window is that of a layer: a number, or [[0], [256], …].
-
-    Args:
-        options: of a model.
-        layer: which, from 0.
-        n_layer: how many there are.
 
     Raises:
         ValueError: lists for another number of layers, or values among them.

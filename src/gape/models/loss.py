@@ -35,13 +35,7 @@ ALIGNED = 64
 def summed_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """The sum over targets that count, in float32 (float64 beside float64).
 
-    Args:
-        logits: (..., V).
-        targets: int64 (...), −100 where none counts.
-        weights: like targets, what each term is multiplied by; None for 1.
-
-    Raises:
-        ValueError: on a CPU, for a target outside the vocabulary.
+    logits (..., V), int64 targets (...), −100 where none counts, and weights like targets, None for 1.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     reduction = "sum" if weights is None else "none"
@@ -80,10 +74,7 @@ def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, weights: Te
 
     Returns:
         A single number in float32 or float64. NaN where a row that counts has a logit that is NaN or +inf, or, on a
-        GPU, a target outside the vocabulary.
-
-    Raises:
-        ValueError: targets of another shape than x's rows; on a CPU, a target outside the vocabulary.
+        GPU, a target outside the vocabulary, which is a ValueError on a CPU.
     """
     _check(x, targets)
     if weights is not None and weights.shape != targets.shape:
@@ -99,14 +90,7 @@ def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, weights: Te
 
 @torch.no_grad()
 def token_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy of each target, sliced like :func:`sliced_cross_entropy` and without gradients.
-
-    Returns:
-        targets' shape, in float32 or float64; 0 where a target does not count.
-
-    Raises:
-        ValueError: targets of another shape than x's rows; on a CPU, a target outside the vocabulary.
-    """
+    """The cross entropy of each target, 0 where it does not count: :func:`sliced_cross_entropy` without gradients."""
     _check(x, targets)
     dtype = working_dtype(x)
     rows, table = x.flatten(0, -2).to(dtype), _padded(weight, dtype)

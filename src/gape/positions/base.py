@@ -174,11 +174,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def distance(q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """i − j as (1 or B, 1, Nq, Nk) int64, from positions of shape (N,) or (B, N).
-
-    Raises:
-        ValueError: positions that are not integers.
-    """
+    """i − j as (1 or B, 1, Nq, Nk) int64, from integer positions of shape (N,) or (B, N)."""
     for name, x in (("q_positions", q_positions), ("k_positions", k_positions)):
         if x.dtype not in INTEGERS:
             raise invalid_argument(name, x, "an integer tensor")

@@ -47,11 +47,7 @@ def model_of(
     device: str | torch.device = "cpu",
     build: Callable[[Mapping[str, Any]], nn.Module] | None = None,
 ) -> Any:
-    """The model of a checkpoint that was read already; arguments as in :func:`load_model`.
-
-    Raises:
-        CheckpointError: it is of another model.
-    """
+    """The model of a checkpoint that was read already; arguments and errors as in :func:`load_model`."""
     stored = chosen.state["model"]
     if build is None:
         if stored["class"] != "GPT":

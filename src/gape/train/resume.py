@@ -111,11 +111,7 @@ def shared(job: Job, find: Callable[[], Checkpoint | None]) -> Checkpoint | None
 
 
 def refuse_changes(chosen: Checkpoint, now: Identity) -> None:
-    """Compare the run with the one that wrote the checkpoint.
-
-    Raises:
-        ValueError: names every key that changed and may not.
-    """
+    """Raise a ValueError with every key that changed since the checkpoint and may not."""
     before = chosen.state
     lines = changes(before["train"], now.train)
     was, new = before["model"], now.model
@@ -175,10 +171,9 @@ def snapshot(
 def restore(
     chosen: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, job: Job
 ) -> tuple[RunState, list[list[float]]]:
-    """Load weights, moments and random states; returns the progress of the run and the rows of its open log window.
+    """Load weights, moments and random states, or raise CheckpointError where they do not fit.
 
-    Raises:
-        CheckpointError: when the checkpoint does not fit the model.
+    Returns the progress of the run and the rows of its open log window.
     """
     checkpoint.load_model_tensors(model, chosen.model, chosen.state["aliases"], job)
     moments = {key: value for key, value in chosen.optimizer.items() if not key.startswith(_RANDOM)}
@@ -200,11 +195,7 @@ def restore(
 
 
 def refuse_foreign(run_dir: Path) -> None:
-    """Refuse a directory that has files with the names of a run's and is none: every run begins with a runtime.jsonl.
-
-    Raises:
-        ValueError: names the directory and the first of the files.
-    """
+    """Refuse a directory with files that are named as a run's, and no runtime.jsonl, with which every run begins."""
     existing = [path for name in ("config.json", "log.jsonl", "manifest.json") if (path := run_dir / name).exists()]
     begun = (run_dir / "runtime.jsonl").exists() or (run_dir / "checkpoints").is_dir()
     if not begun and any(path.stat().st_size for path in existing):

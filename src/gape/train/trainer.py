@@ -280,25 +280,22 @@ class Trainer:
 
     def _observe(self) -> None:
         assert self.observe is not None
-        self._check()
-        began = time.perf_counter()
         self._call_apart(self.observe)
         self._observed = self.state.step
-        self._clock += time.perf_counter() - began
 
     def _validate(self) -> None:
         assert self.validate is not None
-        # First, because it waits for steps that the GPU has not finished: their time is not the validation's.
+        metrics, seconds = self._call_apart(self.validate)
+        self._record(files.plain(dict(metrics)), seconds)
+
+    def _call_apart(self, function: Callable[[Any, int], T]) -> tuple[T, float]:
+        """Call a function of the model in eval mode, with random states restored after it; its result and seconds.
+
+        Stop if a signal came: what it gives then may be incomplete. It is not recorded, so the resumed run repeats it.
+        """
+        # First, because it waits for steps that the GPU has not finished: their time is not the function's.
         self._check()
         began = time.perf_counter()
-        metrics = self._call_apart(self.validate)
-        self._record(files.plain(dict(metrics)), time.perf_counter() - began)
-
-    def _call_apart(self, function: Callable[[Any, int], T]) -> T:
-        """Call a function of the model in eval mode, with random states restored after it; stop if a signal came.
-
-        What it gives after a signal may be incomplete. It is not recorded, so the resumed run repeats it.
-        """
         self.model.eval()
         code: int | None = None
         try:
@@ -315,7 +312,9 @@ class Trainer:
         stopped, signalled = self.job.agree(code), self.job.stop_code()
         if stopped or signalled:
             self._save_and_stop(stopped or signalled or 143)
-        return result
+        seconds = time.perf_counter() - began
+        self._clock += seconds
+        return result, seconds
 
     def _record(self, metrics: dict[str, Any], seconds: float) -> None:
         state, accuracy = self.state, metrics.get("accuracy")
@@ -326,7 +325,6 @@ class Trainer:
             state.best, state.worse = ((state.step, loss), 0) if better else (state.best, state.worse + 1)
         self._files.log(event="validation", step=state.step, metrics=metrics, amplitudes=self._amplitudes())
         self._files.note(event="validation", step=state.step, seconds=seconds)
-        self._clock += seconds
         shown = "  ".join(f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in metrics.items())
         self._reporter.log(f"step {state.step}: validation {shown}")
 
