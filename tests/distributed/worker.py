@@ -23,7 +23,7 @@ from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.train import Batch, TrainConfig
 from gape.train.optimizer import build, named
-from gape.train.step import Updater
+from gape.train.step import Updater, held_out_loss
 from gape.utils import launch
 
 VOCAB, LENGTH, ROWS = 13, 32, 5
@@ -101,6 +101,13 @@ def steps(job, scheme, kind, count, dtype, accumulation=1):
     return losses, gradient
 
 
+def held_out(job):
+    """A held-out loss that the processes share, measured as a validation is."""
+    model = updater(job, "p-rope+gape floor").model.eval()
+    with job.apart(model), torch.no_grad():
+        return held_out_loss(model, Rows("padded", rows=4), 2, job)
+
+
 def difference(mine, other):
     (losses, gradient), (expected, expected_gradient) = mine, other
     assert not gradient or gradient.keys() == expected_gradient.keys()
@@ -143,6 +150,7 @@ def quick():
         job = Ranks(cpu, **options)
         mine = steps(job, "p-rope+gape floor", "documents", 2, torch.float64)
         found[name] = difference(mine, steps(Job(), "p-rope+gape floor", "documents", 2, torch.float64))
+        found[name].append(abs(held_out(job) - held_out(Job())))
     refused = {
         "divide": lambda: Ranks(cpu, context_parallel=3),
         "samples": lambda: Ranks(cpu).take(Rows(rows=1), 1, 0),

@@ -269,16 +269,18 @@ class Ranks(Job):
     @contextlib.contextmanager
     def apart(self, model: nn.Module) -> Iterator[None]:
         """A context in which methods of the model may be called on whole sequences and its gates be read."""
-        whole = sharding.gathered_gates(model) if self.sharded else contextlib.nullcontext()
-        paused = contextlib.nullcontext() if self._context is None else self._context.paused()
-        with whole, paused:
+        gates = sharding.gathered_gates(model) if self.sharded else contextlib.nullcontext()
+        with gates, self._sliced(False):
             yield
 
     @contextlib.contextmanager
     def parallel(self) -> Iterator[None]:
         """A context inside :meth:`apart` in which the model reads this process's share of a batch."""
-        with contextlib.nullcontext() if self._context is None else self._context.resumed():
+        with self._sliced(True):
             yield
+
+    def _sliced(self, active: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._context is None else self._context.sliced(active)
 
 
 def current_job(device: torch.device, *, stop: StopFlag | None = None, **options: Any) -> Job:
