@@ -1,13 +1,16 @@
-"""What processes of a test do: `torchrun --nproc-per-node N -m tests.distributed.worker TASK OUT [ARGUMENT]`.
+"""What processes of a test do: `python -m tests.distributed.worker COUNT TASK OUT [ARGUMENT]`.
 
-The first process writes what the task gives, as JSON, to OUT.
+They are forked, with what `torchrun` would put into their environment: only one process imports torch. The first of
+them writes what the task gives, as JSON, to OUT.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing.connection
 import os
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,8 +290,8 @@ TASKS = {
 }  # fmt: skip
 
 
-def main(task: str, out: str, *arguments: str) -> None:
-    torch.set_num_threads(1)
+def rank_main(environment: dict[str, str], task: str, out: str, *arguments: str) -> None:
+    os.environ.update(environment)
     processes.connect()
     found = TASKS[task](*arguments)
     if launch.is_first():
@@ -296,6 +299,26 @@ def main(task: str, out: str, *arguments: str) -> None:
     leave()
 
 
+def main(count: str, *arguments: str) -> int:
+    """Fork the processes, and end the others when one of them fails."""
+    torch.set_num_threads(1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    job = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=rank_main, args=(job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, *arguments))
+        for rank in range(int(count))
+    ]
+    for process in ranks:
+        process.start()
+    while running := [process for process in ranks if process.exitcode is None]:
+        multiprocessing.connection.wait([process.sentinel for process in running])
+        if any(process.exitcode for process in ranks):
+            for process in running:
+                process.terminate()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))
