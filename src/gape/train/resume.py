@@ -46,35 +46,17 @@ class RunState:
     worse: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Identity:
-    """What identifies a run, in the types JSON has: a checkpoint is resumed only with the same."""
-
-    train: dict[str, Any]
-    model: dict[str, Any]
-    data: Any
-    extra: dict[str, Any]
-
-    @classmethod
-    def of(cls, model: nn.Module, config: TrainConfig, source: Source, extra: Mapping[str, Any] | None) -> Identity:
-        """The identity of a trainer's parts."""
-        fingerprint = getattr(source, "fingerprint", None)
-        described = getattr(getattr(model, "config", None), "to_dict", None)
-        return cls(
-            train=files.plain(config.to_dict()),
-            model={"class": type(model).__name__, "config": files.plain(described()) if described else {}},
-            data=files.plain(fingerprint()) if fingerprint else None,
-            extra=files.plain(extra or {}),
-        )
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What processes that train together have in common besides data."""
-        return {"train": self.train, "model": self.model}
-
-    def to_dict(self) -> dict[str, Any]:
-        """For config.json and state.json."""
-        return {**self.settings, "data": self.data, "extra": self.extra}
+def identity(model: nn.Module, config: TrainConfig, source: Source, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What config.json says of a run. A checkpoint is resumed only with the same "train", "model" and "data"."""
+    fingerprint = getattr(source, "fingerprint", None)
+    described = getattr(getattr(model, "config", None), "to_dict", None)
+    about = {
+        "train": config.to_dict(),
+        "model": {"class": type(model).__name__, "config": described() if described else {}},
+        "data": fingerprint() if fingerprint else None,
+        "extra": extra or {},
+    }
+    return {key: files.plain(value) for key, value in about.items()}
 
 
 def choose(root: Path, resume: str | PathLike[str], warn: Callable[[str], None]) -> Checkpoint | None:
@@ -110,20 +92,20 @@ def shared(job: Job, find: Callable[[], Checkpoint | None]) -> Checkpoint | None
     return Checkpoint(Path(described["path"]), described["step"], {}, {}, described["state"])
 
 
-def refuse_changes(chosen: Checkpoint, now: Identity) -> None:
+def refuse_changes(chosen: Checkpoint, now: Mapping[str, Any]) -> None:
     """Raise a ValueError with every key that changed since the checkpoint and may not."""
     before = chosen.state
-    lines = changes(before["train"], now.train)
-    was, new = before["model"], now.model
+    lines = changes(before["train"], now["train"])
+    was, new = before["model"], now["model"]
     if was["class"] != new["class"]:
         lines.append(f"model was a {was['class']} and is now a {new['class']}")
     for key in sorted(was["config"].keys() | new["config"].keys()):
         if was["config"].get(key) != new["config"].get(key):
             lines.append(f"model.{key} was {was['config'].get(key)!r} and is now {new['config'].get(key)!r}")
-    if before["data"] != now.data:
-        lines.append(f"data was {before['data']!r} and is now {now.data!r}")
-    if now.train["max_steps"] < chosen.step:
-        lines.append(f"max_steps is {now.train['max_steps']} and the run is at step {chosen.step} already")
+    if before["data"] != now["data"]:
+        lines.append(f"data was {before['data']!r} and is now {now['data']!r}")
+    if now["train"]["max_steps"] < chosen.step:
+        lines.append(f"max_steps is {now['train']['max_steps']} and the run is at step {chosen.step} already")
     if lines:
         raise ValueError(f"resume: {chosen.path.name} is of another run: {'; '.join(lines)}")
 
@@ -150,7 +132,7 @@ def snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    identity: Identity,
+    about: Mapping[str, Any],
     state: RunState,
     job: Job,
     *,
@@ -165,7 +147,7 @@ def snapshot(
         return {}
     moments |= {f"{_RANDOM}{key}": value for key, value in tensors.items()}
     rest = {"device": device.type, "window": window, "log_bytes": log_bytes, "aliases": aliases, "random": numbers}
-    return checkpoint.pack(weights, moments, dataclasses.asdict(state) | rest | identity.to_dict())
+    return checkpoint.pack(weights, moments, dataclasses.asdict(state) | rest | about)
 
 
 def restore(

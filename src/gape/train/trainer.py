@@ -84,8 +84,9 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         self.job = job or current_job(self.device, stop=self.stop, **config.parallel())
         # Before the model is wrapped: a sharded one has another class.
-        self._identity = resuming.Identity.of(self.model, config, source, extra)
-        self.job.check(self.model, {"settings": self._identity.settings, "data": self._identity.data})
+        self._identity = resuming.identity(self.model, config, source, extra)
+        settings = {key: self._identity[key] for key in ("train", "model")}
+        self.job.check(self.model, {"settings": settings, "data": self._identity["data"]})
         kind = self.device.type
         call = self.job.parallelize(self.model, low=config.low(kind), compiles=config.compiles(kind))
         self.optimizer = build(self.model, config)
@@ -150,14 +151,14 @@ class Trainer:
         needed = resuming.checkpoint_bytes(self.model, self.optimizer)
         self.job.from_first(lambda: checkpoint.check_space(self.checkpoints, needed, keep_last))
         facts = resuming.facts(self.model, self.config, self.device, self.job)
-        record = manifest(self.device, seed=self.config.seed, data=self._identity.data, more=facts)
+        record = manifest(self.device, seed=self.config.seed, data=self._identity["data"], more=facts)
         if chosen is None:
             resuming.seed_all(self.config.seed)
             self._files.cut_log(0)
             self._files.write("manifest.json", record)
         else:
             self._restore(chosen)
-        self._files.write("config.json", self._identity.to_dict())
+        self._files.write("config.json", self._identity)
         self._files.remove(checkpoint.SUMMARY)
         self._files.note(event="started", step=self.state.step, **record)
         if self.device.type == "cuda":
