@@ -132,7 +132,7 @@ def snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    about: Mapping[str, Any],
+    about: dict[str, Any],
     state: RunState,
     job: Job,
     *,
