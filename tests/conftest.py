@@ -18,6 +18,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     prepare_once_a_launch()
 
+# Files of tests need not outlive the machine: a run of the trainer waits longer for its disk than it computes.
+os.fsync = lambda descriptor: None
+
+# Models this small only wait for a second thread, and the processes beside them have one too.
+torch.set_num_threads(1)
+
 # Typer makes all commands anew each time one is called: 0.06 s, a few hundred times.
 typer.main.get_command = functools.cache(typer.main.get_command)
 

@@ -20,7 +20,7 @@ EPS = 1e-9
 
 def for_all(*strategies):
     """A property over the strategies; the same examples at every run, and nothing written to disk."""
-    fixed = settings(deadline=None, max_examples=60, derandomize=True, database=None)
+    fixed = settings(deadline=None, max_examples=40, derandomize=True, database=None)
     return lambda test: fixed(given(*strategies)(test))
 
 

@@ -41,22 +41,6 @@ _HOMES = {
     "GPT": "gape.models.gpt",
     "GPTConfig": "gape.models.config",
 }
-_PACKAGES = (
-    "analysis",
-    "cache",
-    "data",
-    "experiments",
-    "explore",
-    "gates",
-    "hf",
-    "models",
-    "ops",
-    "positions",
-    "report",
-    "tasks",
-    "theory",
-    "train",
-)
 
 __all__ = [
     "GPT",
@@ -86,7 +70,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    if name in _PACKAGES:
+    if name in __all__ or name == "hf":
         return import_module(f"gape.{name}")
     raise AttributeError(f"module 'gape' has no attribute {name!r}")
 

@@ -20,8 +20,8 @@ paper sets l_i = 1). Arguments, the same in every function:
 Each is a Python number or a tensor of any shape, and they broadcast together. Python numbers alone give a
 Python number. Otherwise the result is a tensor of the broadcast shape: float64 when no argument is a floating
 tensor, else the floating tensors' promoted dtype, at least float32 because bfloat16 and float16 cannot hold a
-position (float32 holds them to 2²⁴; pass float64 beyond). Gradients flow. A value outside its argument's domain
-raises ValueError; that check waits for the device.
+position (float32 holds them to 2²⁴; pass float64 beyond). Gradients flow. Every function raises ValueError for a
+value outside its argument's domain; that check waits for the device.
 """
 
 import math
@@ -82,9 +82,6 @@ def mask(i: Value, j: Value, rate: Value, landmark: Value) -> Value:
     It exceeds `relative_mask` by rate·i, which is one number per query, so the two give the same attention.
     That is exact in real arithmetic only: M grows with position, and low precision loses the small
     differences that matter.
-
-    Raises:
-        ValueError: rate or landmark outside its domain.
     """
     (i, j, rate, landmark), result = _operands(i=i, j=j, rate=rate, landmark=landmark)
     return result(rate * (j * (1 - landmark) + i * landmark))
@@ -95,9 +92,6 @@ def relative_mask(i: Value, j: Value, rate: Value, landmark: Value) -> Value:
 
     It depends on i − j alone, hence Proposition 2 (translation invariance), provided that the gates do not see
     positions: gates that read rotated queries or keys break the proposition's assumption.
-
-    Raises:
-        ValueError: rate or landmark outside its domain.
     """
     (i, j, rate, landmark), result = _operands(i=i, j=j, rate=rate, landmark=landmark)
     return result(-rate * (1 - landmark) * (i - j))
@@ -111,7 +105,7 @@ def landmark_threshold(i: Value, a: Value, b: Value, landmark_b: Value) -> Value
     l_j = 1 only, which a sigmoid never reaches: a key with l < 1 pays rate·(1 − l) per token for ever.
 
     Raises:
-        ValueError: landmark_b outside [0, 1], or positions not in the order a < b < i.
+        ValueError: also for positions not in the order a < b < i.
     """
     (i, a, b, landmark_b), result = _operands(i=i, a=a, b=b, landmark_b=landmark_b)
     _require("a", a, a < b, "before b")
@@ -133,9 +127,6 @@ def unprotected_mass_bound(distances: Value, rate: Value, s_max: Value, landmark
 
     Returns:
         B, the broadcast shape without `dim`; 0 for an empty set, inf only where B exceeds the dtype.
-
-    Raises:
-        ValueError: an argument outside its domain.
     """
     (distances, rate, s_max, landmark), result = _operands(
         distances=distances, rate=rate, s_max=s_max, landmark=landmark
@@ -148,9 +139,6 @@ def unprotected_mass_bound_simple(min_distance: Value, rate: Value, s_max: Value
 
     As stated by the paper this holds at l = 0. For keys with landmarks pass the smallest (1 − l_k)·(i − k) as
     min_distance: what counts is the discounted distance.
-
-    Raises:
-        ValueError: an argument outside its domain.
     """
     (min_distance, rate, s_max, n_unprotected), result = _operands(
         min_distance=min_distance, rate=rate, s_max=s_max, n_unprotected=n_unprotected
@@ -167,9 +155,6 @@ def effective_context_length(rate: Value, s_max: Value, n_unprotected: Value, p:
 
     Returns:
         The distance, > 0; inf where rate is 0.
-
-    Raises:
-        ValueError: an argument outside its domain.
     """
     (rate, s_max, n_unprotected, p), result = _operands(rate=rate, s_max=s_max, n_unprotected=n_unprotected, p=p)
     return result(_ratio(_tolerated_loss(s_max, n_unprotected, p), rate))
@@ -187,9 +172,6 @@ def visible(
 
     Returns:
         A bool, or a boolean tensor of the broadcast shape.
-
-    Raises:
-        ValueError: an argument outside its domain.
     """
     (i, j, rate, s_max, n_unprotected, p, landmark), result = _operands(
         i=i, j=j, rate=rate, s_max=s_max, n_unprotected=n_unprotected, p=p, landmark=landmark
@@ -202,9 +184,6 @@ def logit_gap_bound(distance: Value, rate: Value, s_max: Value, landmark: Value 
     """Theorem 3: a_ii − a_ij ≥ rate · (1 − l_j) · (i − j) − 2·s_max, and some head attains it.
 
     Repaired: the paper's proof sets l_j = 0 although the theorem is stated for every l_j < 1.
-
-    Raises:
-        ValueError: an argument outside its domain.
     """
     (distance, rate, s_max, landmark), result = _operands(distance=distance, rate=rate, s_max=s_max, landmark=landmark)
     return result(rate * (1 - landmark) * distance - 2 * s_max)
@@ -222,9 +201,6 @@ def gate_to_eliminate(
 
     Returns:
         The gate; inf where distance, amplitude or 1 − l is 0, since no gate suffices.
-
-    Raises:
-        ValueError: an argument outside its domain.
     """
     (distance, s_max, amplitude, context_length, landmark), result = _operands(
         distance=distance, s_max=s_max, amplitude=amplitude, context_length=context_length, landmark=landmark
@@ -247,7 +223,7 @@ def log_partition_bound(
         The logarithm of the lemma's bound; inf where rate_min·(1 − max_landmark) is 0.
 
     Raises:
-        ValueError: an argument outside its domain, or rate_min above rate.
+        ValueError: also for rate_min above rate.
     """
     (i, rate, rate_min, s_max, max_protected, max_landmark), result = _operands(
         i=i, rate=rate, rate_min=rate_min, s_max=s_max, max_protected=max_protected, max_landmark=max_landmark
@@ -264,9 +240,6 @@ def retrieval_margin(i: Value, k: Value, rate: Value, landmark: Value) -> Value:
 
     The paper calls a_ik > a_ii retrieval. It compares the needle with the own key alone; the other keys may
     still win.
-
-    Raises:
-        ValueError: rate or landmark outside its domain.
     """
     (i, k, rate, landmark), result = _operands(i=i, k=k, rate=rate, landmark=landmark)
     return result(rate * (i - k) * (1 - landmark))
@@ -281,9 +254,6 @@ def elimination_distance(rate_min: Value, s_max: Value, landmark: Value = 0.0) -
 
     Returns:
         The distance; inf where rate_min·(1 − l) is 0.
-
-    Raises:
-        ValueError: an argument outside its domain.
     """
     (rate_min, s_max, landmark), result = _operands(rate_min=rate_min, s_max=s_max, landmark=landmark)
     return result(_ratio(2 * s_max, rate_min * (1 - landmark)))
@@ -296,9 +266,6 @@ def retrieval_limit(rate: Value, s_max: Value, depth: Value) -> Value:
 
     Returns:
         The length i; inf where rate is 0.
-
-    Raises:
-        ValueError: an argument outside its domain.
     """
     (rate, s_max, depth), result = _operands(rate=rate, s_max=s_max, depth=depth)
     return result(_ratio(2 * s_max, rate * (1 - depth)))
@@ -313,9 +280,6 @@ def required_landmark(i: Value, depth: Value, rate: Value, s_max: Value) -> Valu
 
     Returns:
         The landmark to exceed, in [0, 1].
-
-    Raises:
-        ValueError: an argument outside its domain.
     """
     (i, depth, rate, s_max), result = _operands(i=i, depth=depth, rate=rate, s_max=s_max)
     _require("i", i, i >= 0, ">= 0")

@@ -11,9 +11,27 @@ import sys
 from pathlib import Path
 
 
-def torchrun(count, *command, timeout=120, **environment):
+def torchrun(count, *command, timeout=120):
     """The finished job: returncode, stdout, stderr. A hang fails the test, with all processes killed."""
-    with started(count, *command, **environment) as process:
+    return finished(started(count, *command), timeout)
+
+
+def started(count, *command):
+    """The running job; its rendezvous takes a free port."""
+    return python("torch.distributed.run", "--standalone", "--nproc-per-node", str(count), *command)
+
+
+def python(module, *arguments):
+    """A module that runs in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def finished(process, timeout):
+    """What a process wrote until it ended."""
+    with process:
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -21,15 +39,6 @@ def torchrun(count, *command, timeout=120, **environment):
             out, err = process.communicate()
             raise AssertionError(f"the job hangs; it wrote\n{out}\n{err}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def started(count, *command, **environment):
-    """The running job; its rendezvous takes a free port."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), *command]
-    return subprocess.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip
 
 
 def kill(process):
@@ -44,9 +53,9 @@ def kill(process):
             os.killpg(group, signal.SIGKILL)
 
 
-def work(count, task, tmp_path, *arguments, timeout=120, **environment):
+def work(count, task, tmp_path, *arguments, timeout=120):
     """What a task of tests/distributed/worker.py gives in so many processes."""
     out = tmp_path / f"{task}.json"
-    done = torchrun(count, "-m", "tests.distributed.worker", task, str(out), *arguments, timeout=timeout, **environment)
+    done = finished(python("tests.distributed.worker", str(count), task, str(out), *arguments), timeout)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())

@@ -1,15 +1,17 @@
-"""What processes of a test do: `torchrun --nproc-per-node N -m tests.distributed.worker TASK OUT [ARGUMENT]`.
+"""What processes of a test do: `python -m tests.distributed.worker COUNT TASK OUT [ARGUMENT]`.
 
-The first process writes what the task gives, as JSON, to OUT.
+They are forked, with what `torchrun` would put into their environment: only one process imports torch. The first of
+them writes what the task gives, as JSON, to OUT.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing.connection
 import os
+import socket
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,16 +19,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gape.distributed import Job, Ranks, context_parallel, leave, processes
-from gape.distributed.cost import step_cost
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.train import Batch, TrainConfig
 from gape.train.optimizer import build, named
-from gape.train.step import Updater
+from gape.train.step import Updater, held_out_loss
 from gape.utils import launch
 
 VOCAB, LENGTH, ROWS = 13, 32, 5
@@ -104,6 +104,13 @@ def steps(job, scheme, kind, count, dtype, accumulation=1):
     return losses, gradient
 
 
+def held_out(job):
+    """A held-out loss that the processes share, measured as a validation is."""
+    model = updater(job, "p-rope+gape floor").model.eval()
+    with job.apart(model), torch.no_grad():
+        return held_out_loss(model, Rows("padded", rows=4), 2, job)
+
+
 def difference(mine, other):
     (losses, gradient), (expected, expected_gradient) = mine, other
     assert not gradient or gradient.keys() == expected_gradient.keys()
@@ -146,6 +153,7 @@ def quick():
         job = Ranks(cpu, **options)
         mine = steps(job, "p-rope+gape floor", "documents", 2, torch.float64)
         found[name] = difference(mine, steps(Job(), "p-rope+gape floor", "documents", 2, torch.float64))
+        found[name].append(abs(held_out(job) - held_out(Job())))
     refused = {
         "divide": lambda: Ranks(cpu, context_parallel=3),
         "samples": lambda: Ranks(cpu).take(Rows(rows=1), 1, 0),
@@ -275,57 +283,15 @@ def accelerate():
     return found | {"gradient": str(gradient.dtype), "finite": bool(gradient.full_tensor().isfinite().all())}
 
 
-class Received(TorchDispatchMode):
-    """Counts the bytes that a process gets of collectives of tensors: all but its own part."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        ways, name = launch.size(), str(func)
-        if "allgather" in name:
-            self.total += args[0].nbytes * (ways - 1) // ways
-        elif "reduce_scatter" in name:
-            self.total += args[1].nbytes * (ways - 1) // ways
-        elif "allreduce" in name:
-            self.total += sum(2 * x.nbytes * (ways - 1) // ways for x in args[0])
-        return out
-
-
-def cost():
-    """Bytes of a step by collectives, and as the cost model has them."""
-    cpu, found = torch.device("cpu"), {}
-    source = Rows(rows=4)
-    for name, options in {"ddp": {}, "fsdp": {"shard": True}, "cp": {"context_parallel": launch.size()}}.items():
-        job = Ranks(cpu, **options)
-        up = updater(job, "p-rope+gape", torch.float32)
-        # The first step of DDP has other buckets.
-        for step in (1, 2):
-            batch = job.take(source, step, 0).batch
-            call, before = up._call, Counter(job._context.traffic) if job._context else Counter()
-            with Received() as received:
-                call(batch.ids, targets=batch.targets, positions=batch.positions).loss.backward()
-            up.optimizer.zero_grad()
-        expected = step_cost(
-            up.model.config, batch=4, length=LENGTH, processes=launch.size(), dtype=torch.float32, **options
-        )
-        keys = sum((job._context.traffic - before).values()) if job._context else 0
-        found[name] = {
-            "parameters": [received.total - keys, expected.parameter_bytes], "keys": [keys, expected.key_bytes],
-        }  # fmt: skip
-    return found
-
-
 TASKS = {
-    "cost": cost,
     "accelerate": accelerate,
     "transformers_equal": transformers_equal,
     "equal": equal, "long_run": long_run, "quick": quick, "gates_stay_exact": gates_stay_exact, "skipped": skipped,
 }  # fmt: skip
 
 
-def main(task: str, out: str, *arguments: str) -> None:
-    torch.set_num_threads(1)
+def rank_main(environment: dict[str, str], task: str, out: str, *arguments: str) -> None:
+    os.environ.update(environment)
     processes.connect()
     found = TASKS[task](*arguments)
     if launch.is_first():
@@ -333,6 +299,26 @@ def main(task: str, out: str, *arguments: str) -> None:
     leave()
 
 
+def main(count: str, *arguments: str) -> int:
+    """Fork the processes, and end the others when one of them fails."""
+    torch.set_num_threads(1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    job = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=rank_main, args=(job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, *arguments))
+        for rank in range(int(count))
+    ]
+    for process in ranks:
+        process.start()
+    while running := [process for process in ranks if process.exitcode is None]:
+        multiprocessing.connection.wait([process.sentinel for process in running])
+        if any(process.exitcode for process in ranks):
+            for process in running:
+                process.terminate()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

@@ -74,7 +74,7 @@ def test_bias_at_decode_is_missed_when_absent(position: str, monkeypatch: pytest
 
     for module in ("gated", "biases"):
         monkeypatch.setattr(f"gape.positions.{module}.gated_attention", without_bias)
-    monkeypatch.setattr("gape.positions.fox.attention", without_bias)
+    monkeypatch.setattr("gape.positions.base.attention", without_bias)
     assert (attention(x[:, -1:], cache=cache) - whole[:, -1:]).abs().max() > 1e-6
 
 

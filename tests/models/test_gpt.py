@@ -17,7 +17,7 @@ import gape
 from gape.cache.gpt import ForgettingCache
 from gape.models import gpt as module
 from gape.models import loss
-from tests.models.tiny import GATED, SCHEMES, VOCAB, config, model, tokens
+from tests.models.tiny import GATED, SCHEMES, VOCAB, config, matrices, model, tokens
 
 PAPER = {"vocab_size": 50257, "n_layer": 6, "n_head": 8, "n_embd": 512, "context_length": 1024}
 
@@ -57,11 +57,11 @@ def test_papers_44m_has_44_5_million(changed: dict[str, Any]) -> None:
 def test_start_is_gpt2s() -> None:
     torch.manual_seed(0)
     gpt = gape.GPT(config(n_layer=8, n_embd=192, bias=True))
-    added = {name for name in gpt.parameter_kinds()["matrices"] if name.endswith(("out.weight", "down.weight"))}
-    for name, parameter in gpt.parameter_kinds()["matrices"].items():
-        assert float(parameter.detach().std()) == pytest.approx(0.005 if name in added else 0.02, rel=0.05), name
+    for name, parameter in matrices(gpt).items():
+        added = name.endswith(("out", "down"))
+        assert float(parameter.detach().std()) == pytest.approx(0.005 if added else 0.02, rel=0.05), name
     assert float(gpt.embedding.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
-    assert all((parameter == 0).all() for parameter in gpt.parameter_kinds()["biases"].values())
+    assert all((module.bias == 0).all() for module in gpt.modules() if isinstance(module, nn.Linear | nn.LayerNorm))
 
 
 @pytest.mark.parametrize("position", SCHEMES)
@@ -183,18 +183,6 @@ def test_dropout_is_for_training_alone() -> None:
         dropout.register_forward_hook(lambda m, x, y: shares.append(float((y == 0).double().mean())))
     gpt.train()(ids)
     assert shares == pytest.approx([0.5] * 5, abs=0.1)
-
-
-@pytest.mark.parametrize("position", SCHEMES)
-def test_kinds_hold_every_parameter_once(position: str) -> None:
-    gpt = gape.GPT(config(position, bias=True))
-    kinds = gpt.parameter_kinds()
-    listed = [name for kind in kinds.values() for name in kind]
-    assert sorted(listed) == sorted(name for name, _ in gpt.named_parameters())
-    assert {kind: len(names) for kind, names in kinds.items() if kind != "position"} == {
-        "matrices": 8, "embeddings": 1, "norms": 10, "biases": 8,
-    }  # fmt: skip
-    assert all(".scheme." in name for name in kinds["position"])
 
 
 def test_gates_are_those_of_each_layer() -> None:

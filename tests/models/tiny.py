@@ -19,11 +19,16 @@ def config(position: str = "p-rope+gape", **changed: Any) -> gape.GPTConfig:
     return gape.GPTConfig(position=position, **(sizes | changed))
 
 
+def matrices(gpt: gape.GPT) -> dict[str, torch.nn.Parameter]:
+    """The weights of linear layers, by the names of their layers."""
+    return {name: module.weight for name, module in gpt.named_modules() if isinstance(module, torch.nn.Linear)}
+
+
 def model(position: str = "p-rope+gape", dtype: torch.dtype = torch.float64, **changed: Any) -> gape.GPT:
     torch.manual_seed(0)
     made = gape.GPT(config(position, **changed)).to(dtype)
     with torch.no_grad():
-        for parameter in made.parameter_kinds()["matrices"].values():
+        for parameter in matrices(made).values():
             parameter.normal_(std=0.2)
         for module in made.modules():
             if isinstance(module, Scheme):
@@ -36,7 +41,7 @@ def on_gpu(position: str = "p-rope+gape", dtype: torch.dtype = torch.float32, **
     """Heads of 64 as kernels know them, and attention that rounding does not turn over."""
     made = model(position, torch.float32, **({"n_embd": 256, "context_length": 64} | changed))
     with torch.no_grad():
-        for parameter in made.parameter_kinds()["matrices"].values():
+        for parameter in matrices(made).values():
             parameter.mul_(0.3)
     return made.cuda().to(dtype)
 

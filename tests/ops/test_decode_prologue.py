@@ -89,7 +89,7 @@ def test_strength_and_angles_as_an_injected_model_has_them() -> None:
     """Cosines as wide as the head, whose halves are alike, and Γ times the size of a strength."""
     scheme, positions = built("rope+gape"), EACH.to(DEVICE)
     q, k, v = projected(torch.float16)
-    cos, sin = scheme.base.cos_sin(positions, torch.float32)
+    cos, sin = scheme.base.angles(positions)
     strength = torch.tensor([-2.0, 0.0, 1.0, 0.5], device=DEVICE)
     angles = (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1))
     step = step_under(scheme.gates, positions, angles, context_length=64.0, strength=strength)

@@ -184,7 +184,7 @@ def test_angles_are_kept_for_the_next_layer_and_only_where_they_last() -> None:
     assert not cos.is_inference()
     assert cos.shape == sin.shape == (19, 16)
     assert other.one_pass(19, device).angles[0] is cos
-    torch.testing.assert_close(cos[:, :13], one.cos_sin(torch.arange(19, device=device))[0])
+    torch.testing.assert_close(cos[:, :13], one.angles(torch.arange(19, device=device))[0])
     # A capture, which cannot copy to its device, finds the frequencies of every layer there.
     assert all((device, torch.float64) in scheme._padded._frequencies[0]._tensors for scheme in (one, other))
     with FakeTensorMode():

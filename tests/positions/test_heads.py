@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gape.positions import Scheme, build, rotary_frequencies
+from gape.positions import Scheme, build
+from tests.positions.test_frequencies import spectrum
 from tests.positions.test_stepwise import STEPS, full, stepwise
 
 T, N, D = 16, 50, 32
@@ -33,13 +34,13 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("length", "theta", "pairs"), [(8192, 1e5, 20), (8192, 1e4, 25), (1024, 1e4, 18), (6, 1e4, 0)])
 def test_pairs_turn_that_complete_a_turn_in_training(length: int, theta: float, pairs: int) -> None:
     """The wavelengths, counted in tokens; one of 2π does not fit into six."""
-    got, scale = rotary_frequencies("hope", 64, theta, context_length=length)
+    got, scale = spectrum("hope", 64, theta, context_length=length)
     full = [theta ** (-pair / 32) for pair in range(32)]
     want = [f if 2 * math.pi / f <= length else 0.0 for f in full]
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-14, atol=0.0)
     assert int(got.count_nonzero()) == pairs
     assert scale == 1.0
-    auto = rotary_frequencies("p-rope", 64, theta, fraction="auto", context_length=length)
+    auto = spectrum("p-rope", 64, theta, fraction="auto", context_length=length)
     assert torch.equal(auto[0], got)
 
 

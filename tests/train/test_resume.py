@@ -15,10 +15,8 @@ from tests.train.toy import Numbers, gpt, lines, outcome, same, trainer, validat
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    run = tmp_path_factory.mktemp("runs") / "whole"
-    trainer(run).run()
-    return outcome(run)
+def uninterrupted(trained):
+    return outcome(trained)
 
 
 class StopAfter(StopFlag):
@@ -110,9 +108,8 @@ def test_lines_after_the_checkpoint_and_a_torn_one_are_written_again(tmp_path, u
     assert outcome(run) == uninterrupted
 
 
-def test_auto_passes_over_a_broken_checkpoint_and_says_why(tmp_path, uninterrupted):
-    run, console = tmp_path / "run", io.StringIO()
-    trainer(run).run()
+def test_auto_passes_over_a_broken_checkpoint_and_says_why(run, uninterrupted):
+    console = io.StringIO()
     newest = run / "checkpoints/step-00000012"
     (newest / "model.safetensors").write_bytes(b"short")
     trainer(run, console=Console(file=console), progress="plain").run()
@@ -123,9 +120,7 @@ def test_auto_passes_over_a_broken_checkpoint_and_says_why(tmp_path, uninterrupt
     assert outcome(run) == uninterrupted
 
 
-def test_when_no_checkpoint_is_whole_the_run_is_not_thrown_away(tmp_path):
-    run = tmp_path / "run"
-    trainer(run).run()
+def test_when_no_checkpoint_is_whole_the_run_is_not_thrown_away(run):
     log = (run / "log.jsonl").read_bytes()
     for path in run.glob("checkpoints/*/state.json"):
         path.unlink()
@@ -135,21 +130,20 @@ def test_when_no_checkpoint_is_whole_the_run_is_not_thrown_away(tmp_path):
 
 
 def test_never_does_not_run_over_checkpoints(tmp_path):
-    trainer(tmp_path, max_steps=3).run("never")
+    trainer(tmp_path, max_steps=1).run("never")
     with pytest.raises(ValueError, match="resume: got str 'never', expected 'auto' or another directory"):
-        trainer(tmp_path, max_steps=3).run("never")
+        trainer(tmp_path, max_steps=1).run("never")
 
 
-def test_a_path_goes_back_and_keeps_what_was_newer(tmp_path, uninterrupted):
-    trainer(tmp_path).run()
+def test_a_path_goes_back_and_keeps_what_was_newer(run, uninterrupted):
     with pytest.raises(Interrupted):
-        trainer(tmp_path, stop=StopAfter(1)).run(tmp_path / "checkpoints/step-00000009")
-    assert [path.name for path in checkpoint.available(tmp_path / "checkpoints")] == ["step-00000009"]
-    trainer(tmp_path).run()
-    assert verify(tmp_path / "checkpoints/step-00000012.aside") == []
-    assert outcome(tmp_path) == uninterrupted
+        trainer(run, stop=StopAfter(1)).run(run / "checkpoints/step-00000009")
+    assert [path.name for path in checkpoint.available(run / "checkpoints")] == ["step-00000009"]
+    trainer(run).run()
+    assert verify(run / "checkpoints/step-00000012.aside") == []
+    assert outcome(run) == uninterrupted
     with pytest.raises(ValueError, match="resume: got str '/elsewhere/step-00000009'"):
-        trainer(tmp_path).run("/elsewhere/step-00000009")
+        trainer(run).run("/elsewhere/step-00000009")
 
 
 @pytest.mark.parametrize(
@@ -162,18 +156,16 @@ def test_a_path_goes_back_and_keeps_what_was_newer(tmp_path, uninterrupted):
         ({"model": gpt(n_head=4)}, "model.n_head was 2 and is now 4"),
     ],
 )
-def test_another_run_is_refused_by_the_key_that_differs(tmp_path, uninterrupted, changes, said):
-    trainer(tmp_path).run()
+def test_another_run_is_refused_by_the_key_that_differs(run, uninterrupted, changes, said):
     with pytest.raises(ValueError, match=said):
-        trainer(tmp_path, **changes).run()
-    assert outcome(tmp_path) == uninterrupted
+        trainer(run, **changes).run()
+    assert outcome(run) == uninterrupted
 
 
-def test_logging_and_keeping_may_change(tmp_path):
-    trainer(tmp_path).run()
-    changed = trainer(tmp_path, max_steps=14, decay_steps=12, log_every=2, keep_last=1, checkpoint_every=0)
+def test_logging_and_keeping_may_change(run):
+    changed = trainer(run, max_steps=14, decay_steps=12, log_every=2, keep_last=1, checkpoint_every=0)
     assert changed.run()["step"] == 14
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000014"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000014"]
 
 
 def test_perfect_validation_in_a_row_ends_a_run_for_good(tmp_path):
@@ -216,25 +208,17 @@ def test_random_states_come_back_through_json():
 
 
 def test_a_trainer_that_has_run_does_not_start_over_from_trained_weights(tmp_path):
-    run = trainer(tmp_path)
-    run.run()
+    done = trainer(tmp_path, max_steps=1)
+    done.run()
     with pytest.raises(RuntimeError, match="a Trainer runs once"):
-        run.run()
+        done.run()
 
 
-def test_a_run_directory_holds_what_it_should(tmp_path):
-    trainer(tmp_path).run()
-    there = {path.name for path in tmp_path.iterdir()} - {".lock"}
-    assert there == {
-        "checkpoints",
-        "config.json",
-        "figures",
-        "log.jsonl",
-        "manifest.json",
-        "runtime.jsonl",
-        "summary.json",
-    }
-    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000009", "step-00000012"]
-    assert [(r["event"], r["step"]) for r in lines(tmp_path / "log.jsonl")] == [
+def test_a_run_directory_holds_what_it_should(trained):
+    assert {path.name for path in trained.iterdir()} - {".lock"} == {
+        "checkpoints", "config.json", "figures", "log.jsonl", "manifest.json", "runtime.jsonl", "summary.json",
+    }  # fmt: skip
+    assert [p.name for p in sorted((trained / "checkpoints").iterdir())] == ["step-00000009", "step-00000012"]
+    assert [(r["event"], r["step"]) for r in lines(trained / "log.jsonl")] == [
         ("validation", 4), ("train", 5), ("validation", 8), ("train", 10), ("validation", 12),
     ]  # fmt: skip

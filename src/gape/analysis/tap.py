@@ -20,9 +20,9 @@ from gape.ops import inputs, reference
 from gape.ops.inputs import Problem, Visibility, bias_dtype
 from gape.ops.plain import rate_bias
 from gape.positions.base import Scheme
+from gape.positions.biases import GRAPE
 from gape.positions.fox import FoX
 from gape.positions.gated import Gated
-from gape.positions.grape import GRAPE
 from gape.utils.validation import invalid_argument
 
 

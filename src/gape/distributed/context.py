@@ -114,19 +114,8 @@ class ContextParallel:
             vars(layer).pop("attend", None)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which the model reads whole sequences."""
-        with self._set(False):
-            yield
-
-    @contextlib.contextmanager
-    def resumed(self) -> Iterator[None]:
-        """A context inside :meth:`paused` in which it reads slices again."""
-        with self._set(True):
-            yield
-
-    @contextlib.contextmanager
-    def _set(self, active: bool) -> Iterator[None]:
+    def sliced(self, active: bool) -> Iterator[None]:
+        """A context in which the model reads slices, as it does from the start, or whole sequences."""
         before, self._active = self._active, active
         try:
             yield
@@ -143,9 +132,7 @@ class ContextParallel:
         if n % parts:
             raise invalid_argument("length", n, f"a multiple of {parts} for context_parallel = {self.ways}")
         if batch.targets.size(1) != n:
-            raise invalid_argument(
-                "targets", batch.targets, f"one for each of the {n} tokens under context parallelism"
-            )
+            raise invalid_argument("targets", batch.targets, f"one for each of {n} tokens under context parallelism")
         index = self._index(n, batch.ids.device)
         if batch.positions is None and (self._positions is None or self._positions.shape != index.shape):
             self._positions = index

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gape.data.recall import RecallSource
 from gape.data.windows import Batch, Source, WindowSource
@@ -66,13 +66,7 @@ class Job:
         """Refuse processes with other weights, code or facts than the first."""
 
     def parallelize(self, model: nn.Module, *, low: bool, compiles: bool) -> Any:
-        """What to call for a forward pass in training; the model's parameters may be sharded in place.
-
-        Args:
-            model: on its device, with the same weights in every process.
-            low: whether it computes in bfloat16.
-            compiles: whether to compile it.
-        """
+        """What to call for a forward pass in training, in bfloat16 if `low`; parameters may be sharded in place."""
         return torch.compile(model) if compiles else model
 
     def seed(self, seed: int, step: int) -> None:
@@ -176,20 +170,12 @@ class Ranks(Job):
         self._all: DeviceMesh = init_device_mesh(device.type, (self.size,))
 
     def check(self, model: nn.Module, facts: Mapping[str, Any]) -> None:
-        """Refuse processes with other weights, code or facts than the first.
-
-        Raises:
-            RankError: names the rank and what differs.
-        """
+        """Raise a RankError that names the first process with other weights, code or facts than rank 0, and which."""
         own = {**facts, "weights": _digest(model), "code": _code()}
         processes.equal_everywhere(own, self.stop)
 
     def parallelize(self, model: nn.Module, *, low: bool, compiles: bool) -> Any:
-        """The model under DDP, or itself, sharded in place; context parallel where the job is.
-
-        Raises:
-            ValueError: its layers cannot attend across processes.
-        """
+        """The model under DDP, or itself, sharded in place; context parallel where the job is."""
         if self.mesh.size(1) > 1:
             self._context = context_parallel(model, self.mesh[CONTEXT], eps=self.skip_eps)
         if self.sharded:
@@ -204,11 +190,7 @@ class Ranks(Job):
         torch.manual_seed(key("rank", seed, step, self.rank) % 2**63)
 
     def take(self, source: Source, step: int, micro: int) -> Share:
-        """This process's rows of a micro-batch, and of them its slice of tokens.
-
-        Raises:
-            ValueError: fewer rows than processes that share them, or a length that context parallelism cannot divide.
-        """
+        """This process's rows of a micro-batch, and of them its slice of tokens."""
         if isinstance(source, WindowSource | RecallSource):
             batch = source.batch(step, micro, rows=self._rows(source.batch_size))
             return Share(self._slice(batch), source.batch_size * source.length)
@@ -278,34 +260,33 @@ class Ranks(Job):
         if self.is_first:
             assert value is not None
             whole.copy_(value)
-        dist.broadcast(whole, 0)
         if isinstance(target, DTensor):
-            sharding.write_shard(target, whole)
+            target.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
         else:
+            dist.broadcast(whole, 0)
             target.copy_(whole)
 
     @contextlib.contextmanager
     def apart(self, model: nn.Module) -> Iterator[None]:
         """A context in which methods of the model may be called on whole sequences and its gates be read."""
-        whole = sharding.gathered_gates(model) if self.sharded else contextlib.nullcontext()
-        paused = contextlib.nullcontext() if self._context is None else self._context.paused()
-        with whole, paused:
+        gates = sharding.gathered_gates(model) if self.sharded else contextlib.nullcontext()
+        with gates, self._sliced(False):
             yield
 
     @contextlib.contextmanager
     def parallel(self) -> Iterator[None]:
         """A context inside :meth:`apart` in which the model reads this process's share of a batch."""
-        with contextlib.nullcontext() if self._context is None else self._context.resumed():
+        with self._sliced(True):
             yield
+
+    def _sliced(self, active: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._context is None else self._context.sliced(active)
 
 
 def current_job(device: torch.device, *, stop: StopFlag | None = None, **options: Any) -> Job:
     """The job that this process belongs to: :class:`Ranks` where `torchrun` started several, else :class:`Job`.
 
-    Args:
-        device: where tensors are.
-        stop: of the run.
-        **options: `shard`, `context_parallel` and `skip_eps` of :class:`Ranks`.
+    The options are `shard`, `context_parallel` and `skip_eps` of :class:`Ranks`.
 
     Raises:
         ValueError: a `context_parallel` that does not divide the number of processes.

@@ -146,11 +146,7 @@ def _answer(store: Any, key: str, stop: StopFlag | None) -> Any:
 
 
 def equal_everywhere(facts: dict[str, Any], stop: StopFlag | None = None) -> None:
-    """Make sure that all processes have the same facts, by name.
-
-    Raises:
-        RankError: names the first rank that differs from rank 0, and in what.
-    """
+    """Raise a RankError that names the first rank with other facts than rank 0, and which, unless all have the same."""
     global _calls  # noqa: PLW0603
     connect()
     me = _current[0]

@@ -95,14 +95,6 @@ def blocks(model: nn.Module) -> Sequence[nn.Module]:
     return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())).children())
 
 
-def write_shard(target: DTensor, whole: Tensor) -> None:
-    """Write this process's part of a whole tensor into its shard."""
-    parts = whole.chunk(target.device_mesh.size(), dim=0)
-    rank, local = target.device_mesh.get_local_rank(), target.to_local()
-    if rank < len(parts):
-        local.copy_(parts[rank])
-
-
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What this process holds of each tensor."""
     return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]

@@ -23,7 +23,7 @@ from gape.hf.save_load import check_checksum, gate_checksum, refuse_missing
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT, Block
-from gape.positions import Scheme, is_gated
+from gape.positions import is_gated
 from gape.positions.base import Side
 from gape.utils.validation import invalid_argument
 
@@ -259,7 +259,7 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
             config=self.config, attend=self._attend(attention),
             cache_position=cache_position,
             # Keys with a reserve are narrower than values; a bias of the scheme's own needs positions too.
-            key_width=attention.head_dim, stores_positions=type(attention.scheme).attend is not Scheme.attend,
+            key_width=attention.head_dim, stores_positions=attention.scheme.adds_to_logits,
         )  # fmt: skip
         x = x + block.dropout(y)
         return x + block.dropout(block.mlp(block.mlp_norm(x))), weights

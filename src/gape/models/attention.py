@@ -74,8 +74,6 @@ class GAPEAttention(Skips, nn.Module):
         if n_embd % n_heads:
             raise invalid_argument("n_embd", n_embd, f"a multiple of n_heads = {n_heads}")
         n_kv_heads = n_heads if n_kv_heads is None else validation.whole("n_kv_heads", n_kv_heads)
-        if n_heads % n_kv_heads:
-            raise invalid_argument("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
         if impl not in ("auto", *available_implementations()):
             raise invalid_argument("impl", impl, f"'auto' or one of {available_implementations()}")
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, n_embd // n_heads
@@ -86,14 +84,9 @@ class GAPEAttention(Skips, nn.Module):
         self.position = position
         self.context_length = context_length
         self.scheme = schemes.build(
-            position,
-            n_heads=n_heads,
-            head_dim=self.content_dim,
-            n_kv_heads=n_kv_heads,
-            context_length=context_length,
-            n_embd=n_embd,
-            **options,
-        )
+            position, n_heads=n_heads, head_dim=self.content_dim, n_kv_heads=n_kv_heads, context_length=context_length,
+            n_embd=n_embd, **options,
+        )  # fmt: skip
         self._widths = [n_heads * self.content_dim, n_kv_heads * self.content_dim, n_kv_heads * self.head_dim]
         self.qkv = nn.Linear(n_embd, sum(self._widths), bias=bias)
         self.out = nn.Linear(n_embd, n_embd, bias=bias)
@@ -157,16 +150,14 @@ class GAPEAttention(Skips, nn.Module):
         """The arguments of :func:`gape.models.attention_steps.take_steps` besides the layer and x."""
         past, n = 0 if cache is None else cache.length, x.size(1)
         real = documents != 0 if isinstance(cache, PagedLayer) and documents is not None else None
+        in_order = positions is None
+        if positions is None:
+            # Layers of a call with a cache share the tensor, and angles made of it.
+            positions = torch.arange(n, device=x.device) if cache is None else counted(past, n, x.device)
         return {
-            "positions": self._indices(past, n, x.device, shared=cache is not None) if positions is None else positions,
-            "cache": cache, "queries": queries, "in_order": positions is None, "documents": documents, "real": real,
-            "attn_mask": _rows(attn_mask, queries),
+            "positions": positions, "cache": cache, "queries": queries, "in_order": in_order, "documents": documents,
+            "real": real, "attn_mask": _rows(attn_mask, queries),
         }  # fmt: skip
-
-    @staticmethod
-    def _indices(past: int, n: int, device: torch.device, *, shared: bool) -> Tensor:
-        """Positions past … past + n − 1; layers of a call with a cache share the tensor, and angles made of it."""
-        return counted(past, n, device) if shared else torch.arange(past, past + n, device=device)
 
     def project(self, x: Tensor, queries: int | None = None) -> QKV:
         """k (B, Hk, N, C) and v (B, Hk, N, D) of all tokens, and q (B, H, queries, C) of the last, or of all."""
@@ -287,7 +278,7 @@ class GAPEAttention(Skips, nn.Module):
     @property
     def has_own_bias(self) -> bool:
         """Whether the scheme adds a bias of its own to the logits, as ALiBi and FoX do; gates do not count."""
-        return self.gates is None and type(self.scheme).attend is not schemes.Scheme.attend
+        return self.gates is None and self.scheme.adds_to_logits
 
     @property
     def gates(self) -> GAPEGates | None:
@@ -354,6 +345,6 @@ def reserved(position: str, head_dim: int, reserve: int | None = None) -> int:
     if reserve is None:
         # A head too narrow to give coordinates up grows instead.
         return 6 if schemes.is_gated(position) and head_dim > 6 else 0
-    if isinstance(reserve, bool) or not isinstance(reserve, int) or not 0 <= reserve < head_dim:
+    if validation.whole("reserve", reserve, 0) >= head_dim:
         raise invalid_argument("reserve", reserve, f"a whole number from 0 to {head_dim - 1}, the head dim less one")
     return reserve

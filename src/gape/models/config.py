@@ -9,7 +9,7 @@ from typing import Any
 from gape import positions as schemes
 from gape.models.attention import reserved
 from gape.ops import available_implementations
-from gape.utils.validation import flag, invalid_argument, suggestion, whole
+from gape.utils.validation import flag, invalid_argument, suggestion, weight, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,7 @@ class GPTConfig:
         flag("bias", self.bias)
         flag("tied", self.tied)
         reserved(self.position, self.head_dim, self.reserve)
-        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise invalid_argument("dropout", self.dropout, "a number from 0 to below 1")
+        weight("dropout", self.dropout)
         if self.impl not in ("auto", *available_implementations()):
             raise invalid_argument("impl", self.impl, f"'auto' or one of {available_implementations()}")
         if not isinstance(self.options, Mapping):
@@ -114,16 +113,11 @@ BY_LAYER = ("gate_floor", "head_positions", "log_scale", "window")
 
 
 def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, Any]:
-    """The options of one layer.
+    """The options of one layer of n_layer, from 0.
 
     A value is used for all heads of all layers, a list for the heads of every layer. A list of lists has one list for
     each layer: one value per head, or one value for all heads. Floors are those of query heads, positions and scales
     those of key heads. A window is that of a layer: a number, or [[0], [256], …].
-
-    Args:
-        options: of a model.
-        layer: which, from 0.
-        n_layer: how many there are.
 
     Raises:
         ValueError: lists for another number of layers, or values among them.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Real
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from gape.cache.gpt import FullCache
 from gape.cache.paged import PagedCache
 from gape.models.cuda_graphs import captured_logits, model_cannot
-from gape.utils.validation import invalid_argument, whole
+from gape.utils.validation import finite, invalid_argument, whole
 
 if TYPE_CHECKING:
     from gape.cache.kv import ModelCache
@@ -212,25 +210,20 @@ def _real(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None) -> Ten
 
 
 def _check(
-    ids: Any,
-    max_new_tokens: Any,
-    vocab_size: int,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    seed: Any,
-    pad_id: Any,
+    ids: Any, max_new_tokens: Any, vocab_size: int, temperature: Any, top_k: Any, top_p: Any, seed: Any, pad_id: Any,
     eos_id: Any,
-) -> None:
+) -> None:  # fmt: skip
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2 or ids.numel() == 0:
         raise invalid_argument("ids", ids, "an int64 tensor (batch, tokens) of at least one token")
     whole("max_new_tokens", max_new_tokens, at_least=0)
-    if not _number(temperature) or temperature < 0:
-        raise invalid_argument("temperature", temperature, "a finite number of at least 0")
+    expected = "a finite number of at least 0"
+    if finite("temperature", temperature, expected) < 0:
+        raise invalid_argument("temperature", temperature, expected)
     if top_k is not None and whole("top_k", top_k) > vocab_size:
         raise invalid_argument("top_k", top_k, f"a whole number from 1 to {vocab_size}, the vocabulary")
-    if top_p is not None and not (_number(top_p) and 0 < top_p <= 1):
-        raise invalid_argument("top_p", top_p, "a number above 0, at most 1")
+    expected = "a number above 0, at most 1"
+    if top_p is not None and not 0 < finite("top_p", top_p, expected) <= 1:
+        raise invalid_argument("top_p", top_p, expected)
     if seed is not None and whole("seed", seed, at_least=0) >= 2**63:
         raise invalid_argument("seed", seed, "a whole number below 2⁶³")
     for name, token in (("pad_id", pad_id), ("eos_id", eos_id)):
@@ -238,7 +231,3 @@ def _check(
             raise invalid_argument(name, token, "a whole number")
     if eos_id is not None and not 0 <= eos_id < vocab_size:
         raise invalid_argument("eos_id", eos_id, f"a whole number from 0 to {vocab_size - 1}")
-
-
-def _number(x: Any) -> bool:
-    return isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(x)

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gape import positions as schemes
 from gape.cache.kv import KVCache, ModelCache
 from gape.cache.layer import PagedLayer
 from gape.cache.paged import PagedCache
@@ -64,28 +63,18 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attention = GAPEAttention(
-            config.n_embd,
-            config.n_head,
-            config.n_kv_head,
-            context_length=config.context_length,
-            position=config.position,
-            reserve=config.reserve,
-            bias=config.bias,
-            impl=config.impl,
+            config.n_embd, config.n_head, config.n_kv_head, context_length=config.context_length,
+            position=config.position, reserve=config.reserve, bias=config.bias, impl=config.impl,
             **of_layer(config.options, layer, config.n_layer),
-        )
+        )  # fmt: skip
         self.mlp_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None,
-        documents: Tensor | None,
-        cache: KVCache | PagedLayer | None,
+        self, x: Tensor, positions: Tensor | None, documents: Tensor | None, cache: KVCache | PagedLayer | None,
         keep: int = 0,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """x (B, N, E) → (B, N or keep, E); the rest as in :meth:`gape.GAPEAttention.forward`."""
         update = self.attention(self.attention_norm(x), positions, documents, cache, keep=keep)
         x = _last(x, keep or x.size(1)) + self.dropout(update)
@@ -184,7 +173,7 @@ class GPT(nn.Module):
             return logits_to_keep or n, 0
         counted = targets.size(1)
         if logits_to_keep is None:
-            return (0 if self.training and self._large else counted), counted
+            return (0 if self.training and self.config.vocab_size > LARGE_VOCABULARY else counted), counted
         return logits_to_keep or n, counted
 
     def hidden(
@@ -199,7 +188,10 @@ class GPT(nn.Module):
 
         The other arguments are those of :meth:`forward`.
         """
-        self._check_cache(cache)
+        if cache is not None:
+            if len(cache.layers) != self.config.n_layer:
+                raise invalid_argument("cache", cache, f"a cache of {self.config.n_layer} layers")
+            cache.enter(self)
         if whole("keep", keep, at_least=0) > ids.size(1):
             # Raised before any layer's cache is written to.
             raise invalid_argument("keep", keep, f"a whole number from 0 to {ids.size(1)}, the tokens given")
@@ -226,10 +218,6 @@ class GPT(nn.Module):
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """The cross entropy of each target of normed x (B, N, E), without gradients: (B, N), 0 where it is −100."""
         return token_cross_entropy(x, self.output_weight, targets)
-
-    @property
-    def _large(self) -> bool:
-        return self.config.vocab_size > LARGE_VOCABULARY
 
     #: Continue prompts (B, N): a method with the arguments of :func:`gape.models.generate.generate`.
     generate = generate
@@ -273,28 +261,6 @@ class GPT(nn.Module):
             block.attention.landmark_mean = None
         return torch.stack(means).mean()
 
-    def parameter_kinds(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Parameters by what they are, each under its name: "matrices", "embeddings", "norms", "biases", "position".
-
-        "position" is everything that belongs to a positional scheme: gates, amplitudes, tables.
-        """
-        kinds: dict[str, dict[str, nn.Parameter]] = {
-            kind: {} for kind in ("matrices", "embeddings", "norms", "biases", "position")
-        }
-        of_schemes = {p for m in self.modules() if isinstance(m, schemes.Scheme) for p in m.parameters()}
-        for prefix, module in self.named_modules():
-            for name, parameter in module.named_parameters(prefix, recurse=False):
-                if parameter in of_schemes:
-                    kind = "position"
-                elif isinstance(module, nn.LayerNorm):
-                    kind = "norms"
-                elif isinstance(module, nn.Embedding):
-                    kind = "embeddings"
-                else:
-                    kind = "biases" if parameter.dim() == 1 else "matrices"
-                kinds[kind][name] = parameter
-        return kinds
-
     def count_parameters(self) -> int:
         """The number of parameters; an embedding that is also the output layer counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
@@ -312,12 +278,6 @@ class GPT(nn.Module):
             raise invalid_argument(
                 "logits_to_keep", logits_to_keep, f"a whole number from 0 to {ids.size(1)}, the tokens given"
             )
-
-    def _check_cache(self, cache: ModelCache | PagedCache | None) -> None:
-        if cache is not None:
-            if len(cache.layers) != self.config.n_layer:
-                raise invalid_argument("cache", cache, f"a cache of {self.config.n_layer} layers")
-            cache.enter(self)
 
 
 def _last(x: Tensor, rows: int) -> Tensor:

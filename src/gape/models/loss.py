@@ -35,13 +35,7 @@ ALIGNED = 64
 def summed_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """The sum over targets that count, in float32 (float64 beside float64).
 
-    Args:
-        logits: (..., V).
-        targets: int64 (...), −100 where none counts.
-        weights: like targets, what each term is multiplied by; None for 1.
-
-    Raises:
-        ValueError: on a CPU, for a target outside the vocabulary.
+    logits (..., V), int64 targets (...), −100 where none counts, and weights like targets, None for 1.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     reduction = "sum" if weights is None else "none"
@@ -80,10 +74,7 @@ def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, weights: Te
 
     Returns:
         A single number in float32 or float64. NaN where a row that counts has a logit that is NaN or +inf, or, on a
-        GPU, a target outside the vocabulary.
-
-    Raises:
-        ValueError: targets of another shape than x's rows; on a CPU, a target outside the vocabulary.
+        GPU, a target outside the vocabulary, which is a ValueError on a CPU.
     """
     _check(x, targets)
     if weights is not None and weights.shape != targets.shape:
@@ -99,18 +90,11 @@ def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, weights: Te
 
 @torch.no_grad()
 def token_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy of each target, sliced like :func:`sliced_cross_entropy` and without gradients.
-
-    Returns:
-        targets' shape, in float32 or float64; 0 where a target does not count.
-
-    Raises:
-        ValueError: targets of another shape than x's rows; on a CPU, a target outside the vocabulary.
-    """
+    """The cross entropy of each target, 0 where it does not count: :func:`sliced_cross_entropy` without gradients."""
     _check(x, targets)
     dtype = working_dtype(x)
-    rows = x.flatten(0, -2).to(dtype)
-    losses: Tensor = _losses(rows, _padded(weight, dtype), targets.flatten(), weight.size(0), LOSS_ROWS)
+    rows, table = x.flatten(0, -2).to(dtype), _padded(weight, dtype)
+    losses: Tensor = _losses(rows, table, targets.flatten(), None, weight.size(0), LOSS_ROWS, False, False)[0]
     return losses.view(targets.shape)
 
 
@@ -123,7 +107,9 @@ class _Sliced(torch.autograd.Function):
     ) -> Tensor:
         ctx.dtypes, ctx.vocabulary, ctx.learned = (x.dtype, weight.dtype), weight.size(0), ctx.needs_input_grad[1]
         table = _padded(weight, dtype)
-        losses, of_x, of_table = _derived(x.to(dtype), table, targets, weights, weight.size(0), LOSS_ROWS, ctx.learned)
+        losses, of_x, of_table = _losses(
+            x.to(dtype), table, targets, weights, weight.size(0), LOSS_ROWS, True, ctx.learned
+        )
         ctx.save_for_backward(of_x, of_table)
         total: Tensor = losses.sum()
         return total
@@ -138,53 +124,39 @@ class _Sliced(torch.autograd.Function):
 
 
 @torch.library.custom_op("gape::vocabulary_losses", mutates_args=())
-def _losses(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int) -> Tensor:
-    """The loss of each row, (R,), of x (R, E) and a padded weight (P, E) of the same dtype."""
-    losses = _empty_losses(x)
-    for part, logits in _slices(x, table, targets, vocabulary, rows):
-        losses[part] = _score(logits, targets[part], vocabulary, gradient=False)
-    return losses
+def _losses(
+    x: Tensor, table: Tensor, targets: Tensor, weights: Tensor | None, vocabulary: int, rows: int,
+    derive_x: bool, derive_table: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loss of each row, (R,), of x (R, E) and a padded weight (P, E) of the same dtype, and gradients of their sum.
 
-
-@torch.library.custom_op("gape::vocabulary_losses_and_gradients", mutates_args=())
-def _derived(
-    x: Tensor, table: Tensor, targets: Tensor, weights: Tensor | None, vocabulary: int, rows: int, learned: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same and the gradients of their sum: of x, (R, E) in its dtype, and of the table, (P, E) in float32 at least.
-
-    The latter is (0, E) unless `learned`.
+    That of x is (R, E) in its dtype, that of the table (P, E) in float32 at least; (0, E) where not asked for.
     """
-    losses, of_x, of_table = _empty_losses(x), torch.empty_like(x), _empty_gradient(table, learned).zero_()
+    losses, of_x, of_table = _empty(x, table, targets, weights, vocabulary, rows, derive_x, derive_table)
+    of_table.zero_()
     for part, logits in _slices(x, table, targets, vocabulary, rows):
-        losses[part] = _score(logits, targets[part], vocabulary, gradient=True)
+        losses[part] = _score(logits, targets[part], vocabulary, gradient=derive_x)
         if weights is not None:
             losses[part] *= weights[part]
             # The buffer holds the gradients now.
             logits.mul_(weights[part].unsqueeze(1).to(logits.dtype))
-        torch.mm(logits, table, out=of_x[part])
-        if learned:
+        if derive_x:
+            torch.mm(logits, table, out=of_x[part])
+        if derive_table:
             _add_product(of_table, logits.t(), x[part])
     return losses, of_x, of_table
 
 
 @_losses.register_fake
-def _(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int) -> Tensor:
-    return _empty_losses(x)
-
-
-@_derived.register_fake
-def _(
-    x: Tensor, table: Tensor, targets: Tensor, weights: Tensor | None, vocabulary: int, rows: int, learned: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_losses(x), torch.empty_like(x), _empty_gradient(table, learned)
-
-
-def _empty_losses(x: Tensor) -> Tensor:
-    return x.new_empty(x.size(0), dtype=_wide(x))
-
-
-def _empty_gradient(table: Tensor, learned: bool) -> Tensor:
-    return table.new_empty(table.size(0) if learned else 0, table.size(1), dtype=_wide(table))
+def _empty(
+    x: Tensor, table: Tensor, targets: Tensor, weights: Tensor | None, vocabulary: int, rows: int,
+    derive_x: bool, derive_table: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return (
+        x.new_empty(x.size(0), dtype=_wide(x)),
+        x.new_empty(x.size(0) if derive_x else 0, x.size(1)),
+        table.new_empty(table.size(0) if derive_table else 0, table.size(1), dtype=_wide(table)),
+    )
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -72,21 +72,13 @@ def skip(model: nn.Module, eps: float) -> None:
 
 
 def cannot_skip(model: nn.Module) -> str | None:
-    """What a layer with gates does that keeps kernels from skipping; None where no layer does.
-
-    Raises:
-        ValueError: no layer has gates.
-    """
+    """What a layer with gates does that keeps kernels from skipping; None where no layer does."""
     return next((reason for layer in _gated(model) if (reason := layer.never_skips)), None)
 
 
 @contextmanager
 def skipping(model: nn.Module, eps: float) -> Iterator[None]:
-    """A context in which :func:`skip` holds; each layer then is as it was before.
-
-    Raises:
-        ValueError: as :func:`skip`.
-    """
+    """A context in which :func:`skip` holds; each layer then is as it was before."""
     layers = _gated(model)
     previous = [layer.skips for layer in layers]
     skip(model, eps)

@@ -2,7 +2,7 @@
 
 from gape.positions.base import Scheme
 from gape.positions.gated import Gated
-from gape.positions.registry import available, build, is_gated, register, rotary_frequencies, unregister
+from gape.positions.registry import available, build, is_gated, register, unregister
 from gape.positions.rotary import Rotary
 
 __all__ = [
@@ -13,6 +13,5 @@ __all__ = [
     "build",
     "is_gated",
     "register",
-    "rotary_frequencies",
     "unregister",
 ]

@@ -33,6 +33,9 @@ class Sizes(TypedDict, total=False):
     n_embd: int | None
 
 
+SIZES = frozenset(Sizes.__annotations__)
+
+
 class Scheme(nn.Module):
     """A positional scheme: three steps that an attention layer calls in order.
 
@@ -50,7 +53,7 @@ class Scheme(nn.Module):
         n_embd: width E of the layer input, for schemes that read it.
 
     Raises:
-        ValueError: a size is not a positive integer, n_heads is no multiple of n_kv_heads, or context_length
+        ValueError: a size is not a positive integer, n_kv_heads is no divisor of n_heads, or context_length
             is not a positive number.
     """
 
@@ -71,7 +74,7 @@ class Scheme(nn.Module):
         self.head_dim = whole("head_dim", head_dim)
         self.n_kv_heads = n_heads if n_kv_heads is None else whole("n_kv_heads", n_kv_heads)
         if n_heads % self.n_kv_heads:
-            raise invalid_argument("n_heads", n_heads, f"a multiple of n_kv_heads = {n_kv_heads}")
+            raise invalid_argument("n_kv_heads", n_kv_heads, f"a divisor of n_heads = {n_heads}")
         self.context_length = context_length
         if context_length is not None:
             positive_number("context_length", context_length)
@@ -107,7 +110,17 @@ class Scheme(nn.Module):
         `visibility` says who may see whom: q_positions, k_positions, q_documents, k_documents, attn_mask and
         is_causal of :func:`gape.gated_attention`. Returns (B, Hq, Nq, Dv).
         """
-        return attention(q, k, v, scale=scale, **visibility)
+        return attention(q, k, v, scale=scale, **self.terms(q, k, k_side), **visibility)
+
+    def terms(self, q: Tensor, k: Tensor, k_side: Side) -> dict[str, Any]:
+        """What is added to the logits, as an argument of `gape.ops.attention`: `bias`, `key_bias` or `rates`."""
+        return {}
+
+    @property
+    def adds_to_logits(self) -> bool:
+        """Whether logits are more than the dot products of q and k."""
+        own = type(self)
+        return own.attend is not Scheme.attend or own.terms is not Scheme.terms
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:
         """What a fused pass over q and k of n tokens in index order has to do.
@@ -132,10 +145,7 @@ class Scheme(nn.Module):
 def keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
     """Names and defaults of the arguments of `function` that have one, the sizes of a scheme left out."""
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in _SIZES}
-
-
-_SIZES = frozenset(Sizes.__annotations__)
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in SIZES}
 
 
 def counted(first: int, n: int, device: torch.device) -> Tensor:
@@ -164,11 +174,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def distance(q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """i − j as (1 or B, 1, Nq, Nk) int64, from positions of shape (N,) or (B, N).
-
-    Raises:
-        ValueError: positions that are not integers.
-    """
+    """i − j as (1 or B, 1, Nq, Nk) int64, from integer positions of shape (N,) or (B, N)."""
     for name, x in (("q_positions", q_positions), ("k_positions", k_positions)):
         if x.dtype not in INTEGERS:
             raise invalid_argument(name, x, "an integer tensor")

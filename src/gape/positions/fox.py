@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gape.ops import attention
 from gape.ops.inputs import bias_dtype
 from gape.positions.base import Scheme, Side, Sizes, without_autocast
 from gape.utils.validation import finite, invalid_argument
@@ -92,15 +91,12 @@ class FoX(Scheme):
         """F of tokens in index order, (B, Hq, N), from their log f."""
         return values.cumsum(-1)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, *, scale: float, impl: str = "auto",
-        **visibility: Any,
-    ) -> Tensor:  # fmt: skip
-        """Attend under the decay; k_side (B, Hq, Nk) is F of all keys. Returns (B, Hq, Nq, Dv).
+    def terms(self, q: Tensor, k: Tensor, k_side: Side) -> dict[str, Any]:
+        """The decay; k_side (B, Hq, Nk) is F of all keys.
 
         Raises:
             ValueError: k_side is None.
         """
         if k_side is None:
             raise invalid_argument("k_side", None, "the cumulative decay that keys() returned")
-        return attention(q, k, v, key_bias=-k_side, scale=scale, **visibility)
+        return {"key_bias": -k_side}

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from gape.gates import GAPEGates
 from gape.positions.base import Scheme, keyword_defaults
-from gape.positions.biases import FIRE, T5, ALiBi, Kerple
+from gape.positions.biases import FIRE, GRAPE, T5, ALiBi, Kerple
 from gape.positions.fox import FoX
 from gape.positions.gated import Gated
-from gape.positions.grape import GRAPE
-from gape.positions.rotary import NTK, PI, HoPE, LongRoPE, NoPE, PRoPE, RoPE, Rotary, YaRN
-from gape.positions.swan import SWAN
-from gape.utils.validation import even, invalid_argument, positive_number, suggestion
+from gape.positions.rotary import NTK, PI, SWAN, HoPE, LongRoPE, NoPE, PRoPE, RoPE, Rotary, YaRN
+from gape.utils.validation import invalid_argument, suggestion
 
 _SCHEMES: dict[str, type[Scheme]] = {
     "nope": NoPE,
@@ -127,46 +122,6 @@ def build(
     if not gated:
         return base
     return Gated(base, **{option: value for option, value in options.items() if option in gate_options})
-
-
-def rotary_frequencies(
-    name: str,
-    head_dim: int,
-    theta: float = 10000.0,
-    fraction: float | str = 0.75,
-    context_length: float | None = None,
-    factor: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, float]:
-    """The spectrum of a rotary scheme.
-
-    Args:
-        name: a rotary scheme, with or without `+gape`, which changes nothing here.
-        head_dim: D, even.
-        theta: the base of the frequencies.
-        fraction: share of the pairs that p-rope rotates, or "auto"; elsewhere only the default is accepted.
-        context_length: the length the model was trained at; hope and yarn need it, longrope above factor 1.
-        factor: by how much the context is extended; None means 4 for pi, ntk and yarn and 1 for longrope.
-        **options: yarn's fast_rotations, slow_rotations and truncate, longrope's factors.
-
-    Returns:
-        inv_freq (D/2,) in float64 on the CPU, and the factor on both cos and sin.
-
-    Raises:
-        ValueError: the scheme does not rotate or does not take an option, or a value is out of range.
-    """
-    scheme, _ = _find(name)
-    if not issubclass(scheme, Rotary):
-        rotary = [known for known, candidate in _SCHEMES.items() if issubclass(candidate, Rotary)]
-        raise invalid_argument("name", name, f"a scheme that rotates, one of {rotary}")
-    defaults = {"fraction": 0.75, "factor": None}
-    values = {"fraction": fraction, "factor": factor}
-    options |= {option: value for option, value in values.items() if value != defaults[option]}
-    _refuse_unknown(name, options, [*keyword_defaults(scheme.frequencies)])
-    if context_length is not None:
-        positive_number("context_length", context_length)
-    frequencies, scale = scheme.frequencies(even("head_dim", head_dim), context_length, theta=theta, **options)
-    return torch.tensor(frequencies, dtype=torch.float64, device="cpu"), scale
 
 
 def _head_schemes(names: Any) -> type[Scheme] | list[type[Scheme]]:

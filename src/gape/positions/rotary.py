@@ -1,4 +1,4 @@
-"""Schemes that rotate q and k, or leave them unchanged: NoPE, RoPE, p-RoPE, PI, NTK, YaRN, LongRoPE.
+"""Schemes that rotate q and k, or leave them unchanged: NoPE, RoPE, HoPE, p-RoPE, PI, NTK, YaRN, LongRoPE, SWAN.
 
 Rotary schemes differ in their frequencies alone. Pair k of a head is (x_k, x_{k+D/2}), the half-split order of
 `transformers`, and is rotated by position · inv_freq_k.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from torch import Tensor
 from gape.ops import inputs
 from gape.ops.prologue import Angles, OnePass
 from gape.positions.angles import LARGEST_POSITION, AngleTable, Row
-from gape.positions.base import Scheme, Side, keyword_defaults
+from gape.positions.base import SIZES, Scheme, Side, Sizes, distance, keyword_defaults
 from gape.utils.constant import Constant
-from gape.utils.validation import above, even, finite, flag, invalid_argument, positive_number
+from gape.utils.validation import above, even, finite, flag, invalid_argument, positive_number, whole
 
 #: Inverse frequencies, one per pair, and the factor on cos and sin.
 Spectrum = tuple[list[float], float]
@@ -53,28 +53,19 @@ class Rotary(Scheme):
     def __init__(
         self,
         *,
-        n_heads: int,
-        head_dim: int,
-        n_kv_heads: int | None = None,
-        context_length: float | None = None,
-        n_embd: int | None = None,
         head_positions: type[Scheme] | Sequence[type[Scheme]] | None = None,
         log_scale: bool | Sequence[bool] = False,
         **options: Any,
     ) -> None:
-        super().__init__(
-            n_heads=n_heads,
-            head_dim=even("head_dim", head_dim),
-            n_kv_heads=n_kv_heads,
-            context_length=context_length,
-            n_embd=n_embd,
-        )
+        sizes = {name: options.pop(name) for name in SIZES if name in options}
+        super().__init__(**sizes)
+        even("head_dim", self.head_dim)
         own = self._row(type(self), options)
         self._spectrum = Constant(own.frequencies)
         kinds = _of_heads("head_positions", head_positions, self.n_kv_heads)
         keys = [own if kind is None else self._row(kind, options) for kind in kinds]
         self.log_scale = tuple(flag("log_scale", x) for x in _of_heads("log_scale", log_scale, self.n_kv_heads))
-        base = above("context_length", context_length, 1.0) if any(self.log_scale) else 0.0
+        base = above("context_length", self.context_length, 1.0) if any(self.log_scale) else 0.0
         queries = [
             row._replace(log_base=base) if grows else row for row, grows in zip(keys, self.log_scale, strict=True)
         ]
@@ -125,23 +116,14 @@ class Rotary(Scheme):
         """Rotate k (B, Hk, N, D) at `positions` (N,) or (B, N); no side."""
         return self._rotated(k, positions, self._key_rows), None
 
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles, times `attention_scale`, each (..., N, D/2) in `dtype`.
-
-        (R, ..., N, D/2) where heads rotate in R ways.
-        """
-        return self._table.at(positions, dtype)
-
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x (B, H, N, D) at `positions` (N,) or (B, N); returns x's shape and dtype.
+        """Rotate x (B, H, N, D) at `positions` (N,) or (B, N), for heads that all rotate alike.
 
         Raises:
             ValueError: x has another last dimension than head_dim, or not all heads rotate alike.
         """
         if len(self._table.rows) > 1:
-            raise ValueError(
-                "head_positions, log_scale: rotate is for heads that turn alike; expected queries and keys"
-            )
+            raise ValueError("rotate: got heads that turn in several ways, expected queries and keys to be called")
         return self._rotated(x, positions, self._key_rows)
 
     def _rotated(self, x: Tensor, positions: Tensor, rows: Constant) -> Tensor:
@@ -165,7 +147,7 @@ class Rotary(Scheme):
         return OnePass(self._with_rows(self._padded.in_order(n, device), device), None)
 
     def angles(self, positions: Tensor) -> Angles:
-        """:meth:`cos_sin` in float32, computed once for all layers that pass the same tensor."""
+        """Cosines and sines times `attention_scale` in float32; layers that pass the same tensor share them."""
         return self._with_rows(self._table.shared(positions), positions.device)
 
     def _with_rows(self, angles: tuple[Tensor, Tensor], device: torch.device) -> Angles:
@@ -189,11 +171,7 @@ def _of_heads(name: str, value: Any, heads: int) -> list[Any]:
 
 
 def spectrum(head_dim: int, theta: float) -> list[float]:
-    """theta^(−2k/D) for pair k = 0 … D/2 − 1.
-
-    Raises:
-        ValueError: head_dim is odd or theta is not positive.
-    """
+    """theta^(−2k/D) for pair k = 0 … D/2 − 1."""
     even("head_dim", head_dim)
     positive_number("theta", theta)
     return [theta ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]
@@ -369,3 +347,50 @@ class LongRoPE(Rotary):
         if context_length is None:
             raise invalid_argument("context_length", None, "the training length, which longrope needs above factor 1")
         return scaled, math.sqrt(1 + math.log(factor) / math.log(above("context_length", context_length, 1.0)))
+
+
+class SWAN(Scheme):
+    """SWAN (arXiv 2504.08719): RoPE whose queries see the last `window` positions, beside layers of NoPE.
+
+    A model gives `window` as a list for each layer, such as [[0], [256], [0], [256]]. Every key stays in the cache.
+
+    Args:
+        window: positions that a query sees, its own among them; 0 sees all and rotates nothing.
+        theta: the base of the frequencies.
+        log_scale: that of :class:`Rotary`, at window 0. The paper's factor may have other constants.
+        **sizes: see :class:`gape.positions.Scheme`; context_length is needed at window 0 with log_scale.
+
+    Raises:
+        ValueError: window is negative or a list, or what :class:`gape.positions.Rotary` refuses.
+    """
+
+    refuses_gates: ClassVar[str | None] = "its windows forget already, and the gated operator takes none"
+
+    def __init__(
+        self, *, window: int = 256, theta: float = 10000.0, log_scale: bool = True, **sizes: Unpack[Sizes]
+    ) -> None:
+        super().__init__(**sizes)
+        if isinstance(window, list | tuple):
+            raise invalid_argument("window", window, "a whole number; models take [[0], [256], …], one for each layer")
+        self.window = whole("window", window, 0)
+        grows = flag("log_scale", log_scale) and not window
+        self.base = RoPE(head_positions=None if window else NoPE, log_scale=grows, theta=theta, **sizes)
+
+    def queries(self, q: Tensor, positions: Tensor, x: Tensor | None = None) -> tuple[Tensor, Side]:
+        """Rotate q (B, Hq, N, D), or multiply it by the growth of log_scale; no side."""
+        return self.base.queries(q, positions)
+
+    def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
+        """Rotate k (B, Hk, N, D) where there is a window; no side."""
+        return self.base.keys(k, positions)
+
+    def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor | None:
+        """0 inside the window and −∞ outside, (1 or B, 1, Nq, Nk); None without a window."""
+        if not self.window:
+            return None
+        away = distance(q_positions, k_positions)
+        return torch.zeros_like(away, dtype=torch.float32).masked_fill_(away >= self.window, -torch.inf)
+
+    def terms(self, q: Tensor, k: Tensor, k_side: Side) -> dict[str, Any]:
+        """The bias, where there is a window."""
+        return {"bias": self.bias if self.window else None}

@@ -76,11 +76,7 @@ def available(root: Path) -> list[Path]:
 
 
 def pack(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, bytes]:
-    """The three files in memory.
-
-    Raises:
-        CheckpointError: for a floating tensor that is not finite, with which no checkpoint is written.
-    """
+    """The three files in memory; CheckpointError for a tensor that is not finite, with which none is written."""
     return {MODEL: _pack(model), OPTIMIZER: _pack(optimizer), STATE: files.to_json(state)}
 
 
@@ -132,11 +128,7 @@ def verify(checkpoint: str | os.PathLike[str]) -> list[str]:
 
 
 def load(checkpoint: str | os.PathLike[str]) -> Checkpoint:
-    """Read a checkpoint; every byte is checked against the seal before it is parsed.
-
-    Raises:
-        CheckpointError: when anything is wrong, with all that is.
-    """
+    """Read a checkpoint, every byte checked against the seal first; CheckpointError with all that is wrong."""
     content, problems = _read(Path(checkpoint))
     if content is None:
         raise CheckpointError(f"{checkpoint} is not a whole checkpoint", problems)
@@ -146,10 +138,8 @@ def load(checkpoint: str | os.PathLike[str]) -> Checkpoint:
 def newest(root: Path, warn: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
     """The newest valid checkpoint of a run's `checkpoints/`, None where there is none at all.
 
-    Broken ones are passed over, and `warn` is called with the reason.
-
-    Raises:
-        CheckpointError: when there are checkpoints and none is valid: starting anew would lose the run.
+    Broken ones are passed over, and `warn` is called with the reason. CheckpointError where all are broken: starting
+    anew would lose the run.
     """
     complaints = []
     for path in available(root):
@@ -170,11 +160,7 @@ def set_aside(path: Path) -> Path:
 
 
 def resolve(path: str | os.PathLike[str], warn: Callable[[str], None] = lambda message: None) -> Checkpoint:
-    """The checkpoint at `path`; for a run at `path` its best one (`patience`), else its newest valid one.
-
-    Raises:
-        CheckpointError: when there is none.
-    """
+    """The checkpoint at `path`; for a run its best one (`patience`), else its newest valid one; or CheckpointError."""
     place = Path(path)
     if _NAME.fullmatch(place.name) or ((place / SEAL).is_file() and (place / STATE).is_file()):
         return load(place)
@@ -205,11 +191,7 @@ def best_step(state: Mapping[str, Any], summary: Path) -> int | None:
 
 
 def check_space(root: Path, one: int, keep_last: int) -> None:
-    """Refuse to start a run whose checkpoints, of `one` bytes each, will not fit on the disk.
-
-    Raises:
-        DiskFullError: says how much is needed and how much there is.
-    """
+    """Raise DiskFullError where the checkpoints of a run, of `one` bytes each, will not fit on the disk."""
     # An old one is deleted after a new one is written, so the room for one is always needed.
     needed = max(one, one * (keep_last + 1) - sum(files.occupied(path) for path in available(root)))
     if needed > files.free(root):
@@ -239,10 +221,8 @@ def load_model_tensors(
 ) -> None:
     """Load what :func:`model_tensors` gave, in place, also into a wrapped or sharded model.
 
-    In a job only its first process has the tensors.
-
-    Raises:
-        CheckpointError: names the tensors that are missing, unknown or of another shape or dtype.
+    In a job only its first process has the tensors. CheckpointError names those of another shape or dtype, missing or
+    unknown.
     """
     job = job or Job()
     complete = {**tensors, **{alias: tensors[of] for alias, of in aliases.items() if of in tensors}}
@@ -254,18 +234,15 @@ def load_model_tensors(
 
 
 def _refuse_other(own: Mapping[str, Tensor], complete: Mapping[str, Tensor]) -> None:
-    problems = [f"{bare(key)} is missing" for key in own if bare(key) not in complete]
-    problems += [f"{key} is unknown to the model" for key in complete if key not in {bare(k) for k in own}]
-    problems += [
-        f"{bare(key)} has shape {tuple(complete[bare(key)].shape)}, the model's has {tuple(value.shape)}"
-        for key, value in own.items()
-        if bare(key) in complete and complete[bare(key)].shape != value.shape
-    ]
-    problems += [
-        f"{bare(key)} is {complete[bare(key)].dtype}, the model's is {value.dtype}"
-        for key, value in own.items()
-        if bare(key) in complete and complete[bare(key)].dtype != value.dtype
-    ]
+    names = {bare(key) for key in own}
+    problems = [f"{name} is missing" for name in sorted(names - complete.keys())]
+    problems += [f"{name} is unknown to the model" for name in complete if name not in names]
+    for key, value in own.items():
+        stored = complete.get(name := bare(key), value)
+        if stored.shape != value.shape:
+            problems.append(f"{name} has shape {tuple(stored.shape)}, the model's has {tuple(value.shape)}")
+        if stored.dtype != value.dtype:
+            problems.append(f"{name} is {stored.dtype}, the model's is {value.dtype}")
     if problems:
         raise CheckpointError("the checkpoint is of another model", problems)
 

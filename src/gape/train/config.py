@@ -161,13 +161,10 @@ class TrainConfig:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between a stored training config and this one and may not, a line per key."""
     lines = []
-    # A stored config without a key was made when there was no such key, which had its default effect.
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     for key in sorted(before.keys() | now.keys()):
-        was = before.get(key, defaults.get(key))
-        if key in MAY_CHANGE | REMOVED or was == now.get(key):
+        if key in MAY_CHANGE or before.get(key) == now.get(key):
             continue
-        line = f"{key} was {was!r} and is now {now.get(key)!r}"
+        line = f"{key} was {before.get(key)!r} and is now {now.get(key)!r}"
         if key == "decay_steps":
             line += f" (to add steps, give decay_steps={before.get(key)} with the new max_steps)"
         lines.append(line)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gape.models import GPT, GPTConfig
 from gape.train import checkpoint
 from gape.train.checkpoint import CheckpointError
 from gape.train.optimizer import bare
@@ -46,11 +47,7 @@ def model_of(
     device: str | torch.device = "cpu",
     build: Callable[[Mapping[str, Any]], nn.Module] | None = None,
 ) -> Any:
-    """The model of a checkpoint that was read already; arguments as in :func:`load_model`.
-
-    Raises:
-        CheckpointError: it is of another model.
-    """
+    """The model of a checkpoint that was read already; arguments and errors as in :func:`load_model`."""
     stored = chosen.state["model"]
     if build is None:
         if stored["class"] != "GPT":
@@ -68,8 +65,4 @@ def model_of(
 
 
 def _gpt(config: Mapping[str, Any]) -> nn.Module:
-    from gape.models.config import GPTConfig  # noqa: PLC0415
-    from gape.models.gpt import GPT  # noqa: PLC0415
-
-    model: nn.Module = GPT(GPTConfig.from_dict(config))
-    return model
+    return GPT(GPTConfig.from_dict(config))

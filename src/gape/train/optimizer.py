@@ -68,11 +68,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def build(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the groups of :func:`parameter_groups`; the fused one, which can skip an update without waiting.
-
-    Raises:
-        ValueError: when the model has nothing to train.
-    """
+    """AdamW over the groups of :func:`parameter_groups`; the fused one, which can skip an update without waiting."""
     groups = parameter_groups(model, weight_decay=config.weight_decay, gate_lr_multiplier=config.gate_lr_multiplier)
     if not groups:
         raise ValueError("model: got no parameter that requires a gradient, expected at least one")
@@ -100,11 +96,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_state_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], job: Job | None = None) -> None:
-    """Load what :func:`state_tensors` gave, whole tensors that in a job only its first process has.
-
-    Raises:
-        ValueError: for a name this optimiser does not train, or another shape.
-    """
+    """Load what :func:`state_tensors` gave, whole tensors that in a job only its first process has."""
     job, parameters = job or Job(), named(optimizer)
     dtypes: dict[str, str] = job.from_first(lambda: _checked(parameters, tensors))
     state: dict[Tensor, dict[str, Tensor]] = {}

@@ -25,11 +25,6 @@ from gape.utils import files
 from gape.utils.validation import invalid_argument
 
 _RANDOM = "random/"
-# Sources of difference that remain under torch's deterministic algorithms, recorded with the run.
-NOT_COVERED = {
-    "cpu": [],
-    "cuda": ["attention backends chosen by torch.compile", "another GPU, driver or version of torch"],
-}
 
 
 @dataclasses.dataclass
@@ -51,35 +46,17 @@ class RunState:
     worse: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Identity:
-    """What identifies a run, in the types JSON has: a checkpoint is resumed only with the same."""
-
-    train: dict[str, Any]
-    model: dict[str, Any]
-    data: Any
-    extra: dict[str, Any]
-
-    @classmethod
-    def of(cls, model: nn.Module, config: TrainConfig, source: Source, extra: Mapping[str, Any] | None) -> Identity:
-        """The identity of a trainer's parts."""
-        fingerprint = getattr(source, "fingerprint", None)
-        described = getattr(getattr(model, "config", None), "to_dict", None)
-        return cls(
-            train=files.plain(config.to_dict()),
-            model={"class": type(model).__name__, "config": files.plain(described()) if described else {}},
-            data=files.plain(fingerprint()) if fingerprint else None,
-            extra=files.plain(extra or {}),
-        )
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What processes that train together have in common besides data."""
-        return {"train": self.train, "model": self.model}
-
-    def to_dict(self) -> dict[str, Any]:
-        """For config.json and state.json."""
-        return {"train": self.train, "model": self.model, "data": self.data, "extra": self.extra}
+def identity(model: nn.Module, config: TrainConfig, source: Source, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What config.json says of a run. A checkpoint is resumed only with the same "train", "model" and "data"."""
+    fingerprint = getattr(source, "fingerprint", None)
+    described = getattr(getattr(model, "config", None), "to_dict", None)
+    about = {
+        "train": config.to_dict(),
+        "model": {"class": type(model).__name__, "config": described() if described else {}},
+        "data": fingerprint() if fingerprint else None,
+        "extra": extra or {},
+    }
+    return {key: files.plain(value) for key, value in about.items()}
 
 
 def choose(root: Path, resume: str | PathLike[str], warn: Callable[[str], None]) -> Checkpoint | None:
@@ -115,24 +92,20 @@ def shared(job: Job, find: Callable[[], Checkpoint | None]) -> Checkpoint | None
     return Checkpoint(Path(described["path"]), described["step"], {}, {}, described["state"])
 
 
-def refuse_changes(chosen: Checkpoint, now: Identity) -> None:
-    """Compare the run with the one that wrote the checkpoint.
-
-    Raises:
-        ValueError: names every key that changed and may not.
-    """
+def refuse_changes(chosen: Checkpoint, now: Mapping[str, Any]) -> None:
+    """Raise a ValueError with every key that changed since the checkpoint and may not."""
     before = chosen.state
-    lines = changes(before["train"], now.train)
-    was, new = before["model"], now.model
+    lines = changes(before["train"], now["train"])
+    was, new = before["model"], now["model"]
     if was["class"] != new["class"]:
         lines.append(f"model was a {was['class']} and is now a {new['class']}")
     for key in sorted(was["config"].keys() | new["config"].keys()):
         if was["config"].get(key) != new["config"].get(key):
             lines.append(f"model.{key} was {was['config'].get(key)!r} and is now {new['config'].get(key)!r}")
-    if before["data"] != now.data:
-        lines.append(f"data was {before['data']!r} and is now {now.data!r}")
-    if now.train["max_steps"] < chosen.step:
-        lines.append(f"max_steps is {now.train['max_steps']} and the run is at step {chosen.step} already")
+    if before["data"] != now["data"]:
+        lines.append(f"data was {before['data']!r} and is now {now['data']!r}")
+    if now["train"]["max_steps"] < chosen.step:
+        lines.append(f"max_steps is {now['train']['max_steps']} and the run is at step {chosen.step} already")
     if lines:
         raise ValueError(f"resume: {chosen.path.name} is of another run: {'; '.join(lines)}")
 
@@ -143,7 +116,7 @@ def facts(model: nn.Module, config: TrainConfig, device: torch.device, job: Job)
         "precision": "bfloat16" if config.low(device.type) else "float32",
         "compiled": config.compiles(device.type),
         "processes": job.size,
-        "deterministic": {"not covered": NOT_COVERED.get(device.type, [])} if config.deterministic else False,
+        "deterministic": config.deterministic,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
 
@@ -159,7 +132,7 @@ def snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    identity: Identity,
+    about: dict[str, Any],
     state: RunState,
     job: Job,
     *,
@@ -173,28 +146,16 @@ def snapshot(
     if not job.is_first:
         return {}
     moments |= {f"{_RANDOM}{key}": value for key, value in tensors.items()}
-    return checkpoint.pack(
-        weights,
-        moments,
-        {
-            **dataclasses.asdict(state),
-            "device": device.type,
-            "window": window,
-            "log_bytes": log_bytes,
-            "aliases": aliases,
-            **identity.to_dict(),
-            "random": numbers,
-        },
-    )
+    rest = {"device": device.type, "window": window, "log_bytes": log_bytes, "aliases": aliases, "random": numbers}
+    return checkpoint.pack(weights, moments, dataclasses.asdict(state) | rest | about)
 
 
 def restore(
     chosen: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, job: Job
 ) -> tuple[RunState, list[list[float]]]:
-    """Load weights, moments and random states; returns the progress of the run and the rows of its open log window.
+    """Load weights, moments and random states, or raise CheckpointError where they do not fit.
 
-    Raises:
-        CheckpointError: when the checkpoint does not fit the model.
+    Returns the progress of the run and the rows of its open log window.
     """
     checkpoint.load_model_tensors(model, chosen.model, chosen.state["aliases"], job)
     moments = {key: value for key, value in chosen.optimizer.items() if not key.startswith(_RANDOM)}
@@ -216,11 +177,7 @@ def restore(
 
 
 def refuse_foreign(run_dir: Path) -> None:
-    """Refuse a directory that has files with the names of a run's and is none: every run begins with a runtime.jsonl.
-
-    Raises:
-        ValueError: names the directory and the first of the files.
-    """
+    """Refuse a directory with files that are named as a run's, and no runtime.jsonl, with which every run begins."""
     existing = [path for name in ("config.json", "log.jsonl", "manifest.json") if (path := run_dir / name).exists()]
     begun = (run_dir / "runtime.jsonl").exists() or (run_dir / "checkpoints").is_dir()
     if not begun and any(path.stat().st_size for path in existing):

@@ -277,9 +277,7 @@ def held_out_loss(model: Any, source: Source, batches: int, job: Job) -> float:
     """The mean over the first batches of a source of the mean loss of a batch, shared by the processes of a job.
 
     `model` has `hidden` and `token_losses` as :class:`gape.GPT` has them, and is in eval mode; all targets count.
-
-    Raises:
-        Interrupted: a signal came to any process.
+    Interrupted where a signal came to any process.
     """
     means = []
     for number in range(1, batches + 1):

@@ -84,8 +84,9 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         self.job = job or current_job(self.device, stop=self.stop, **config.parallel())
         # Before the model is wrapped: a sharded one has another class.
-        self._identity = resuming.Identity.of(self.model, config, source, extra)
-        self.job.check(self.model, {"settings": self._identity.settings, "data": self._identity.data})
+        self._identity = resuming.identity(self.model, config, source, extra)
+        settings = {key: self._identity[key] for key in ("train", "model")}
+        self.job.check(self.model, {"settings": settings, "data": self._identity["data"]})
         kind = self.device.type
         call = self.job.parallelize(self.model, low=config.low(kind), compiles=config.compiles(kind))
         self.optimizer = build(self.model, config)
@@ -150,14 +151,14 @@ class Trainer:
         needed = resuming.checkpoint_bytes(self.model, self.optimizer)
         self.job.from_first(lambda: checkpoint.check_space(self.checkpoints, needed, keep_last))
         facts = resuming.facts(self.model, self.config, self.device, self.job)
-        record = manifest(self.device, seed=self.config.seed, data=self._identity.data, more=facts)
+        record = manifest(self.device, seed=self.config.seed, data=self._identity["data"], more=facts)
         if chosen is None:
             resuming.seed_all(self.config.seed)
             self._files.cut_log(0)
             self._files.write("manifest.json", record)
         else:
             self._restore(chosen)
-        self._files.write("config.json", self._identity.to_dict())
+        self._files.write("config.json", self._identity)
         self._files.remove(checkpoint.SUMMARY)
         self._files.note(event="started", step=self.state.step, **record)
         if self.device.type == "cuda":
@@ -280,25 +281,22 @@ class Trainer:
 
     def _observe(self) -> None:
         assert self.observe is not None
-        self._check()
-        began = time.perf_counter()
         self._call_apart(self.observe)
         self._observed = self.state.step
-        self._clock += time.perf_counter() - began
 
     def _validate(self) -> None:
         assert self.validate is not None
-        # First, because it waits for steps that the GPU has not finished: their time is not the validation's.
+        metrics, seconds = self._call_apart(self.validate)
+        self._record(files.plain(dict(metrics)), seconds)
+
+    def _call_apart(self, function: Callable[[Any, int], T]) -> tuple[T, float]:
+        """Call a function of the model in eval mode, with random states restored after it; its result and seconds.
+
+        Stop if a signal came: what it gives then may be incomplete. It is not recorded, so the resumed run repeats it.
+        """
+        # First, because it waits for steps that the GPU has not finished: their time is not the function's.
         self._check()
         began = time.perf_counter()
-        metrics = self._call_apart(self.validate)
-        self._record(files.plain(dict(metrics)), time.perf_counter() - began)
-
-    def _call_apart(self, function: Callable[[Any, int], T]) -> T:
-        """Call a function of the model in eval mode, with random states restored after it; stop if a signal came.
-
-        What it gives after a signal may be incomplete. It is not recorded, so the resumed run repeats it.
-        """
         self.model.eval()
         code: int | None = None
         try:
@@ -315,7 +313,9 @@ class Trainer:
         stopped, signalled = self.job.agree(code), self.job.stop_code()
         if stopped or signalled:
             self._save_and_stop(stopped or signalled or 143)
-        return result
+        seconds = time.perf_counter() - began
+        self._clock += seconds
+        return result, seconds
 
     def _record(self, metrics: dict[str, Any], seconds: float) -> None:
         state, accuracy = self.state, metrics.get("accuracy")
@@ -326,7 +326,6 @@ class Trainer:
             state.best, state.worse = ((state.step, loss), 0) if better else (state.best, state.worse + 1)
         self._files.log(event="validation", step=state.step, metrics=metrics, amplitudes=self._amplitudes())
         self._files.note(event="validation", step=state.step, seconds=seconds)
-        self._clock += seconds
         shown = "  ".join(f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in metrics.items())
         self._reporter.log(f"step {state.step}: validation {shown}")
 
