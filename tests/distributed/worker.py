@@ -12,6 +12,7 @@ import multiprocessing.connection
 import os
 import socket
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +20,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gape.distributed import Job, Ranks, context_parallel, leave, processes
+from gape.distributed.cost import step_cost
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
@@ -283,7 +286,49 @@ def accelerate():
     return found | {"gradient": str(gradient.dtype), "finite": bool(gradient.full_tensor().isfinite().all())}
 
 
+class Received(TorchDispatchMode):
+    """Counts the bytes that a process gets of collectives of tensors: all but its own part."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        ways, name = launch.size(), str(func)
+        if "allgather" in name:
+            self.total += args[0].nbytes * (ways - 1) // ways
+        elif "reduce_scatter" in name:
+            self.total += args[1].nbytes * (ways - 1) // ways
+        elif "allreduce" in name:
+            self.total += sum(2 * x.nbytes * (ways - 1) // ways for x in args[0])
+        return out
+
+
+def cost():
+    """Bytes of a step by collectives, and as the cost model has them."""
+    cpu, found = torch.device("cpu"), {}
+    source = Rows(rows=4)
+    for name, options in {"ddp": {}, "fsdp": {"shard": True}, "cp": {"context_parallel": launch.size()}}.items():
+        job = Ranks(cpu, **options)
+        up = updater(job, "p-rope+gape", torch.float32)
+        # The first step of DDP has other buckets.
+        for step in (1, 2):
+            batch = job.take(source, step, 0).batch
+            call, before = up._call, Counter(job._context.traffic) if job._context else Counter()
+            with Received() as received:
+                call(batch.ids, targets=batch.targets, positions=batch.positions).loss.backward()
+            up.optimizer.zero_grad()
+        expected = step_cost(
+            up.model.config, batch=4, length=LENGTH, processes=launch.size(), dtype=torch.float32, **options
+        )
+        keys = sum((job._context.traffic - before).values()) if job._context else 0
+        found[name] = {
+            "parameters": [received.total - keys, expected.parameter_bytes], "keys": [keys, expected.key_bytes],
+        }  # fmt: skip
+    return found
+
+
 TASKS = {
+    "cost": cost,
     "accelerate": accelerate,
     "transformers_equal": transformers_equal,
     "equal": equal, "long_run": long_run, "quick": quick, "gates_stay_exact": gates_stay_exact, "skipped": skipped,

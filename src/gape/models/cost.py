@@ -21,9 +21,12 @@ def cache_bytes(config: GPTConfig, length: int, batch: int = 1, dtype: torch.dty
     Raises:
         ValueError: a size below 1.
     """
-    per_token = config.kv_heads * (2 * config.head_dim - config.reserved) * dtype.itemsize
-    if is_gated(config.position):
-        per_token += config.kv_heads * bias_dtype(dtype).itemsize
-    elif config.position == "fox":
-        per_token += config.n_head * torch.float64.itemsize
+    per_token = config.kv_heads * (2 * config.head_dim - config.reserved) * dtype.itemsize + side_bytes(config, dtype)
     return config.n_layer * whole("batch", batch) * whole("length", length) * per_token
+
+
+def side_bytes(config: GPTConfig, dtype: torch.dtype) -> int:
+    """Bytes that a layer stores beside the k and v of one token."""
+    if is_gated(config.position):
+        return config.kv_heads * bias_dtype(dtype).itemsize
+    return config.n_head * torch.float64.itemsize if config.position == "fox" else 0
