@@ -96,18 +96,6 @@ def refuse_head_masks(module: Any) -> None:
         raise invalid_argument("masked_key_indices", "indices", expected)
 
 
-class RefusesBatching:
-    """Mixed into models with gates: refuses continuous batching before its thread begins."""
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, and so is `generate_batch`.
-
-        Raises:
-            ValueError: always; says why.
-        """
-        raise ValueError(f"continuous batching: {NO_BATCHING}")
-
-
 def register() -> None:
     """Make our names known to `transformers`; may be called again."""
     for name in REGISTERED:

@@ -321,10 +321,7 @@ def _gates(module: Any, family: Family, settings: Settings, options: Mapping[str
     if not settings.gated:
         return None
     n_heads, n_kv_heads, width = family.layout.sizes(module)
-    return RetrofitGates(
-        n_heads, width, n_kv_heads, context_length=settings.context_length, start=settings.start, settings=settings,
-        **options,
-    )  # fmt: skip
+    return RetrofitGates(n_heads, width, n_kv_heads, settings, **options)
 
 
 def _wrap(module: Any, wiring: Wiring, settings: Settings, options: Mapping[str, Any]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,13 +12,11 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gape.hf.attention import attend_in_transformers
-from gape.hf.auto_map import AutoMapped, LocalCode
 from gape.hf.cache import refuse_uneven
-from gape.hf.card import write_card
-from gape.hf.implementations import GateValues, RefusesBatching, masked_attention, refuse_paged, supported_name
+from gape.hf.implementations import GateValues, masked_attention, refuse_paged, supported_name
 from gape.hf.masks import causal_mask
 from gape.hf.paged import PagesForTransformers, with_pages
-from gape.hf.save_load import check_checksum, gate_checksum, refuse_missing
+from gape.hf.save_load import AutoMapped, GatedModel
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT, Block
@@ -77,7 +74,7 @@ class GapeConfig(AutoMapped, PretrainedConfig):  # type: ignore[misc]
         return GPTConfig.from_dict({name: getattr(self, name) for name in _FIELDS})
 
 
-class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class GapeForCausalLM(GatedModel, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """:class:`gape.GPT` with the interface of `transformers`: `generate`, caches, `Trainer`, saving.
 
     Its tensors are those of the GPT, under the prefix `gpt.`. Where the embedding is also the output layer, it is one
@@ -303,36 +300,19 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
     def _option(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name, False) if given is None else given)
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in `transformers`; also stores the checksum of the scheme's tensors and writes a model card."""
-        self.config.gate_checksum = gate_checksum(kwargs.get("state_dict") or self.state_dict())
-        self.config.saved_length = self.config.context_length
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            write_card(Path(save_directory), self)
+    def _store_checksum(self, checksum: str) -> None:
+        self.config.gate_checksum, self.config.saved_length = checksum, self.config.context_length
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`; tensors that are missing, gates that are not those saved, or another T are an error.
-
-        Raises:
-            ValueError: says which.
-        """
-        with_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        path = str(pretrained_model_name_or_path)
-        refuse_missing(info, path)
+    def _check_loaded(self, info: Mapping[str, Any], path: str) -> str | None:
         if info["missing_keys"]:
             raise ValueError(f"{path}: {sorted(info['missing_keys'])[0]} is missing")
-        length = model.config.saved_length
-        if length not in (None, model.config.context_length):
+        config = self.config
+        if config.saved_length not in (None, config.context_length):
             # max_position_embeddings is another name for it, which users raise to read longer texts.
             raise invalid_argument(
-                "context_length", model.config.context_length, f"{length}, the T that {path} was saved with"
+                "context_length", config.context_length, f"{config.saved_length}, the T that {path} was saved with"
             )
-        if is_gated(model.config.position):
-            check_checksum(model, model.config.gate_checksum, path)
-        return (model, info) if with_info else model
+        return config.gate_checksum if is_gated(config.position) else None
 
 
 def _length(cache: Any) -> int | Tensor:
