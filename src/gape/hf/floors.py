@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gape.cache.bounds import Limits
-from gape.hf.bounds import InjectedLayer, injected_limits
+from gape.hf.bounds import injected_layers, injected_limits
 from gape.hf.families import Family, family_of
 from gape.hf.heads import Head, best, sizes
 from gape.hf.injection import inject, remove
@@ -307,11 +307,8 @@ def _from_weights(model: Any, length: int, check: Callable[[], None]) -> Measure
     with torch.random.fork_rng(devices=[]):
         inject(model, context_length=length, start="paper")
     try:
-        modules = set(family_of(model).modules(model))
-        pairs = [(parent, child) for parent in model.modules() for child in parent.children() if child in modules]
-        layers = sorted(((p, InjectedLayer.of(m)) for p, m in pairs), key=lambda pair: pair[1].number)
         each = []
-        for layer in layers:
+        for layer in injected_layers(model):
             check()
             each += injected_limits(model, [layer])
     finally:

@@ -71,9 +71,10 @@ def inject(
         ValueError: another family, gates there already, quantised q and k that should learn, no context length, one
             beyond the positions that the model has learned, or a value out of range. The model is then as it was.
     """
-    if floors is not None:
-        context_length, position, gates, options = _planned(floors, context_length, position, gates, options)
-    settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
+    settings, family = _checked(
+        model, context_length=context_length, position=position, layers=layers, learn=learn, start=start, gates=gates,
+        floors=floors, **options,
+    )  # fmt: skip
     _warn_of_native(model, family, settings)
     if dry_run:
         print(injection_plan(model, family, settings))
@@ -93,26 +94,13 @@ def inject(
     return model
 
 
-def plan(
-    model: Any,
-    *,
-    context_length: int | None = None,
-    position: str | None = None,
-    layers: Iterable[int] | None = None,
-    learn: str = "all",
-    start: str = "identity",
-    gates: Mapping[str, Any] | None = None,
-    floors: FloorPlan | None = None,
-    **options: Any,
-) -> InjectionPlan:
+def plan(model: Any, **arguments: Any) -> InjectionPlan:
     """What :func:`inject` would do with these arguments, as an object to print or to read.
 
     Raises:
         ValueError: as :func:`inject`.
     """
-    if floors is not None:
-        context_length, position, gates, options = _planned(floors, context_length, position, gates, options)
-    settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
+    settings, family = _checked(model, **arguments)
     return injection_plan(model, family, settings)
 
 
@@ -175,15 +163,19 @@ def remove(model: Any) -> Any:
 
 def _checked(
     model: Any,
-    context_length: int | None,
-    position: str | None,
-    layers: Iterable[int] | None,
-    learn: str,
-    start: str,
-    gates: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
+    *,
+    context_length: int | None = None,
+    position: str | None = None,
+    layers: Iterable[int] | None = None,
+    learn: str = "all",
+    start: str = "identity",
+    gates: Mapping[str, Any] | None = None,
+    floors: FloorPlan | None = None,
+    **options: Any,
 ) -> tuple[Settings, Family]:
     """The settings and the family, after every check that needs no change of the model."""
+    if floors is not None:
+        context_length, position, gates, options = _planned(floors, context_length, position, gates, options)
     if isinstance(model, nn.Module) and any(isinstance(m, InjectedAttention) for m in model.modules()):
         raise ValueError(
             "model: got one with gates, expected one without; gape.hf.explain says what runs in it, "
