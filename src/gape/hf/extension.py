@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gape.hf.families import family_of, rope_theta
 from gape.hf.floors import FloorPlan, plan_floors
-from gape.hf.heads import scores, sizes
+from gape.hf.heads import sizes
 from gape.hf.injection import inject
 from gape.hf.sinks import CLOSED, SinkLandmarks, set_landmarks
 from gape.utils.validation import invalid_argument, whole
@@ -61,27 +60,6 @@ def default_free(model: Any) -> int:
     return max(1, round(layers * n_kv_heads / FREE_SHARE))
 
 
-@torch.no_grad()
-def head_scores(model: Any, texts: list[tuple[Tensor, range, int]]) -> Tensor:
-    """The retrieval score of each key head, (L, Hk) in float32 on the CPU: the mean over texts.
-
-    Args:
-        model: without gates, in eval mode.
-        texts: ids (N,), the tokens that the answer repeats, and how many of the last tokens are the answer.
-    """
-    own, device = model.config._attn_implementation, next(model.parameters()).device
-    # Others would not tell their weights.
-    model.set_attn_implementation("eager")
-    try:
-        each = [
-            scores(model, ids[None].to(device), list(source), range(len(ids) - answer, len(ids)))
-            for ids, source, answer in texts
-        ]
-    finally:
-        model.set_attn_implementation(own)
-    return torch.stack(each).mean(0)
-
-
 def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options: Any) -> FloorPlan:
     """A plan for a model without gates: every head turns within its trained range, and most have a floor.
 
@@ -89,7 +67,7 @@ def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options
 
     Args:
         model: on its device, in eval mode.
-        head_score: (L, Hk), of :func:`head_scores`.
+        head_score: (L, Hk), of :func:`gape.hf.heads.head_scores`.
         free: key heads without a floor.
         ids: (B, N), the text, on the model's device.
         **options: of :func:`gape.hf.plan_floors`, in place of those chosen here.

@@ -11,7 +11,7 @@ Shapes: L layers, Hq / Hk query / key heads, N tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from gape.cache.bounds import Limits
 from gape.hf.bounds import injected_layers, injected_limits
 from gape.hf.families import Family, family_of
-from gape.hf.heads import Head, best, sizes
+from gape.hf.heads import Head, best, read_layers, sizes
 from gape.hf.injection import inject, remove
 from gape.utils.validation import finite, invalid_argument, positive_number, weight, whole
 
@@ -173,7 +173,6 @@ def plan_floors(
     *,
     free: int = 0,
     scores: Tensor | None = None,
-    heads: Sequence[Head] | None = None,
     context_length: int | None = None,
     bounds: str = "weights",
     ids: Tensor | None = None,
@@ -182,15 +181,13 @@ def plan_floors(
     free_position: str | None = "hope",
     least: float = 0.0,
     amplitude: float = 1.0,
-    check: Callable[[], None] = lambda: None,
 ) -> FloorPlan:
     """The smallest floor for each head that keeps it within the range its rotation was trained on.
 
     Args:
         model: a causal language model without gates.
         free: key heads without a floor, the best of `scores`.
-        scores: (L, Hk), as :func:`gape.hf.heads.scores` gives them.
-        heads: (layer, key head) without a floor, in place of `free` and `scores`.
+        scores: (L, Hk), as :func:`gape.hf.heads.head_scores` gives them.
         context_length: T, the range; `max_position_embeddings` by default.
         bounds: "weights" holds for any text; "norms" takes the largest norms of q and k over `ids`, and "scores" the
             largest score less that of the own key, both for texts like that.
@@ -201,14 +198,13 @@ def plan_floors(
         free_position: that of free heads; None is that of the others.
         least: floor of heads that need none, or less.
         amplitude: Γ at the start, 1 with start="paper".
-        check: called before each layer; may raise to stop.
 
     Raises:
         ValueError: a value out of range or missing; names it. The model is as it was.
     """
     layers, n_heads, n_kv_heads = sizes(model)
     length = _range(model, context_length)
-    chosen = _chosen(heads, scores, free, (layers, n_kv_heads))
+    chosen = _chosen(scores, free, (layers, n_kv_heads))
     rotations = _rotations(model, position, free_position, chosen)
     if bounds not in BOUNDS:
         raise invalid_argument("bounds", bounds, f"one of {', '.join(BOUNDS)}")
@@ -216,10 +212,7 @@ def plan_floors(
     gamma, low = positive_number("amplitude", amplitude), finite("least", least)
     if low < 0 or share == 0:
         raise invalid_argument("least, mass", (least, mass), "a floor from 0, and a mass above 0 or None")
-    if bounds == "weights":
-        measured = _from_weights(model, length, check)
-    else:
-        measured = _from_text(model, _checked(ids, length), bounds, check)
+    measured = _from_weights(model, length) if bounds == "weights" else _from_text(model, ids, length, bounds)
     gap, reach, own, norms = measured
     needed = _least_rate(gap.clamp(min=0), length, share) * length / gamma
     # Up to the next hundredth: floors that a reader can write down, and none too small.
@@ -282,35 +275,25 @@ def _range(model: Any, context_length: int | None) -> int:
     return whole("context_length", native, 2)
 
 
-def _chosen(heads: Sequence[Head] | None, scores: Tensor | None, free: int, shape: tuple[int, int]) -> list[Head]:
-    """The heads without a floor, checked."""
-    layers, n_kv_heads = shape
-    if whole("free", free, 0) > layers * n_kv_heads:
-        raise invalid_argument("free", free, f"a whole number from 0 to {layers * n_kv_heads}, the model's key heads")
-    if heads is not None:
-        if free or scores is not None:
-            raise invalid_argument("heads", list(heads), "none beside free and scores")
-        chosen = [(whole("heads", layer, 0), whole("heads", head, 0)) for layer, head in heads]
-        if len(set(chosen)) < len(chosen) or any(layer >= layers or head >= n_kv_heads for layer, head in chosen):
-            raise invalid_argument("heads", chosen, f"(layer, key head), each once, of {layers} layers of {n_kv_heads}")
-        return chosen
+def _chosen(scores: Tensor | None, free: int, shape: tuple[int, int]) -> list[Head]:
+    """The heads without a floor."""
+    most = math.prod(shape)
+    if whole("free", free, 0) > most:
+        raise invalid_argument("free", free, f"a whole number from 0 to {most}, the model's key heads")
     if not free:
         return []
     if scores is None or tuple(scores.shape) != shape or not bool(scores.isfinite().all()):
-        raise invalid_argument("scores", scores, f"finite numbers {shape} of gape.hf.heads.scores")
+        raise invalid_argument("scores", scores, f"finite numbers {shape} of gape.hf.heads.head_scores")
     return best(scores, free)
 
 
-def _from_weights(model: Any, length: int, check: Callable[[], None]) -> Measured:
+def _from_weights(model: Any, length: int) -> Measured:
     """Bounds that hold for any text: those by which a cache evicts."""
     # The draws of the gates, which nothing reads, are taken back.
     with torch.random.fork_rng(devices=[]):
         inject(model, context_length=length, start="paper")
     try:
-        each = []
-        for layer in injected_layers(model):
-            check()
-            each += injected_limits(model, [layer])
+        each = injected_limits(model, injected_layers(model))
     finally:
         remove(model)
     reach, own, most = (torch.stack([getattr(x, name) for x in each]) for name in ("reach", "own", "jitter"))
@@ -319,32 +302,19 @@ def _from_weights(model: Any, length: int, check: Callable[[], None]) -> Measure
     return most + own, reach, own, norms.unsqueeze(-1)
 
 
-def _checked(ids: Tensor | None, length: int) -> Tensor:
+@torch.no_grad()
+def _from_text(model: Any, ids: Tensor | None, length: int, bounds: str) -> Measured:
+    """Bounds of the queries and keys that a text leads to."""
     if ids is None or ids.dim() != 2 or not 2 <= ids.size(1) <= length:
         raise invalid_argument("ids", ids, f"tokens (B, N), N from 2 to T = {length:,}, for bounds of a text")
-    return ids
+    family, rows = family_of(model), {}
 
-
-@torch.no_grad()
-def _from_text(model: Any, ids: Tensor, bounds: str, check: Callable[[], None]) -> Measured:
-    """Bounds of the queries and keys that a text leads to."""
-    family = family_of(model)
-    rows: dict[Any, Measured] = {}
-
-    def measure(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        check()
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        embeddings = kwargs.get("position_embeddings")
+    def measure(module: Any, x: Tensor, embeddings: Any) -> None:
         rows[module] = _layer_from_text(family, module, x, embeddings, scores=bounds == "scores")
 
-    modules = family.modules(model)
-    handles = [module.register_forward_pre_hook(measure, with_kwargs=True) for module in modules]
-    try:
-        model.base_model(ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    gap, reach, own, norms = (torch.stack(parts) for parts in zip(*(rows[module] for module in modules), strict=True))
+    read_layers(model, ids, measure)
+    layers = [rows[module] for module in family.modules(model)]
+    gap, reach, own, norms = (torch.stack(parts) for parts in zip(*layers, strict=True))
     return gap, reach, own, norms
 
 
