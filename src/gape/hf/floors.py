@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,10 +90,9 @@ class FloorPlan:
         return self._by_key_head(torch.where(rate > 0, needed / rate, torch.inf))
 
     def cached_keys(self, length: int, eps: float = 1e-3) -> Tensor:
-        """Keys that :class:`gape.hf.ForgettingCache` will have of a text of so many tokens, (L, Hk).
+        """Keys that :class:`gape.hf.ForgettingCache` will have of a text of so many tokens, (L, Hk), without landmarks.
 
-        An estimate for texts like the one measured; from weights the most that any text leads to. Keys are taken to
-        have no landmark.
+        An estimate for texts like the one measured; from weights the most that any text leads to.
         """
         whole("length", length)
         own = _tensor(self.own)
@@ -104,42 +104,25 @@ class FloorPlan:
         cached = torch.stack([torch.where(self.rate > 0, x, torch.inf).clamp(0, length) for x in each])
         return self._by_key_head(cached).mean(0)
 
-    def cache_share(self, length: int, eps: float = 1e-3) -> float:
-        """The part of all keys that :meth:`cached_keys` counts."""
-        return float(self.cached_keys(length, eps).mean()) / length
-
-    def table(self, lengths: Sequence[int] = (), eps: float = 1e-3) -> str:
-        """A line for each key head: rotation, gap, floor, what it sees, and keys cached at some lengths.
-
-        Args:
-            lengths: of texts; T and 8·T by default.
-            eps: of the cache.
-        """
-        lengths = lengths or (self.context_length, 8 * self.context_length)
+    def __str__(self) -> str:
+        """A line for each key head: rotation, gap, floor, what it sees, and keys cached of texts of T and 8·T tokens."""
+        lengths, eps = (self.context_length, 8 * self.context_length), 1e-3
         keys = [self.cached_keys(length, eps) for length in lengths]
         gap, floor = (self._by_key_head(_tensor(x)) for x in (self.gap, self.gate_floor))
-        sees = self.horizons()
-        columns = "".join(f"{f'keys of {length:,}':>18}" for length in lengths)
-        lines = [self._title(), f"layer  head  rotation     gap   floor     sees{columns}"]
-        for layer, head in ((i, j) for i in range(gap.size(0)) for j in range(gap.size(1))):
+        beyond = "below the own key" if self.mass is None else f"at most {self.mass:g} of the attention"
+        lines = [
+            f"T = {self.context_length:,}, {len(self.free)} of {gap.numel()} key heads free, bounds by {self.bounds}; "
+            f"keys beyond what a head sees: {beyond}",
+            "layer  head  rotation     gap   floor     sees" + "".join(f"{f'keys of {n:,}':>18}" for n in lengths),
+        ]
+        for (layer, head), far in np.ndenumerate(self.horizons().numpy()):
             rotation = "own" if self.head_positions is None else self.head_positions[layer][head]
-            far = f"{float(sees[layer, head]):,.0f}" if math.isfinite(sees[layer, head]) else "all"
+            sees = f"{far:,.0f}" if math.isfinite(far) else "all"
             counts = "".join(f"{float(x[layer, head]):>18,.0f}" for x in keys)
-            numbers = f"{gap[layer, head]:6.1f}  {floor[layer, head]:6.2f}  {far:>7}{counts}"
+            numbers = f"{gap[layer, head]:6.1f}  {floor[layer, head]:6.2f}  {sees:>7}{counts}"
             lines.append(f"{layer:5}  {head:4}  {rotation:8}  {numbers}")
-        shares = ", ".join(f"{self.cache_share(n, eps):.3f} of {n:,}" for n in lengths)
+        shares = ", ".join(f"{float(x.mean()) / n:.3f} of {n:,}" for x, n in zip(keys, lengths, strict=True))
         return "\n".join([*lines, f"cache, eps = {eps:g}: {shares} tokens' keys"])
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _title(self) -> str:
-        heads = len(self.gap) * len(self.norms[0])
-        left = "below the own key" if self.mass is None else f"at most {self.mass:g} of the attention"
-        return (
-            f"T = {self.context_length:,}, {len(self.free)} of {heads} key heads free, bounds by {self.bounds}; "
-            f"keys beyond what a head sees: {left}"
-        )
 
     @property
     def _groups(self) -> int:
@@ -155,11 +138,7 @@ class FloorPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FloorPlan:
-        """The plan that :meth:`to_dict` wrote.
-
-        Raises:
-            ValueError: a value is missing.
-        """
+        """The plan that :meth:`to_dict` wrote; a ValueError where a value is missing."""
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in values]
         if missing:
