@@ -152,11 +152,7 @@ def _settings_of(config: Any) -> Settings | None:
 
 
 def check(model: Any, configs: MutableMapping[str, Any]) -> None:
-    """Compare the gates that adapters need with the model's; a config without any is replaced by a copy with them.
-
-    Raises:
-        ValueError: an adapter that was trained with other gates.
-    """
+    """Refuse adapters of other gates than the model's; a config that names none is replaced by a copy with them."""
     if not configs or not has_gates(model):
         return
     own = Settings.from_config(model.config)

@@ -19,8 +19,8 @@ from gape.hf.families import LLAMA_LIKE, Family, family_named, window_of
 from gape.hf.gates import RetrofitGates
 from gape.hf.implementations import (
     OPERATOR_OF,
-    GateValues,
     check_causality,
+    gate_values,
     masked_attention,
     refuse_head_masks,
     refuse_paged,
@@ -60,15 +60,9 @@ def attend_in_transformers(
 
     Args:
         layer, x, positions, embeddings, attend: as there.
-        mask: of `transformers`; caches in pages do not read it.
-        cache: of `transformers`, or None; the tokens are added to it.
-        owner: what a cache in pages knows the layer by.
-        number: of the layer.
+        mask, cache: of `transformers`, or None. Caches in pages do not read the mask, and know the layer by its owner.
         config: of the model, which names its attention implementation.
         **packing: settings of :class:`gape.hf.cache.PackedKeys`.
-
-    Raises:
-        ValueError: a cache or a mask that does not go with gates.
     """
     if layer.gates is not None and isinstance(cache, PagesForTransformers):
         real = cache.real_tokens(mask, x.size(1), x.size(0))
@@ -244,12 +238,9 @@ class InjectedAttention(Skips):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Side, side: Side, **visibility: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend under the gates, if there are some; `side` are the keys' landmarks."""
-        values = None
-        if gate is not None and side is not None:
-            values = GateValues(gate, side, self.gape.amplitude, self.gape_wiring.context_length)
         return masked_attention(
-            q, k, v, values, name=self.config._attn_implementation, scale=self.gape_wiring.family.layout.scale(self),
-            softcap=self.softcap, skips=self.skips, **visibility,
+            q, k, v, gate_values(self, gate, side), name=self.config._attn_implementation,
+            scale=self.gape_wiring.family.layout.scale(self), softcap=self.softcap, skips=self.skips, **visibility,
         )  # fmt: skip
 
     def merge(self, y: Tensor) -> Tensor:

@@ -41,11 +41,7 @@ class InjectedLayer(NamedTuple):
 
 
 def injected_layers(model: Any) -> list[InjectedLayer]:
-    """The layers of a model that have gates of :func:`gape.hf.inject`, first layer first.
-
-    Raises:
-        ValueError: one that has them caps its logits or has a window.
-    """
+    """The layers with gates of :func:`gape.hf.inject`, in order; none of them may cap its logits or have a window."""
     from gape.hf.attention import InjectedAttention  # noqa: PLC0415
 
     layers = []
@@ -99,11 +95,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, Limits]] = WeakKeyDictionary(
 
 
 def injected_limits(model: Any, layers: Sequence[InjectedLayer]) -> list[Limits]:
-    """Bounds on the queries of layers of a model, worked out once for weights as they are.
-
-    Raises:
-        ValueError: there is no norm that bounds q and k.
-    """
+    """Bounds on the queries of layers of a model, worked out once for weights as they are."""
     own = _own_stretch(model)
     weights = [[x for m in (layer.module, *_norms(layer.parent)) for x in m.parameters()] for layer in layers]
     limits = []
@@ -192,11 +184,7 @@ def _own_stretch(model: Any) -> tuple[float, bool]:
 
 
 def _gain(norm: nn.Module, width: int) -> Tensor:
-    """What a norm that divides by the root of the mean square multiplies with, (width,) in float64.
-
-    Raises:
-        ValueError: the module is none.
-    """
+    """What a norm by the root of the mean square multiplies with, (width,) in float64; others are refused."""
     ones = torch.full((1, width), _LARGE)
     parameter = next(norm.parameters(), ones)
     ones = ones.to(parameter)

@@ -19,12 +19,9 @@ _FIELDS = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 
 def origin(config: Any) -> dict[str, str]:
-    """What is known of the model that gates are put into: "base_model", its name, and "license", each if known.
+    """What the config of a model tells of its origin: "base_model", its name, and "license", each if known.
 
     The licence is that of the card in its directory. Nothing is downloaded.
-
-    Args:
-        config: of the model, before the injection.
     """
     name = str(getattr(config, "_name_or_path", "") or "")
     fields: dict[str, str] = {}
@@ -48,12 +45,9 @@ def _card_fields(directory: Path) -> dict[str, str]:
 
 
 def write_card(directory: Path, model: Any) -> Path:
-    """Write the model card: README.md, or GAPE.md where somebody else's README.md is.
+    """Write the model card: README.md, or GAPE.md where somebody else's README.md is. Returns the file.
 
     `model.config.gape` may hold "license", "base_model" and "measured", a dictionary of words and numbers.
-
-    Returns:
-        The file.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "README.md"

@@ -31,11 +31,7 @@ FREE_SHARE = 6.4
 
 
 def native_context(model: Any) -> int:
-    """The context that a model was made for, if it can be extended.
-
-    Raises:
-        ValueError: it has gates, is of an unknown family, has no rotation, or one that is rescaled already.
-    """
+    """The context of a model that can be extended: without gates, with a plain rotation, of a known family."""
     sizes(model)
     family = family_of(model)
     if not family.layout.rotary:
@@ -45,11 +41,7 @@ def native_context(model: Any) -> int:
 
 
 def refuse_target(native: int, to: int) -> None:
-    """Refuse a length that a model reads already.
-
-    Raises:
-        ValueError: `to` is not above the native context.
-    """
+    """Refuse a length that a model reads already."""
     if whole("to", to) <= native:
         raise invalid_argument("to", to, f"more than {native}, the model's own context")
 

@@ -105,7 +105,7 @@ class FloorPlan:
         return self._by_key_head(cached).mean(0)
 
     def __str__(self) -> str:
-        """A line for each key head: rotation, gap, floor, what it sees, and keys cached of texts of T and 8·T tokens."""
+        """A line for each key head: rotation, gap, floor, what it sees, and keys cached of texts of T and 8·T."""
         lengths, eps = (self.context_length, 8 * self.context_length), 1e-3
         keys = [self.cached_keys(length, eps) for length in lengths]
         gap, floor = (self._by_key_head(_tensor(x)) for x in (self.gap, self.gate_floor))

@@ -107,11 +107,7 @@ class Settings:
 
     @classmethod
     def from_config(cls, config: Any) -> Settings:
-        """The settings in a model's config.
-
-        Raises:
-            ValueError: there are none, or unknown ones.
-        """
+        """The settings in a model's config; a ValueError where there are none, or unknown ones."""
         stored = getattr(config, "gape", None)
         if not isinstance(stored, Mapping):
             raise invalid_argument("config.gape", stored, "the settings that gape.hf.inject writes there")
@@ -214,13 +210,10 @@ def warn_of_idle(model: nn.Module, state: Mapping[str, Tensor] | None = None) ->
 def refuse_other_settings(stored: Tensor | list[int] | None, own: Settings, source: str) -> None:
     """Refuse gates that were trained with another T, or under other settings of an injection than the model's.
 
-    Args:
-        stored: :meth:`Settings.fingerprint`, as it was saved beside the gates; None accepts all.
-        own: the model's settings.
-        source: the layer or adapter, for the message.
+    `stored` is what :meth:`Settings.fingerprint` gave when the gates were saved; None accepts all.
 
     Raises:
-        ValueError: names the layer, and the stored T or the settings that differ, with the model's values of them.
+        ValueError: names the source, and the stored T or the settings that differ, with the model's values of them.
     """
     if isinstance(stored, Tensor):
         stored = None if stored.device.type == "meta" else stored.to(torch.int64).tolist()

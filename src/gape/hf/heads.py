@@ -24,11 +24,7 @@ Head = tuple[int, int]
 
 
 def sizes(model: Any) -> tuple[int, int, int]:
-    """L, Hq and Hk of a causal language model without gates.
-
-    Raises:
-        ValueError: it has gates, or is of an unknown family.
-    """
+    """L, Hq and Hk of a causal language model; a ValueError where it has gates or is of an unknown family."""
     if isinstance(model, InjectedModel):
         raise ValueError("model: got one with gates, expected one without; gape.hf.remove takes them out")
     family = family_of(model)

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from gape.hf.attention import attend_in_transformers
 from gape.hf.cache import refuse_uneven
-from gape.hf.implementations import GateValues, masked_attention, refuse_paged, supported_name
+from gape.hf.implementations import gate_values, masked_attention, refuse_paged, supported_name
 from gape.hf.masks import causal_mask
 from gape.hf.paged import PagesForTransformers, with_pages
 from gape.hf.save_load import AutoMapped, GatedModel
@@ -270,9 +270,7 @@ class GapeForCausalLM(GatedModel, PreTrainedModel, GenerationMixin):  # type: ig
             def plain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
                 return layer.scheme.attend(q, k, v, gate, side, **arguments)
 
-            values = None
-            if layer.gates is not None and gate is not None and side is not None:
-                values = GateValues(gate, side, layer.gates.amplitude, layer.context_length)
+            values = gate_values(layer, gate, side) if layer.gates is not None else None
             return masked_attention(
                 q, k, v, values, name=self.config._attn_implementation, scale=layer.scale, plain=plain,
                 auto=layer.impl, skips=layer.skips, **visibility,

@@ -219,11 +219,7 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         return None
 
     def begin(self, mask: Any, tokens: Tensor) -> Tensor | None:
-        """Take note of pads before a call with ids (B, n) or embeddings (B, n, E); the mask to call the model with.
-
-        Raises:
-            ValueError: a mask that is not (B, cached + n), 0 for pads, or pads behind a token.
-        """
+        """Take note of pads before a call with ids (B, n) or embeddings (B, n, E); the mask to call the model with."""
         self.real = None
         if mask is not None:
             self._note_pads(mask, tokens.size(1))

@@ -103,14 +103,7 @@ def register_family(model_type: str, attention: type[nn.Module], layout: Layout 
 
 
 def auto_classes(model_type: str) -> tuple[type[Any], type[Any]]:
-    """Config class and model class of a saved model, for the file that its `auto_map` names.
-
-    Args:
-        model_type: as config.json has it, such as "gape_llama".
-
-    Raises:
-        ValueError: a family that this process does not know.
-    """
+    """Config class and model class of a model type such as "gape_llama", for the file that `auto_map` names."""
     from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM  # noqa: PLC0415
 
     if model_type == GapeConfig.model_type:
@@ -233,11 +226,7 @@ class GatedModel(LocalCode):
         raise NotImplementedError
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused before its thread begins, and so is `generate_batch`.
-
-        Raises:
-            ValueError: always; says why.
-        """
+        """Refused with a ValueError before its thread begins, and so is `generate_batch`."""
         raise ValueError(f"continuous batching: {implementations.NO_BATCHING}")
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:

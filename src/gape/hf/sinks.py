@@ -85,11 +85,7 @@ def _fitted(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def set_landmarks(model: Any, landmarks: SinkLandmarks) -> None:
-    """Give the landmark gates of an injected model these weights and biases.
-
-    Raises:
-        ValueError: a model without gates, or with landmarks that are not learned.
-    """
+    """Give the landmark gates of an injected model, which must be learned ones, these weights and biases."""
     layers = [module for module in model.modules() if isinstance(getattr(module, MODULE, None), GAPEGates)]
     projections = [getattr(module, MODULE).landmark_projection for module in layers]
     if not layers or None in projections:
