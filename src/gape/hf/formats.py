@@ -191,7 +191,7 @@ def _sizes(data: bytes, path: str | Path) -> Sizes:
 
 def _state(data: bytes, sizes: Sizes) -> tuple[dict[str, Tensor], int]:
     """The state of a `LlamaForCausalLM`, and the byte behind the last tensor."""
-    at, state = _HEADER.size, {}
+    at, state = _HEADER.size, dict[str, Tensor]()
     for name, shape in sizes.shapes().items():
         count = math.prod(shape)
         tensor = torch.from_numpy(np.frombuffer(data, "<f4", count, at).astype(np.float32)).view(shape)
