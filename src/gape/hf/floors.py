@@ -300,7 +300,7 @@ def _from_text(model: Any, ids: Tensor | None, length: int, bounds: str) -> Meas
 def _layer_from_text(family: Family, module: Any, x: Tensor, embeddings: Any, *, scores: bool) -> Measured:
     """Bounds of one layer, without the axis of layers."""
     q, k, _ = family.layout.project(module, x)
-    rotation = family.rotation()
+    rotation = family.rotation
     if rotation is not None and embeddings is not None and getattr(module, "use_rope", True):
         q, k = rotation(q, k, *embeddings)
     q, k, scale = q.float(), k.float(), family.layout.scale(module)

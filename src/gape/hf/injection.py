@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gape import positions as schemes
 from gape.hf import gpt2
-from gape.hf.attention import InjectedAttention, Wiring, injected_class, wire
+from gape.hf.attention import InjectedAttention, Wiring, injected_class
 from gape.hf.card import origin
 from gape.hf.families import TRANSFORMERS_4, Family, family_of, rope_theta, rotated_part
 from gape.hf.gates import MODULE, REMEDY, RetrofitGates, Settings, freeze, qk_modules
@@ -114,7 +114,10 @@ def install(model: Any, settings: Settings) -> None:
     numbers = settings.layers if settings.layers is not None else range(len(modules))
     for number in numbers:
         scheme = _scheme(family, settings, model, number)
-        wiring = wire(family.model_type, settings.context_length, numbers[0], scheme, settings.softcap)
+        wiring = Wiring(
+            family=family, context_length=settings.context_length, first_layer=numbers[0], scheme=scheme,
+            softcap=settings.softcap,
+        )  # fmt: skip
         _wrap(modules[number], wiring, settings, of_layer(settings.gates, number, len(modules)))
     _warn_of_dropout(modules[numbers[0]])
     model.config._attn_implementation = supported_name(model.config._attn_implementation)
