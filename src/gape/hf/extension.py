@@ -81,21 +81,13 @@ def put_in(
     factor: float | None = None,
     log_scale: bool = False,
 ) -> Any:
-    """Put what a method needs into a model, in place.
+    """Put what a method of :data:`METHODS` needs into a model without gates, in place, and name `to` as its context.
 
     Args:
-        model: without gates.
-        method: one of :data:`METHODS`.
-        to: the context that it should reach.
-        plan: of floors, for "ours".
-        landmarks: gates that keep sinks in view, for "ours"; without them no key is a landmark.
+        plan, landmarks, log_scale: for "ours": of floors; gates that keep sinks in view, without which no key is a
+            landmark; whether logits of queries beyond the native context grow with its logarithm, without a floor.
         floors: a list for each layer, for "floors".
         factor: of YaRN; `to` over the native context by default.
-        log_scale: whether logits of queries beyond the native context grow with its logarithm, in heads without a
-            floor, for "ours".
-
-    Returns:
-        The model, whose config names `to` as its context.
 
     Raises:
         ValueError: an unknown method, or an argument that it needs or does not take.

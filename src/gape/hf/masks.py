@@ -149,19 +149,18 @@ def consecutive(positions: Tensor) -> bool:
 
     False in a compiled graph, which cannot read values.
     """
-    if torch.compiler.is_compiling():
-        return False
-    return memoized(positions, "_gape_consecutive", lambda: bool((positions.diff(dim=-1) == 1).all()))
+    return _all_steps(positions, "_gape_consecutive", lambda steps: steps == 1)
 
 
 def rising(positions: Tensor) -> bool:
-    """Whether positions (N,) or (B, N) only rise, by one or more: one document, parts of which may be skipped.
+    """Whether positions (N,) or (B, N) only rise: one document, parts of which may be skipped; False in a graph."""
+    return _all_steps(positions, "_gape_rising", lambda steps: steps >= 1)
 
-    False in a compiled graph, which cannot read values.
-    """
+
+def _all_steps(positions: Tensor, name: str, allowed: Callable[[Tensor], Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return False
-    return memoized(positions, "_gape_rising", lambda: bool((positions.diff(dim=-1) >= 1).all()))
+    return memoized(positions, name, lambda: bool(allowed(positions.diff(dim=-1)).all()))
 
 
 def memoized(tensor: Tensor, name: str, compute: Callable[[], Value]) -> Value:
