@@ -124,8 +124,11 @@ def test_a_text_goes_on_in_a_second_call(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "bounds"),
     [
-        *[("gape", "weights"), ("gpt2", "queries"), ("qwen3", "weights")],
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [("gpt2", "weights"), ("phi3", "queries")]),
+        *[("gape", "weights"), ("gpt2", "queries")],
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in [("gpt2", "weights"), ("phi3", "queries"), ("qwen3", "weights")]
+        ),
     ],
 )
 def test_no_query_loses_more_than_eps(name: str, bounds: str) -> None:
@@ -199,7 +202,7 @@ def test_rows_of_our_gpt_count_from_their_first_token() -> None:
     assert [row.tolist() for row in cache.pages.positions(1, 0)] == [list(range(23)), list(range(31))]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_adapters_are_cached_alike(family: str) -> None:
     peft = pytest.importorskip("peft")
     base = injected(family).double()

@@ -277,7 +277,7 @@ def test_a_plain_trainer_with_parameter_groups_moves_gates_faster(tmp_path):
     moved = {}
     for rate in (1.0, 10.0):
         model = gape.hf.inject(tiny("llama"), context_length=16)
-        trainer = trainer_of(model, tmp_path)
+        trainer = trainer_of(model, tmp_path, max_steps=2)
         trainer.optimizer = torch.optim.AdamW(gape.hf.parameter_groups(model, lr=1e-3, gate_rate=rate))
         trainer.train()
         moved[rate] = float(model.model.layers[0].self_attn.gape.strength.detach().abs().mean())
