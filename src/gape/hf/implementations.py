@@ -95,13 +95,7 @@ def register() -> None:
     """Make our names known to `transformers`; may be called again."""
     for name in REGISTERED:
         AttentionInterface.register(name, _ungated_attention)
-        AttentionMaskInterface.register(name, _mask)
-
-
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """A bool mask, True may attend, or None where causality by index is all; as for `sdpa`."""
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return mask
+        AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def _ungated_attention(

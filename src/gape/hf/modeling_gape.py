@@ -127,11 +127,7 @@ class GapeForCausalLM(GatedModel, PreTrainedModel, GenerationMixin):  # type: ig
         return self.gpt.head
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
-        """Replace the output layer, for another vocabulary; it is then no longer tied to the embedding.
-
-        Raises:
-            ValueError: it has a bias, which a GPT cannot have.
-        """
+        """Replace the output layer, for another vocabulary, by one without a bias, no longer tied to the embedding."""
         if value.bias is not None:
             raise invalid_argument("value", value, "a linear layer without a bias")
         self.gpt.head, self.config.tied = value, False
@@ -163,9 +159,8 @@ class GapeForCausalLM(GatedModel, PreTrainedModel, GenerationMixin):  # type: ig
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache,
             output_attentions=output_attentions, output_hidden_states=output_hidden_states,
         )  # fmt: skip
-        x = output.last_hidden_state
-        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-        logits = self.gpt.logits(x if isinstance(rows, int) else x[:, rows])
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.gpt.logits(output.last_hidden_state[:, rows])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -281,7 +276,9 @@ class GapeForCausalLM(GatedModel, PreTrainedModel, GenerationMixin):  # type: ig
     def _positions(self, x: Tensor, real: Tensor | None, given: Tensor | None, cache: Any) -> Tensor:
         """Positions (N,) or (B, N) of these tokens."""
         batch, n = x.shape[:2]
-        if given is None and real is not None and real.dim() == 2 and not self._dense(real):
+        # A compiled graph cannot read whether the mask hides anything.
+        graph = torch.compiler.is_compiling()
+        if given is None and real is not None and real.dim() == 2 and (graph or not bool(real.all())):
             given = (real.long().cumsum(-1) - 1).clamp(min=0)[:, -n:]
         if given is None:
             return torch.arange(n, device=x.device) + _length(cache)
@@ -290,10 +287,6 @@ class GapeForCausalLM(GatedModel, PreTrainedModel, GenerationMixin):  # type: ig
         if given.size(0) != 1:
             raise invalid_argument("position_ids", given, f"an integer tensor (1 or {batch}, {n})")
         return given[0]
-
-    def _dense(self, real: Tensor) -> bool:
-        """Whether a mask of pads (B, N) hides nothing; False in a compiled graph, which cannot read values."""
-        return not torch.compiler.is_compiling() and bool(real.all())
 
     def _option(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name, False) if given is None else given)
