@@ -126,8 +126,6 @@ def test_lora_keeps_and_trains_the_gates(family, tmp_path):
         merged = fresh.merge_and_unload()
         torch.testing.assert_close(merged(tokens()).logits, model(tokens()).logits, atol=1e-4, rtol=1e-4)
     merged.save_pretrained(tmp_path / "merged")
-    with pytest.raises((ValueError, RuntimeError), match="T = 16"):
-        peft.PeftModel.from_pretrained(gape.hf.inject(tiny(family), context_length=32), tmp_path)
     other = gape.hf.inject(tiny(family), context_length=16, gates={"gate_floor": 2.0})
     with pytest.raises((ValueError, RuntimeError), match="other settings than the model's gates = "):
         peft.PeftModel.from_pretrained(other, tmp_path)
@@ -148,9 +146,6 @@ def test_an_adapter_names_the_gates_that_its_base_lacks(own, tmp_path):
         # Warnings of the libraries about one another are not ours.
         warnings.simplefilter("error", UserWarning)
         peft.PeftModel.from_pretrained(gape.hf.inject(tiny("llama"), context_length=16), tmp_path / "adapter")
-    for load in (peft.PeftModel.from_pretrained, lambda model, path: model.load_adapter(path)):
-        with pytest.raises(ValueError, match="context_length"):
-            load(gape.hf.inject(tiny("llama"), context_length=64), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["LoraConfig", "lora_config"])
@@ -160,7 +155,7 @@ def test_adapters_of_other_gates_are_refused_as_first_and_as_second(own, tmp_pat
     base = opened(tiny("llama"))
     config = gape.hf.lora_config(base, r=2) if own else copy.copy(plain)
     peft.get_peft_model(base, config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="context_length"):
+    with pytest.raises(ValueError, match=r"context_length: .* T = 16"):
         peft.PeftModel.from_pretrained(opened(tiny("llama"), context_length=64), tmp_path)
     models = [opened(tiny("llama"), context_length=64) for _ in range(2)]
     models[0].add_adapter(copy.copy(plain), "first")
