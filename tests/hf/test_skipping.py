@@ -36,7 +36,7 @@ def gpt() -> Any:
     return ours(n_layer=1, n_head=2, n_kv_head=1)
 
 
-MODELS = pytest.mark.parametrize("made", [llama, gpt])
+MODELS = pytest.mark.parametrize("made", [llama, pytest.param(gpt, marks=pytest.mark.slow)])
 
 
 @torch.no_grad()
