@@ -42,7 +42,7 @@ def test_positions_that_keys_cannot_carry_are_refused(dtype):
         pack(k, None, last + 1)
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_positions_that_keys_cannot_carry_are_nan_in_a_graph(batched):
     k = torch.zeros(2, 1, 2, 8, dtype=torch.bfloat16)
     positions = torch.tensor([furthest(k.dtype), furthest(k.dtype) + 1])

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from gape.hf.capture import model_obstacle
+from gape.hf.paged import model_obstacle
 from tests.hf.tiny import MIXTURES, injected, tokens
 
 

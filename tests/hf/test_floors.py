@@ -108,7 +108,7 @@ def test_scores_grow_only_in_heads_without_a_floor() -> None:
 
 
 def test_a_model_that_does_not_rotate_keeps_its_positions() -> None:
-    given = {"context_length": 64, "heads": [(0, 0)]}
+    given = {"context_length": 64, "free": 1, "scores": torch.zeros(2, 4)}
     with pytest.raises(ValueError, match=r"^position, free_position: GPT2LMHeadModel does not rotate"):
         plan_floors(tiny("gpt2"), **given)
     assert plan_floors(tiny("gpt2"), **given, free_position=None).position is None
@@ -141,7 +141,7 @@ def test_a_cache_has_about_as_many_keys_as_planned() -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("free", 5), ("scores", None), ("scores", SCORES[:1]), ("heads", [(0, 2)]), ("bounds", "guess"), ("ids", None),
+        ("free", 5), ("scores", None), ("scores", SCORES[:1]), ("bounds", "guess"), ("ids", None),
         ("ids", tokens(1, 129)), ("mass", 1.5), ("amplitude", 0.0), ("context_length", 0),
         ("position", "yarn"), ("free_position", "alibi"),
     ],

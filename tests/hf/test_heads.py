@@ -15,11 +15,12 @@ pytest.importorskip("tokenizers")
 import transformers
 
 from gape.hf import heads
+from gape.hf.heads import head_scores
 from tests.cli.test_commands import gape_exits
 from tests.hf.tiny import opened, tiny, tokens
 
 #: Of twenty tokens; the first part of the source lies beyond a window of eight, the second inside.
-SOURCE, ANSWER = [3, 4, 13, 14], range(16, 20)
+SOURCE, ANSWER = [3, 4, 13, 14], 4
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma2", "phi3", "qwen3_moe"])
@@ -31,7 +32,7 @@ def test_scores_are_the_attention_of_a_whole_forward(family: str, monkeypatch: p
         whole = torch.cat(model(ids, output_attentions=True).attentions)
     # Queries 15 to 18 predict tokens 16 to 19.
     wanted = whole[:, :, 15:19, SOURCE].sum(-1).mean(-1).view(-1, n_kv_heads, n_heads // n_kv_heads).amax(-1)
-    actual = heads.scores(model, ids, SOURCE, ANSWER)
+    actual = head_scores(tiny(family), [(ids[0], SOURCE, ANSWER)])
     torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=0)
 
 
@@ -53,25 +54,29 @@ def copying() -> Any:
 
 
 def test_the_head_that_copies_scores_highest() -> None:
-    ids = torch.tensor([[7, 5, 5, 8, 9, 8, 7, 8, 5, 5]])
-    actual = heads.scores(copying(), ids, [1, 2], [8, 9])
+    ids = torch.tensor([7, 5, 5, 8, 9, 8, 7, 8, 5, 5])
+    actual = head_scores(copying(), [(ids, [1, 2], 2)])
     assert actual[1, 1] > 0.6
     # All tokens alike: two of eight, and two of nine.
     rest = [actual[0, 0], actual[0, 1], actual[1, 0]]
     torch.testing.assert_close(torch.stack(rest), torch.full((3,), (2 / 8 + 2 / 9) / 2))
 
 
+def test_scores_of_several_texts_are_their_mean_and_the_model_is_as_before() -> None:
+    model, texts = tiny("llama"), [(tokens(1, 20, seed)[0], SOURCE, ANSWER) for seed in (0, 1)]
+    each = [head_scores(model, [text]) for text in texts]
+    torch.testing.assert_close(head_scores(model, texts), torch.stack(each).mean(0))
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_scores_that_cannot_be_are_refused() -> None:
-    model, ids = tiny("llama", "eager"), tokens(1, 20)
-    for source, answer, said in (([16], ANSWER, "source"), ([], ANSWER, "source"), (SOURCE, [15, 16], "answer")):
-        with pytest.raises(ValueError, match=f"^{said}"):
-            heads.scores(model, ids, source, answer)
-    with pytest.raises(ValueError, match=r"^ids"):
-        heads.scores(model, tokens(2, 20), SOURCE, ANSWER)
-    with pytest.raises(ValueError, match=r"^model: got str 'sdpa', expected attn_implementation='eager'"):
-        heads.scores(tiny("llama", "sdpa"), ids, SOURCE, ANSWER)
+    model, ids = tiny("llama"), tokens(1, 20)[0]
+    wrong = (([16], 4, "source"), ([], 4, "source"), (SOURCE, 0, "answer"), (SOURCE, 20, "answer"))
+    for source, answer, argument in wrong:
+        with pytest.raises(ValueError, match=f"^{argument}"):
+            head_scores(model, [(ids, source, answer)])
     with pytest.raises(ValueError, match=r"^model: got one with gates"):
-        heads.scores(opened(tiny("llama", "eager")), ids, SOURCE, ANSWER)
+        head_scores(opened(tiny("llama")), [(ids, SOURCE, ANSWER)])
 
 
 @pytest.fixture

@@ -339,7 +339,7 @@ def test_gpt2_past_its_learned_positions_says_what_to_do():
         assert short(tokens(1, 512)).logits.shape == (1, 512, 64)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_half_precision_keeps_gates_exact_and_decodes_as_it_reads(dtype):
     model = opened(tiny("llama").to(dtype), context_length=8)
     assert model.model.layers[0].self_attn.gape.strength.dtype == torch.float32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import shutil
 
 import pytest
 import torch
@@ -20,10 +21,15 @@ from gape.hf.gates import freeze
 from tests.hf.tiny import each_family, opened, tiny, tokens
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    opened(tiny("llama")).save_pretrained(tmp_path_factory.getbasetemp() / "model")
+    return tmp_path_factory.getbasetemp() / "model"
+
+
 @pytest.fixture
-def saved(tmp_path):
-    opened(tiny("llama")).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+def saved(directory, tmp_path):
+    return shutil.copytree(directory, tmp_path / "model")
 
 
 def change(directory, edit):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -18,7 +18,7 @@ from gape.positions.rotary import Rotary
 from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
-    from gape.gates import GAPEGates
+    from gape.cache.layer import LayerSpec
     from gape.models.attention import GAPEAttention
 
 #: How far the numbers of a dtype may be from what the weights say: gates are rounded once on each side, norms and
@@ -27,21 +27,6 @@ _ROUNDING = {torch.float64: 2.0**-30, torch.float32: 2.0**-9, torch.bfloat16: 2.
 
 #: What is added to a matrix of products, as a part of its trace, so that rounding leaves it a square root.
 _LIFT = 2.0**-34
-
-
-class GatedLayer(Protocol):
-    """As much of an attention layer as its bounds need."""
-
-    n_heads: int
-    n_kv_heads: int
-    scale: float
-    position: str
-    context_length: float
-
-    @property
-    def gates(self) -> GAPEGates | None:
-        """The gates of the layer."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +82,7 @@ def limits_of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
 
 
 def limits_of_maps(
-    attention: GatedLayer,
+    attention: GAPEAttention | LayerSpec,
     queries: tuple[Tensor, Tensor],
     keys: tuple[Tensor, Tensor],
     *,
@@ -127,7 +112,7 @@ def limits_of_maps(
     return Limits(rate=least_rates(attention), reach=scale * query, own=-scale * least, jitter=scale * query * key)
 
 
-def least_rates(attention: GatedLayer) -> Tensor:
+def least_rates(attention: GAPEAttention | LayerSpec) -> Tensor:
     """Γ·floor/T, (Hq,) in float64: what no query's rate falls below. A gate that is fixed is its own floor.
 
     Raises:
@@ -135,9 +120,8 @@ def least_rates(attention: GatedLayer) -> Tensor:
     """
     gates = attention.gates
     if gates is None:
-        raise invalid_argument(
-            "position", attention.position, "a scheme with gates, which alone forgets at a known rate"
-        )
+        position = getattr(attention, "position", None)
+        raise invalid_argument("position", position, "a scheme with gates, which alone forgets at a known rate")
     # Not from float32, which may be above what a layer in float64 adds.
     least = torch.tensor(gates.gate_floor, dtype=torch.float64)
     if gates.gate_projection is None:

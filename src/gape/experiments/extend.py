@@ -33,7 +33,7 @@ from gape.experiments.retrieval_heads import with_floors
 from gape.hf import extension
 from gape.hf.floors import FloorPlan
 from gape.hf.gates import has_gates
-from gape.hf.heads import sizes
+from gape.hf.heads import head_scores, sizes
 from gape.hf.sinks import SinkLandmarks, sink_landmarks
 from gape.models.skipping import cannot_skip
 from gape.report import extend as report
@@ -340,7 +340,7 @@ class Job:
             self.corpus, load_tokenizer(self.settings.model), length, SCORED_TEXTS // 3, split="train"
         )
         self.progress.log(f"heads: scored on {SCORED_TEXTS} recall texts of {length:,} tokens")
-        score = extension.head_scores(model, [(text.ids, text.source, text.answer) for text in texts])
+        score = head_scores(model, [(text.ids, text.source, text.answer) for text in texts])
         record = {"score": [[round(value, 6) for value in row] for row in score.tolist()], "texts": SCORED_TEXTS}
         files.replace(path, files.to_json(record))
         return torch.tensor(record["score"])

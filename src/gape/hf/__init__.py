@@ -1,7 +1,7 @@
 """GAPE in models of `transformers`: inject, remove, train, save, load. `docs/guide/hf.md` is the guide.
 
-The names are imported when they are first used. Importing this package registers our classes with the Auto classes of
-`transformers`, so that `AutoModelForCausalLM.from_pretrained` reads models that were saved with gates.
+Importing this package registers our classes with the Auto classes of `transformers`, so that
+`AutoModelForCausalLM.from_pretrained` reads models that were saved with gates.
 """
 
 from __future__ import annotations
@@ -14,51 +14,25 @@ try:
 except ImportError as error:
     raise ImportError("gape.hf needs transformers: pip install 'gape[hf]'") from error
 
-from gape.hf.save_load import register, register_family
+from gape.hf.adapters import load_adapter, lora_config
+from gape.hf.families import Layout
+from gape.hf.floors import FloorPlan, plan_floors
+from gape.hf.formats import read_gguf, read_llama2c
+from gape.hf.gates import parameter_groups, parameters
+from gape.hf.gpt2 import extend_positions
+from gape.hf.injection import inject, plan, remove
+from gape.hf.language import LanguageModel
+from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM
+from gape.hf.paged import ForgettingCache, FullCache
+from gape.hf.plans import InjectionPlan, ModelPlan, explain
+from gape.hf.save_load import gate_checksum, register, register_family
 
 if TYPE_CHECKING:
     from gape.experiments.extend import extend
-    from gape.hf.adapters import load_adapter, lora_config
     from gape.hf.callbacks import GateCallback
-    from gape.hf.families import Layout
-    from gape.hf.floors import FloorPlan, plan_floors
-    from gape.hf.formats import read_gguf, read_llama2c
-    from gape.hf.gates import parameter_groups, parameters
-    from gape.hf.gpt2 import extend_positions
-    from gape.hf.injection import inject, plan, remove
-    from gape.hf.language import LanguageModel
-    from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM
-    from gape.hf.paged import ForgettingCache, FullCache
-    from gape.hf.plans import InjectionPlan, ModelPlan, explain
-    from gape.hf.save_load import gate_checksum
 
-_MODULES = {
-    "FloorPlan": "floors",
-    "ForgettingCache": "paged",
-    "FullCache": "paged",
-    "GateCallback": "callbacks",
-    "GapeConfig": "modeling_gape",
-    "GapeForCausalLM": "modeling_gape",
-    "InjectionPlan": "plans",
-    "LanguageModel": "language",
-    "Layout": "families",
-    "ModelPlan": "plans",
-    "explain": "plans",
-    # Of a layer above, which nothing here imports.
-    "extend": ".experiments.extend",
-    "extend_positions": "gpt2",
-    "gate_checksum": "save_load",
-    "inject": "injection",
-    "load_adapter": "adapters",
-    "lora_config": "adapters",
-    "parameter_groups": "gates",
-    "parameters": "gates",
-    "plan": "injection",
-    "plan_floors": "floors",
-    "read_gguf": "formats",
-    "read_llama2c": "formats",
-    "remove": "injection",
-}
+#: Imported when they are first used: the Trainer of `transformers` is large, and `extend` is of a layer above.
+_LAZY = {"GateCallback": "gape.hf.callbacks", "extend": "gape.experiments.extend"}
 
 __all__ = [
     "FloorPlan",
@@ -91,8 +65,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f".{_MODULES[name]}", "gape.hf"), name)
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'gape.hf' has no attribute {name!r}")
 
 

@@ -11,8 +11,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +19,7 @@ from typing import Any
 import torch
 
 from gape.hf.families import family_of
-from gape.hf.gates import (
-    HASHED,
-    MODULE,
-    RetrofitGates,
-    Settings,
-    has_gates,
-    refuse_other_length,
-    refuse_other_settings,
-)
+from gape.hf.gates import HASHED, MODULE, RetrofitGates, Settings, has_gates, refuse_other_settings
 from gape.utils.validation import whole
 
 #: Where the pattern in an adapter's config names the gates.
@@ -52,8 +43,7 @@ def lora_config(model: Any, **options: Any) -> Any:
     peft, family = _peft(), family_of(model)
     # GPT-2 has another c_proj in its feed-forward layers.
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn", "query_key_value", "dense")
-    targets = {name: name for name in names}
-    targets["c_proj"] = "attn.c_proj"
+    targets = {name: name for name in names} | {"c_proj": "attn.c_proj"}
     first = family.modules(model)[0]
     defaults: dict[str, Any] = {
         "target_modules": [target for name, target in targets.items() if hasattr(first, name)],
@@ -110,15 +100,6 @@ def _peft() -> Any:
         raise ImportError("adapters need peft: pip install 'gape[hf]'") from error
 
 
-def _settings_of(config: Any) -> Settings | None:
-    """The settings of the gates that the config of an adapter names, if it names any."""
-    pattern = getattr(config, "exclude_modules", None)
-    if not isinstance(pattern, str) or _COMMENT not in pattern:
-        return None
-    words, _ = json.JSONDecoder().raw_decode(pattern.partition(_COMMENT)[2])
-    return Settings.from_config(SimpleNamespace(gape=words))
-
-
 def add_lora(model: Any, rank: int, seed: int = 0) -> Any:
     """Put LoRA matrices beside the projections of a model, in place; these and its gates learn, all else is frozen.
 
@@ -149,11 +130,9 @@ def add_lora(model: Any, rank: int, seed: int = 0) -> Any:
 
 
 def _exclude_pattern(settings: Settings, others: Any = None) -> str:
-    """The pattern of the modules that get no adapter; its comment, at the end, holds the settings of the gates.
+    """The pattern of the modules that get no adapter, which may be given as pattern or names of others that get none.
 
-    Args:
-        settings: of the gates.
-        others: a pattern or names of other modules that get none.
+    Its comment, at the end, holds the settings of the gates.
     """
     values = settings.to_dict()
     words = json.dumps({name: values[name] for name in ("context_length", *HASHED)})
@@ -163,24 +142,24 @@ def _exclude_pattern(settings: Settings, others: Any = None) -> str:
     return f"{others}|{pattern}" if others else pattern
 
 
-def check(model: Any, configs: MutableMapping[str, Any]) -> None:
-    """Compare the gates that adapters need with the model's; a config without any is replaced by a copy with them.
+def _settings_of(config: Any) -> Settings | None:
+    """The settings of the gates that the config of an adapter names, if it names any."""
+    pattern = getattr(config, "exclude_modules", None)
+    if not isinstance(pattern, str) or _COMMENT not in pattern:
+        return None
+    words, _ = json.JSONDecoder().raw_decode(pattern.partition(_COMMENT)[2])
+    return Settings.from_config(SimpleNamespace(gape=words))
 
-    Raises:
-        ValueError: an adapter that was trained with other gates; it is taken out of the model and out of `configs`.
-    """
+
+def check(model: Any, configs: MutableMapping[str, Any]) -> None:
+    """Refuse adapters of other gates than the model's; a config that names none is replaced by a copy with them."""
     if not configs or not has_gates(model):
         return
     own = Settings.from_config(model.config)
     for name, config in list(configs.items()):
-        theirs = _settings_of(config)
-        if theirs is not None:
-            try:
-                refuse_other_length(torch.tensor(theirs.context_length), own.context_length, f"adapter {name!r}")
-                refuse_other_settings(torch.tensor(theirs.hashes()), own, f"adapter {name!r}")
-            except ValueError:
-                _take_out(model, configs, name)
-                raise
+        settings = _settings_of(config)
+        if settings is not None:
+            refuse_other_settings(settings.fingerprint(), own, f"adapter {name!r}")
         elif hasattr(config, "exclude_modules"):
             configs[name] = copy.copy(config)
             configs[name].exclude_modules = _exclude_pattern(own, config.exclude_modules)
@@ -197,37 +176,3 @@ def warn_of_frozen(model: Any, configs: Mapping[str, Any]) -> None:
             'or modules_to_save=["%s"] in the config of the adapter',
             MODULE,
         )
-
-
-@contextmanager
-def unchanged_on_error(model: Any) -> Iterator[None]:
-    """Take adapters that are added in this context out again where it ends with an error."""
-    before = set(getattr(model, "peft_config", ()))
-    attributes = dict(vars(model))
-    learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        yield
-    except Exception:
-        configs = getattr(model, "peft_config", {})
-        for name in set(configs) - before:
-            _take_out(model, configs, name)
-        vars(model).clear()
-        vars(model).update(attributes)
-        for parameter, learns in learning:
-            parameter.requires_grad_(learns)
-        raise
-
-
-def _take_out(model: Any, configs: MutableMapping[str, Any], name: str) -> None:
-    """Take an adapter out of a model and of its configs, and modules of peft that have no other."""
-    configs.pop(name)
-    for module in list(model.modules()):
-        for part, child in list(module.named_children()):
-            if hasattr(child, "original_module"):
-                child.delete_adapter(name, [other for other in child.active_adapters if other != name])
-                if not child._adapters:
-                    setattr(module, part, child.original_module)
-            elif hasattr(child, "get_base_layer"):
-                child.delete_adapter(name)
-                if not any(len(getattr(child, layers)) for layers in child.adapter_layer_names):
-                    setattr(module, part, child.get_base_layer())

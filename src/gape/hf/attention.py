@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from gape.hf.cache import PackedKeys, refuse_uneven
-from gape.hf.families import LLAMA_LIKE, Family, family_named, window_of
+from gape.hf.families import LLAMA_LIKE, Family, window_of
 from gape.hf.gates import RetrofitGates
 from gape.hf.implementations import (
     OPERATOR_OF,
-    GateValues,
     check_causality,
+    gate_values,
     masked_attention,
     refuse_head_masks,
     refuse_paged,
@@ -60,15 +60,9 @@ def attend_in_transformers(
 
     Args:
         layer, x, positions, embeddings, attend: as there.
-        mask: of `transformers`; caches in pages do not read it.
-        cache: of `transformers`, or None; the tokens are added to it.
-        owner: what a cache in pages knows the layer by.
-        number: of the layer.
+        mask, cache: of `transformers`, or None. Caches in pages do not read the mask, and know the layer by its owner.
         config: of the model, which names its attention implementation.
         **packing: settings of :class:`gape.hf.cache.PackedKeys`.
-
-    Raises:
-        ValueError: a cache or a mask that does not go with gates.
     """
     if layer.gates is not None and isinstance(cache, PagesForTransformers):
         real = cache.real_tokens(mask, x.size(1), x.size(0))
@@ -84,7 +78,6 @@ class Wiring:
 
     Attributes:
         family: of the model.
-        rotation: the family's own, called as rotation(q, k, cos, sin); None where it has none.
         context_length: T.
         first_layer: number of the first injected layer.
         scheme: a rotation in place of the model's own; None keeps that.
@@ -92,25 +85,10 @@ class Wiring:
     """
 
     family: Family
-    rotation: Callable[..., tuple[Tensor, Tensor]] | None
     context_length: int
     first_layer: int
     scheme: Scheme | None = None
     softcap: bool = True
-
-    def __reduce__(self) -> Any:
-        # Layouts and rotations are functions, some without a name; the family is looked up again.
-        rest = (self.context_length, self.first_layer, self.scheme, self.softcap)
-        return wire, (self.family.model_type, *rest)
-
-
-def wire(model_type: str, context_length: int, first_layer: int, scheme: Scheme | None, softcap: bool) -> Wiring:
-    """The wiring of a model of a type in :data:`gape.hf.families.ATTENTION`."""
-    family = family_named(model_type)
-    return Wiring(
-        family=family, rotation=family.rotation(), context_length=context_length, first_layer=first_layer,
-        scheme=scheme, softcap=softcap,
-    )  # fmt: skip
 
 
 class InjectedAttention(Skips):
@@ -204,7 +182,7 @@ class InjectedAttention(Skips):
     ) -> tuple[Tensor, Tensor, Side, Side]:
         """The gates of q and k before their rotation, and the rotation: the model's own, or that in its place."""
         gate, landmark = (None, None) if self.gape is None else self.gape(q, k)
-        scheme, rotation = self.gape_wiring.scheme, self.gape_wiring.rotation
+        scheme, rotation = self.gape_wiring.scheme, self.gape_wiring.family.rotation
         if not self.without_rotation:
             if scheme is not None:
                 q, k = scheme.queries(q, positions)[0], scheme.keys(k, positions)[0]
@@ -226,8 +204,7 @@ class InjectedAttention(Skips):
 
     def _own_angles(self, q: Tensor, embeddings: Embeddings) -> tuple[Tensor, Tensor] | None:
         """The model's own cosines and sines as kernels read them; None where it rotates in another way."""
-        wiring = self.gape_wiring
-        if wiring.rotation is None or embeddings is None or wiring.family.model_type not in LLAMA_LIKE:
+        if embeddings is None or self.gape_wiring.family.model_type not in LLAMA_LIKE:
             return None
         if torch.compiler.is_compiling():
             return kernel_angles(q, *embeddings)
@@ -244,12 +221,9 @@ class InjectedAttention(Skips):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Side, side: Side, **visibility: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend under the gates, if there are some; `side` are the keys' landmarks."""
-        values = None
-        if gate is not None and side is not None:
-            values = GateValues(gate, side, self.gape.amplitude, self.gape_wiring.context_length)
         return masked_attention(
-            q, k, v, values, name=self.config._attn_implementation, scale=self.gape_wiring.family.layout.scale(self),
-            softcap=self.softcap, skips=self.skips, **visibility,
+            q, k, v, gate_values(self, gate, side), name=self.config._attn_implementation,
+            scale=self.gape_wiring.family.layout.scale(self), softcap=self.softcap, skips=self.skips, **visibility,
         )  # fmt: skip
 
     def merge(self, y: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,6 @@ from gape.cache.bounds import Limits, least_rates, limits_of_maps
 from gape.cache.eviction import EvictionRule
 from gape.cache.gpt import gpt_specs, refuse_without_floors
 from gape.cache.layer import LayerSpec
-from gape.gates import GAPEGates
 from gape.hf.families import rotated_part
 from gape.models.cuda_graphs import settings
 from gape.positions.rotary import Rotary
@@ -33,36 +32,32 @@ _NORMS = ("input_layernorm", "ln_1", "attention_norm")
 _LARGE = 1e4
 
 
-@dataclass(kw_only=True, eq=False)
-class InjectedLayer:
-    """An injected attention layer as bounds and caches see it: :class:`gape.cache.bounds.GatedLayer`."""
+class InjectedLayer(NamedTuple):
+    """An injected attention layer: the layer that it is a child of, which has the norm before it, and the module."""
 
+    parent: Any
     module: Any
-    number: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    scale: float
-    context_length: float
-    gates: GAPEGates
-    position: str
+    spec: LayerSpec
 
-    @classmethod
-    def of(cls, module: Any) -> InjectedLayer:
-        """The layer of a :class:`gape.hf.attention.InjectedAttention`.
 
-        Raises:
-            ValueError: it caps its logits or has a window.
-        """
-        wiring, number = module.gape_wiring, module.layer_idx
+def injected_layers(model: Any) -> list[InjectedLayer]:
+    """The layers with gates of :func:`gape.hf.inject`, in order; none of them may cap its logits or have a window."""
+    from gape.hf.attention import InjectedAttention  # noqa: PLC0415
+
+    layers = []
+    for name, module in model.named_modules():
+        if not isinstance(module, InjectedAttention) or module.gates is None:
+            continue
+        number, layout = module.layer_idx, module.gape_wiring.family.layout
         if module.not_plain_attention is not None:
             raise ValueError(f"model: layer {number} {module.not_plain_attention}, expected none that does")
-        n_heads, n_kv_heads, width = wiring.family.layout.sizes(module)
-        return cls(
-            module=module, number=number, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=width,
-            scale=wiring.family.layout.scale(module), context_length=wiring.context_length, gates=module.gape,
-            position=f"{wiring.family.model_type}+gape",
+        n_heads, n_kv_heads, _ = layout.sizes(module)
+        spec = LayerSpec(
+            owner=module.gates, number=number, n_heads=n_heads, n_kv_heads=n_kv_heads, scale=layout.scale(module),
+            gates=module.gates, context_length=module.context_length, impl=module.impl,
         )  # fmt: skip
+        layers.append(InjectedLayer(model.get_submodule(name.rpartition(".")[0]), module, spec))
+    return layers
 
 
 def layer_specs(model: Any, rule: EvictionRule | None) -> list[LayerSpec]:
@@ -72,35 +67,25 @@ def layer_specs(model: Any, rule: EvictionRule | None) -> list[LayerSpec]:
         ValueError: no layer has gates, one that has caps its logits or has a window, or the rule needs gates or floors
             that are not there.
     """
-    from gape.hf.attention import InjectedAttention  # noqa: PLC0415
     from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
 
     if isinstance(model, GapeForCausalLM):
         return gpt_specs(model.gpt, rule)
-    gated = ((name, module) for name, module in model.named_modules() if isinstance(module, InjectedAttention))
-    layers = [
-        (model.get_submodule(name.rpartition(".")[0]), InjectedLayer.of(module))
-        for name, module in gated
-        if module.gape is not None
-    ]
+    layers = injected_layers(model)
     if not layers:
         raise invalid_argument(
             "model", type(model).__name__, "one with gates: of gape.hf.inject, or a gape.hf.GapeForCausalLM"
         )
-    numbers = {layer.number for _, layer in layers}
-    bare = next((number for number in range(model.config.num_hidden_layers) if number not in numbers), None)
-    if rule is not None and bare is not None and not rule.partial:
-        raise ValueError(f"model: layer {bare} has no gates and evicts nothing; expected some, or partial=True")
-    limited = rule is not None and rule.bounds == "weights"
-    limits = injected_limits(model, layers) if limited else [None] * len(layers)
+    bare = set(range(model.config.num_hidden_layers)) - {layer.spec.number for layer in layers}
+    if rule is not None and bare and not rule.partial:
+        raise ValueError(f"model: layer {min(bare)} has no gates and evicts nothing; expected some, or partial=True")
+    limits: Sequence[Limits | None] = [None] * len(layers)
+    if rule is not None and rule.bounds == "weights":
+        limits = injected_limits(model, layers)
     specs = [
-        LayerSpec(
-            owner=layer.gates, number=layer.number, n_heads=layer.n_heads, n_kv_heads=layer.n_kv_heads,
-            scale=layer.scale, gates=layer.gates, context_length=layer.context_length, impl=layer.module.impl,
-            least_rate=None if rule is None else least_rates(layer), limits=each,
-        )
-        for (_, layer), each in zip(layers, limits, strict=True)
-    ]  # fmt: skip
+        replace(layer.spec, least_rate=None if rule is None else least_rates(layer.spec), limits=each)
+        for layer, each in zip(layers, limits, strict=True)
+    ]
     refuse_without_floors(specs, rule)
     return specs
 
@@ -109,29 +94,22 @@ def layer_specs(model: Any, rule: EvictionRule | None) -> list[LayerSpec]:
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, Limits]] = WeakKeyDictionary()
 
 
-def injected_limits(model: Any, layers: Sequence[tuple[Any, InjectedLayer]]) -> list[Limits]:
-    """Bounds on the queries of injected layers, worked out once for weights as they are.
-
-    Args:
-        model: the whole model, for its rotations.
-        layers: each with the module that it is a child of, which has the norm before it.
-
-    Raises:
-        ValueError: there is no norm that bounds q and k.
-    """
+def injected_limits(model: Any, layers: Sequence[InjectedLayer]) -> list[Limits]:
+    """Bounds on the queries of layers of a model, worked out once for weights as they are."""
     own = _own_stretch(model)
-    weights = [[x for m in (layer.module, *_norms(parent)) for x in m.parameters()] for parent, layer in layers]
+    weights = [[x for m in (layer.module, *_norms(layer.parent)) for x in m.parameters()] for layer in layers]
     limits = []
-    for (parent, layer), contents in zip(layers, _contents(weights), strict=True):
-        scheme = layer.module.gape_wiring.scheme
+    for layer, contents in zip(layers, _contents(weights), strict=True):
+        module, spec = layer.module, layer.spec
+        scheme = module.gape_wiring.scheme
         stretch = own if scheme is None else (float(getattr(scheme, "attention_scale", 1.0)), True)
-        adapters = [settings(module) for module in layer.module.modules()]
-        growth = tuple(scheme.growth) if isinstance(scheme, Rotary) else (1.0,) * layer.n_heads
-        fixed = (layer.scale, layer.context_length, layer.gates.gate_floor, layer.gates.init_gate_bias)
+        adapters = [settings(part) for part in module.modules()]
+        growth = tuple(scheme.growth) if isinstance(scheme, Rotary) else (1.0,) * spec.n_heads
+        fixed = (spec.scale, spec.context_length, spec.gates.gate_floor, spec.gates.init_gate_bias)
         key = (contents, adapters, stretch, growth, fixed)
-        known = _KNOWN.get(layer.module)
+        known = _KNOWN.get(module)
         if known is None or known[0] != key:
-            known = _KNOWN[layer.module] = key, _limits(parent, layer, *stretch).grown(growth)
+            known = _KNOWN[module] = key, _limits(layer, *stretch).grown(growth)
         limits.append(known[1])
     return limits
 
@@ -159,16 +137,17 @@ def _norms(parent: Any) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def _limits(parent: Any, layer: InjectedLayer, stretch: float, evenly: bool) -> Limits:
-    module, width = layer.module, layer.head_dim
+def _limits(layer: InjectedLayer, stretch: float, evenly: bool) -> Limits:
+    parent, module, spec = layer
     if getattr(module, "q_layernorm", None) is not None:
         raise invalid_argument("model", type(module).__name__, "no q_layernorm; bounds='queries' takes any norm")
     if hasattr(module, "q_norm"):
         # Normed behind the projection, so nothing before it matters. A norm over all heads may leave one alone.
+        width = module.gape_wiring.family.layout.sizes(module)[2]
         query, key = (_norm_of_heads(getattr(module, name), width) for name in ("q_norm", "k_norm"))
-        reach = layer.scale * stretch * query * torch.ones(layer.n_heads, dtype=torch.float64)
+        reach = spec.scale * stretch * query * torch.ones(spec.n_heads, dtype=torch.float64)
         product = reach * stretch * key
-        return Limits(rate=least_rates(layer), reach=reach, own=product, jitter=product)
+        return Limits(rate=least_rates(spec), reach=reach, own=product, jitter=product)
     norm = next(iter(_norms(parent)), None)
     if norm is None:
         raise invalid_argument(
@@ -185,7 +164,7 @@ def _limits(parent: Any, layer: InjectedLayer, stretch: float, evenly: bool) -> 
     if isinstance(norm, nn.LayerNorm):
         # z has mean 0, so what all coordinates share adds nothing.
         queries, keys = ((A - A.mean(-1, keepdim=True), a) for A, a in (queries, keys))
-    return limits_of_maps(layer, queries, keys, stretch=stretch, evenly=evenly)
+    return limits_of_maps(spec, queries, keys, stretch=stretch, evenly=evenly)
 
 
 def _norm_of_heads(norm: Any, width: int) -> Tensor:
@@ -205,11 +184,7 @@ def _own_stretch(model: Any) -> tuple[float, bool]:
 
 
 def _gain(norm: nn.Module, width: int) -> Tensor:
-    """What a norm that divides by the root of the mean square multiplies with, (width,) in float64.
-
-    Raises:
-        ValueError: the module is none.
-    """
+    """What a norm by the root of the mean square multiplies with, (width,) in float64; others are refused."""
     ones = torch.full((1, width), _LARGE)
     parameter = next(norm.parameters(), ones)
     ones = ones.to(parameter)

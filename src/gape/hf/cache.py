@@ -121,11 +121,7 @@ class PackedKeys:
         """Add keys (B, Hk, N, D), values and landmarks (B, Hk, N) at positions (N,) or (B, N), and return all.
 
         Landmarks are None without gates. Positions come back as None where keys do not carry them, as (B, Hk, N) where
-        heads dropped keys of their own.
-
-        Raises:
-            ValueError: a cache that is not known to leave keys as they are, or positions before those of cached keys
-                where heads dropped some.
+        heads dropped keys of their own; they may then not go back.
         """
         assert positions is not None
         cache, layer = self.cache, self.layer
@@ -155,18 +151,14 @@ class PackedKeys:
 
 
 def refuse_uneven(cache: Any, layer: int, n: int) -> None:
-    """Refuse a cache of `transformers` in which only some layers have the tokens of an earlier call that broke off.
+    """Refuse a cache in which only some layers have the tokens of an earlier call that broke off.
 
-    A StaticCache on a device other than the CPU is not checked: its length is there, and reading it would wait for the
-    device. Neither is a cache in a compiled graph.
+    Its length is not read in a compiled graph, nor from a device other than the CPU, which would have to be waited for.
 
     Args:
-        cache: of any kind.
+        cache: of `transformers`, of any kind.
         layer: the number of the layer that is called; those before it have the new tokens already.
         n: how many tokens are new.
-
-    Raises:
-        ValueError: layers hold different numbers of earlier tokens, or the cache has no layers.
     """
     if torch.compiler.is_compiling():
         return
@@ -192,11 +184,7 @@ def _layers(cache: Any) -> Any:
 
 
 def _layer_kind(cache: Any, layer: int) -> str:
-    """The class of a cache's layer by name.
-
-    Raises:
-        ValueError: one that does something to keys that is not tested here, such as rounding them.
-    """
+    """The class of a cache's layer by name; refused where it may do more to keys than is tested, such as round them."""
     layers = _layers(cache)
     kind = type(layers[layer]) if layer < len(layers) else getattr(cache, "layer_class_to_replicate", None)
     name = "DynamicLayer" if kind is None else kind.__name__

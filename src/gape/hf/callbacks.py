@@ -62,7 +62,8 @@ class GateCallback(TrainerCallback):  # type: ignore[misc]
         numbers = {}
         for layer, (gates, gate, landmark) in self._values.items():
             exposure = (1 - landmark).mean((0, 2)).repeat_interleave(gate.size(1) // landmark.size(1))
-            rate = float((gates.amplitude.detach() * gate.mean((0, 2)) * exposure).mean()) / gates.length
+            rate = float((gates.amplitude.detach() * gate.mean((0, 2)) * exposure).mean())
+            rate /= gates.injection.context_length
             if rate > 0 and math.isfinite(rate):
                 numbers[f"gates/layer_{layer}/horizon"] = 1 / rate
             numbers[f"gates/layer_{layer}/landmarks"] = float((landmark > PROTECTED).float().mean())

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from gape import __version__
-from gape.gates import GAPEGates
 from gape.utils import files
 
 #: A card with this line was written here and may be overwritten.
@@ -20,12 +19,9 @@ _FIELDS = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 
 def origin(config: Any) -> dict[str, str]:
-    """What is known of the model that gates are put into: "base_model", its name, and "license", each if known.
+    """What the config of a model tells of its origin: "base_model", its name, and "license", each if known.
 
     The licence is that of the card in its directory. Nothing is downloaded.
-
-    Args:
-        config: of the model, before the injection.
     """
     name = str(getattr(config, "_name_or_path", "") or "")
     fields: dict[str, str] = {}
@@ -49,12 +45,9 @@ def _card_fields(directory: Path) -> dict[str, str]:
 
 
 def write_card(directory: Path, model: Any) -> Path:
-    """Write the model card: README.md, or GAPE.md where somebody else's README.md is.
+    """Write the model card: README.md, or GAPE.md where somebody else's README.md is. Returns the file.
 
     `model.config.gape` may hold "license", "base_model" and "measured", a dictionary of words and numbers.
-
-    Returns:
-        The file.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "README.md"
@@ -65,7 +58,7 @@ def write_card(directory: Path, model: Any) -> Path:
 
 
 def _card(model: Any) -> str:
-    """The text: fields of the hub, how to load, what it is, what was measured, statistics of the gates."""
+    """The text: fields of the hub, how to load, what it is, what was measured."""
     config = model.config
     notes = getattr(config, "gape", None)
     if not isinstance(notes, dict):
@@ -88,11 +81,6 @@ def _card(model: Any) -> str:
         f"| checksum of the gates | {notes.get('checksum') or getattr(config, 'gate_checksum', None) or '–'} |",
         f"| written by | gape {__version__} |", "", "## Measured", "", *_measured(notes.get("measured")),
     ]  # fmt: skip
-    rows = _gate_rows(model)
-    if rows:
-        lines += ["", "<details><summary>Gates by layer</summary>", ""]
-        lines += ["| layer | Γ, mean | Γ, range | b_g, mean | b_l, mean |", "|---:|---:|---|---:|---:|"]
-        lines += [*rows, "", "</details>"]
     return "\n".join([*lines, ""])
 
 
@@ -110,19 +98,3 @@ def _measured(measured: Mapping[str, Any] | None) -> list[str]:
         return ["Nothing yet."]
     values = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in measured.items())
     return ["| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in values)]
-
-
-def _gate_rows(model: Any) -> list[str]:
-    """A row of the card's table for each layer with gates."""
-    rows = []
-    gates = [(name, module) for name, module in model.named_modules() if isinstance(module, GAPEGates)]
-    for number, (name, module) in enumerate(gates):
-        amplitude = module.amplitude.detach().float().cpu()
-        biases = [
-            "fixed" if projection is None else f"{projection.bias.detach().float().mean():.3f}"
-            for projection in (module.gate_projection, module.landmark_projection)
-        ]
-        layer = next((part for part in name.split(".") if part.isdigit()), str(number))
-        between = f"{amplitude.min():.3g} … {amplitude.max():.3g}"
-        rows.append(f"| {layer} | {amplitude.mean():.3g} | {between} | {' | '.join(biases)} |")
-    return rows

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gape.hf.families import family_of, rope_theta
 from gape.hf.floors import FloorPlan, plan_floors
-from gape.hf.heads import scores, sizes
+from gape.hf.heads import sizes
 from gape.hf.injection import inject
 from gape.hf.sinks import CLOSED, SinkLandmarks, set_landmarks
 from gape.utils.validation import invalid_argument, whole
@@ -32,11 +31,7 @@ FREE_SHARE = 6.4
 
 
 def native_context(model: Any) -> int:
-    """The context that a model was made for, if it can be extended.
-
-    Raises:
-        ValueError: it has gates, is of an unknown family, has no rotation, or one that is rescaled already.
-    """
+    """The context of a model that can be extended: without gates, with a plain rotation, of a known family."""
     sizes(model)
     family = family_of(model)
     if not family.layout.rotary:
@@ -46,11 +41,7 @@ def native_context(model: Any) -> int:
 
 
 def refuse_target(native: int, to: int) -> None:
-    """Refuse a length that a model reads already.
-
-    Raises:
-        ValueError: `to` is not above the native context.
-    """
+    """Refuse a length that a model reads already."""
     if whole("to", to) <= native:
         raise invalid_argument("to", to, f"more than {native}, the model's own context")
 
@@ -61,27 +52,6 @@ def default_free(model: Any) -> int:
     return max(1, round(layers * n_kv_heads / FREE_SHARE))
 
 
-@torch.no_grad()
-def head_scores(model: Any, texts: list[tuple[Tensor, range, int]]) -> Tensor:
-    """The retrieval score of each key head, (L, Hk) in float32 on the CPU: the mean over texts.
-
-    Args:
-        model: without gates, in eval mode.
-        texts: ids (N,), the tokens that the answer repeats, and how many of the last tokens are the answer.
-    """
-    own, device = model.config._attn_implementation, next(model.parameters()).device
-    # Others would not tell their weights.
-    model.set_attn_implementation("eager")
-    try:
-        each = [
-            scores(model, ids[None].to(device), list(source), range(len(ids) - answer, len(ids)))
-            for ids, source, answer in texts
-        ]
-    finally:
-        model.set_attn_implementation(own)
-    return torch.stack(each).mean(0)
-
-
 def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options: Any) -> FloorPlan:
     """A plan for a model without gates: every head turns within its trained range, and most have a floor.
 
@@ -89,7 +59,7 @@ def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options
 
     Args:
         model: on its device, in eval mode.
-        head_score: (L, Hk), of :func:`head_scores`.
+        head_score: (L, Hk), of :func:`gape.hf.heads.head_scores`.
         free: key heads without a floor.
         ids: (B, N), the text, on the model's device.
         **options: of :func:`gape.hf.plan_floors`, in place of those chosen here.
@@ -111,21 +81,13 @@ def put_in(
     factor: float | None = None,
     log_scale: bool = False,
 ) -> Any:
-    """Put what a method needs into a model, in place.
+    """Put what a method of :data:`METHODS` needs into a model without gates, in place, and name `to` as its context.
 
     Args:
-        model: without gates.
-        method: one of :data:`METHODS`.
-        to: the context that it should reach.
-        plan: of floors, for "ours".
-        landmarks: gates that keep sinks in view, for "ours"; without them no key is a landmark.
+        plan, landmarks, log_scale: for "ours": of floors; gates that keep sinks in view, without which no key is a
+            landmark; whether logits of queries beyond the native context grow with its logarithm, without a floor.
         floors: a list for each layer, for "floors".
         factor: of YaRN; `to` over the native context by default.
-        log_scale: whether logits of queries beyond the native context grow with its logarithm, in heads without a
-            floor, for "ours".
-
-    Returns:
-        The model, whose config names `to` as its context.
 
     Raises:
         ValueError: an unknown method, or an argument that it needs or does not take.

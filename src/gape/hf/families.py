@@ -9,7 +9,7 @@ Shapes: B batch, N tokens, E width, Hq / Hk query / key heads, D head dim.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -28,31 +28,6 @@ QKV = tuple[Tensor, Tensor, Tensor]
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Where an attention module has its projections, its sizes and its scale.
-
-    Attributes:
-        sizes: module → (Hq, Hk, D).
-        project: (module, x (B, N, E)) → q, k, v (B, H, N, D), normed where the model norms them, not yet rotated.
-        merge: (module, (B, N, Hq · D)) → (B, N, E).
-        scale: module → the softmax scale.
-        projections: names of the modules that make q and k.
-        rotary: whether the model gives the module cosines and sines.
-        interleaved: whether its rotation turns neighbours (x_2m, x_2m+1); no scheme of ours can take its place.
-        rotation: (q, k, cos, sin) → rotated q and k; None takes `apply_rotary_pos_emb` of the model's own module.
-    """
-
-    sizes: Callable[[Any], tuple[int, int, int]]
-    project: Callable[[Any, Tensor], QKV]
-    merge: Callable[[Any, Tensor], Tensor]
-    scale: Callable[[Any], float]
-    projections: tuple[str, ...]
-    rotary: bool = True
-    interleaved: bool = False
-    rotation: Rotation | None = None
-
-
 def _sizes(module: Any) -> tuple[int, int, int]:
     config = module.config
     return config.num_attention_heads, config.num_key_value_heads, module.head_dim
@@ -67,10 +42,34 @@ def _separate(module: Any, x: Tensor) -> QKV:
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where an attention module has its projections, its sizes and its scale; by default where Llama's has them.
+
+    Attributes:
+        sizes: module → (Hq, Hk, D).
+        project: (module, x (B, N, E)) → q, k, v (B, H, N, D), normed where the model norms them, not yet rotated.
+        merge: (module, (B, N, Hq · D)) → (B, N, E).
+        scale: module → the softmax scale.
+        projections: names of the modules that make q and k.
+        rotary: whether the model gives the module cosines and sines.
+        interleaved: whether its rotation turns neighbours (x_2m, x_2m+1); no scheme of ours can take its place.
+        rotation: (q, k, cos, sin) → rotated q and k; None takes `apply_rotary_pos_emb` of the model's own module.
+    """
+
+    sizes: Callable[[Any], tuple[int, int, int]] = _sizes
+    project: Callable[[Any, Tensor], QKV] = _separate
+    merge: Callable[[Any, Tensor], Tensor] = lambda module, x: module.o_proj(x)
+    scale: Callable[[Any], float] = lambda module: float(module.scaling)
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "q_norm", "k_norm")
+    rotary: bool = True
+    interleaved: bool = False
+    rotation: Rotation | None = None
+
+
 def _separate_normed(module: Any, x: Tensor) -> QKV:
     parts = module.q_norm(module.q_proj(x)), module.k_norm(module.k_proj(x)), module.v_proj(x)
-    q, k, v = (part.view(*x.shape[:-1], -1, module.head_dim).transpose(1, 2) for part in parts)
-    return q, k, v
+    return _heads(parts, x, module.head_dim)
 
 
 def _separate_layernorm(module: Any, x: Tensor) -> QKV:
@@ -86,14 +85,16 @@ def _by_heads(module: Any, x: Tensor) -> QKV:
 
 def _joined(module: Any, x: Tensor) -> QKV:
     n_heads, n_kv_heads, width = _sizes(module)
-    parts = module.qkv_proj(x).split([n_heads * width, n_kv_heads * width, n_kv_heads * width], dim=-1)
-    q, k, v = (part.view(*x.shape[:-1], -1, width).transpose(1, 2) for part in parts)
-    return q, k, v
+    return _heads(module.qkv_proj(x).split([n_heads * width, n_kv_heads * width, n_kv_heads * width], -1), x, width)
 
 
 def _conv(module: Any, x: Tensor) -> QKV:
-    parts = module.c_attn(x).split(module.split_size, dim=2)
-    q, k, v = (part.view(*x.shape[:-1], -1, module.head_dim).transpose(1, 2) for part in parts)
+    return _heads(module.c_attn(x).split(module.split_size, dim=2), x, module.head_dim)
+
+
+def _heads(parts: Iterable[Tensor], x: Tensor, width: int) -> QKV:
+    """(B, H, N, D) of each of three parts (B, N, H · D)."""
+    q, k, v = (part.view(*x.shape[:-1], -1, width).transpose(1, 2) for part in parts)
     return q, k, v
 
 
@@ -102,24 +103,16 @@ def _conv_scale(module: Any) -> float:
     return float(scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale)
 
 
-SEPARATE = Layout(
-    sizes=_sizes,
-    project=_separate,
-    merge=lambda module, x: module.o_proj(x),
-    scale=lambda module: float(module.scaling),
-    projections=("q_proj", "k_proj", "q_norm", "k_norm"),
+SEPARATE = Layout()
+#: With norms over all heads at once.
+NORMED = Layout(project=_separate_normed)
+INTERLEAVED = Layout(interleaved=True)
+#: With dropout of what attention adds to the residual stream.
+DROPPED = Layout(
+    merge=lambda module, x: F.dropout(module.o_proj(x), p=module.residual_dropout, training=module.training)
 )
-#: As SEPARATE, with norms over all heads at once.
-NORMED = replace(SEPARATE, project=_separate_normed)
-INTERLEAVED = replace(SEPARATE, interleaved=True)
-#: As SEPARATE, with dropout of what attention adds to the residual stream.
-DROPPED = replace(
-    SEPARATE,
-    merge=lambda module, x: F.dropout(module.o_proj(x), p=module.residual_dropout, training=module.training),
-)
-#: As SEPARATE, with norms of q and k that have another name.
-LAYERNORMED = replace(
-    SEPARATE,
+#: With norms of q and k that have another name.
+LAYERNORMED = Layout(
     project=_separate_layernorm,
     scale=lambda module: float(module.head_dim**-0.5),
     projections=("q_proj", "k_proj", "q_layernorm", "k_layernorm"),
@@ -130,16 +123,9 @@ BY_HEADS = Layout(
     sizes=lambda module: (module.config.num_attention_heads, module.config.num_attention_heads, module.head_size),
     project=_by_heads,
     merge=lambda module, x: module.dense(x),
-    scale=lambda module: float(module.scaling),
     projections=("query_key_value",),
 )
-JOINED = Layout(
-    sizes=_sizes,
-    project=_joined,
-    merge=lambda module, x: module.o_proj(x),
-    scale=lambda module: float(module.scaling),
-    projections=("qkv_proj",),
-)
+JOINED = Layout(project=_joined, projections=("qkv_proj",))
 CONV = Layout(
     sizes=lambda module: (module.num_heads, module.num_heads, module.head_dim),
     project=_conv,
@@ -186,7 +172,10 @@ if TRANSFORMERS_4:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model's family: its model type, the name of its attention class, and that class's layout."""
+    """A model's family: its model type, the name of its attention class, and that class's layout.
+
+    Layouts and rotations are functions, some without a name: copies and pickles look the family up again.
+    """
 
     model_type: str
     attention: str
@@ -197,6 +186,10 @@ class Family:
         modules = [module for module in model.modules() if self.attention in _ancestry(module)]
         return [module for module in modules if not getattr(module, "is_cross_attention", False)]
 
+    def __reduce__(self) -> Any:
+        return family_named, (self.model_type,)
+
+    @functools.cached_property
     def rotation(self) -> Rotation | None:
         """The family's own rotation, of q, k, cosines and sines, or None."""
         if not self.layout.rotary or self.layout.rotation is not None:

@@ -11,17 +11,18 @@ Shapes: L layers, Hq / Hk query / key heads, N tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gape.cache.bounds import Limits
-from gape.hf.bounds import InjectedLayer, injected_limits
+from gape.hf.bounds import injected_layers, injected_limits
 from gape.hf.families import Family, family_of
-from gape.hf.heads import Head, best, sizes
+from gape.hf.heads import Head, best, read_layers, sizes
 from gape.hf.injection import inject, remove
 from gape.utils.validation import finite, invalid_argument, positive_number, weight, whole
 
@@ -89,10 +90,9 @@ class FloorPlan:
         return self._by_key_head(torch.where(rate > 0, needed / rate, torch.inf))
 
     def cached_keys(self, length: int, eps: float = 1e-3) -> Tensor:
-        """Keys that :class:`gape.hf.ForgettingCache` will have of a text of so many tokens, (L, Hk).
+        """Keys that :class:`gape.hf.ForgettingCache` will have of a text of so many tokens, (L, Hk), without landmarks.
 
-        An estimate for texts like the one measured; from weights the most that any text leads to. Keys are taken to
-        have no landmark.
+        An estimate for texts like the one measured; from weights the most that any text leads to.
         """
         whole("length", length)
         own = _tensor(self.own)
@@ -104,42 +104,25 @@ class FloorPlan:
         cached = torch.stack([torch.where(self.rate > 0, x, torch.inf).clamp(0, length) for x in each])
         return self._by_key_head(cached).mean(0)
 
-    def cache_share(self, length: int, eps: float = 1e-3) -> float:
-        """The part of all keys that :meth:`cached_keys` counts."""
-        return float(self.cached_keys(length, eps).mean()) / length
-
-    def table(self, lengths: Sequence[int] = (), eps: float = 1e-3) -> str:
-        """A line for each key head: rotation, gap, floor, what it sees, and keys cached at some lengths.
-
-        Args:
-            lengths: of texts; T and 8·T by default.
-            eps: of the cache.
-        """
-        lengths = lengths or (self.context_length, 8 * self.context_length)
+    def __str__(self) -> str:
+        """A line for each key head: rotation, gap, floor, what it sees, and keys cached of texts of T and 8·T."""
+        lengths, eps = (self.context_length, 8 * self.context_length), 1e-3
         keys = [self.cached_keys(length, eps) for length in lengths]
         gap, floor = (self._by_key_head(_tensor(x)) for x in (self.gap, self.gate_floor))
-        sees = self.horizons()
-        columns = "".join(f"{f'keys of {length:,}':>18}" for length in lengths)
-        lines = [self._title(), f"layer  head  rotation     gap   floor     sees{columns}"]
-        for layer, head in ((i, j) for i in range(gap.size(0)) for j in range(gap.size(1))):
+        beyond = "below the own key" if self.mass is None else f"at most {self.mass:g} of the attention"
+        lines = [
+            f"T = {self.context_length:,}, {len(self.free)} of {gap.numel()} key heads free, bounds by {self.bounds}; "
+            f"keys beyond what a head sees: {beyond}",
+            "layer  head  rotation     gap   floor     sees" + "".join(f"{f'keys of {n:,}':>18}" for n in lengths),
+        ]
+        for (layer, head), far in np.ndenumerate(self.horizons().numpy()):
             rotation = "own" if self.head_positions is None else self.head_positions[layer][head]
-            far = f"{float(sees[layer, head]):,.0f}" if math.isfinite(sees[layer, head]) else "all"
+            sees = f"{far:,.0f}" if math.isfinite(far) else "all"
             counts = "".join(f"{float(x[layer, head]):>18,.0f}" for x in keys)
-            numbers = f"{gap[layer, head]:6.1f}  {floor[layer, head]:6.2f}  {far:>7}{counts}"
+            numbers = f"{gap[layer, head]:6.1f}  {floor[layer, head]:6.2f}  {sees:>7}{counts}"
             lines.append(f"{layer:5}  {head:4}  {rotation:8}  {numbers}")
-        shares = ", ".join(f"{self.cache_share(n, eps):.3f} of {n:,}" for n in lengths)
+        shares = ", ".join(f"{float(x.mean()) / n:.3f} of {n:,}" for x, n in zip(keys, lengths, strict=True))
         return "\n".join([*lines, f"cache, eps = {eps:g}: {shares} tokens' keys"])
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _title(self) -> str:
-        heads = len(self.gap) * len(self.norms[0])
-        left = "below the own key" if self.mass is None else f"at most {self.mass:g} of the attention"
-        return (
-            f"T = {self.context_length:,}, {len(self.free)} of {heads} key heads free, bounds by {self.bounds}; "
-            f"keys beyond what a head sees: {left}"
-        )
 
     @property
     def _groups(self) -> int:
@@ -155,11 +138,7 @@ class FloorPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FloorPlan:
-        """The plan that :meth:`to_dict` wrote.
-
-        Raises:
-            ValueError: a value is missing.
-        """
+        """The plan that :meth:`to_dict` wrote; a ValueError where a value is missing."""
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in values]
         if missing:
@@ -173,7 +152,6 @@ def plan_floors(
     *,
     free: int = 0,
     scores: Tensor | None = None,
-    heads: Sequence[Head] | None = None,
     context_length: int | None = None,
     bounds: str = "weights",
     ids: Tensor | None = None,
@@ -182,15 +160,13 @@ def plan_floors(
     free_position: str | None = "hope",
     least: float = 0.0,
     amplitude: float = 1.0,
-    check: Callable[[], None] = lambda: None,
 ) -> FloorPlan:
     """The smallest floor for each head that keeps it within the range its rotation was trained on.
 
     Args:
         model: a causal language model without gates.
         free: key heads without a floor, the best of `scores`.
-        scores: (L, Hk), as :func:`gape.hf.heads.scores` gives them.
-        heads: (layer, key head) without a floor, in place of `free` and `scores`.
+        scores: (L, Hk), as :func:`gape.hf.heads.head_scores` gives them.
         context_length: T, the range; `max_position_embeddings` by default.
         bounds: "weights" holds for any text; "norms" takes the largest norms of q and k over `ids`, and "scores" the
             largest score less that of the own key, both for texts like that.
@@ -201,14 +177,13 @@ def plan_floors(
         free_position: that of free heads; None is that of the others.
         least: floor of heads that need none, or less.
         amplitude: Γ at the start, 1 with start="paper".
-        check: called before each layer; may raise to stop.
 
     Raises:
         ValueError: a value out of range or missing; names it. The model is as it was.
     """
     layers, n_heads, n_kv_heads = sizes(model)
     length = _range(model, context_length)
-    chosen = _chosen(heads, scores, free, (layers, n_kv_heads))
+    chosen = _chosen(scores, free, (layers, n_kv_heads))
     rotations = _rotations(model, position, free_position, chosen)
     if bounds not in BOUNDS:
         raise invalid_argument("bounds", bounds, f"one of {', '.join(BOUNDS)}")
@@ -216,10 +191,7 @@ def plan_floors(
     gamma, low = positive_number("amplitude", amplitude), finite("least", least)
     if low < 0 or share == 0:
         raise invalid_argument("least, mass", (least, mass), "a floor from 0, and a mass above 0 or None")
-    if bounds == "weights":
-        measured = _from_weights(model, length, check)
-    else:
-        measured = _from_text(model, _checked(ids, length), bounds, check)
+    measured = _from_weights(model, length) if bounds == "weights" else _from_text(model, ids, length, bounds)
     gap, reach, own, norms = measured
     needed = _least_rate(gap.clamp(min=0), length, share) * length / gamma
     # Up to the next hundredth: floors that a reader can write down, and none too small.
@@ -282,38 +254,25 @@ def _range(model: Any, context_length: int | None) -> int:
     return whole("context_length", native, 2)
 
 
-def _chosen(heads: Sequence[Head] | None, scores: Tensor | None, free: int, shape: tuple[int, int]) -> list[Head]:
-    """The heads without a floor, checked."""
-    layers, n_kv_heads = shape
-    if whole("free", free, 0) > layers * n_kv_heads:
-        raise invalid_argument("free", free, f"a whole number from 0 to {layers * n_kv_heads}, the model's key heads")
-    if heads is not None:
-        if free or scores is not None:
-            raise invalid_argument("heads", list(heads), "none beside free and scores")
-        chosen = [(whole("heads", layer, 0), whole("heads", head, 0)) for layer, head in heads]
-        if len(set(chosen)) < len(chosen) or any(layer >= layers or head >= n_kv_heads for layer, head in chosen):
-            raise invalid_argument("heads", chosen, f"(layer, key head), each once, of {layers} layers of {n_kv_heads}")
-        return chosen
+def _chosen(scores: Tensor | None, free: int, shape: tuple[int, int]) -> list[Head]:
+    """The heads without a floor."""
+    most = math.prod(shape)
+    if whole("free", free, 0) > most:
+        raise invalid_argument("free", free, f"a whole number from 0 to {most}, the model's key heads")
     if not free:
         return []
     if scores is None or tuple(scores.shape) != shape or not bool(scores.isfinite().all()):
-        raise invalid_argument("scores", scores, f"finite numbers {shape} of gape.hf.heads.scores")
+        raise invalid_argument("scores", scores, f"finite numbers {shape} of gape.hf.heads.head_scores")
     return best(scores, free)
 
 
-def _from_weights(model: Any, length: int, check: Callable[[], None]) -> Measured:
+def _from_weights(model: Any, length: int) -> Measured:
     """Bounds that hold for any text: those by which a cache evicts."""
     # The draws of the gates, which nothing reads, are taken back.
     with torch.random.fork_rng(devices=[]):
         inject(model, context_length=length, start="paper")
     try:
-        modules = set(family_of(model).modules(model))
-        pairs = [(parent, child) for parent in model.modules() for child in parent.children() if child in modules]
-        layers = sorted(((p, InjectedLayer.of(m)) for p, m in pairs), key=lambda pair: pair[1].number)
-        each = []
-        for layer in layers:
-            check()
-            each += injected_limits(model, [layer])
+        each = injected_limits(model, injected_layers(model))
     finally:
         remove(model)
     reach, own, most = (torch.stack([getattr(x, name) for x in each]) for name in ("reach", "own", "jitter"))
@@ -322,39 +281,26 @@ def _from_weights(model: Any, length: int, check: Callable[[], None]) -> Measure
     return most + own, reach, own, norms.unsqueeze(-1)
 
 
-def _checked(ids: Tensor | None, length: int) -> Tensor:
+@torch.no_grad()
+def _from_text(model: Any, ids: Tensor | None, length: int, bounds: str) -> Measured:
+    """Bounds of the queries and keys that a text leads to."""
     if ids is None or ids.dim() != 2 or not 2 <= ids.size(1) <= length:
         raise invalid_argument("ids", ids, f"tokens (B, N), N from 2 to T = {length:,}, for bounds of a text")
-    return ids
+    family, rows = family_of(model), {}
 
-
-@torch.no_grad()
-def _from_text(model: Any, ids: Tensor, bounds: str, check: Callable[[], None]) -> Measured:
-    """Bounds of the queries and keys that a text leads to."""
-    family = family_of(model)
-    rows: dict[Any, Measured] = {}
-
-    def measure(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        check()
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        embeddings = kwargs.get("position_embeddings")
+    def measure(module: Any, x: Tensor, embeddings: Any) -> None:
         rows[module] = _layer_from_text(family, module, x, embeddings, scores=bounds == "scores")
 
-    modules = family.modules(model)
-    handles = [module.register_forward_pre_hook(measure, with_kwargs=True) for module in modules]
-    try:
-        model.base_model(ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    gap, reach, own, norms = (torch.stack(parts) for parts in zip(*(rows[module] for module in modules), strict=True))
+    read_layers(model, ids, measure)
+    layers = [rows[module] for module in family.modules(model)]
+    gap, reach, own, norms = (torch.stack(parts) for parts in zip(*layers, strict=True))
     return gap, reach, own, norms
 
 
 def _layer_from_text(family: Family, module: Any, x: Tensor, embeddings: Any, *, scores: bool) -> Measured:
     """Bounds of one layer, without the axis of layers."""
     q, k, _ = family.layout.project(module, x)
-    rotation = family.rotation()
+    rotation = family.rotation
     if rotation is not None and embeddings is not None and getattr(module, "use_rope", True):
         q, k = rotation(q, k, *embeddings)
     q, k, scale = q.float(), k.float(), family.layout.scale(module)

@@ -21,6 +21,7 @@ _HEADER = struct.Struct("<7i")
 #: The first ids of every tokenizer, which tokenizer.bin writes in other words; llama2.c knows the bytes by number too.
 _SPECIAL = ("<unk>", "<s>", "</s>")
 _FIXED = (*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)))
+_LAYERS = "model.layers."
 #: The most bytes of a piece.
 _LONGEST = 4096
 
@@ -83,9 +84,8 @@ def _read_gguf(file: Path) -> tuple[Any, Any]:
 def _gguf_elements(file: Path) -> dict[str, int]:
     """How many numbers each tensor of a GGUF file has.
 
-    Raises:
-        ValueError: the file ends before what it announces, or has a rotation that transformers does not read from such
-            files: the model would be another one.
+    A file is refused that ends before what it announces, or that has a rotation which transformers does not read from
+    such files: the model would be another one.
     """
     from gguf import GGUFReader  # noqa: PLC0415
 
@@ -125,18 +125,24 @@ class Sizes(NamedTuple):
         return self.vocabulary > 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors in their order."""
+        """The tensors in their order, by their names in a `LlamaForCausalLM`; those of layers have one more axis."""
         head, words = self.width // self.heads, abs(self.vocabulary)
-        own, keys, inner = (self.layers, self.width, self.width), head * self.kv_heads, (self.layers, self.hidden)
-        shapes = {
-            "embedding": (words, self.width), "norm": (self.layers, self.width), "q": own,
-            "k": (self.layers, keys, self.width), "v": (self.layers, keys, self.width), "o": own,
-            "mlp_norm": (self.layers, self.width), "gate": (*inner, self.width),
-            "down": (self.layers, self.width, self.hidden), "up": (*inner, self.width), "last_norm": (self.width,),
+        keys = head * self.kv_heads
+        layers = {
+            "input_layernorm": (self.width,), "self_attn.q_proj": (self.width, self.width),
+            "self_attn.k_proj": (keys, self.width), "self_attn.v_proj": (keys, self.width),
+            "self_attn.o_proj": (self.width, self.width), "post_attention_layernorm": (self.width,),
+            "mlp.gate_proj": (self.hidden, self.width), "mlp.down_proj": (self.width, self.hidden),
+            "mlp.up_proj": (self.hidden, self.width),
+        }  # fmt: skip
+        return {
+            "model.embed_tokens": (words, self.width),
+            **{f"{_LAYERS}{name}": (self.layers, *shape) for name, shape in layers.items()},
+            "model.norm": (self.width,),
             # Two tables of cosines and sines, which are not used.
             "angles": (2, self.length, head // 2),
-        }  # fmt: skip
-        return shapes if self.shared else {**shapes, "head": (words, self.width)}
+            **({} if self.shared else {"lm_head": (words, self.width)}),
+        }
 
 
 def read_llama2c(path: str | Path, tokenizer: str | Path | None = None) -> tuple[Any, Any]:
@@ -156,9 +162,9 @@ def read_llama2c(path: str | Path, tokenizer: str | Path | None = None) -> tuple
 
     data = Path(path).read_bytes()
     sizes = _sizes(data, path)
-    tensors, end = _tensors(data, sizes)
+    state, end = _state(data, sizes)
     model = LlamaForCausalLM(_config(sizes))
-    model.load_state_dict(_named(tensors, sizes))
+    model.load_state_dict(state)
     rest = data[end:] if tokenizer is None else Path(tokenizer).read_bytes()
     if not rest:
         return model.eval(), None
@@ -183,35 +189,25 @@ def _sizes(data: bytes, path: str | Path) -> Sizes:
     return sizes
 
 
-def _tensors(data: bytes, sizes: Sizes) -> tuple[dict[str, Tensor], int]:
-    """The tensors by name, and the byte behind the last."""
-    at, tensors = _HEADER.size, {}
+def _state(data: bytes, sizes: Sizes) -> tuple[dict[str, Tensor], int]:
+    """The state of a `LlamaForCausalLM`, and the byte behind the last tensor."""
+    at, state = _HEADER.size, dict[str, Tensor]()
     for name, shape in sizes.shapes().items():
         count = math.prod(shape)
-        tensors[name] = torch.from_numpy(np.frombuffer(data, "<f4", count, at).astype(np.float32)).view(shape)
+        tensor = torch.from_numpy(np.frombuffer(data, "<f4", count, at).astype(np.float32)).view(shape)
         at += 4 * count
-    return tensors, at
-
-
-def _named(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """The tensors under the names of a `LlamaForCausalLM`."""
-    head = sizes.width // sizes.heads
-    named = {
-        "model.embed_tokens.weight": tensors["embedding"], "model.norm.weight": tensors["last_norm"],
-        "lm_head.weight": tensors["embedding" if sizes.shared else "head"],
-    }  # fmt: skip
-    plain = {
-        "norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "v": "self_attn.v_proj",
-        "o": "self_attn.o_proj", "gate": "mlp.gate_proj", "down": "mlp.down_proj", "up": "mlp.up_proj",
-    }  # fmt: skip
-    for layer in range(sizes.layers):
-        prefix = f"model.layers.{layer}"
-        named |= {f"{prefix}.{name}.weight": tensors[part][layer] for part, name in plain.items()}
-        for part in ("q", "k"):
+        if name.endswith(("q_proj", "k_proj")):
             # llama2.c rotates neighbours, transformers a coordinate and the one half a head further.
-            halves = tensors[part][layer].view(-1, head // 2, 2, sizes.width).transpose(1, 2)
-            named[f"{prefix}.self_attn.{part}_proj.weight"] = halves.reshape(-1, sizes.width)
-    return named
+            pairs = tensor.view(sizes.layers, -1, sizes.width // sizes.heads // 2, 2, sizes.width)
+            tensor = pairs.transpose(2, 3).reshape(shape)
+        if name.startswith(_LAYERS):
+            rest = name.removeprefix(_LAYERS)
+            state |= {f"{_LAYERS}{layer}.{rest}.weight": each for layer, each in enumerate(tensor)}
+        else:
+            state[f"{name}.weight"] = tensor
+    del state["angles.weight"]
+    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    return state, at
 
 
 def _config(sizes: Sizes) -> Any:

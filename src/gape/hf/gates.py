@@ -31,8 +31,7 @@ STARTS = ("identity", "paper")
 LEARN = ("gates", "gates+qk", "all")
 #: The largest T. It is saved beside the gates and stays exact where they are cast to float32.
 LONGEST = 2**24
-#: Settings whose hashes are saved beside the gates, since gates trained under others mean something else. T is saved
-#: by itself.
+#: Settings whose hashes are saved beside the gates and T, since gates trained under others mean something else.
 HASHED = ("position", "layers", "gates", "options", "softcap")
 #: What a config has beside the settings: a checksum of the gates, and what the model card says.
 NOTES = ("checksum", "base_model", "license", "measured")
@@ -92,27 +91,23 @@ class Settings:
         """The scheme without gates, or None."""
         return None if self.position is None else self.position.removesuffix("+gape")
 
-    def hashes(self) -> list[int]:
-        """A number for each of :data:`HASHED`, saved beside the gates; 4 and 4.0 have the same.
+    def fingerprint(self) -> list[int]:
+        """T and a hash of each of :data:`HASHED`, saved beside the gates; 4 and 4.0 have the same.
 
-        Each is below 2²⁴, so that it stays exact in float32.
+        No number is above 2²⁴, so that all stay exact in float32.
         """
         values = self.to_dict()
         texts = (json.dumps(_plain(values[name]), sort_keys=True).encode() for name in HASHED)
-        return [int.from_bytes(hashlib.sha256(text).digest()[:3]) for text in texts]
+        hashes = (int.from_bytes(hashlib.sha256(text).digest()[:3]) for text in texts)
+        return [self.context_length, *hashes]
 
     def to_dict(self) -> dict[str, Any]:
         """For config.json."""
-        values = asdict(self)
-        return {**values, "layers": None if self.layers is None else list(self.layers)}
+        return {**asdict(self), "layers": None if self.layers is None else list(self.layers)}
 
     @classmethod
     def from_config(cls, config: Any) -> Settings:
-        """The settings in a model's config.
-
-        Raises:
-            ValueError: there are none, or unknown ones.
-        """
+        """The settings in a model's config; a ValueError where there are none, or unknown ones."""
         stored = getattr(config, "gape", None)
         if not isinstance(stored, Mapping):
             raise invalid_argument("config.gape", stored, "the settings that gape.hf.inject writes there")
@@ -155,49 +150,31 @@ class RetrofitGates(GAPEGates):
     every other gate parameter has a gradient. g, l and γ start where the paper starts. "paper" starts with s = 1,
     which is the paper's Γ = 1.
 
-    T is saved beside the parameters in `context_length`, and hashes of the injection's settings in `settings`. Loading
-    a state with another T or other settings is an error, also that of an adapter.
+    Beside the parameters, T and hashes of the injection's settings are saved in `settings`. Loading a state with others
+    is an error, also that of an adapter.
 
     Args:
         n_heads, head_dim, n_kv_heads: as in :class:`gape.GAPEGates`.
-        context_length: T.
-        start: "identity" or "paper".
-        settings: of the injection, to save their hashes; None saves none.
+        injection: the settings of the injection.
         **options: options of :class:`gape.GAPEGates`.
 
     Raises:
-        ValueError: an unknown start, or what :class:`gape.GAPEGates` refuses.
+        ValueError: what :class:`gape.GAPEGates` refuses.
     """
 
-    context_length: Tensor
     settings: Tensor
 
-    def __init__(
-        self,
-        n_heads: int,
-        head_dim: int,
-        n_kv_heads: int,
-        *,
-        context_length: int,
-        start: str,
-        settings: Settings | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, n_heads: int, head_dim: int, n_kv_heads: int, injection: Settings, **options: Any) -> None:
         super().__init__(n_heads, head_dim, n_kv_heads, **options)
-        if start not in STARTS:
-            raise invalid_argument("start", start, f"one of {', '.join(STARTS)}")
-        self.start, self.length = start, context_length
-        self.strength = nn.Parameter(torch.full((n_heads,), float(start == "paper")))
-        # An integer, so that casting a model to half precision leaves it alone.
-        self.register_buffer("context_length", torch.tensor([context_length], dtype=torch.int64))
-        self.injection = settings
-        hashes = [] if settings is None else settings.hashes()
-        self.register_buffer("settings", torch.tensor(hashes, dtype=torch.int64))
+        self.injection = injection
+        self.strength = nn.Parameter(torch.full((n_heads,), float(injection.start == "paper")))
+        # Integers, so that casting a model to half precision leaves them alone.
+        self.register_buffer("settings", torch.tensor(injection.fingerprint()))
 
     def reset_parameters(self) -> None:
         """Draw the projections again and set everything else to its start."""
         super().reset_parameters()
-        nn.init.constant_(self.strength, float(self.start == "paper"))
+        nn.init.constant_(self.strength, float(self.injection.start == "paper"))
 
     @property
     def amplitude(self) -> Tensor:
@@ -209,7 +186,6 @@ class RetrofitGates(GAPEGates):
         return strength * sign * F.softplus(raw)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        refuse_other_length(state_dict.get(f"{prefix}context_length"), self.length, prefix)
         refuse_other_settings(state_dict.get(f"{prefix}settings"), self.injection, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -217,9 +193,7 @@ class RetrofitGates(GAPEGates):
 def warn_of_idle(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
     """Warn once for a model whose gates were trained and yet change nothing. Gates that never learned are at 0.
 
-    Args:
-        model: with gates or without.
-        state: its tensors, for a model that is sharded; None takes those of its modules.
+    `state` has the tensors of a model that is sharded; None takes those of its modules.
     """
     largest = 0.0
     for name, gates in model.named_modules():
@@ -233,39 +207,26 @@ def warn_of_idle(model: nn.Module, state: Mapping[str, Tensor] | None = None) ->
         log.warning("gates cannot act: no strength is above %.1g, so nothing fades; %s", largest, REMEDY)
 
 
-def refuse_other_length(stored: Tensor | None, own: int, source: str) -> None:
-    """Refuse gates that were trained with another T.
+def refuse_other_settings(stored: Tensor | list[int] | None, own: Settings, source: str) -> None:
+    """Refuse gates that were trained with another T, or under other settings of an injection than the model's.
+
+    `stored` is what :meth:`Settings.fingerprint` gave when the gates were saved; None accepts all.
 
     Raises:
-        ValueError: names the layer, the stored T and the model's.
+        ValueError: names the source, and the stored T or the settings that differ, with the model's values of them.
     """
-    if stored is None or stored.device.type == "meta":
+    if isinstance(stored, Tensor):
+        stored = None if stored.device.type == "meta" else stored.to(torch.int64).tolist()
+    if stored is None:
         return
-    length = int(stored.reshape(-1)[0])
-    if length != own:
-        raise ValueError(f"context_length: {source} was trained with T = {length}, expected {own}")
-
-
-def refuse_other_settings(stored: Tensor | None, own: Settings | None, source: str) -> None:
-    """Refuse gates that were trained under other settings of an injection than the model's.
-
-    Args:
-        stored: hashes of the settings, saved beside the gates; None accepts all.
-        own: the model's settings; None accepts all.
-        source: the layer or adapter, for the message.
-
-    Raises:
-        ValueError: names the layer, the settings that differ and the model's values of them.
-    """
-    if stored is None or own is None or stored.device.type == "meta":
-        return
-    hashes = stored.to(torch.int64).tolist()
-    other = list(HASHED)
-    if len(hashes) == len(HASHED):
-        other = [name for name, was, now in zip(HASHED, hashes, own.hashes(), strict=True) if was != now]
-    if other:
+    length, *hashes = stored
+    if length != own.context_length:
+        raise ValueError(f"context_length: {source} was trained with T = {length}, expected {own.context_length}")
+    own_hashes = own.fingerprint()[1:]
+    if hashes != own_hashes:
+        pairs = zip(HASHED, hashes, own_hashes, strict=True)
         values = own.to_dict()
-        words = ", ".join(f"{name} = {values[name]!r}" for name in other)
+        words = ", ".join(f"{name} = {values[name]!r}" for name, was, now in pairs if was != now)
         raise ValueError(
             f"{source} was trained under other settings than the model's {words}; inject with those it had"
         )

@@ -23,11 +23,7 @@ class LimitedPositions(nn.Embedding):
     """A table of positions with an error that says what to do beyond its end."""
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions (B, N) → (B, N, E).
-
-        Raises:
-            ValueError: a position beyond the table.
-        """
+        """positions (B, N) → (B, N, E); beyond the table a ValueError."""
         far = not torch.compiler.is_compiling() and positions.numel() and int(positions.max()) >= self.num_embeddings
         if far:
             raise invalid_argument("position_ids", positions, longer_positions(self.num_embeddings))
@@ -88,11 +84,7 @@ def limit_positions(model: Any, *, replaced: bool) -> dict[str, Any]:
 
 
 def restore_positions(model: Any, undo: dict[str, Any]) -> None:
-    """Put the table of positions back.
-
-    Raises:
-        ValueError: the model was loaded without it.
-    """
+    """Put the table of positions back; refused where the model was loaded without it."""
     table = undo["table"]
     if undo.get("loaded") and isinstance(model.transformer.wpe, NoPositions):
         raise ValueError("model: it was saved without its learned positions, which cannot be put back")

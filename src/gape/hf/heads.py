@@ -1,11 +1,11 @@
-"""Retrieval heads: how much attention each key head gives to the text that an answer repeats.
+"""Heads of models without gates: what their layers read, and how much attention each gives to what an answer repeats.
 
 Shapes: N tokens, L layers, Hq / Hk query / key heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,11 +24,7 @@ Head = tuple[int, int]
 
 
 def sizes(model: Any) -> tuple[int, int, int]:
-    """L, Hq and Hk of a causal language model without gates.
-
-    Raises:
-        ValueError: it has gates, or is of an unknown family.
-    """
+    """L, Hq and Hk of a causal language model; a ValueError where it has gates or is of an unknown family."""
     if isinstance(model, InjectedModel):
         raise ValueError("model: got one with gates, expected one without; gape.hf.remove takes them out")
     family = family_of(model)
@@ -37,32 +33,59 @@ def sizes(model: Any) -> tuple[int, int, int]:
     return len(modules), n_heads, n_kv_heads
 
 
-@torch.no_grad()
-def scores(model: Any, ids: Tensor, source: Sequence[int], answer: Sequence[int]) -> Tensor:
-    """How much attention each key head gives to the text that an answer repeats.
+def read_layers(model: Any, ids: Tensor, read: Callable[[Any, Tensor, Any], None]) -> None:
+    """Run a model on ids (B, N), and call `read(module, x, embeddings)` with what each attention layer gets."""
 
-    Of a query head: the attention that the queries which predict the answer's tokens give to the tokens of `source`,
-    summed over those tokens, mean over those queries. Of a key head: the largest of its query heads.
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        read(module, x, kwargs.get("position_embeddings"))
+
+    modules = family_of(model).modules(model)
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    try:
+        model.base_model(ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def head_scores(model: Any, texts: Sequence[tuple[Tensor, Sequence[int], int]]) -> Tensor:
+    """The retrieval score of each key head: the attention that it gives to the text that an answer repeats.
+
+    Of a query head: the attention that the queries which predict the answer's tokens give to the tokens that it
+    repeats, summed over those tokens, mean over those queries and over texts. Of a key head: the largest of its query
+    heads, text by text.
 
     Args:
-        model: a causal language model without gates, in eval mode, loaded with attn_implementation="eager".
-        ids: (1, N), a prompt and its answer, on the model's device.
-        source: numbers of the tokens of the prompt that the answer repeats.
-        answer: numbers of the answer's tokens, the last of `ids`.
+        model: a causal language model without gates, in eval mode.
+        texts: ids (N,) of a prompt and its answer, the numbers of the prompt's tokens that the answer repeats, and how
+            many of the last tokens are the answer.
 
     Returns:
         (L, Hk), float32, on the CPU; each from 0 to 1.
 
     Raises:
-        ValueError: gates, another attention, or tokens that are not where they should be.
+        ValueError: gates, or tokens that are not where they should be.
     """
-    layers, n_heads, n_kv_heads = sizes(model)
-    if model.config._attn_implementation != "eager":
-        raise invalid_argument(
-            "model", model.config._attn_implementation, "attn_implementation='eager', which tells weights"
-        )
-    first, places = _checked(ids, source, answer)
-    cache = None
+    sizes(model)
+    own = model.config._attn_implementation
+    # Others would not tell their weights.
+    model.set_attn_implementation("eager")
+    try:
+        return torch.stack([_text_scores(model, *text) for text in texts]).mean(0)
+    finally:
+        model.set_attn_implementation(own)
+
+
+def _text_scores(model: Any, ids: Tensor, source: Sequence[int], answer: int) -> Tensor:
+    """The scores (L, Hk) of one text."""
+    first, places = len(ids) - answer, torch.tensor(sorted(set(source)))
+    if answer < 1 or first < 1:
+        raise invalid_argument("answer", answer, f"1 to {len(ids) - 1} tokens of {len(ids)}, behind a prompt")
+    if not len(source) or min(source) < 0 or max(source) >= first:
+        raise invalid_argument("source", list(source), f"numbers of tokens before the answer, from 0 to {first - 1}")
+    ids, cache = ids[None].to(next(model.parameters()).device), None
     for start in range(0, first - 1, _PIECE):
         part = ids[:, start : min(start + _PIECE, first - 1)]
         cache = model.base_model(part, past_key_values=cache, use_cache=True).past_key_values
@@ -70,8 +93,8 @@ def scores(model: Any, ids: Tensor, source: Sequence[int], answer: Sequence[int]
     queries = ids[:, first - 1 : -1]
     with _own_forwards(family_of(model).modules(model)):
         output = model.base_model(queries, past_key_values=cache, use_cache=True, output_attentions=True)
-    total = first - 1 + queries.size(1)
-    masses = torch.stack([_mass(weights[0], places, total) for weights in output.attentions])
+    masses = torch.stack([_mass(weights[0], places, ids.size(1) - 1) for weights in output.attentions])
+    layers, n_heads, n_kv_heads = sizes(model)
     return masses.view(layers, n_kv_heads, n_heads // n_kv_heads).amax(-1)
 
 
@@ -84,21 +107,6 @@ def _own_forwards(modules: Sequence[Any]) -> Iterator[None]:
     finally:
         for module in bare:
             vars(module).pop("forward", None)
-
-
-def _checked(ids: Tensor, source: Sequence[int], answer: Sequence[int]) -> tuple[int, Tensor]:
-    """The number of the answer's first token, and the source as numbers, rising, each once."""
-    if ids.dim() != 2 or ids.size(0) != 1:
-        raise invalid_argument("ids", ids, "(1, N)")
-    count = ids.size(1)
-    if not len(answer) or list(answer) != list(range(count - len(answer), count)) or answer[0] < 1:
-        raise invalid_argument(
-            "answer", list(answer), f"the numbers of the last tokens, up to {count - 1}, behind a prompt"
-        )
-    first = answer[0]
-    if not len(source) or min(source) < 0 or max(source) >= first:
-        raise invalid_argument("source", list(source), f"numbers of tokens before the answer, from 0 to {first - 1}")
-    return first, torch.tensor(sorted(set(source)))
 
 
 def _mass(weights: Tensor, places: Tensor, total: int) -> Tensor:

@@ -61,12 +61,15 @@ class GateValues(NamedTuple):
     context_length: float
 
 
-def supported_name(name: str | None) -> str:
-    """The attention implementation of a model with gates that was loaded with `name`: the same, where gates run in it.
+def gate_values(layer: Any, gate: Tensor | None, landmark: Tensor | None) -> GateValues | None:
+    """What the gates of an attention layer say; None without gates."""
+    if gate is None or landmark is None:
+        return None
+    return GateValues(gate, landmark, layer.gates.amplitude, layer.context_length)
 
-    Raises:
-        ValueError: one that cannot carry a bias, such as flash_attention_2.
-    """
+
+def supported_name(name: str | None) -> str:
+    """The attention implementation that gates run in, by the one of the model; refused where it cannot carry a bias."""
     supported = REPLACEMENTS.get(name or "", name or "gape")
     if supported not in OPERATOR_OF:
         names = ", ".join((*OPERATOR_OF, *REPLACEMENTS))
@@ -75,50 +78,24 @@ def supported_name(name: str | None) -> str:
 
 
 def refuse_paged(kwargs: Mapping[str, Any]) -> None:
-    """Refuse the paged cache of `generate_batch`, which comes as `cache` under any attention implementation.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Refuse the paged cache of `generate_batch`, which comes as `cache` under any attention implementation."""
     if kwargs.get("cache") is not None:
         raise invalid_argument("cache", type(kwargs["cache"]).__name__, f"None: {NO_BATCHING}")
 
 
 def refuse_head_masks(module: Any) -> None:
-    """Refuse the mask that some presses of kvpress leave on a layer for its attention function, which is not called.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Refuse the mask that some presses of kvpress leave for a layer's attention function, which is not called."""
     # getattr is slow where a module lacks the attribute.
     if vars(module).get("masked_key_indices") is not None:
         expected = "None: a layer with gates has no masks of kvpress; gape.hf.presses.GatedPress drops keys by scores"
         raise invalid_argument("masked_key_indices", "indices", expected)
 
 
-class RefusesBatching:
-    """Mixed into models with gates: refuses continuous batching before its thread begins."""
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, and so is `generate_batch`.
-
-        Raises:
-            ValueError: always; says why.
-        """
-        raise ValueError(f"continuous batching: {NO_BATCHING}")
-
-
 def register() -> None:
     """Make our names known to `transformers`; may be called again."""
     for name in REGISTERED:
         AttentionInterface.register(name, _ungated_attention)
-        AttentionMaskInterface.register(name, _mask)
-
-
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """A bool mask, True may attend, or None where causality by index is all; as for `sdpa`."""
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return mask
+        AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def _ungated_attention(
@@ -267,10 +244,8 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention by the definition, in float32 (float64 beside float64), 1,024 queries at a time.
 
-    Args are those of :func:`masked_attention`; positions are needed with gates only.
-
-    Returns:
-        (B, Hq, Nq, Dv) in q's dtype, and the weights (B, Hq, Nq, Nk), None for more than 1,024 queries.
+    Arguments as in :func:`masked_attention`; positions are needed with gates only. Returns (B, Hq, Nq, Dv) in the dtype
+    of q, and the weights (B, Hq, Nq, Nk), None for more than 1,024 queries.
     """
     dtype, groups = bias_dtype(q.dtype), q.size(1) // k.size(1)
     k, v = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (k, v))
@@ -301,7 +276,7 @@ def dense_attention(
 
 
 def check_causality(name: str, like: Tensor) -> None:
-    """The first time an attention implementation runs on a device, make sure that no token attends to a later one.
+    """Make sure that no token attends to a later one, the first time an attention implementation runs on a device.
 
     Raises:
         RuntimeError: one does.

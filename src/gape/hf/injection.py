@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gape import positions as schemes
 from gape.hf import gpt2
-from gape.hf.attention import InjectedAttention, Wiring, injected_class, wire
+from gape.hf.attention import InjectedAttention, Wiring, injected_class
 from gape.hf.card import origin
 from gape.hf.families import TRANSFORMERS_4, Family, family_of, rope_theta, rotated_part
 from gape.hf.gates import MODULE, REMEDY, RetrofitGates, Settings, freeze, qk_modules
@@ -71,9 +71,10 @@ def inject(
         ValueError: another family, gates there already, quantised q and k that should learn, no context length, one
             beyond the positions that the model has learned, or a value out of range. The model is then as it was.
     """
-    if floors is not None:
-        context_length, position, gates, options = _planned(floors, context_length, position, gates, options)
-    settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
+    settings, family = _checked(
+        model, context_length=context_length, position=position, layers=layers, learn=learn, start=start, gates=gates,
+        floors=floors, **options,
+    )  # fmt: skip
     _warn_of_native(model, family, settings)
     if dry_run:
         print(injection_plan(model, family, settings))
@@ -93,26 +94,13 @@ def inject(
     return model
 
 
-def plan(
-    model: Any,
-    *,
-    context_length: int | None = None,
-    position: str | None = None,
-    layers: Iterable[int] | None = None,
-    learn: str = "all",
-    start: str = "identity",
-    gates: Mapping[str, Any] | None = None,
-    floors: FloorPlan | None = None,
-    **options: Any,
-) -> InjectionPlan:
+def plan(model: Any, **arguments: Any) -> InjectionPlan:
     """What :func:`inject` would do with these arguments, as an object to print or to read.
 
     Raises:
         ValueError: as :func:`inject`.
     """
-    if floors is not None:
-        context_length, position, gates, options = _planned(floors, context_length, position, gates, options)
-    settings, family = _checked(model, context_length, position, layers, learn, start, gates, options)
+    settings, family = _checked(model, **arguments)
     return injection_plan(model, family, settings)
 
 
@@ -126,7 +114,10 @@ def install(model: Any, settings: Settings) -> None:
     numbers = settings.layers if settings.layers is not None else range(len(modules))
     for number in numbers:
         scheme = _scheme(family, settings, model, number)
-        wiring = wire(family.model_type, settings.context_length, numbers[0], scheme, settings.softcap)
+        wiring = Wiring(
+            family=family, context_length=settings.context_length, first_layer=numbers[0], scheme=scheme,
+            softcap=settings.softcap,
+        )  # fmt: skip
         _wrap(modules[number], wiring, settings, of_layer(settings.gates, number, len(modules)))
     _warn_of_dropout(modules[numbers[0]])
     model.config._attn_implementation = supported_name(model.config._attn_implementation)
@@ -175,15 +166,19 @@ def remove(model: Any) -> Any:
 
 def _checked(
     model: Any,
-    context_length: int | None,
-    position: str | None,
-    layers: Iterable[int] | None,
-    learn: str,
-    start: str,
-    gates: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
+    *,
+    context_length: int | None = None,
+    position: str | None = None,
+    layers: Iterable[int] | None = None,
+    learn: str = "all",
+    start: str = "identity",
+    gates: Mapping[str, Any] | None = None,
+    floors: FloorPlan | None = None,
+    **options: Any,
 ) -> tuple[Settings, Family]:
     """The settings and the family, after every check that needs no change of the model."""
+    if floors is not None:
+        context_length, position, gates, options = _planned(floors, context_length, position, gates, options)
     if isinstance(model, nn.Module) and any(isinstance(m, InjectedAttention) for m in model.modules()):
         raise ValueError(
             "model: got one with gates, expected one without; gape.hf.explain says what runs in it, "
@@ -321,10 +316,7 @@ def _gates(module: Any, family: Family, settings: Settings, options: Mapping[str
     if not settings.gated:
         return None
     n_heads, n_kv_heads, width = family.layout.sizes(module)
-    return RetrofitGates(
-        n_heads, width, n_kv_heads, context_length=settings.context_length, start=settings.start, settings=settings,
-        **options,
-    )  # fmt: skip
+    return RetrofitGates(n_heads, width, n_kv_heads, settings, **options)
 
 
 def _wrap(module: Any, wiring: Wiring, settings: Settings, options: Mapping[str, Any]) -> None:

@@ -29,7 +29,6 @@ def causal_mask(
         embeddings: (B, N, E), for sizes and dtype.
         real: (B, cached + N), 0 for pads, or None.
         positions: integer (N,) or (B, N).
-        past_key_values: the cache, or None.
     """
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
     arguments = {
@@ -45,11 +44,7 @@ def causal_mask(
 
 
 def first_keys(mask: Any, n_k: int) -> Tensor:
-    """A mask (.., Nq, at least Nk) cut to its first n_k keys.
-
-    Raises:
-        ValueError: a mask of another kind.
-    """
+    """A mask (.., Nq, at least Nk) cut to its first n_k keys; a ValueError for another kind of mask."""
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         raise invalid_argument(
             "attention_mask", mask, "a tensor (batch, heads, queries, keys), as sdpa, eager, gape, … make it"
@@ -106,13 +101,8 @@ def _lower_right(mask: Tensor) -> bool:
 def real_tokens(mask: Tensor | None, n: int, batch: int) -> Tensor | None:
     """Which of the last n tokens are no pads, bool (B, n), by a mask of `transformers`; None: all are.
 
-    Args:
-        mask: bool or additive (B or 1, 1, n, keys), or None.
-        n: how many tokens are new.
-        batch: B.
-
-    Raises:
-        ValueError: a mask that hides more than pads on the left and later tokens.
+    The mask is bool or additive (B or 1, 1, n, keys), or None. It is refused where it hides more than pads on the left
+    and later tokens.
     """
     if mask is None:
         return None
@@ -133,11 +123,7 @@ def _real_tokens(mask: Tensor) -> Tensor | None:
 
 
 def refuse_pads_behind(real: Tensor) -> None:
-    """Refuse pads behind a token, by a mask of real tokens (B, N): caches that attend themselves need left padding.
-
-    Raises:
-        ValueError: there are some.
-    """
+    """Refuse pads behind a token, by a mask of real tokens (B, N): caches that attend themselves need left padding."""
     if bool((real[:, :-1] & ~real[:, 1:]).any()):
         raise ValueError("attention_mask: got pads behind a token, expected padding on the left")
 
@@ -163,19 +149,18 @@ def consecutive(positions: Tensor) -> bool:
 
     False in a compiled graph, which cannot read values.
     """
-    if torch.compiler.is_compiling():
-        return False
-    return memoized(positions, "_gape_consecutive", lambda: bool((positions.diff(dim=-1) == 1).all()))
+    return _all_steps(positions, "_gape_consecutive", lambda steps: steps == 1)
 
 
 def rising(positions: Tensor) -> bool:
-    """Whether positions (N,) or (B, N) only rise, by one or more: one document, parts of which may be skipped.
+    """Whether positions (N,) or (B, N) only rise: one document, parts of which may be skipped; False in a graph."""
+    return _all_steps(positions, "_gape_rising", lambda steps: steps >= 1)
 
-    False in a compiled graph, which cannot read values.
-    """
+
+def _all_steps(positions: Tensor, name: str, allowed: Callable[[Tensor], Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return False
-    return memoized(positions, "_gape_rising", lambda: bool((positions.diff(dim=-1) >= 1).all()))
+    return memoized(positions, name, lambda: bool(allowed(positions.diff(dim=-1)).all()))
 
 
 def memoized(tensor: Tensor, name: str, compute: Callable[[], Value]) -> Value:

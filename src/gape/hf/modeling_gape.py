@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,13 +12,11 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gape.hf.attention import attend_in_transformers
-from gape.hf.auto_map import AutoMapped, LocalCode
 from gape.hf.cache import refuse_uneven
-from gape.hf.card import write_card
-from gape.hf.implementations import GateValues, RefusesBatching, masked_attention, refuse_paged, supported_name
+from gape.hf.implementations import gate_values, masked_attention, refuse_paged, supported_name
 from gape.hf.masks import causal_mask
 from gape.hf.paged import PagesForTransformers, with_pages
-from gape.hf.save_load import check_checksum, gate_checksum, refuse_missing
+from gape.hf.save_load import AutoMapped, GatedModel
 from gape.models.attention import GAPEAttention
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT, Block
@@ -77,7 +74,7 @@ class GapeConfig(AutoMapped, PretrainedConfig):  # type: ignore[misc]
         return GPTConfig.from_dict({name: getattr(self, name) for name in _FIELDS})
 
 
-class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class GapeForCausalLM(GatedModel, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """:class:`gape.GPT` with the interface of `transformers`: `generate`, caches, `Trainer`, saving.
 
     Its tensors are those of the GPT, under the prefix `gpt.`. Where the embedding is also the output layer, it is one
@@ -130,11 +127,7 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
         return self.gpt.head
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
-        """Replace the output layer, for another vocabulary; it is then no longer tied to the embedding.
-
-        Raises:
-            ValueError: it has a bias, which a GPT cannot have.
-        """
+        """Replace the output layer, for another vocabulary, by one without a bias, no longer tied to the embedding."""
         if value.bias is not None:
             raise invalid_argument("value", value, "a linear layer without a bias")
         self.gpt.head, self.config.tied = value, False
@@ -166,9 +159,8 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache,
             output_attentions=output_attentions, output_hidden_states=output_hidden_states,
         )  # fmt: skip
-        x = output.last_hidden_state
-        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-        logits = self.gpt.logits(x if isinstance(rows, int) else x[:, rows])
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.gpt.logits(output.last_hidden_state[:, rows])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -273,9 +265,7 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
             def plain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
                 return layer.scheme.attend(q, k, v, gate, side, **arguments)
 
-            values = None
-            if layer.gates is not None and gate is not None and side is not None:
-                values = GateValues(gate, side, layer.gates.amplitude, layer.context_length)
+            values = gate_values(layer, gate, side) if layer.gates is not None else None
             return masked_attention(
                 q, k, v, values, name=self.config._attn_implementation, scale=layer.scale, plain=plain,
                 auto=layer.impl, skips=layer.skips, **visibility,
@@ -286,7 +276,9 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
     def _positions(self, x: Tensor, real: Tensor | None, given: Tensor | None, cache: Any) -> Tensor:
         """Positions (N,) or (B, N) of these tokens."""
         batch, n = x.shape[:2]
-        if given is None and real is not None and real.dim() == 2 and not self._dense(real):
+        # A compiled graph cannot read whether the mask hides anything.
+        graph = torch.compiler.is_compiling()
+        if given is None and real is not None and real.dim() == 2 and (graph or not bool(real.all())):
             given = (real.long().cumsum(-1) - 1).clamp(min=0)[:, -n:]
         if given is None:
             return torch.arange(n, device=x.device) + _length(cache)
@@ -296,43 +288,22 @@ class GapeForCausalLM(LocalCode, RefusesBatching, PreTrainedModel, GenerationMix
             raise invalid_argument("position_ids", given, f"an integer tensor (1 or {batch}, {n})")
         return given[0]
 
-    def _dense(self, real: Tensor) -> bool:
-        """Whether a mask of pads (B, N) hides nothing; False in a compiled graph, which cannot read values."""
-        return not torch.compiler.is_compiling() and bool(real.all())
-
     def _option(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name, False) if given is None else given)
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in `transformers`; also stores the checksum of the scheme's tensors and writes a model card."""
-        self.config.gate_checksum = gate_checksum(kwargs.get("state_dict") or self.state_dict())
-        self.config.saved_length = self.config.context_length
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            write_card(Path(save_directory), self)
+    def _store_checksum(self, checksum: str) -> None:
+        self.config.gate_checksum, self.config.saved_length = checksum, self.config.context_length
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`; tensors that are missing, gates that are not those saved, or another T are an error.
-
-        Raises:
-            ValueError: says which.
-        """
-        with_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        path = str(pretrained_model_name_or_path)
-        refuse_missing(info, path)
+    def _check_loaded(self, info: Mapping[str, Any], path: str) -> str | None:
         if info["missing_keys"]:
             raise ValueError(f"{path}: {sorted(info['missing_keys'])[0]} is missing")
-        length = model.config.saved_length
-        if length not in (None, model.config.context_length):
+        config = self.config
+        if config.saved_length not in (None, config.context_length):
             # max_position_embeddings is another name for it, which users raise to read longer texts.
             raise invalid_argument(
-                "context_length", model.config.context_length, f"{length}, the T that {path} was saved with"
+                "context_length", config.context_length, f"{config.saved_length}, the T that {path} was saved with"
             )
-        if is_gated(model.config.position):
-            check_checksum(model, model.config.gate_checksum, path)
-        return (model, info) if with_info else model
+        return config.gate_checksum if is_gated(config.position) else None
 
 
 def _length(cache: Any) -> int | Tensor:

@@ -23,17 +23,18 @@ from gape.cache.eviction import EvictionRule
 from gape.cache.layer import PagedLayer
 from gape.cache.paged import PagedCache
 from gape.hf.bounds import layer_specs
-from gape.hf.capture import model_obstacle
-from gape.hf.families import TRANSFORMERS_4
+from gape.hf.families import LLAMA_LIKE, TRANSFORMERS_4
 from gape.hf.gates import warn_of_idle
 from gape.hf.masks import memoized, real_tokens, refuse_pads_behind
-from gape.models.cuda_graphs import captured_logits
+from gape.models.cuda_graphs import captured_logits, model_cannot
 from gape.utils.validation import invalid_argument
 
 #: Outputs that a captured step does not have.
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 #: Arguments of a forward pass under which a step may be captured, and the values that change nothing.
 _PLAIN = {"use_cache": (None, True), "return_dict": (None, True), "logits_to_keep": (0, 1)}
+#: Rotations that read positions to choose their frequencies have one of these words in their name.
+_READING_ROTATIONS = ("dynamic", "longrope")
 
 
 class PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -49,11 +50,7 @@ class PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing: pages are taken as tokens come."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: layers that use this cache attend through it.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refused with a ValueError: layers that use this cache attend through it."""
         raise _another_model()
 
     def get_seq_length(self) -> int:
@@ -69,15 +66,11 @@ class PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """−1: there is no limit."""
         return -1
 
-    #: The name of it in transformers 4.
+    #: Its name in transformers 4.
     get_max_cache_shape = get_max_length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refused: beams would share keys that each of them evicts.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refused with a ValueError: beams would share keys that each of them evicts."""
         raise ValueError("num_beams: got beams, expected 1 with a cache in pages")
 
     #: Other ways to choose rows, likewise.
@@ -101,7 +94,8 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         self.real: Tensor | None = None
         #: Pads of each row among the tokens so far, int64 (B,); None: there are none.
         self._pads: Tensor | None = None
-        super().__init__(layers=self._layers(_layer_count(model, self.pages)))
+        count = int(getattr(model.config, "num_hidden_layers", 0))
+        super().__init__(layers=self._layers(max(count, len(self.pages.layers))))
 
     def _layers(self, count: int) -> list[Any]:
         """Layers with gates in pages; others keep their keys as `transformers` does."""
@@ -115,7 +109,7 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         return clone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy with pages of its own; it serves the same model."""
+        """A copy with pages of its own, for the same model."""
         clone = self._with_pages(deepcopy(self.pages, memo))
         clone.layers = [
             mine if isinstance(mine, PagedCacheLayer) else deepcopy(layer, memo)
@@ -124,11 +118,7 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         return clone
 
     def layer(self, number: int, owner: Any) -> PagedLayer:
-        """The cache of the layer with these gates.
-
-        Raises:
-            ValueError: it was made for another model.
-        """
+        """The cache of the layer with these gates; a ValueError where it was made for another model."""
         layer = self.layers[number] if number < len(self.layers) else None
         if not isinstance(layer, PagedCacheLayer) or layer.pages.spec.owner is not owner:
             raise _another_model()
@@ -166,7 +156,10 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
             ValueError: keys were evicted that a token there could see.
         """
         length = min(layer.length for layer in self.pages.layers)
-        left = _left(length, tokens_to_remove)
+        if tokens_to_remove < 0:
+            left = max(0, length + tokens_to_remove)
+        else:
+            left = min(length, tokens_to_remove) if tokens_to_remove or TRANSFORMERS_4 else length
         self.pages.truncate(left)
         for layer in self._plain:
             removed = left - int(layer.get_seq_length())
@@ -188,10 +181,7 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
     def step(self, model: Any, run: Any, arguments: dict[str, Any]) -> Any:
         """The output of a call with one token a row, replayed from a captured step; None, and nothing done, where not.
 
-        Args:
-            model: whose forward pass was called.
-            run: called as run(ids, positions), gives the logits (B, 1, V) of a step.
-            arguments: of the forward pass, by name.
+        `run(ids, positions)` gives the logits (B, 1, V) of a step of the model, whose forward pass has these arguments.
         """
         ids = arguments.get("input_ids")
         if ids is None or ids.size(1) != 1:
@@ -229,18 +219,16 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         return None
 
     def begin(self, mask: Any, tokens: Tensor) -> Tensor | None:
-        """Take note of pads before a call; the mask that the model is to be called with.
+        """Take note of pads before a call with ids (B, n) or embeddings (B, n, E); the mask to call the model with."""
+        self.real = None
+        if mask is not None:
+            self._note_pads(mask, tokens.size(1))
+        if self._plain:
+            return mask  # type: ignore[no-any-return]
+        # A mask with four dimensions is taken as it is: `transformers` then makes none of tokens × keys.
+        return torch.ones(tokens.size(0), 1, 1, 1, dtype=torch.bool, device=tokens.device)
 
-        Args:
-            mask: (B, cached + n), 0 for pads, or None.
-            tokens: ids (B, n) or embeddings (B, n, E).
-
-        Raises:
-            ValueError: a mask of another kind, or pads behind a token.
-        """
-        self.real, n = None, tokens.size(1)
-        if mask is None:
-            return self._no_mask(mask, tokens)
+    def _note_pads(self, mask: Any, n: int) -> None:
         length = self.pages.layers[0].length
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.size(1) != length + n:
             expected = f"(batch, {length + n}), 0 for pads, with a cache in pages of {length} tokens"
@@ -251,7 +239,6 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
             self._refuse_hidden_tokens(visible[:, :length])
             self._pads, real = (~visible).sum(1), visible[:, length:]
             self.real = None if bool(real.all()) else real
-        return self._no_mask(mask, tokens)
 
     def _refuse_hidden_tokens(self, visible: Tensor) -> None:
         """Refuse a mask (B, tokens so far) that hides other tokens than the pads among them."""
@@ -269,12 +256,6 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
             return self.real
         # Somebody called the model's body, with a mask of transformers.
         return real_tokens(mask, n, batch)
-
-    def _no_mask(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """A mask with four dimensions is taken as it is: `transformers` then makes none of tokens × keys."""
-        if self._plain:
-            return mask
-        return torch.ones(tokens.size(0), 1, 1, 1, dtype=torch.bool, device=tokens.device)
 
 
 class FullCache(PagesForTransformers):
@@ -322,10 +303,7 @@ class ForgettingCache(PagesForTransformers):
         warn_of_idle(model)
 
     def fresh(self, eps: float | None = None) -> ForgettingCache:
-        """An empty cache of the same model and rule, with bounds for its weights as they are now.
-
-        Args:
-            eps: another tolerance; None keeps the rule.
+        """An empty cache of the same model and rule (but for another eps), with bounds for its weights as they are now.
 
         Raises:
             ValueError: eps is out of range.
@@ -378,9 +356,33 @@ def with_pages(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _layer_count(model: Any, pages: PagedCache) -> int:
-    """Layers of a model, with gates or without."""
-    return max(int(getattr(model.config, "num_hidden_layers", 0)), len(pages.layers))
+def model_obstacle(model: Any) -> str | None:
+    """Why single tokens of a model cannot be captured; None where they can."""
+    from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
+
+    kind = str(model.config.model_type).removeprefix("gape_")
+    modules = list(model.modules())
+    if not isinstance(model, GapeForCausalLM):
+        if kind not in LLAMA_LIKE:
+            return f"models of type {kind} are not captured, only {', '.join(LLAMA_LIKE)}"
+        rotations = [str(getattr(module, "rope_type", None)) for module in modules]
+        reading = next((name for name in rotations if any(word in name for word in _READING_ROTATIONS)), None)
+        if reading is not None:
+            return f"rotations of type {reading} read positions"
+    kinds = {type(weight) for weight in model.parameters()} - {nn.Parameter}
+    if kinds:
+        return f"it is not known whether a {kinds.pop().__qualname__} can be captured"
+    places = {str(x.device) for x in (*model.parameters(), *model.buffers())}
+    if len(places) > 1:
+        return f"the model is on {' and '.join(sorted(places))}"
+    homes = (
+        "gape.", "torch.nn.", "transformers.activations", f"transformers.models.{kind}.", "peft.tuners.lora.",
+        # Wraps gates that are saved with an adapter.
+        "peft.utils.other",
+    )  # fmt: skip
+    return model_cannot(
+        modules, model.get_input_embeddings().weight, lambda module: type(module).__module__.startswith(homes)
+    )
 
 
 def _no_pads(mask: Tensor) -> bool:
@@ -390,10 +392,3 @@ def _no_pads(mask: Tensor) -> bool:
 
 def _another_model() -> ValueError:
     return ValueError("past_key_values: a cache in pages serves the model it was made for, and no other")
-
-
-def _left(length: int, tokens_to_remove: int) -> int:
-    """Of so many tokens those that :meth:`PagesForTransformers.crop` leaves."""
-    if tokens_to_remove < 0:
-        return max(0, length + tokens_to_remove)
-    return length if tokens_to_remove == 0 and not TRANSFORMERS_4 else min(length, tokens_to_remove)

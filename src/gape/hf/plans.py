@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ def injection_plan(model: Any, family: Family, settings: Settings) -> InjectionP
     like = _floating(next(model.parameters()))
     cache_growth = gated * n_kv_heads * extra_width(like.dtype) * like.element_size()
     name = supported_name(model.config._attn_implementation)
+    # A few hundred tokens of the model's dtype on its device.
+    tensors = _operator_tensors(256, 256, (n_heads, n_kv_heads, width), like)
     return InjectionPlan(
         model=type(model).__name__,
         settings=settings,
@@ -94,14 +97,8 @@ def injection_plan(model: Any, family: Family, settings: Settings) -> InjectionP
         own_flops=2 * own,
         cache_bytes=(cache_growth, 2 * len(modules) * n_kv_heads * width * like.element_size()),
         implementation=name,
-        backend=_backend(name, n_heads, n_kv_heads, width, like),
+        backend=_operator_plan(tensors, context_length=1, impl=OPERATOR_OF[name]),
     )
-
-
-def _backend(name: str, n_heads: int, n_kv_heads: int, width: int, like: Tensor) -> str:
-    """What would run for a few hundred tokens of the model's dtype on its device."""
-    tensors = _operator_tensors(256, 256, (n_heads, n_kv_heads, width), like)
-    return _operator_plan(tensors, context_length=1, impl=OPERATOR_OF[name])
 
 
 def _operator_tensors(queries: int, keys: int, sizes: tuple[int, int, int], like: Tensor) -> list[Tensor]:
@@ -229,13 +226,8 @@ def _by_sentence(modules: list[Any], describe: Callable[[Any], str]) -> dict[str
 
 def _ranges(numbers: tuple[int, ...]) -> str:
     """Rising numbers in few words: "0-3, 5"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _floating(parameter: Tensor) -> Tensor:

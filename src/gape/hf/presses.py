@@ -63,11 +63,7 @@ class GatedPress(BasePress):  # type: ignore[misc]
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """The keys (B, Hk, N, width) and values that stay, in their order; kvpress calls it after a prefill.
-
-        Raises:
-            ValueError: rows have pads. Masks hide them by index, and under a press each head has indices of its own.
-        """
+        """Keys (B, Hk, N, width) and values that stay, in order; kvpress calls it after a prefill without pads."""
         if not self.compression_ratio:
             return keys, values
         mask = kwargs.get("attention_mask")

@@ -34,11 +34,7 @@ class Weights(NamedTuple):
 
 
 def read(kind: Any, name: Any, **options: Any) -> Any:
-    """`kind.from_pretrained(name)`, for an Auto class of `transformers`.
-
-    Raises:
-        ValueError: it cannot be read; says why in one line.
-    """
+    """`kind.from_pretrained(name)`, for an Auto class of `transformers`; a ValueError says why not, in one line."""
     try:
         return kind.from_pretrained(name, trust_remote_code=False, **options)
     # The errors that a damaged config or file leads to have no class of their own.
@@ -47,11 +43,7 @@ def read(kind: Any, name: Any, **options: Any) -> Any:
 
 
 def read_config(name: str) -> Any:
-    """The config of a folder, or of a name on the hub.
-
-    Raises:
-        ValueError: there is none, or it asks for more than the weights beside it hold.
-    """
+    """The config of a folder or hub name; refused where it asks for more than the weights beside it hold."""
     refuse_sizes(Path(name))
     return read(AutoConfig, name)
 
@@ -76,10 +68,7 @@ def read_model(name: str, **options: Any) -> Any:
 
 
 def refuse_sizes(folder: Path) -> Weights | None:
-    """Refuse a folder whose config names sizes beyond what its weights can hold.
-
-    Returns:
-        What the weights hold; None without a config or weights.
+    """Refuse a folder whose config names sizes beyond what its weights can hold; None without a config or weights.
 
     Raises:
         ValueError: names the file, and the setting.

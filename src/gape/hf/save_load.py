@@ -1,8 +1,9 @@
-"""Injected models on disk: classes for the Auto classes of `transformers`, saving, loading.
+"""Models with gates on disk: classes for the Auto classes of `transformers`, saving, loading.
 
 A model with gates is saved under a model type of its own, `gape_llama` for `llama`. `transformers` without `gape.hf`
-does not know it, so it cannot load the model without its gates; :mod:`gape.hf.auto_map` leads it here. The gates are in
-the same safetensors file as the other weights; config.json has their settings and their checksum.
+does not know it, so it cannot load the model without its gates. The gates are in the same safetensors file as the other
+weights; config.json has their settings and their checksum. It also has an `auto_map` to a file that imports this module
+and does nothing else: with `trust_remote_code=True` the Auto classes import it, without the flag nothing is run.
 """
 
 from __future__ import annotations
@@ -22,18 +23,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gape.hf import adapters, implementations
-from gape.hf.auto_map import AutoMapped, LocalCode
 from gape.hf.card import write_card
 from gape.hf.families import ATTENTION, SEPARATE, Layout
-from gape.hf.gates import (
-    MODULE,
-    RetrofitGates,
-    Settings,
-    freeze,
-    refuse_other_length,
-    refuse_other_settings,
-    warn_of_idle,
-)
+from gape.hf.gates import MODULE, RetrofitGates, Settings, freeze, refuse_other_settings, warn_of_idle
+from gape.utils import files
 from gape.utils.validation import invalid_argument
 
 PREFIX = "gape_"
@@ -42,6 +35,18 @@ PREFIX = "gape_"
 MARKER = "gape.hf, imported, with AutoModelForCausalLM"
 #: What the families call the activation of their feed-forward layers.
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+#: The module beside config.json, and its names for the classes.
+_LOADER = "load_gape"
+_AUTO_MAP = {"AutoConfig": f"{_LOADER}.Config", "AutoModelForCausalLM": f"{_LOADER}.Model"}
+_LOADER_TEXT = '''"""Lets transformers load this model with trust_remote_code=True: imports gape.hf, which wrote it."""
+
+try:
+    from gape.hf.save_load import auto_classes
+except ImportError as error:
+    raise ImportError("this model has gates of the package gape: pip install 'gape[hf]'") from error
+
+Config, Model = auto_classes("{model_type}")
+'''
 
 
 def register() -> None:
@@ -98,14 +103,7 @@ def register_family(model_type: str, attention: type[nn.Module], layout: Layout 
 
 
 def auto_classes(model_type: str) -> tuple[type[Any], type[Any]]:
-    """Config class and model class of a saved model, for the file that its `auto_map` names.
-
-    Args:
-        model_type: as config.json has it, such as "gape_llama".
-
-    Raises:
-        ValueError: a family that this process does not know.
-    """
+    """Config class and model class of a model type such as "gape_llama", for the file that `auto_map` names."""
     from gape.hf.modeling_gape import GapeConfig, GapeForCausalLM  # noqa: PLC0415
 
     if model_type == GapeConfig.model_type:
@@ -115,6 +113,37 @@ def auto_classes(model_type: str) -> tuple[type[Any], type[Any]]:
         raise invalid_argument("model_type", model_type, f"one whose family is known; register {family!r} first")
     config = config_class(CONFIG_MAPPING[family])
     return config, model_class(MODEL_FOR_CAUSAL_LM_MAPPING[family_config(config)])
+
+
+class LocalCode:
+    """Mixed into classes that the file beside config.json names: their source is not copied to where they are saved."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: `transformers` would copy the module of the class into every directory."""
+
+
+class AutoMapped(LocalCode):
+    """Mixed into a config class: writes `auto_map` and the file that it names."""
+
+    model_type: str
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As in `transformers`, which writes this to config.json."""
+        values: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
+        return {**values, "auto_map": _AUTO_MAP}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in `transformers`; the class is known now, so `auto_map` has done its part."""
+        values = {name: value for name, value in config_dict.items() if name != "auto_map"}
+        return super().from_dict(values, **kwargs)  # type: ignore[misc]
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in `transformers`, and the file that `auto_map` names."""
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        text = _LOADER_TEXT.format(model_type=self.model_type)
+        files.replace(Path(save_directory) / f"{_LOADER}.py", text.encode())
 
 
 class _DeferredConfig(PretrainedConfig):  # type: ignore[misc]
@@ -183,12 +212,59 @@ def rebuild(make_class: Callable[[type[Any]], type[Any]], base: type[Any]) -> An
     return object.__new__(make_class(base))
 
 
-class InjectedModel(LocalCode, implementations.RefusesBatching):
+class GatedModel(LocalCode):
+    """Mixed into causal language models with gates: what saving adds, what loading checks, what generation refuses."""
+
+    config: Any
+
+    def _store_checksum(self, checksum: str) -> None:
+        """Write the checksum of the gates, and what else is checked, into the config."""
+        raise NotImplementedError
+
+    def _check_loaded(self, info: Mapping[str, Any], path: str) -> str | None:
+        """Compare a loaded model with what its config says; the stored checksum, None where there is none."""
+        raise NotImplementedError
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused with a ValueError before its thread begins, and so is `generate_batch`."""
+        raise ValueError(f"continuous batching: {implementations.NO_BATCHING}")
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in `transformers`; also stores the gates' checksum and writes a model card."""
+        model: Any = self
+        state = kwargs.get("state_dict") or model.state_dict()
+        self._store_checksum(gate_checksum(state))
+        warn_of_idle(model, state)
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", True):
+            write_card(Path(save_directory), model)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in `transformers`; gates that are missing or not those that were saved are an error, and so is another T.
+
+        Raises:
+            ValueError: says which gates.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(  # type: ignore[misc]
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        path = str(pretrained_model_name_or_path)
+        missing = sorted(name for name in info["missing_keys"] if is_gate(name))
+        if missing:
+            raise ValueError(f"{path}: {len(missing)} tensors of the gates are missing, {missing[0]} the first")
+        checksum = model._check_loaded(info, path)
+        if checksum not in (None, gate_checksum(model.state_dict())):
+            raise ValueError(f"{path}: the gates are not those that were saved: their checksum differs")
+        return (model, info) if with_info else model
+
+
+class InjectedModel(GatedModel):
     """Mixed into a causal language model of `transformers`: builds gates from its config, saves and loads them."""
 
     gape_base: type[Any]
     gape_undo: dict[str, Any]
-    config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         from gape.hf.injection import install  # noqa: PLC0415
@@ -218,76 +294,29 @@ class InjectedModel(LocalCode, implementations.RefusesBatching):
         """As in `transformers`; gates of an adapter that were trained under other settings are an error.
 
         Raises:
-            ValueError: says which settings; the model is as before.
+            ValueError: says which settings. The adapter stays in the model; load that anew.
         """
-        with adapters.unchanged_on_error(self):
-            info = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
-            check_settings(self, "adapter")
+        info = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+        self._check_settings("adapter")
         return info
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in `transformers`; also stores the gates' checksum and writes a model card."""
+    def _store_checksum(self, checksum: str) -> None:
+        self.config.gape["checksum"] = checksum
+
+    def _check_loaded(self, info: Mapping[str, Any], path: str) -> str | None:
+        self._check_settings(path)
+        freeze(self, Settings.from_config(self.config).learn)
+        checksum: str | None = self.config.gape.get("checksum")
+        return checksum
+
+    def _check_settings(self, path: str) -> None:
+        """Compare what was saved beside the gates, and beside those of adapters, with the model's settings."""
         model: Any = self
-        state = kwargs.get("state_dict") or model.state_dict()
-        self.config.gape["checksum"] = gate_checksum(state)
-        warn_of_idle(model, state)
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-        if kwargs.get("is_main_process", True):
-            write_card(Path(save_directory), model)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`; gates that are missing or not those that were saved are an error.
-
-        Raises:
-            ValueError: says which gates.
-        """
-        with_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(  # type: ignore[misc]
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
-        path = str(pretrained_model_name_or_path)
-        refuse_missing(info, path)
-        check_settings(model, path)
-        check_checksum(model, model.config.gape.get("checksum"), path)
-        freeze(model, Settings.from_config(model.config).learn)
-        return (model, info) if with_info else model
-
-
-def refuse_missing(info: Mapping[str, Any], path: str) -> None:
-    """Refuse a load that did not fill all gates.
-
-    Raises:
-        ValueError: says how many tensors are missing, and names the first.
-    """
-    missing = sorted(name for name in info["missing_keys"] if is_gate(name))
-    if missing:
-        raise ValueError(f"{path}: {len(missing)} tensors of the gates are missing, {missing[0]} the first")
-
-
-def check_checksum(model: Any, stored: str | None, path: str) -> None:
-    """Compare a model's gates with their stored checksum; None accepts all.
-
-    Raises:
-        ValueError: other values than were saved.
-    """
-    if stored is not None and stored != gate_checksum(model.state_dict()):
-        raise ValueError(f"{path}: the gates are not those that were saved: their checksum differs")
-
-
-def check_settings(model: Any, path: str) -> None:
-    """Compare what was saved beside a model's gates, and beside those of its adapters, with the model's settings.
-
-    Raises:
-        ValueError: another T, or other settings.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, RetrofitGates):
-            refuse_other_length(module.context_length, module.length, f"{path}: {name}")
-            refuse_other_settings(module.settings, module.injection, f"{path}: {name}")
-            # Modules that stay in float32 have all their buffers cast to it.
-            module.context_length = module.context_length.to(torch.int64)
-            module.settings = module.settings.to(torch.int64)
+        for name, module in model.named_modules():
+            if isinstance(module, RetrofitGates):
+                refuse_other_settings(module.settings, module.injection, f"{path}: {name}")
+                # Modules that stay in float32 have all their buffers cast to it.
+                module.settings = module.settings.to(torch.int64)
 
 
 def gate_checksum(state: Mapping[str, Tensor]) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from gape.gates import GAPEGates
 from gape.hf.families import family_of
 from gape.hf.gates import MODULE
+from gape.hf.heads import read_layers
 from gape.utils.validation import invalid_argument
 
 #: Logit of the landmark gate for sinks, and minus that for nearly all other keys: 1 − l and l are then below 0.0004.
@@ -59,19 +60,12 @@ def sink_landmarks(model: Any, ids: Tensor) -> SinkLandmarks:
     family = family_of(model)
     keys: dict[Any, list[Tensor]] = {}
 
-    def collect(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    def collect(module: Any, x: Tensor, _: Any) -> None:
         keys.setdefault(module, []).append(family.layout.project(module, x)[1].double())
 
-    modules = family.modules(model)
-    handles = [module.register_forward_pre_hook(collect, with_kwargs=True) for module in modules]
-    try:
-        for text in ids:
-            model.base_model(text[None], use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    fitted = [[_fitted(head) for head in torch.cat(keys[module]).unbind(1)] for module in modules]
+    for text in ids:
+        read_layers(model, text[None], collect)
+    fitted = [[_fitted(head) for head in torch.cat(keys[module]).unbind(1)] for module in family.modules(model)]
     weight, bias = (torch.stack([torch.stack([head[i] for head in layer]) for layer in fitted]) for i in (0, 1))
     return SinkLandmarks(weight, bias)
 
@@ -91,11 +85,7 @@ def _fitted(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def set_landmarks(model: Any, landmarks: SinkLandmarks) -> None:
-    """Give the landmark gates of an injected model these weights and biases.
-
-    Raises:
-        ValueError: a model without gates, or with landmarks that are not learned.
-    """
+    """Give the landmark gates of an injected model, which must be learned ones, these weights and biases."""
     layers = [module for module in model.modules() if isinstance(getattr(module, MODULE, None), GAPEGates)]
     projections = [getattr(module, MODULE).landmark_projection for module in layers]
     if not layers or None in projections:
