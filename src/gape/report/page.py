@@ -11,9 +11,10 @@ from typing import Any
 
 from gape.explore.export import policy, script
 from gape.report.catalogue import Entry
-from gape.report.results import Results, flat
+from gape.report.results import Results
 from gape.report.series import Data
 from gape.report.tables import Table
+from gape.utils.settings import flatten
 
 #: Bytes of a figure's numbers that go into the page; more stay in their file beside it.
 MOST_DATA = 2**20
@@ -135,7 +136,7 @@ def _data_link(path: Path) -> str:
 
 def _configuration(results: Results) -> list[str]:
     """What all runs share, then what tells them apart."""
-    settings = [flat(run.get("settings", {})) for run in results.runs]
+    settings = [flatten(run.get("settings", {})) for run in results.runs]
     if not any(settings):
         return ["<p>No settings were stored.</p>"]
     keys = list(dict.fromkeys(key for run in settings for key in run))
@@ -154,7 +155,7 @@ def _configuration(results: Results) -> list[str]:
 
 def _provenance(results: Results) -> list[str]:
     """Distinct versions, machines and code, then each run's training in a row."""
-    manifests = [flat(run.get("manifest", {})) for run in results.runs]
+    manifests = [flatten(run.get("manifest", {})) for run in results.runs]
     keys = list(dict.fromkeys(key for each in manifests for key in each))
     keys = [key for key in keys if key not in ("started", "seed", "data")]
     distinct = {key: sorted({str(each[key]) for each in manifests if key in each}) for key in keys}

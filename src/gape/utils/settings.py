@@ -113,7 +113,7 @@ def to_lists(value: Any) -> Any:
     return [to_lists(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def flatten(table: Any, path: str) -> Settings:
+def flatten(table: Any, path: str = "settings") -> Settings:
     """Nested tables as one table with dotted keys."""
     if not isinstance(table, Mapping):
         raise invalid_argument(path, table, "a table of settings")
