@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ def _configuration(results: Results) -> list[str]:
     keys = list(dict.fromkeys(key for run in settings for key in run))
     differing = [key for key in keys if len({json.dumps(run.get(key)) for run in settings}) > 1]
     shared = {key: settings[0].get(key) for key in keys if key not in differing}
-    parts = [f"<pre>{escape(_lines(shared))}</pre>"]
+    parts = [listing(shared)]
     shown = [key for key in differing if key not in ("name", "train.decay_steps")]
     if shown:
         rows = tuple(
@@ -159,7 +159,7 @@ def _provenance(results: Results) -> list[str]:
     keys = list(dict.fromkeys(key for each in manifests for key in each))
     keys = [key for key in keys if key not in ("started", "seed", "data")]
     distinct = {key: sorted({str(each[key]) for each in manifests if key in each}) for key in keys}
-    parts = [f"<pre>{escape(_lines({key: ', '.join(values) for key, values in distinct.items()}))}</pre>"]
+    parts = [listing({key: ", ".join(values) for key, values in distinct.items()})]
     columns = (("manifest", "started"), ("training", "status"), ("training", "step"), ("manifest", "data"))
     rows = tuple(
         (str(run["run"]), *(str(run.get(part, {}).get(key, "–")) for part, key in columns)) for run in results.runs
@@ -175,5 +175,7 @@ def _details(table: Table) -> str:
     return f"<details><summary>{len(table.rows)} runs</summary>{table.html()}</details>"
 
 
-def _lines(values: dict[str, Any]) -> str:
-    return "\n".join(f"{key} = {value}" for key, value in values.items())
+def listing(values: Mapping[str, Any]) -> str:
+    """Settings, one a line."""
+    text = "\n".join(f"{key} = {value}" for key, value in values.items())
+    return f"<pre>{escape(text)}</pre>"

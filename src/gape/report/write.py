@@ -53,7 +53,7 @@ def report(
 
 def tables(results: Results) -> list[Table]:
     """All tables of some results."""
-    kinds = (needle_tables, language_tables, hf_differences, recall.tables, ruler.tables, forgetting.result_tables)
+    kinds = (needle_tables, language_tables, hf_differences, recall.tables, ruler.tables, forgetting.tables)
     return [table for tables_of in kinds for table in tables_of(results)]
 
 
