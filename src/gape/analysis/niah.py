@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gape import theory
 from gape.analysis.entropy import statistics
 from gape.analysis.lm import round_digits
-from gape.analysis.routing import horizon
+from gape.analysis.routing import score_bounds
 from gape.analysis.tap import Attended, attended
 from gape.tasks import niah
 from gape.utils.validation import invalid_argument
@@ -66,33 +67,34 @@ def inspect_model(
 def _spread(layers: list[Attended]) -> dict[str, Any]:
     """By layer and head: means over the queries of one sequence, and the last query's entropy."""
     each = [statistics(layer) for layer in layers]
-    return {
-        "entropy": [round_digits(s.entropy[0].mean(-1)) for s in each],
-        "distance": [round_digits(s.distance[0].mean(-1)) for s in each],
-        "sink": [round_digits(s.sink[0].mean(-1)) for s in each],
-        "query_entropy": [round_digits(s.entropy[0, :, -1]) for s in each],
+    means = {
+        name: [round_digits(getattr(s, name)[0].mean(-1)) for s in each] for name in ("entropy", "distance", "sink")
     }
+    return means | {"query_entropy": [round_digits(s.entropy[0, :, -1]) for s in each]}
 
 
 def _gates(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any]:
     """By layer and head: the gates of the final query and of the digit that answers it."""
     digit = drawn.needles[:, config.target_index] + niah.NEEDLE - 1
     kinds = _kinds(drawn.ids[0])
-    columns = ("amplitude", "query_gate", "rate", "effective", "required", "target_landmark")
-    rows: dict[str, Any] = {name: [] for name in columns} | {"landmark": {kind: [] for kind in KINDS}}
+    landmarks: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    rows: dict[str, Any] = {}
+    last = drawn.ids.size(1) - 1
     for layer in layers:
-        if layer.gates is None or layer.gate is None or layer.landmark is None:
+        if layer.gates is None or layer.gate is None or layer.landmark is None or layer.rate is None:
             continue
-        theory = horizon(layer, digit)
-        rows["amplitude"].append(round_digits(layer.gates.amplitude))
-        rows["query_gate"].append(round_digits(layer.gate[0, :, -1]))
-        rows["rate"].append(round_digits(theory.rate[0]))
-        rows["effective"].append(round_digits(theory.effective[0]))
-        rows["required"].append(round_digits(theory.required[0]))
-        rows["target_landmark"].append(round_digits(layer.landmark[0, :, digit[0]]))
+        rate, bounds = layer.rate[0, :, -1], score_bounds(layer)[0, :, -1]
+        values = {
+            "amplitude": layer.gates.amplitude, "query_gate": layer.gate[0, :, -1], "rate": rate,
+            "effective": torch.as_tensor(theory.effective_context_length(rate, bounds, last, 0.01)),
+            "required": torch.as_tensor(theory.required_landmark(last, digit.to(rate.dtype) / last, rate, bounds)),
+            "target_landmark": layer.landmark[0, :, digit[0]],
+        }  # fmt: skip
+        for name, value in values.items():
+            rows.setdefault(name, []).append(round_digits(value))
         for number, kind in enumerate(KINDS):
-            rows["landmark"][kind].append(round_digits(layer.landmark[0, :, kinds == number].mean(-1)))
-    return rows
+            landmarks[kind].append(round_digits(layer.landmark[0, :, kinds == number].mean(-1)))
+    return rows | {"landmark": landmarks}
 
 
 def _trace(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any] | None:
