@@ -16,8 +16,7 @@ import numpy as np
 from gape.data import card
 from gape.data.config import PrepareConfig, choose_dtype
 from gape.data.corpus import CARD, FORMAT, Corpus, open_corpus
-from gape.data.inputs import find, probe, records
-from gape.data.readers import EMPTY, Fields, Input, Record
+from gape.data.inputs import EMPTY, Fields, Input, Record, find, probe, records
 from gape.data.shards import LISTED, SPLITS, Counts, Cursor, Entry, Parts
 from gape.data.tokenizer import Tokenizer, load_tokenizer
 from gape.utils import files, locks
