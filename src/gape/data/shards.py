@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-import os
 import shutil
-import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +16,17 @@ import numpy.typing as npt
 from gape.utils import files
 from gape.utils.files import file_sha256
 
+INDEX, NAMES = "index.bin", "names.jsonl"
+SPLITS = ("train", "heldout")
+#: A document of the index. split counts in SPLITS; stratum in the card's list from 1 on, 0 is none; offset and length
+#: are tokens in the shard; excerpt, unused and start are 0; name is the offset of its line in NAMES.
+RECORD = np.dtype(
+    [
+        ("shard", "<u4"), ("split", "u1"), ("stratum", "u1"), ("excerpt", "u1"), ("unused", "u1"),
+        ("offset", "<u8"), ("length", "<u8"), ("start", "<u8"), ("name", "<u8"),
+    ]
+)  # fmt: skip
+Records = npt.NDArray[np.void]
 #: Bad records that the card lists; the others are only counted.
 LISTED = 100
 
@@ -58,7 +65,7 @@ class Counts:
 
 
 class Sealed(NamedTuple):
-    """Where a preparation goes on: the last record stored, the counts up to there, whether that was all."""
+    """The last record stored, the counts up to there, and whether that was all."""
 
     cursor: Cursor
     counts: Counts
@@ -141,83 +148,3 @@ class Parts:
         path = self._directory / (shard["file"] or "")
         complete = shard["file"] is None or (path.is_file() and file_sha256(path) == shard["sha256"])
         return part if complete else None
-
-
-INDEX, NAMES = "index.bin", "names.jsonl"
-SPLITS = ("train", "heldout")
-
-#: A document of the index. split counts in SPLITS; stratum in the card's list from 1 on, 0 is none; offset and length
-#: are tokens in the shard; excerpt and start are 0; name is the offset of its line in NAMES.
-RECORD = np.dtype(
-    [
-        ("shard", "<u4"),
-        ("split", "u1"),
-        ("stratum", "u1"),
-        ("excerpt", "u1"),
-        ("unused", "u1"),
-        ("offset", "<u8"),
-        ("length", "<u8"),
-        ("start", "<u8"),
-        ("name", "<u8"),
-    ]
-)
-
-_PACKED = struct.Struct("<I4B4Q")
-
-Records = npt.NDArray[np.void]
-
-
-class HashedFile:
-    """A new file that computes its SHA-256 and its size while it is written; it gets its name when it is closed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._aside = path, path.with_name(f".tmp-{path.name}-{os.getpid()}")
-        self._file = files.create(self._aside)
-        self._hash = hashlib.sha256()
-        self.size = 0
-
-    def write(self, data: bytes) -> None:
-        """Add bytes."""
-        self._file.write(data)
-        self._hash.update(data)
-        self.size += len(data)
-
-    @property
-    def sha256(self) -> str:
-        """Of what was written so far, in hex."""
-        return self._hash.hexdigest()
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        if error is None:
-            self._aside.replace(self._path)
-        else:
-            self._aside.unlink(missing_ok=True)
-
-
-def index_record(*, shard: int, split: int, stratum: int, offset: int, length: int, name: int) -> bytes:
-    """The record of one document."""
-    return _PACKED.pack(shard, split, stratum, 0, 0, offset, length, 0, name)
-
-
-def name_line(identifier: str, title: str | None) -> bytes:
-    """The line of a document in NAMES."""
-    return json.dumps({"id": identifier, "title": title}, ensure_ascii=False).encode() + b"\n"
-
-
-class Names:
-    """The lines of NAMES by their offsets."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as f:
-            self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def at(self, offset: int) -> tuple[str, str | None]:
-        """The id and the title on the line that begins at an offset."""
-        line: dict[str, Any] = json.loads(self._map[offset : self._map.find(b"\n", offset)])
-        return line["id"], line["title"]
