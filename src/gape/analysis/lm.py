@@ -76,21 +76,13 @@ def spectrum(model: nn.Module, passages: Sequence[Passage]) -> Record:
 
 
 def maps(model: nn.Module, passage: Passage, *, layer: int, size: int = 64) -> Record:
-    """The attention of one layer on one passage in cells, by head.
-
-    Raises:
-        ValueError: no such layer.
-    """
+    """The attention of one layer on one passage in cells, by head; refuses a layer that there is not."""
     cells = _of_layer(model, passage, layer, lambda attended: attention_map(attended, size)[0])
     return {"layer": layer, "passage": passage.id, "length": len(passage.ids), "weights": round_digits(cells, 3)}
 
 
 def masks(model: nn.Module, passage: Passage, *, layer: int, size: int = 64) -> Record:
-    """The paper's M of one layer on one passage in cells, by head, and its mean over all pairs.
-
-    Raises:
-        ValueError: no such layer, or no gates.
-    """
+    """The paper's M of one layer on one passage in cells, by head, and its mean over all pairs; needs gates."""
 
     def analyse(attended: Attended) -> Record:
         return {"masks": round_digits(mask_map(attended, size)[0], 4), "mean": round_digits(mean_mask(attended)[0])}

@@ -158,11 +158,7 @@ class Reader:
 def long_documents(
     corpus: Corpus, split: str, stratum: str | None, length: int, seed: int = 0, *, called: str = "length"
 ) -> list[Document]:
-    """The documents of at least `length` tokens, in a shuffled order.
-
-    Raises:
-        ValueError: there is none; the message names the argument `called`.
-    """
+    """The documents of at least `length` tokens, shuffled; without any a ValueError names the argument `called`."""
     documents = list(corpus.documents(split, stratum))
     enough = [document for document in documents if document.length >= length]
     if not enough:

@@ -105,11 +105,7 @@ class Corpus:
         return Documents(self, self.rows(split, stratum))
 
     def document(self, index: int) -> Document:
-        """The document with a number.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The document with a number, below that of all documents."""
         record = self.record(index)
         begin = int(record["name"])
         name = json.loads(self._names[begin : self._names.find(b"\n", begin)])
@@ -171,11 +167,7 @@ class Corpus:
         return self._records[index]
 
     def shard(self, number: int) -> Tokens:
-        """The tokens of a shard, compared with its hash and mapped when first used.
-
-        Raises:
-            ValueError: it changed since it was prepared.
-        """
+        """The tokens of a shard, compared with its hash and mapped when first used."""
         if number not in self._shards:
             entry = self.card["shards"][number]
             self._compare([entry], _known_sha256)

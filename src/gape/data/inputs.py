@@ -209,11 +209,7 @@ def _kind(file: str) -> str | None:
 
 
 def probe(sources: list[Input], fields: Fields) -> None:
-    """Make sure that the inputs can be read and have the fields; of many files on the hub, the first.
-
-    Raises:
-        ValueError: one has not; names the fields there are.
-    """
+    """Refuse inputs that cannot be read or lack a field; of many files on the hub, the first is looked at."""
     probes = {"jsonl": _probe_lines, "parquet": _probe_parquet}
     probed = set()
     for source in sources:

@@ -121,11 +121,7 @@ def prepare(
 
 
 def claim(directory: Path, settings: dict[str, Any]) -> None:
-    """Write the settings into a directory, or check that they are those of the corpus in it.
-
-    Raises:
-        ValueError: it holds a corpus of other settings, or other files.
-    """
+    """Write the settings into a directory; refuses one with other files, or a corpus of other settings."""
     path = directory / SETTINGS
     if path.is_file():
         before, now = json.loads(path.read_bytes()), files.plain(settings)
@@ -215,11 +211,7 @@ def _count(job: Job, counts: Counts, source: int, record: Record) -> None:
 
 
 def _check_counts(config: PrepareConfig, counts: Counts, *, final: bool) -> None:
-    """Stop where there are more bad records than `max_bad`, or at the end no documents at all.
-
-    Raises:
-        ValueError: names the first bad ones.
-    """
+    """Stop where there are more bad records than `max_bad`, or at the end no documents at all."""
     bad, limit = counts.empty + counts.bad, config.max_bad
     if 0 < limit < 1:
         if counts.read < MANY_RECORDS and not final:

@@ -112,11 +112,7 @@ class Parts:
         return self._tokens >= self._limit
 
     def seal(self, cursor: Cursor, counts: Counts, *, end: bool) -> None:
-        """Write the shard, then the record that makes it count.
-
-        Raises:
-            DiskFullError: there is no room; what was sealed before stays.
-        """
+        """Write the shard, then the record that makes it count; what was sealed before stays if the disk is full."""
         data, number = b"".join(self._data), len(self.shards)
         name = f"tokens-{number:05d}.bin" if data else None
         if name:

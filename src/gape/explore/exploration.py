@@ -109,11 +109,7 @@ class Exploration:
         return np.pad(cells, ((0, TILE - cells.shape[0]), (0, TILE - cells.shape[1])))
 
     def row(self, kind: str, layer: int, head: int, query: int) -> Bytes:
-        """The attention of one query to every token of the text, (N,), as bytes of a map.
-
-        Raises:
-            ValueError: there is no such query.
-        """
+        """The attention of one query to every token of the text, (N,), as bytes of a map; refuses other queries."""
         n = int(self.view.header["tokens"])
         self._check(kind, layer, head)
         if not 0 <= query < n:

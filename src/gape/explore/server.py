@@ -54,12 +54,7 @@ class Explorer(ThreadingHTTPServer):
         self.url = f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def answer(self, path: str, query: dict[str, str]) -> tuple[bytes, str]:
-        """Body and type of what lies at a path behind the token.
-
-        Raises:
-            KeyError: there is no such path.
-            ValueError: wrong arguments.
-        """
+        """Body and type of what lies at a path behind the token; a KeyError where nothing does."""
         if path in MODULES or path == "style.css":
             return asset(path).encode(), _TYPES[path[path.rindex(".") :]]
         match path:

@@ -77,11 +77,7 @@ class View:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> View:
-        """The view in the bytes of a file.
-
-        Raises:
-            ValueError: they hold none, or one of another version.
-        """
+        """The view in the bytes of a file; refuses what is none, or of another version."""
         try:
             start = 8 + int.from_bytes(data[:8], "little")
             entries = json.loads(data[8:start])
@@ -107,11 +103,7 @@ class View:
 
     @classmethod
     def load(cls, path: Path) -> View:
-        """Read a file of :meth:`save`.
-
-        Raises:
-            ValueError: it holds no view.
-        """
+        """Read a file of :meth:`save`; refuses what holds no view."""
         with files.open_decompressed(path) as file:
             return cls.from_bytes(file.read())
 
@@ -139,11 +131,7 @@ def weight_bytes(weights: npt.NDArray[Any]) -> Bytes:
 
 
 def parsed_heads(text: str, layers: int, heads: int) -> list[tuple[int, int]]:
-    """Heads of a text such as "3.1,5.0": LAYER.HEAD, counted from 0, each once.
-
-    Raises:
-        ValueError: something in it is no head of such a model.
-    """
+    """Heads of a text such as "3.1,5.0": LAYER.HEAD, counted from 0, each once; refuses heads that there are not."""
     chosen = []
     for part in filter(None, text.split(",")):
         layer, _, head = part.strip().partition(".")

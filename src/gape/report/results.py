@@ -115,11 +115,7 @@ class Results:
         return replace(self, measured={kind: tuple(rows) for kind, rows in measured.items()})
 
     def without(self, kinds: Iterable[str]) -> Results:
-        """The results without some kinds, for a report that is not about them.
-
-        Raises:
-            ValueError: there is no such kind; says which there are.
-        """
+        """The results without some kinds, for a report that is not about them; refuses a kind that there is not."""
         kinds = list(kinds)
         for kind in kinds:
             if kind not in KINDS:
@@ -155,11 +151,7 @@ def gather(paths: Iterable[str | Path]) -> Results:
 
 
 def needle_results(rows: Iterable[Record]) -> Results:
-    """Results of the needle task out of its rows alone.
-
-    Raises:
-        ValueError: rows of runs that would be averaged as seeds of one scheme and are not.
-    """
+    """Results of the needle task out of its rows alone; refuses rows that are no seeds of one scheme."""
     return _checked_results({"needle": rows})
 
 
@@ -178,11 +170,7 @@ def store(results: Results, directory: Path) -> None:
 
 
 def read_rows(path: Path, needed: Iterable[str] = ()) -> list[Record]:
-    """The rows of a JSONL file, all with the keys that are needed; an incomplete last line is skipped.
-
-    Raises:
-        ValueError: any other line is not a JSON object, or holds what no row of ours holds; names file and line.
-    """
+    """The rows of a JSONL file; refuses, by file and line, what lacks a key or holds what no row of ours holds."""
     return read_lines(path, lambda row: fault(row, needed))
 
 
@@ -208,11 +196,7 @@ def recall_question(row: Record) -> Record:
 
 
 def refuse_same_seed(seeds: Mapping[str, Any], instead: str = "report them apart") -> None:
-    """Refuse two runs of one seed, by the name of the run, and say what to do instead.
-
-    Raises:
-        ValueError: names both.
-    """
+    """Refuse two runs of one seed, given by name, and say what to do instead."""
     known: dict[Any, str] = {}
     for name, seed in seeds.items():
         other = known.setdefault(seed, name)

@@ -41,11 +41,7 @@ class Mean:
 
 
 def mean_of(values: Iterable[float]) -> Mean:
-    """The mean of some numbers.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The mean of some numbers; a ValueError where there are none."""
     numbers = list(values)
     if not numbers:
         raise ValueError("values: got none, expected at least one")
@@ -229,11 +225,7 @@ def perplexity_differences(rows: Iterable[Record]) -> list[Difference]:
 
 
 def window_difference(row: Record, other: Record) -> Difference:
-    """One run against another at one context, on the same windows.
-
-    Raises:
-        ValueError: rows of different windows.
-    """
+    """One run against another at one context, on the same windows; refuses rows of others."""
     if any(row[key] != other[key] for key in ("plan", "stratum")):
         raise invalid_argument("rows", (row["run"], other["run"]), "two of the same windows of the same corpus")
     difference = _over_seeds({0: row}, {0: other}, _by_window, what=row["protocol"], at=row["context"])

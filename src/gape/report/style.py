@@ -37,11 +37,7 @@ _RC = {
 
 
 def matplotlib() -> ModuleType:
-    """The library figures are drawn with, imported when first needed.
-
-    Raises:
-        ImportError: it is missing; says how to install it.
-    """
+    """The library figures are drawn with, imported when first needed; an ImportError says how to install it."""
     try:
         import matplotlib as library  # noqa: PLC0415
         import matplotlib.backends.backend_agg  # noqa: PLC0415
