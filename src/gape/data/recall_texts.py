@@ -210,8 +210,8 @@ class RecallWriter:
         while facts:
             chosen = rng.sample(range(len(facts)), request.draw_asked(rng, len(facts)))
             asked = [facts[number] for number in chosen]
-            ask = self._together if together and 1 < len(asked) <= _TOGETHER else self._apart
-            tail, answers = ask(form, layout, asked)
+            at_once = together and len(asked) <= _TOGETHER
+            tail, answers = self._questions(form, layout, [asked] if at_once else [[fact] for fact in asked])
             room = len(passage) - len(tail) - sum(len(fact.ids) for fact in facts)
             if 2 * room >= len(passage):
                 body = self._repeated(passage, room, rng) if repeats else passage[:room]
@@ -228,7 +228,7 @@ class RecallWriter:
             value = {"digits": "123456789", "letters": "WX-98765", "hex": "-".join(["0f1e"] * 5)}.get(form.values)
             fact = self._fact(form, name, value or "Zuvofa")
             for layout in _LAYOUTS:
-                longest = max(longest, len(fact.ids) + len(self._apart(form, layout, [fact])[0]))
+                longest = max(longest, len(fact.ids) + len(self._questions(form, layout, [[fact]])[0]))
         # Half of a text is its passage.
         return 2 * longest
 
@@ -252,32 +252,24 @@ class RecallWriter:
         ids = [*head, *middle, *self._continued(f"{text} {value}", after)]
         return _Fact(ids, name, value, len(head), len(head) + len(middle))
 
-    def _apart(self, form: Form, layout: str, asked: Sequence[_Fact]) -> tuple[list[int], list[range]]:
-        """One question after the other: ids, and the tokens of each answer in them."""
+    def _questions(self, form: Form, layout: str, groups: Sequence[Sequence[_Fact]]) -> tuple[list[int], list[range]]:
+        """One question after the other, each for a group of facts: ids, and the tokens of each answer in them."""
         ids: list[int] = []
         answers = []
-        for fact in asked:
-            text = layout.format(question=form.question.format(fact.name), lead=form.lead.format(fact.name))
+        for facts in groups:
+            names = " and ".join(filter(None, (", ".join(fact.name for fact in facts[:-1]), facts[-1].name)))
+            question, lead = (form.question, form.lead) if len(facts) == 1 else (form.questions, form.leads)
+            text = layout.format(question=question.format(names), lead=lead.format(names))
             ids += self._continued(".", text)
-            begin = len(ids)
-            ids += self._continued(text, f" {fact.value}")
-            answers.append(range(begin, len(ids)))
-            ids += self._continued(fact.value, ".")
+            for number, fact in enumerate(facts):
+                if number:
+                    joint = " and" if number == len(facts) - 1 else ","
+                    ids += self._continued(facts[number - 1].value, joint)
+                begin = len(ids)
+                ids += self._continued(text, f" {fact.value}")
+                answers.append(range(begin, len(ids)))
+            ids += self._continued(facts[-1].value, ".")
         return ids, answers
-
-    def _together(self, form: Form, layout: str, asked: Sequence[_Fact]) -> tuple[list[int], list[range]]:
-        """One question for all: ids, and the tokens of each answer in them."""
-        names = _listed([fact.name for fact in asked])
-        text = layout.format(question=form.questions.format(names), lead=form.leads.format(names))
-        ids, answers = self._continued(".", text), []
-        for number, fact in enumerate(asked):
-            if number:
-                joint = " and" if number == len(asked) - 1 else ","
-                ids += self._continued(asked[number - 1].value, joint)
-            begin = len(ids)
-            ids += self._continued(text, f" {fact.value}")
-            answers.append(range(begin, len(ids)))
-        return ids + self._continued(asked[-1].value, "."), answers
 
     def _repeated(self, passage: Ids, room: int, rng: Random) -> Ids:
         """So many tokens that repeat a short piece of a passage."""
@@ -326,10 +318,6 @@ class RecallWriter:
         if len(both) > len(head) and both[: len(head)] == head:
             return both[len(head) :]
         return self.tokenizer.encode(text)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _drawn(rng: Random, letters: str, count: int) -> str:
