@@ -196,20 +196,16 @@ def from_json(data: bytes) -> dict[str, Any]:
         value = json.loads(data)
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
-    if _deep(value):
-        raise ValueError("JSON nested too deeply")
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _deep(value: Any) -> bool:
-    """Whether lists and objects are nested deeper than recursive functions can follow."""
-    level = [value] if isinstance(value, (dict, list)) else []
+    level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         inside = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
         level = [each for each in inside if isinstance(each, (dict, list))]
-    return bool(level)
+    if level:
+        # Recursive functions could not follow it.
+        raise ValueError("JSON nested too deeply")
+    return value
 
 
 def plain(value: Any) -> Any:
