@@ -114,10 +114,10 @@ def _tables(summary: Mapping[str, Record]) -> Iterable[Table]:
     if rows:
         header = ("generate, prompt", "prefill, s", "tokens/s", "cache, MiB", "of full")
         yield Table(title="model.generate, one prompt", header=header, rows=tuple(rows))
-    rows = [(stage, f"{one['kl']:,.4f}", f"{one['same']:,.3f}") for stage, one in summary.items() if "kl" in one]
-    if rows:
+    answers = [(stage, f"{one['kl']:,.4f}", f"{one['same']:,.3f}") for stage, one in summary.items() if "kl" in one]
+    if answers:
         header = ("Short answers", "KL to the original's, nats per token", "same likeliest token")
-        yield Table(title="Answers to short prompts, beside the original's", header=header, rows=tuple(rows))
+        yield Table(title="Answers to short prompts, beside the original's", header=header, rows=tuple(answers))
 
 
 def _figures(summary: Mapping[str, Record]) -> Iterable[str]:

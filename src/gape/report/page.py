@@ -1,21 +1,26 @@
-"""One HTML page that holds everything: images and their data inside, readable without a network."""
+"""A report directory: the results, tables, figures, and one HTML page of it all that needs no network."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from gape.explore.export import policy, script
+from gape.report import catalogue, forgetting, recall, ruler
 from gape.report.catalogue import Entry
-from gape.report.results import Results
-from gape.report.series import Data
-from gape.report.tables import Table
+from gape.report.results import Results, store
+from gape.report.series import Data, NoData
+from gape.report.style import matplotlib
+from gape.report.tables import Table, hf_differences, language_tables, needle_tables
+from gape.utils import files
 from gape.utils.settings import flatten
 
+PAGE = "index.html"
 #: Bytes of a figure's numbers that go into the page; more stay in their file beside it.
 MOST_DATA = 2**20
 
@@ -55,6 +60,57 @@ pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .8rem; }
 """
 
 
+def report(
+    results: Results, directory: Path, *, title: str = "Report", log: Callable[[str], None] = lambda message: None
+) -> Path:
+    """Write everything that can be said of some results; the same results give the same bytes.
+
+    The directory gets `results.jsonl`, `analysis.jsonl` and `runs.jsonl` (so it can be read in place of the runs),
+    `tables.md`, `figures/` and `index.html`. Without Matplotlib the page has tables only, and says why.
+
+    Args:
+        results: from :func:`gape.report.results.gather`.
+        directory: made when missing.
+        title: of the page.
+        log: called with the reason where no figure can be drawn.
+
+    Returns:
+        The page.
+    """
+    all_tables = tables(results)
+    store(results, directory)
+    files.replace(directory / "tables.md", ("\n\n".join(t.markdown() for t in all_tables) + "\n").encode())
+    drawn: list[tuple[Entry, Path]] = []
+    notes = []
+    try:
+        matplotlib()
+    except ImportError as error:
+        notes.append(f"No figures: {error}.")
+        log(notes[-1])
+    else:
+        drawn = _draw(results, directory / "figures")
+    text = page(title, results, all_tables, drawn, notes)
+    files.replace(directory / PAGE, text.encode())
+    return directory / PAGE
+
+
+def tables(results: Results) -> list[Table]:
+    """All tables of some results."""
+    kinds = (needle_tables, language_tables, hf_differences, recall.tables, ruler.tables, forgetting.tables)
+    return [table for tables_of in kinds for table in tables_of(results)]
+
+
+def _draw(results: Results, directory: Path) -> list[tuple[Entry, Path]]:
+    """Draw what the results have data for, the theory's figures left out."""
+    drawn = []
+    for entry in catalogue.FIGURES.values():
+        if entry.measure is not None:
+            with suppress(NoData):
+                _, png, _ = catalogue.write(entry, results, directory)
+                drawn.append((entry, png))
+    return drawn
+
+
 def page(
     title: str,
     results: Results,
@@ -62,15 +118,7 @@ def page(
     drawn: Iterable[tuple[Entry, Path]],
     notes: Sequence[str] = (),
 ) -> str:
-    """The page as text.
-
-    Args:
-        title: its heading.
-        results: what it is about: settings and provenance are listed from its runs.
-        tables: in order.
-        drawn: figures with the PNG that goes into the page.
-        notes: lines under the heading.
-    """
+    """The page as text: notes under the title, tables, figures with their PNG, and what is known of the runs."""
     figures = "\n".join(_figure(entry, png) for entry, png in drawn)
     content = [
         f"<h1>{escape(title)}</h1>",
