@@ -111,8 +111,8 @@ def _tables(summary: Mapping[str, Record]) -> Iterable[Table]:
         for stage, one in summary.items()
         for n in one.get("prefill_s", {})
     ]  # fmt: skip
+    header: tuple[str, ...] = ("generate, prompt", "prefill, s", "tokens/s", "cache, MiB", "of full")
     if rows:
-        header = ("generate, prompt", "prefill, s", "tokens/s", "cache, MiB", "of full")
         yield Table(title="model.generate, one prompt", header=header, rows=tuple(rows))
     answers = [(stage, f"{one['kl']:,.4f}", f"{one['same']:,.3f}") for stage, one in summary.items() if "kl" in one]
     if answers:
