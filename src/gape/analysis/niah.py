@@ -51,13 +51,13 @@ def inspect_model(
         at = config.at(config.length * factor)
         spread: list[dict[str, Any]] = []
         for index in range(samples):
-            drawn = niah.sample(at, 1, seed=seed, first=index, split="test", device=device)
-            layers = attended(model, drawn.ids, logits_to_keep=1)
+            haystack = niah.sample(at, 1, seed=seed, first=index, split="test", device=device)
+            layers = attended(model, haystack.ids, logits_to_keep=1)
             spread.append(_spread(layers))
             if factor == 1 and layers[0].gates is not None:
-                gates.append(_gates(layers, drawn, at))
+                gates.append(_gates(layers, haystack, at))
             if trace and factor == 1 and index == 0:
-                results["trace"] = _trace(layers, drawn, at)
+                results["trace"] = _trace(layers, haystack, at)
         results["spread"].append({"factor": factor, "length": at.length, "needles": at.needles} | _columns(spread))
     if gates:
         results["gates"] = _columns(gates)
@@ -73,13 +73,13 @@ def _spread(layers: list[Attended]) -> dict[str, Any]:
     return means | {"query_entropy": [round_digits(s.entropy[0, :, -1]) for s in each]}
 
 
-def _gates(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any]:
+def _gates(layers: list[Attended], haystack: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any]:
     """By layer and head: the gates of the final query and of the digit that answers it."""
-    digit = drawn.needles[:, config.target_index] + niah.NEEDLE - 1
-    kinds = _kinds(drawn.ids[0])
+    digit = haystack.needles[:, config.target_index] + niah.NEEDLE - 1
+    kinds = _kinds(haystack.ids[0])
     landmarks: dict[str, list[Any]] = {kind: [] for kind in KINDS}
     rows: dict[str, Any] = {}
-    last = drawn.ids.size(1) - 1
+    last = haystack.ids.size(1) - 1
     for layer in layers:
         if layer.gates is None or layer.gate is None or layer.landmark is None or layer.rate is None:
             continue
@@ -97,12 +97,12 @@ def _gates(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig
     return rows | {"landmark": landmarks}
 
 
-def _trace(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any] | None:
+def _trace(layers: list[Attended], haystack: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any] | None:
     """Landmarks along a sequence; None without gates."""
     landmarks = [round_digits(layer.landmark[0], 4) for layer in layers if layer.landmark is not None]
     if not landmarks:
         return None
-    needles = drawn.needles[0].tolist()
+    needles = haystack.needles[0].tolist()
     digit = needles[config.target_index] + niah.NEEDLE - 1
     return {"length": config.length, "needles": needles, "target_at": digit, "landmark": landmarks}
 

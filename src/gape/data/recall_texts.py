@@ -208,14 +208,14 @@ class RecallWriter:
         names = self._names(rng, form.names, count)
         facts = [self._fact(form, name, _VALUES[form.values](rng)) for name in names]
         while facts:
-            chosen = rng.sample(range(len(facts)), request.draw_asked(rng, len(facts)))
-            asked = [facts[number] for number in chosen]
-            at_once = together and len(asked) <= _TOGETHER
-            tail, answers = self._questions(form, layout, [asked] if at_once else [[fact] for fact in asked])
+            numbers = rng.sample(range(len(facts)), request.draw_asked(rng, len(facts)))
+            targets = [facts[number] for number in numbers]
+            at_once = together and len(targets) <= _TOGETHER
+            tail, answers = self._questions(form, layout, [targets] if at_once else [[fact] for fact in targets])
             room = len(passage) - len(tail) - sum(len(fact.ids) for fact in facts)
             if 2 * room >= len(passage):
                 body = self._repeated(passage, room, rng) if repeats else passage[:room]
-                return self._assembled(body, facts, chosen, tail, answers, rng, request.depths)
+                return self._assembled(body, facts, numbers, tail, answers, rng, request.depths)
             facts = facts[: len(facts) // 2]
         return None
 
@@ -281,7 +281,7 @@ class RecallWriter:
         self,
         body: Ids,
         facts: Sequence[_Fact],
-        asked: Sequence[int],
+        targets: Sequence[int],
         tail: list[int],
         answers: Sequence[range],
         rng: Random,
@@ -289,8 +289,8 @@ class RecallWriter:
     ) -> RecallText:
         """Facts between the sentences of a body, and a tail behind it."""
         low, high = depths
-        drawn = [round((low + (high - low) * rng.random()) * len(body)) for _ in facts]
-        places = self._boundaries(body, drawn)
+        wanted = [round((low + (high - low) * rng.random()) * len(body)) for _ in facts]
+        places = self._boundaries(body, wanted)
         parts: list[Sequence[int] | Ids] = []
         before = at = 0
         sources: dict[int, range] = {}
@@ -304,13 +304,13 @@ class RecallWriter:
         ids = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
         start = len(ids) - len(tail)
         placed = [range(start + answer.start, start + answer.stop) for answer in answers]
-        return RecallText(ids, placed, [sources[number] for number in asked])
+        return RecallText(ids, placed, [sources[number] for number in targets])
 
     def _boundaries(self, body: Ids, places: Sequence[int]) -> list[int]:
         """The last end of a sentence at or before each place; the place itself where there is none."""
         ends = np.flatnonzero(self._ends[body]) + 1
-        found = np.searchsorted(ends, np.asarray(places), side="right") - 1
-        return [int(ends[at]) if at >= 0 else place for at, place in zip(found.tolist(), places, strict=True)]
+        last = np.searchsorted(ends, np.asarray(places), side="right") - 1
+        return [int(ends[at]) if at >= 0 else place for at, place in zip(last.tolist(), places, strict=True)]
 
     def _continued(self, before: str, text: str) -> list[int]:
         """The ids of a text as it stands behind another one."""

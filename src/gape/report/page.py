@@ -80,7 +80,7 @@ def report(
     all_tables = tables(results)
     store(results, directory)
     files.replace(directory / "tables.md", ("\n\n".join(t.markdown() for t in all_tables) + "\n").encode())
-    drawn: list[tuple[Entry, Path]] = []
+    pictures: list[tuple[Entry, Path]] = []
     notes = []
     try:
         matplotlib()
@@ -88,8 +88,8 @@ def report(
         notes.append(f"No figures: {error}.")
         log(notes[-1])
     else:
-        drawn = _draw(results, directory / "figures")
-    text = page(title, results, all_tables, drawn, notes)
+        pictures = _draw(results, directory / "figures")
+    text = page(title, results, all_tables, pictures, notes)
     files.replace(directory / PAGE, text.encode())
     return directory / PAGE
 
@@ -102,24 +102,24 @@ def tables(results: Results) -> list[Table]:
 
 def _draw(results: Results, directory: Path) -> list[tuple[Entry, Path]]:
     """Draw what the results have data for, the theory's figures left out."""
-    drawn = []
+    pictures = []
     for entry in catalogue.FIGURES.values():
         if entry.measure is not None:
             with suppress(NoData):
                 _, png, _ = catalogue.write(entry, results, directory)
-                drawn.append((entry, png))
-    return drawn
+                pictures.append((entry, png))
+    return pictures
 
 
 def page(
     title: str,
     results: Results,
     tables: Sequence[Table],
-    drawn: Iterable[tuple[Entry, Path]],
+    pictures: Iterable[tuple[Entry, Path]],
     notes: Sequence[str] = (),
 ) -> str:
     """The page as text: notes under the title, tables, figures with their PNG, and what is known of the runs."""
-    figures = "\n".join(_figure(entry, png) for entry, png in drawn)
+    figures = "\n".join(_figure(entry, png) for entry, png in pictures)
     content = [
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(note)}</p>" for note in notes),

@@ -34,14 +34,14 @@ def draw(data: Data) -> Figure:
 
 def tables(results: Results) -> list[Table]:
     """A table per distance, and what generation costs; none where there are no rows."""
-    shown = [(f"Recall, {title.lower()}: share of facts answered", what, "match", 1.0, ".3f")
+    kinds = [(f"Recall, {title.lower()}: share of facts answered", what, "match", 1.0, ".3f")
              for what, title in PANELS.items()]  # fmt: skip
-    shown += [
+    kinds += [
         ("Tokens per second, one text", GENERATE, "tokens_per_second", 1.0, ".1f"),
         ("Cache behind a text, MiB", GENERATE, "cache_bytes", 2.0**20, ".2f"),
     ]
     rows = results.of("recall")
-    every = (_table(title, _lines(rows, what, key), unit, form) for title, what, key, unit, form in shown)
+    every = (_table(title, _lines(rows, what, key), unit, form) for title, what, key, unit, form in kinds)
     return [table for table in every if table.rows]
 
 
@@ -51,12 +51,12 @@ def _table(title: str, lines: Sequence[Data], unit: float, form: str) -> Table:
     cells = []
     for line in lines:
         at = dict(zip(line["at"], zip(line["mean"], line["high"], strict=True), strict=True))
-        own = [line["label"], str(max(line["n"]))]
+        row = [line["label"], str(max(line["n"]))]
         for length in lengths:
             mean, high = at.get(length, (None, None))
             spread = "" if high is None or mean is None else f" ± {(high - mean) / unit:{form}}"
-            own.append("–" if mean is None else f"{mean / unit:{form}}{spread}")
-        cells.append(tuple(own))
+            row.append("–" if mean is None else f"{mean / unit:{form}}{spread}")
+        cells.append(tuple(row))
     header = ("Scheme", "seeds", *(f"{length:,}" for length in lengths))
     return Table(title=title, header=header, rows=tuple(cells))
 
@@ -69,5 +69,5 @@ def _lines(rows: Sequence[Record], what: str, key: str) -> list[Data]:
         low, high = student_interval(values) if len(values) > 1 else (None, None)
         return {"mean": mean_of(values).mean, "low": low, "high": high, "n": len(values)}
 
-    chosen = same_settings([row for row in rows if row["what"] == what], recall_question)
-    return scheme_lines(chosen, "length", pool)
+    alike = same_settings([row for row in rows if row["what"] == what], recall_question)
+    return scheme_lines(alike, "length", pool)

@@ -341,6 +341,6 @@ def _digits(length: int, needles: int, target: str, seed: int, samples: int) -> 
     from gape.tasks import niah  # noqa: PLC0415
 
     config = niah.NIAHConfig(length=length, n_needles=needles, target=target)
-    drawn = niah.sample(config, samples, seed=seed, split="test")
-    digits: npt.NDArray[np.int64] = (drawn.targets[:, -1] - niah.DIGIT_0).numpy()
+    haystacks = niah.sample(config, samples, seed=seed, split="test")
+    digits: npt.NDArray[np.int64] = (haystacks.targets[:, -1] - niah.DIGIT_0).numpy()
     return digits
