@@ -21,10 +21,8 @@ TEXT = "card.md"
 ROWS = 50
 
 
-def finish(
-    config: PrepareConfig, settings: dict[str, Any], directory: Path, parts: Parts, counts: Counts
-) -> dict[str, Any]:
-    """Write index and cards; `card.json` comes last and makes it a corpus. Returns the card."""
+def finish(config: PrepareConfig, settings: dict[str, Any], directory: Path, parts: Parts, counts: Counts) -> None:
+    """Write index and cards; `card.json` comes last and makes it a corpus."""
     with files.room("the index", directory, 0):
         left_out = _write_index(config, settings["end_of_text"], directory, parts)
     shards = [shard for shard in parts.shards if shard["file"]]
@@ -39,7 +37,6 @@ def finish(
     files.replace(directory / TEXT, text)
     files.replace(directory / CARD, data)
     parts.discard()
-    return card
 
 
 def _description(config: PrepareConfig, settings: dict[str, Any], counts: Counts) -> dict[str, Any]:

@@ -234,14 +234,11 @@ def _store(job: Job, parts: Parts, counts: Counts, source: int, record: Record, 
         return False
     digest = hashlib.sha256(record.text.encode()).hexdigest()[:32]
     # Without an id of its own a document is split by its text: its line number would depend on the order.
-    split = job.sources[source].split or split_of(record.id if record.named else digest, job.config)
+    name = record.id if record.named else digest
+    below = key("split", job.config.seed, name) < job.config.heldout_fraction * 2**64
+    split = job.sources[source].split or ("heldout" if below else "train")
     end = [] if job.end_of_text is None else [job.end_of_text]
     stored = np.array(ids + end, dtype=np.dtype(job.dtype).newbyteorder("<"))
     counts.documents[source] += 1
     counts.tokens[source] += len(stored)
     return parts.add(Entry(record.id, record.title, SPLITS.index(split), len(ids), digest), stored)
-
-
-def split_of(identifier: str, config: PrepareConfig) -> str:
-    """The split of a document by a hash of its id, whatever its place in the input."""
-    return "heldout" if key("split", config.seed, identifier) < config.heldout_fraction * 2**64 else "train"

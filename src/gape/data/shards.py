@@ -64,14 +64,6 @@ class Counts:
     bad_records: list[list[Any]] = field(default_factory=list)
 
 
-class Sealed(NamedTuple):
-    """The last record stored, the counts up to there, and whether that was all."""
-
-    cursor: Cursor
-    counts: Counts
-    end: bool
-
-
 class Parts:
     """The sealed shards of a directory, and the one being filled.
 
@@ -92,8 +84,11 @@ class Parts:
         self._data: list[bytes] = []
         self._entries: list[Entry] = []
 
-    def sealed(self) -> Sealed:
-        """Check the sealed shards, and delete files that a killed process left behind them."""
+    def sealed(self) -> tuple[Cursor, Counts, bool]:
+        """The last record of the sealed shards, the counts up to there, and whether that was all.
+
+        Shards are checked; what a killed process left behind them is deleted.
+        """
         self.shards = []
         cursor, counts, end = Cursor(), Counts(), False
         while not end and (part := self._valid(len(self.shards))) is not None:
@@ -102,7 +97,7 @@ class Parts:
         for path in [*self.records.glob("*.json"), *self._directory.glob("tokens-*.bin")]:
             if int(path.stem.removeprefix("tokens-")) >= len(self.shards):
                 path.unlink()
-        return Sealed(cursor, counts, end)
+        return cursor, counts, end
 
     def add(self, entry: Entry, tokens: npt.NDArray[Any]) -> bool:
         """Put a document into the shard; True when it is full and must be sealed."""
