@@ -38,6 +38,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load as from_safetensors
 from safetensors.numpy import save as to_safetensors
 
 from gape.utils import files
@@ -79,17 +81,11 @@ class View:
     def from_bytes(cls, data: bytes) -> View:
         """The view in the bytes of a file; refuses what is none, or of another version."""
         try:
-            start = 8 + int.from_bytes(data[:8], "little")
-            entries = json.loads(data[8:start])
-            header = json.loads(entries.pop("__metadata__")["view"])
-            body = memoryview(data)[start:]
-            arrays = {
-                name: np.frombuffer(body[slice(*about["data_offsets"])], _DTYPES[about["dtype"]])
-                .reshape(about["shape"])
-                for name, about in entries.items()
-            }  # fmt: skip
+            entries = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            header = json.loads(entries["__metadata__"]["view"])
+            arrays = from_safetensors(data)
             kind = (header.get("format"), header.get("version"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise ValueError(f"view: got {len(data):,} bytes, expected a view of gape explore: {error}") from error
         if kind != (FORMAT, VERSION):
             raise invalid_argument("view", kind, f"{FORMAT}, version {VERSION}")
@@ -106,9 +102,6 @@ class View:
         """Read a file of :meth:`save`; refuses what holds no view."""
         with files.open_decompressed(path) as file:
             return cls.from_bytes(file.read())
-
-
-_DTYPES = {"U8": np.uint8, "I32": np.int32, "F32": np.float32}
 
 
 def cell_size(n: int) -> int:

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from gape.explore.export import policy, script
+from gape.explore.export import asset, policy, script
 from gape.report import catalogue, forgetting, recall, ruler
 from gape.report.catalogue import Entry
 from gape.report.results import Results, store
@@ -26,38 +26,6 @@ MOST_DATA = 2**20
 
 #: The modules of the page, most of them the explorer's; each imports only those before it.
 _MODULES = ("colours.js", "elements.js", "panzoom.js", "tiles.js", "curves.js", "figures.js")
-
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; color: #222; background: #fff;
-  max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd; }
-figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; }
-figcaption { color: #555; font-size: .9rem; }
-.zoom { overflow: hidden; display: inline-block; max-width: 100%; vertical-align: top; }
-.zoom img { display: block; transform-origin: 0 0; }
-.zoomed canvas, .zoom.zoomed { cursor: grab; touch-action: none; }
-figcaption button { font: inherit; border: 0; background: none; color: #06c; padding: 0 .3rem; cursor: pointer; }
-:not(.zoomed) + figcaption button { display: none; }
-.panels { display: grid; gap: .8rem 1.2rem; grid-template-columns: repeat(auto-fit, minmax(min(17rem, 100%), 1fr)); }
-.panels > div { font-size: .85rem; font-weight: 600; } .panels canvas { display: block; width: 100%; height: 15rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem .4rem; align-items: center; font-size: .8rem; margin: .4rem 0; }
-.legend button { display: flex; gap: .4rem; align-items: center; font: inherit; cursor: pointer; padding: .1rem .5rem;
-  border: 1px solid #ddd; border-radius: 1rem; background: #fff; } .legend button[aria-pressed=false] { opacity: .35; }
-.legend button canvas { width: 28px; height: 10px; }
-.maps { display: grid; gap: .3rem; margin: .4rem 0;
-  grid-template-columns: repeat(auto-fill, clamp(5rem, calc(100% / var(--heads) - .4rem), 11rem)); }
-.maps b { grid-column: 1 / -1; font-size: .85rem; } .maps canvas { width: 100%; aspect-ratio: 1; }
-.maps canvas, .legend > canvas { border: 1px solid #ddd; }
-#tip { position: fixed; z-index: 9; pointer-events: none; background: #1d2430; color: #fff; font-size: .75rem;
-  padding: .3rem .6rem; border-radius: .4rem; max-width: 20rem; white-space: pre-line; } [hidden] { display: none; }
-table { border-collapse: collapse; margin: 1rem 0; font-size: .88rem; font-variant-numeric: tabular-nums;
-  display: block; overflow-x: auto; }
-caption { text-align: left; font-weight: 600; padding: .3rem 0; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #bbb; }
-pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .8rem; } summary { cursor: pointer; }
-"""
 
 
 def report(
@@ -138,9 +106,9 @@ def page(
 def document(title: str, content: Iterable[str]) -> str:
     """A whole page of pieces of HTML."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    code = script(_MODULES)
-    head += f'<meta http-equiv="Content-Security-Policy" content="{escape(policy(code, _STYLE))}">'
-    head += f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>"
+    code, style = script(_MODULES), asset("report.css")
+    head += f'<meta http-equiv="Content-Security-Policy" content="{escape(policy(code, style))}">'
+    head += f"<title>{escape(title)}</title>\n<style>{style}</style>"
     body = "\n".join([*content, '<div id="tip" role="tooltip" hidden></div>', f'<script type="module">{code}</script>'])
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
