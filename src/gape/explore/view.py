@@ -134,9 +134,9 @@ def parsed_heads(text: str, layers: int, heads: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys(chosen))
 
 
-def default_heads(header: dict[str, Any], most: int = 2**24) -> list[tuple[int, int]]:
-    """Every head where their full maps are small, `most` cells in all; else none."""
+def default_heads(header: dict[str, Any]) -> list[tuple[int, int]]:
+    """Every head where their full maps are small, 16M cells in all; else none."""
     layers, heads = header["model"]["layers"], header["model"]["n_heads"]
-    if header["tokens"] ** 2 * layers * heads > most:
+    if header["tokens"] ** 2 * layers * heads > 2**24:
         return []
     return [(layer, head) for layer in range(layers) for head in range(heads)]
