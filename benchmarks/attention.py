@@ -35,8 +35,8 @@ from cases import CONTEXT_LENGTH, GATES, Arguments, Shape, Work
 from common import UnavailableError, number
 from gape.cli.options import Device, Dim, DType, Heads, KVHeads
 from gape.ops import available_implementations, columns
-from gape.utils.timing import measure_time
 from gape.utils.validation import invalid_argument, weight, whole
+from timing import measure_time
 
 Builder = Callable[[Arguments, float], Work]
 

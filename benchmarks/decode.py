@@ -28,8 +28,8 @@ import common
 from cases import Arguments, Shape, Work
 from common import UnavailableError, number
 from gape.cli.options import Device, Dim, DType, Heads, KVHeads
-from gape.utils.timing import measure_time
 from gape.utils.validation import whole
+from timing import measure_time
 
 FIELDS = (
     *common.STAMP, "impl", "dtype", "batch", "heads", "kv_heads", "queries", "length", "dim",

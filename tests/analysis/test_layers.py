@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from gape import theory
-from gape.analysis import attended, statistics
+from gape.analysis import attended, lm, statistics
+from gape.analysis.lm import pair_norms, rotary
 from gape.analysis.maps import mask_map, mean_mask
+from gape.analysis.passages import Passage
 from gape.analysis.routing import effective_context, routing_variables
-from gape.analysis.spectrum import pair_norms, rotary
 from tests.models.tiny import model, tokens
 
 N = 23
@@ -52,14 +53,15 @@ def test_norms_of_pairs_are_those_before_rotation(position: str) -> None:
     width = layer.content_dim
     q = caught["qkv"][..., : 4 * width].view(2, N, 4, width).transpose(1, 2)
     expected = (q[..., : width // 2] ** 2 + q[..., width // 2 :] ** 2).sqrt().mean(2)
-    torch.testing.assert_close(pair_norms(record).queries, expected)
-    assert pair_norms(record).keys.shape == (2, 2, width // 2)
-    assert rotary(record.scheme) is not None
+    scheme = rotary(record.scheme)
+    assert scheme is not None
+    torch.testing.assert_close(pair_norms(record.q, scheme), expected)
+    assert pair_norms(record.k, scheme).shape == (2, 2, width // 2)
 
 
 def test_a_scheme_that_does_not_rotate_has_no_spectrum() -> None:
     with pytest.raises(ValueError, match="rotates"):
-        pair_norms(attended(model("nope+gape"), tokens(1, N))[0])
+        lm.spectrum(model("nope+gape"), [Passage("a", tokens(1, N)[0].numpy())])
 
 
 @pytest.mark.parametrize(("position", "options"), [("nope+gape", {"gate_floor": 40.0}), ("alibi", {})])

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import gape
+from gape.analysis import attended
 from gape.analysis.niah import KINDS, inspect_model
+from gape.analysis.routing import score_bounds
 from gape.tasks import niah
 
 TASK = niah.NIAHConfig(length=32, n_needles=3, target="middle")
@@ -32,6 +34,23 @@ def test_a_gated_model_is_described_by_sample_layer_and_head() -> None:
     assert all(torch.tensor(gates[name]).shape == (3, 2, 2) for name in ("query_gate", "required", "target_landmark"))
     assert set(gates["landmark"]) == set(KINDS)
     assert torch.tensor(actual["trace"]["landmark"]).shape == (2, 2, 32)
+
+
+def test_the_landmark_that_a_needle_needs_is_that_of_the_paper() -> None:
+    """Proposition 3 at the digit asked for, for the best score that the norms allow."""
+    gpt, drawn = model("p-rope+gape"), niah.sample(TASK, 1, split="test")
+    with torch.no_grad():
+        for layer in gpt.layers:
+            layer.attention.scheme.gates.gate_projection.weight.normal_(std=20.0)
+            layer.attention.scheme.gates.gate_projection.bias.fill_(400.0)
+    actual = inspect_model(gpt, TASK, factors=(1,), samples=1)
+    gates = {name: torch.tensor(each) for name, each in actual["gates"].items() if name != "landmark"}
+    torch.testing.assert_close(gates["rate"], gates["amplitude"] * gates["query_gate"] / 32, rtol=1e-4, atol=0)
+    away = 31 - actual["trace"]["target_at"]
+    bounds = torch.stack([score_bounds(layer)[:, :, -1] for layer in attended(gpt, drawn.ids)], dim=1)
+    needed = (1 - 2 * bounds / (gates["rate"] * away)).clamp(min=0)
+    assert bool((needed > 0).any())
+    torch.testing.assert_close(gates["required"], needed, rtol=1e-3, atol=1e-4)
 
 
 def test_landmarks_are_averaged_by_kind_of_token() -> None:

@@ -10,7 +10,7 @@ from gape.data.pipeline import Progress
 from gape.utils import signals
 
 #: Small shards and a wait after each batch, so that most moments are inside the work.
-SETTINGS = {"tokenizer": "bytes", "shard_tokens": 2000, "heldout_fraction": 0.1, "max_bad": 0.5}
+SETTINGS = {"tokenizer": "bytes", "shard_tokens": 20_000, "heldout_fraction": 0.1, "max_bad": 0.5}
 
 
 def main(path: str, directory: str) -> int:

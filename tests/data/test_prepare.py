@@ -87,7 +87,7 @@ def test_a_zst_that_breaks_off_is_refused(tmp_path: Path, lines: Path) -> None:
 def test_a_line_that_is_too_long_is_named(
     tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch, convert
 ) -> None:
-    monkeypatch.setattr("gape.data.readers.LINE", 1000, raising=False)
+    monkeypatch.setattr("gape.data.inputs.LINE", 1000, raising=False)
     write_lines(lines, [*ROWS[:4], {"text": "x" * 2000}])
     with pytest.raises(ValueError, match=r"b.*\.jsonl.*: line 5 has more than"):
         make(tmp_path / "c", convert(lines))

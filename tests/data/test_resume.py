@@ -114,8 +114,8 @@ def started(lines: Path, home: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
-def big(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
-    lines = write_lines(tmp_path / "a.jsonl", rows(6000))
+def big(tmp_path: Path, count: int) -> tuple[Path, dict[str, bytes]]:
+    lines = write_lines(tmp_path / "a.jsonl", rows(count))
     make(tmp_path / "whole", lines, **{k: v for k, v in SETTINGS.items() if k != "tokenizer"})
     return lines, contents(tmp_path / "whole")
 
@@ -124,7 +124,7 @@ def big(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
     ("signum", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
 def test_a_signal_stops_it_and_the_same_call_goes_on(tmp_path: Path, signum: int, code: int) -> None:
-    lines, whole = big(tmp_path)
+    lines, whole = big(tmp_path, 3000)
     child = started(lines, tmp_path / "c")
     assert child.stdout is not None
     child.stdout.readline()
@@ -138,7 +138,7 @@ def test_a_signal_stops_it_and_the_same_call_goes_on(tmp_path: Path, signum: int
 
 @pytest.mark.slow
 def test_kill_9_at_many_moments(tmp_path: Path) -> None:
-    lines, whole = big(tmp_path)
+    lines, whole = big(tmp_path, 6000)
     home, kills = tmp_path / "c", 0
     while True:
         child = started(lines, home)

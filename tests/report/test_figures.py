@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gape.report import catalogue, inside, series, tables, write
+from gape.report import catalogue, inside, series
+from gape.report.page import report, tables
 from gape.report.results import Results, gather, store
 from gape.report.style import lines
+from gape.report.tables import perplexity_tables
 from tests.report import lm_stored
 from tests.report.stored import needles, row, stored
 
@@ -141,7 +143,7 @@ def test_contexts_that_few_documents_fill_are_not_joined_to_the_others() -> None
     one, other = data["panels"]
     assert (one["stretches"], one["documents"]["32768"]) == ([[512, 1024, 4096], [32768]], 1)
     assert (other["stretches"], other["align"]) == ([[512, 1024, 4096, 32768]], 32768)
-    first, second = tables.perplexity_tables(both)
+    first, second = perplexity_tables(both)
     assert (first.rows[-1][2:], len(second.rows)) == (("4", "4", "4", "1"), 2)
     catalogue.figure("lm-perplexity").draw(data)
 
@@ -204,14 +206,14 @@ def test_the_page_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(catalogue, "FIGURES", {name: catalogue.figure(name) for name in names})
     results = stored(schemes=("p-rope", "p-rope+gape"), targets=("last",))
     results = replace(results, measured={**results.measured, **lm_stored.stored(schemes=FEW).measured})
-    page = write.report(results, tmp_path, title="<needles> & more").read_text(encoding="utf-8")
+    page = report(results, tmp_path, title="<needles> & more").read_text(encoding="utf-8")
     links = Links()
     links.feed(page)
     assert links.links == []
     assert links.images == len(list((tmp_path / "figures").glob("*.png"))) == 2
     assert not re.search(r"url\(|@import|https?://", page)
     assert "<h1>&lt;needles&gt; &amp; more</h1>" in page
-    assert all(table.html() in page for table in write.tables(results))
+    assert all(table.html() in page for table in tables(results))
     assert "model.n_layer = 2" in page
     assert "versions.torch = 2.9" in page
 
@@ -220,7 +222,7 @@ def test_a_report_can_be_reported_again(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(catalogue, "FIGURES", {"overview": catalogue.figure("overview")})
     store(stored(schemes=("p-rope", "p-rope+gape"), targets=("last",)), tmp_path / "zero")
     for before, after in (("zero", "one"), ("one", "two")):
-        write.report(gather([tmp_path / before]), tmp_path / after)
+        report(gather([tmp_path / before]), tmp_path / after)
     names = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*") if p.is_file())
     assert all((tmp_path / "one" / n).read_bytes() == (tmp_path / "two" / n).read_bytes() for n in names)
 
@@ -228,7 +230,7 @@ def test_a_report_can_be_reported_again(tmp_path: Path, monkeypatch: pytest.Monk
 def test_without_matplotlib_there_are_tables_and_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     messages: list[str] = []
-    page = write.report(stored(), tmp_path, log=messages.append).read_text(encoding="utf-8")
+    page = report(stored(), tmp_path, log=messages.append).read_text(encoding="utf-8")
     assert "gape[plot]" in messages[0]
     assert "<table>" in page
     assert "<img" not in page

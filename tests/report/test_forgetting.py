@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gape.report import forgetting
+from gape.report.results import Results
 
 
 def row(**more: Any) -> dict[str, Any]:
@@ -15,6 +16,10 @@ def row(**more: Any) -> dict[str, Any]:
         "precision": "float32", "device": "cpu", "length": 64, "how": "dense", "eps": 0.0, "bounds": None,
         "machine": "this",
     } | more  # fmt: skip
+
+
+def results(*rows: dict[str, Any]) -> Results:
+    return Results(measured={"forgetting": rows})
 
 
 PERPLEXITY = {"kind": "perplexity", "perplexity": 20.0, "plan": "p", "max_windows": 3}
@@ -36,7 +41,7 @@ OTHER = {"how": "forgetting", "eps": 1e-3, "bounds": "weights"}
 def test_other_windows_weights_and_machines_are_not_compared(
     about: dict[str, Any], changed: dict[str, Any], column: int, cell: str
 ) -> None:
-    (table,) = forgetting.tables([row(**about), row(**about | OTHER | changed)])
+    (table,) = forgetting.tables(results(row(**about), row(**about | OTHER | changed)))
     (matches,) = [cells for cells in table.rows if "forgetting, weights" in cells]
     assert matches[column] == cell
 
@@ -45,6 +50,6 @@ def test_needle_rows_show_the_tiles_that_were_visited() -> None:
     needle = {"kind": "needle", "target": "first", "samples": 9, "how": "skipping", "impl": "triton", "eps": 1e-3}
     tiles = {"kind": "tiles", "target": "first", "how": "skipping", "impl": "triton", "mean": 0.25}
     rows = [row(**needle, accuracy=0.5), row(**tiles, eps=1e-3), row(**tiles | {"mean": 0.5}, eps=1e-2)]
-    (table,) = forgetting.tables(rows)
+    (table,) = forgetting.tables(results(*rows))
     (cells,) = table.rows
     assert dict(zip(table.header, cells, strict=True))["tiles"] == "0.250"

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gape.report.page import tables
 from gape.report.recall import recall
 from gape.report.results import Results, gather, pack_hits, read_rows, store, unpack_hits
 from gape.report.series import perplexity
-from gape.report.write import tables
 from gape.utils.stored_rows import fault
 from tests.report import lm_stored
 from tests.report.stored import looks, row, stored

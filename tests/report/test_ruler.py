@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gape.report import catalogue, ruler, write
+from gape.report import catalogue, ruler
+from gape.report.page import report
 from gape.report.results import Results, gather, store
 
 MEANS = {"rope": 10.2, "p-rope": 9.9, "p-rope+gape": 9.3}
@@ -152,5 +153,5 @@ def test_reports_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(catalogue, "FIGURES", {})
     store(results(rows()), tmp_path / "stored")
     gathered = gather([tmp_path / "stored"])
-    page = write.report(gathered, tmp_path).read_text(encoding="utf-8")
+    page = report(gathered, tmp_path).read_text(encoding="utf-8")
     assert all(table.html() in page for table in ruler.tables(results(rows())))

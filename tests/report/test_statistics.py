@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gape.report import series, statistics, tables
+from gape.report.page import tables as all_tables
 from gape.report.results import Results, gather, pack_hits
-from gape.report.write import tables as all_tables
 from gape.tasks import niah
 from tests.report import lm_stored
 from tests.report.stored import needles, row, stored

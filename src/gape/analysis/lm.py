@@ -18,9 +18,12 @@ from gape.analysis.entropy import statistics
 from gape.analysis.maps import attention_map, mask_map, mean_mask
 from gape.analysis.passages import Passage
 from gape.analysis.routing import effective_context
-from gape.analysis.spectrum import pair_norms, rotary
 from gape.analysis.tap import Attended, tap
 from gape.models.attention import GAPEAttention
+from gape.ops.inputs import bias_dtype
+from gape.positions.base import Scheme
+from gape.positions.gated import Gated
+from gape.positions.rotary import Rotary
 from gape.utils.jsonl import Record
 from gape.utils.validation import invalid_argument
 
@@ -73,21 +76,13 @@ def spectrum(model: nn.Module, passages: Sequence[Passage]) -> Record:
 
 
 def maps(model: nn.Module, passage: Passage, *, layer: int, size: int = 64) -> Record:
-    """The attention of one layer on one passage in cells, by head.
-
-    Raises:
-        ValueError: no such layer.
-    """
+    """The attention of one layer on one passage in cells, by head; refuses a layer that there is not."""
     cells = _of_layer(model, passage, layer, lambda attended: attention_map(attended, size)[0])
     return {"layer": layer, "passage": passage.id, "length": len(passage.ids), "weights": round_digits(cells, 3)}
 
 
 def masks(model: nn.Module, passage: Passage, *, layer: int, size: int = 64) -> Record:
-    """The paper's M of one layer on one passage in cells, by head, and its mean over all pairs.
-
-    Raises:
-        ValueError: no such layer, or no gates.
-    """
+    """The paper's M of one layer on one passage in cells, by head, and its mean over all pairs; needs gates."""
 
     def analyse(attended: Attended) -> Record:
         return {"masks": round_digits(mask_map(attended, size)[0], 4), "mean": round_digits(mean_mask(attended)[0])}
@@ -158,6 +153,26 @@ def _correlation(gate: Tensor, entropy: Tensor) -> Tensor:
 
 
 def _norms(attended: Attended) -> Record:
-    norms, base = pair_norms(attended), rotary(attended.scheme)
-    frequencies = base.inv_freq if base is not None else torch.zeros(0)
-    return {"inv_freq": round_digits(frequencies), "queries": norms.queries[0].cpu(), "keys": norms.keys[0].cpu()}
+    base = rotary(attended.scheme)
+    if base is None:
+        raise invalid_argument("attended", type(attended.scheme).__name__, "a layer whose scheme rotates")
+    queries, keys = (pair_norms(x, base)[0].cpu() for x in (attended.q, attended.k))
+    return {"inv_freq": round_digits(base.inv_freq), "queries": queries, "keys": keys}
+
+
+def pair_norms(x: Tensor, scheme: Rotary) -> Tensor:
+    """The mean norm over tokens of each pair (x_k, x_{k+D/2}) of x (B, H, N, D), before or after rotation alike.
+
+    The factor of schemes that scale what they rotate (YaRN, LongRoPE) is divided out.
+
+    Returns:
+        (B, H, D/2) in float32 (float64 for float64).
+    """
+    first, second = x.to(bias_dtype(x.dtype)).chunk(2, dim=-1)
+    return torch.hypot(first, second).mean(2) / scheme.attention_scale
+
+
+def rotary(scheme: Scheme | None) -> Rotary | None:
+    """The rotary scheme: a scheme itself or the base under its gates; None where nothing rotates."""
+    base = scheme.base if isinstance(scheme, Gated) else scheme
+    return base if isinstance(base, Rotary) else None

@@ -40,11 +40,7 @@ def attention_map(attended: Attended, size: int = 64, block: int | None = None) 
 
 @torch.no_grad()
 def mean_mask(attended: Attended) -> Tensor:
-    """The mean of M over the pairs j ≤ i, (B, Hq) in float64.
-
-    Raises:
-        ValueError: a layer without gates, or tokens out of index order.
-    """
+    """The mean of M over the pairs j ≤ i, (B, Hq) in float64; needs gates and tokens in index order."""
     total, pairs = _cells(attended, 1, 1)
     return (total / pairs)[..., 0, 0]
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gape import theory
 from gape.analysis.entropy import statistics
 from gape.analysis.lm import round_digits
-from gape.analysis.routing import horizon
+from gape.analysis.routing import score_bounds
 from gape.analysis.tap import Attended, attended
 from gape.tasks import niah
 from gape.utils.validation import invalid_argument
@@ -50,13 +51,13 @@ def inspect_model(
         at = config.at(config.length * factor)
         spread: list[dict[str, Any]] = []
         for index in range(samples):
-            drawn = niah.sample(at, 1, seed=seed, first=index, split="test", device=device)
-            layers = attended(model, drawn.ids, logits_to_keep=1)
+            haystack = niah.sample(at, 1, seed=seed, first=index, split="test", device=device)
+            layers = attended(model, haystack.ids, logits_to_keep=1)
             spread.append(_spread(layers))
             if factor == 1 and layers[0].gates is not None:
-                gates.append(_gates(layers, drawn, at))
+                gates.append(_gates(layers, haystack, at))
             if trace and factor == 1 and index == 0:
-                results["trace"] = _trace(layers, drawn, at)
+                results["trace"] = _trace(layers, haystack, at)
         results["spread"].append({"factor": factor, "length": at.length, "needles": at.needles} | _columns(spread))
     if gates:
         results["gates"] = _columns(gates)
@@ -66,41 +67,42 @@ def inspect_model(
 def _spread(layers: list[Attended]) -> dict[str, Any]:
     """By layer and head: means over the queries of one sequence, and the last query's entropy."""
     each = [statistics(layer) for layer in layers]
-    return {
-        "entropy": [round_digits(s.entropy[0].mean(-1)) for s in each],
-        "distance": [round_digits(s.distance[0].mean(-1)) for s in each],
-        "sink": [round_digits(s.sink[0].mean(-1)) for s in each],
-        "query_entropy": [round_digits(s.entropy[0, :, -1]) for s in each],
+    means = {
+        name: [round_digits(getattr(s, name)[0].mean(-1)) for s in each] for name in ("entropy", "distance", "sink")
     }
+    return means | {"query_entropy": [round_digits(s.entropy[0, :, -1]) for s in each]}
 
 
-def _gates(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any]:
+def _gates(layers: list[Attended], haystack: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any]:
     """By layer and head: the gates of the final query and of the digit that answers it."""
-    digit = drawn.needles[:, config.target_index] + niah.NEEDLE - 1
-    kinds = _kinds(drawn.ids[0])
-    columns = ("amplitude", "query_gate", "rate", "effective", "required", "target_landmark")
-    rows: dict[str, Any] = {name: [] for name in columns} | {"landmark": {kind: [] for kind in KINDS}}
+    digit = haystack.needles[:, config.target_index] + niah.NEEDLE - 1
+    kinds = _kinds(haystack.ids[0])
+    landmarks: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    rows: dict[str, Any] = {}
+    last = haystack.ids.size(1) - 1
     for layer in layers:
-        if layer.gates is None or layer.gate is None or layer.landmark is None:
+        if layer.gates is None or layer.gate is None or layer.landmark is None or layer.rate is None:
             continue
-        theory = horizon(layer, digit)
-        rows["amplitude"].append(round_digits(layer.gates.amplitude))
-        rows["query_gate"].append(round_digits(layer.gate[0, :, -1]))
-        rows["rate"].append(round_digits(theory.rate[0]))
-        rows["effective"].append(round_digits(theory.effective[0]))
-        rows["required"].append(round_digits(theory.required[0]))
-        rows["target_landmark"].append(round_digits(layer.landmark[0, :, digit[0]]))
+        rate, bounds = layer.rate[0, :, -1], score_bounds(layer)[0, :, -1]
+        values = {
+            "amplitude": layer.gates.amplitude, "query_gate": layer.gate[0, :, -1], "rate": rate,
+            "effective": torch.as_tensor(theory.effective_context_length(rate, bounds, last, 0.01)),
+            "required": torch.as_tensor(theory.required_landmark(last, digit.to(rate.dtype) / last, rate, bounds)),
+            "target_landmark": layer.landmark[0, :, digit[0]],
+        }  # fmt: skip
+        for name, value in values.items():
+            rows.setdefault(name, []).append(round_digits(value))
         for number, kind in enumerate(KINDS):
-            rows["landmark"][kind].append(round_digits(layer.landmark[0, :, kinds == number].mean(-1)))
-    return rows
+            landmarks[kind].append(round_digits(layer.landmark[0, :, kinds == number].mean(-1)))
+    return rows | {"landmark": landmarks}
 
 
-def _trace(layers: list[Attended], drawn: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any] | None:
+def _trace(layers: list[Attended], haystack: niah.Haystack, config: niah.NIAHConfig) -> dict[str, Any] | None:
     """Landmarks along a sequence; None without gates."""
     landmarks = [round_digits(layer.landmark[0], 4) for layer in layers if layer.landmark is not None]
     if not landmarks:
         return None
-    needles = drawn.needles[0].tolist()
+    needles = haystack.needles[0].tolist()
     digit = needles[config.target_index] + niah.NEEDLE - 1
     return {"length": config.length, "needles": needles, "target_at": digit, "landmark": landmarks}
 

@@ -7,17 +7,15 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gape.data import Corpus, Document, load_tokenizer, open_corpus
 from gape.utils.files import open_decompressed
 from gape.utils.random import key
 from gape.utils.validation import invalid_argument, whole
-
-if TYPE_CHECKING:
-    from gape.data import Corpus, Document, Tokenizer
 
 Ids = npt.NDArray[np.int64]
 
@@ -59,43 +57,31 @@ class Reader:
         tokenizer: as `gape.data.load_tokenizer` takes it; needed for files, not for a corpus.
         split, stratum: which documents of a corpus.
 
+    Attributes:
+        tokenizer: what identifies it.
+
     Raises:
         ValueError: no such path, a file without a tokenizer, or a corpus without the split or stratum.
     """
 
     def __init__(
-        self,
-        data: str | Path,
-        *,
-        tokenizer: str | None = None,
-        split: str = "heldout",
-        stratum: str | None = None,
+        self, data: str | Path, *, tokenizer: str | None = None, split: str = "heldout", stratum: str | None = None
     ) -> None:
-        path = Path(data)
-        self.path, self.split, self.stratum = path, split, stratum
+        self.path, self.split, self.stratum = Path(data), split, stratum
         self.corpus: Corpus | None = None
-        self._tokenizer: Tokenizer | None = None
-        if path.is_dir():
-            from gape.data import open_corpus  # noqa: PLC0415
-
-            self.corpus = open_corpus(path)
+        if self.path.is_dir():
+            self.corpus = open_corpus(self.path)
+            self.tokenizer = self.corpus.tokenizer
             # Refuses a split or a stratum that is not there.
             self.corpus.documents(split, stratum)
             return
-        if not path.is_file():
-            raise ValueError(f"data: got {str(path)!r}, expected a corpus, a text file or a file of JSON lines")
+        if not self.path.is_file():
+            raise ValueError(f"data: got {str(data)!r}, expected a corpus, a text file or a file of JSON lines")
         if tokenizer is None:
-            raise ValueError(
-                f"tokenizer: got nothing, expected the one that is to read {path}, such as bytes or a folder"
-            )
-        from gape.data import load_tokenizer  # noqa: PLC0415
-
-        self._tokenizer = load_tokenizer(tokenizer)
-
-    @property
-    def tokenizer(self) -> dict[str, Any]:
-        """What identifies the tokenizer."""
-        return self.corpus.tokenizer if self.corpus is not None else self._encoder().identity()
+            expected = f"the one that is to read {self.path}, such as bytes or a folder"
+            raise ValueError(f"tokenizer: got nothing, expected {expected}")
+        loaded = load_tokenizer(tokenizer)
+        self.tokenizer, self._encode = loaded.identity(), loaded.encode
 
     @property
     def prompts(self) -> bool:
@@ -103,15 +89,10 @@ class Reader:
         return self.corpus is None and ".jsonl" in self.path.suffixes[-2:]
 
     def passages(self, length: int | None, count: int, *, seed: int = 0) -> Passages:
-        """Some passages, chosen by a hash of the seed and their names.
+        """At most so many passages, chosen by a hash of the seed and their names.
 
-        Args:
-            length: tokens of each: a window of a document, consecutive ones of a text. Not for prompts.
-            count: at most so many.
-            seed: which.
-
-        Raises:
-            ValueError: nothing is long enough, or a length is given for prompts.
+        `length` is the tokens of each: a window of a document, consecutive ones of a text; None for prompts. A
+        ValueError where nothing is long enough.
         """
         whole("samples", count)
         if self.prompts and length is not None:
@@ -124,10 +105,6 @@ class Reader:
             items = self._text(length, count)
         return Passages(data=self.path.name, fingerprint=self._fingerprint(), length=length, items=tuple(items))
 
-    def _encoder(self) -> Tokenizer:
-        assert self._tokenizer is not None
-        return self._tokenizer
-
     def _fingerprint(self) -> str:
         if self.corpus is not None:
             return self.corpus.fingerprint()
@@ -136,7 +113,7 @@ class Reader:
 
     def _text(self, length: int | None, count: int) -> list[Passage]:
         with open_decompressed(self.path) as file:
-            ids = np.array(self._encoder().encode(file.read().decode("utf-8")), dtype=np.int64)
+            ids = np.array(self._encode(file.read().decode("utf-8")), dtype=np.int64)
         span = len(ids) if length is None else whole("length", length)
         if span < 1 or len(ids) < span:
             raise invalid_argument("length", length, f"at most the {len(ids)} tokens of {self.path}")
@@ -150,7 +127,7 @@ class Reader:
         if not rows:
             raise ValueError(f"data: got {self.path}, expected prompts that are not empty")
         return [
-            Passage(f"{self.path.name}:{number}", np.array(self._encoder().encode(rows[number]), dtype=np.int64))
+            Passage(f"{self.path.name}:{number}", np.array(self._encode(rows[number]), dtype=np.int64))
             for number in shuffle(rows, seed)[:count]
         ]
 
@@ -158,11 +135,7 @@ class Reader:
 def long_documents(
     corpus: Corpus, split: str, stratum: str | None, length: int, seed: int = 0, *, called: str = "length"
 ) -> list[Document]:
-    """The documents of at least `length` tokens, in a shuffled order.
-
-    Raises:
-        ValueError: there is none; the message names the argument `called`.
-    """
+    """The documents of at least `length` tokens, shuffled; without any a ValueError names the argument `called`."""
     documents = list(corpus.documents(split, stratum))
     enough = [document for document in documents if document.length >= length]
     if not enough:

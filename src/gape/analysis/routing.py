@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,46 +12,6 @@ from gape.analysis.maps import mean_mask
 from gape.analysis.tap import Attended, tap
 from gape.ops.inputs import bias_dtype
 from gape.positions.biases import ALiBi
-from gape.utils.validation import invalid_argument
-
-
-class Horizon(NamedTuple):
-    """What the theory says about the last query of every head; each (B, Hq), float32 (float64 beside float64).
-
-    Attributes:
-        rate: Γ·g/T, logits taken off an unprotected key per token of distance.
-        s_max: a bound on this query's scores with any key, from the norms of q and k.
-        effective: the effective context length: unprotected keys from this distance on hold at most p together.
-        required: the landmark that the key to retrieve has to exceed to beat the query's own key.
-    """
-
-    rate: Tensor
-    s_max: Tensor
-    effective: Tensor
-    required: Tensor
-
-
-@torch.no_grad()
-def horizon(attended: Attended, at: Tensor, p: float = 0.01) -> Horizon:
-    """The theory's numbers for the last query of a gated layer and the key at position `at` of each sequence.
-
-    Args:
-        attended: what a gated layer attended with, in index order.
-        at: integer (B,), positions of the keys that should be retrieved, before the query.
-        p: the attention that may be lost, in (0, 1).
-
-    Raises:
-        ValueError: a layer without gates, positions given out of order, or p out of range.
-    """
-    if attended.rate is None or not attended.visibility.index_order:
-        raise invalid_argument(
-            "attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order"
-        )
-    i = attended.visibility.n_k - 1
-    rate, s_max = attended.rate[:, :, -1], score_bounds(attended)[:, :, -1]
-    effective = theory.effective_context_length(rate, s_max, i, p)
-    required = theory.required_landmark(i, at.to(rate.dtype).unsqueeze(-1) / max(i, 1), rate, s_max)
-    return Horizon(rate, s_max, torch.as_tensor(effective), torch.as_tensor(required))
 
 
 @torch.no_grad()

@@ -67,8 +67,8 @@ def run_and_print(recipe: Recipe, directory: Path, resume: str) -> None:
 
 
 def _print_tables(rows: Sequence[dict[str, Any]]) -> None:
+    from gape.report.page import tables  # noqa: PLC0415
     from gape.report.results import needle_results  # noqa: PLC0415
-    from gape.report.write import tables  # noqa: PLC0415
 
     for table in tables(needle_results(rows)):
         typer.echo(f"\n{table.text()}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from gape.data.config import PrepareConfig
 from gape.data.corpus import CARD, FORMAT
-from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Counts, HashedFile, Parts, Records, index_record, name_line
+from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Counts, Parts, Records
 from gape.utils import files
 from gape.utils.files import file_sha256
 
@@ -18,10 +21,8 @@ TEXT = "card.md"
 ROWS = 50
 
 
-def finish(
-    config: PrepareConfig, settings: dict[str, Any], directory: Path, parts: Parts, counts: Counts
-) -> dict[str, Any]:
-    """Write index and cards; `card.json` comes last and makes it a corpus. Returns the card."""
+def finish(config: PrepareConfig, settings: dict[str, Any], directory: Path, parts: Parts, counts: Counts) -> None:
+    """Write index and cards; `card.json` comes last and makes it a corpus."""
     with files.room("the index", directory, 0):
         left_out = _write_index(config, settings["end_of_text"], directory, parts)
     shards = [shard for shard in parts.shards if shard["file"]]
@@ -36,7 +37,6 @@ def finish(
     files.replace(directory / TEXT, text)
     files.replace(directory / CARD, data)
     parts.discard()
-    return card
 
 
 def _description(config: PrepareConfig, settings: dict[str, Any], counts: Counts) -> dict[str, Any]:
@@ -66,23 +66,34 @@ def _write_index(config: PrepareConfig, end_of_text: bool, directory: Path, part
     heldout = SPLITS.index("heldout")
     heldout_texts = {entry.sha256 for _, entries in parts.entries() for entry in entries if entry.split == heldout}
     left_out = 0
-    with HashedFile(directory / INDEX) as index, HashedFile(directory / NAMES) as names:
+    with _new_file(directory / INDEX) as index, _new_file(directory / NAMES) as names:
         for shard, entries in parts.entries():
-            offset = 0
+            rows, offset = [], 0
             for entry in entries:
                 length = entry.tokens + end_of_text
                 if entry.split != heldout and entry.sha256 in heldout_texts:
                     left_out += 1
                 else:
-                    index.write(
-                        index_record(
-                            shard=shard, split=entry.split, stratum=config.stratum(entry.tokens), offset=offset,
-                            length=length, name=names.size,
-                        )
-                    )  # fmt: skip
-                    names.write(name_line(entry.id, entry.title))
+                    stratum = config.stratum(entry.tokens)
+                    rows.append((shard, entry.split, stratum, 0, 0, offset, length, 0, names.tell()))
+                    names.write(files.to_json({"id": entry.id, "title": entry.title}, indent=None))
                 offset += length
+            index.write(np.array(rows, dtype=RECORD).tobytes())
     return left_out
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file that gets its name once it is complete."""
+    aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        with files.create(aside) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _split_counts(config: PrepareConfig, directory: Path, end_of_text: bool) -> dict[str, Any]:

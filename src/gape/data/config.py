@@ -96,11 +96,7 @@ class PrepareConfig:
 
 
 def choose_dtype(dtype: str | None, vocab_size: int) -> str:
-    """The dtype of the shards.
-
-    Raises:
-        ValueError: the vocabulary does not fit in the dtype.
-    """
+    """The dtype of the shards; refuses one that does not hold the vocabulary."""
     fitting = [name for name in DTYPES if vocab_size - 1 <= np.iinfo(name).max]
     if dtype is None and fitting:
         return fitting[0]
@@ -120,11 +116,7 @@ def is_recipe(name: str) -> bool:
 
 
 def load(name: str) -> dict[str, Any]:
-    """The settings in a recipe, as arguments of :class:`PrepareConfig`.
-
-    Raises:
-        ValueError: no such file, no TOML, an unknown key or a value of the wrong type.
-    """
+    """The settings in a recipe, as arguments of :class:`PrepareConfig`; refuses unknown keys and wrong types."""
     settings = recipe_files.read(recipe_files.find(name, folders=FOLDER))
     settings.pop("description", None)
     hints = typing.get_type_hints(PrepareConfig)

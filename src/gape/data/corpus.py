@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import json
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gape.data.config import DTYPES
-from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Names, Records
+from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Records
 from gape.utils.files import file_sha256
 
 CARD = "card.json"
@@ -86,7 +87,8 @@ class Corpus:
         self._compare([card["index"], card["names"]], _known_sha256)
         self._records: Records = np.asarray(np.memmap(directory / INDEX, RECORD, mode="r"))
         self._check_index()
-        self._names = Names(directory / NAMES)
+        with (directory / NAMES).open("rb") as names:
+            self._names = mmap.mmap(names.fileno(), 0, access=mmap.ACCESS_READ)
         self._shards: dict[int, Tokens] = {}
 
     @property
@@ -103,15 +105,12 @@ class Corpus:
         return Documents(self, self.rows(split, stratum))
 
     def document(self, index: int) -> Document:
-        """The document with a number.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The document with a number, below that of all documents."""
         record = self.record(index)
-        identifier, title = self._names.at(int(record["name"]))
+        begin = int(record["name"])
+        name = json.loads(self._names[begin : self._names.find(b"\n", begin)])
         stratum = self.strata[record["stratum"] - 1] if record["stratum"] else None
-        return Document(int(index), identifier, SPLITS[record["split"]], stratum, int(record["length"]), title)
+        return Document(int(index), name["id"], SPLITS[record["split"]], stratum, int(record["length"]), name["title"])
 
     def tokens(self, document: Document, start: int = 0, stop: int | None = None) -> Tokens:
         """Tokens start … stop − 1 of a document: uint16 or uint32 (stop − start,), read-only, mapped and not copied.
@@ -141,13 +140,12 @@ class Corpus:
         Raises:
             ValueError: a file that is not what the card says; names each.
         """
-        entries = _files(self.card)
+        entries, done = _files(self.card), itertools.count()
 
         def digest(path: Path) -> str:
             progress(next(done), len(entries))
             return file_sha256(path)
 
-        done = itertools.count()
         self._compare(entries, digest)
 
     def rows(self, split: str, stratum: str | int | None = None) -> npt.NDArray[np.int64]:
@@ -169,11 +167,7 @@ class Corpus:
         return self._records[index]
 
     def shard(self, number: int) -> Tokens:
-        """The tokens of a shard, compared with its hash and mapped when first used.
-
-        Raises:
-            ValueError: it changed since it was prepared.
-        """
+        """The tokens of a shard, compared with its hash and mapped when first used."""
         if number not in self._shards:
             entry = self.card["shards"][number]
             self._compare([entry], _known_sha256)

@@ -1,16 +1,108 @@
-"""Inputs of a corpus, identified before anything is read: files, folders, and files of the Hugging Face hub."""
+"""Inputs of a corpus: which files there are, identified before anything is read, and their documents, one at a time.
+
+A file is text, JSON lines or Parquet, plain or compressed, on this machine or on the Hugging Face hub.
+
+The library `datasets` would end a whole file at the first line that is not JSON or not Unicode, without that line's
+number; it refuses files whose other fields differ; it has no bound on the length of a line; and it keeps neither line
+numbers, of which ids are made, nor places in the file, by which progress is shown.
+"""
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
+import lzma
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
-from gape.data import readers
 from gape.data.config import PrepareConfig
-from gape.data.readers import COMPRESSED, Fields, Input, Record, kind_of
 from gape.utils.files import file_sha256
+
+#: The endings of the names of files, and the kind each is; any of :data:`COMPRESSED` may follow.
+KINDS = {
+    ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
+    ".parquet": "parquet",
+}  # fmt: skip
+COMPRESSED = (".gz", ".xz", ".zst")
+#: What an input of the hub begins with, and its form.
+PREFIX = "hf:"
+_FORM = re.compile(r"hf:(?P<dataset>[^@:#]+)(@(?P<revision>[^#]+))?#(?P<files>.+)")
+#: Lines that are searched for one that shows which fields there are.
+PROBED = 100
+#: Rows of a Parquet file in memory at once.
+ROWS = 64
+BUFFER = 2**20
+#: Bytes of a line and of a text file at most, which are held in memory.
+LINE, TEXT = 2**28, 2**30
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+EMPTY = "empty document"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """One file.
+
+    Attributes:
+        name: what it is called in ids, messages and the card: a file's name, or its path from the folder given.
+        group: the number of the input as it was given; the files of a folder share it.
+        split: "train", "heldout", or None where each document's id decides.
+        size: bytes of the file.
+        place: the file, or what opens it on the hub.
+        revision: the commit of its dataset on the hub.
+    """
+
+    name: str
+    group: int
+    split: str | None
+    size: int
+    place: Path | Callable[[], IO[bytes]]
+    revision: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of file, one of the values of :data:`KINDS`."""
+        return kind_of(self.name)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What the card says of it and a resume compares: its SHA-256, or the commit of its dataset."""
+        fixed = {"sha256": file_sha256(self.place)} if isinstance(self.place, Path) else {"revision": self.revision}
+        return {"name": self.name, "split": self.split, "bytes": self.size, **fixed}
+
+
+class Fields(NamedTuple):
+    """Names of the fields; `id` None takes "id" where there is one."""
+
+    text: str = "text"
+    id: str | None = None
+    title: str = "title"
+
+
+class Record(NamedTuple):
+    """A line of JSON, a row, or a text file.
+
+    Attributes:
+        number: of the line or row, from 1.
+        id, title, text: of the document; empty where there is a problem.
+        position: bytes of the file read so far.
+        problem: why there is no document in it, or None.
+        named: whether the id is the input's own, and not made of its name and the number.
+    """
+
+    number: int
+    id: str
+    title: str | None
+    text: str
+    position: int
+    problem: str | None = None
+    named: bool = True
 
 
 def find(config: PrepareConfig) -> list[Input]:
@@ -22,101 +114,43 @@ def find(config: PrepareConfig) -> list[Input]:
     specs = [(spec, None if config.heldout_fraction else "train") for spec in config.inputs]
     specs += [(spec, "heldout") for spec in config.heldout]
     sources = [
-        (name, group, split, place)
+        source
         for group, (spec, split) in enumerate(specs)
-        for name, place in (_remote(spec) if spec.startswith(PREFIX) else _local(spec))
+        for source in (_hub_files(spec, group, split) if spec.startswith(PREFIX) else _local(spec, group, split))
     ]
     known: set[Path | str] = set()
-    for name, _, _, place in sources:
-        unique = place.resolve() if isinstance(place, Path) else name
-        if unique in known:
-            raise ValueError(f"inputs: {name} is given twice, expected every input once")
-        known.add(unique)
-    return [_identify(*source) for source in sources]
-
-
-def probe(sources: list[Input], fields: Fields) -> None:
-    """Make sure that the inputs can be read and have the fields; of many files on the hub, the first.
-
-    Raises:
-        ValueError: one has not; names the fields there are.
-    """
-    probed = set()
     for source in sources:
-        if source.kind in PROBES and ("sha256" in source.identity or source.group not in probed):
-            PROBES[source.kind](source, fields)
-        probed.add(source.group)
+        unique = source.place.resolve() if isinstance(source.place, Path) else source.name
+        if unique in known:
+            raise ValueError(f"inputs: {source.name} is given twice, expected every input once")
+        known.add(unique)
+    return sources
 
 
-def records(source: Input, fields: Fields, skip: int) -> Iterator[Record]:
-    """The records of an input after the first `skip`, bad ones among them."""
-    return READERS[source.kind](source, fields, skip)
-
-
-def _remote(spec: str) -> Iterator[tuple[str, File]]:
-    for file in files(spec):
-        kind_of(file.name)
-        yield file.name, file
-
-
-def _local(spec: str) -> Iterator[tuple[str, Path]]:
+def _local(spec: str, group: int, split: str | None) -> Iterator[Input]:
+    """The file of that name, or those of a folder that are of a known kind and not hidden."""
     path = Path(spec).expanduser()
     if path.is_file():
         kind_of(path.name)
-        yield path.name, path
-        return
-    if not path.is_dir():
+        files = {path.name: path}
+    elif path.is_dir():
+        inside = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
+        files = {
+            f"{path.resolve().name}/{name.as_posix()}": file
+            for name, file in inside.items()
+            if _kind(name.name) and not any(part.startswith(".") for part in name.parts)
+        }
+    else:
         raise ValueError(f"inputs: got {spec!r}, expected a file, a folder or {PREFIX}DATASET#FILES; there is none")
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_input(path, file)]
     if not files:
         known = f"files .txt, .md, .jsonl, .json lines ({', '.join(COMPRESSED)} after them) or .parquet"
         raise ValueError(f"inputs: got the folder {spec!r}, which has no documents: expected {known}")
-    for file in files:
-        yield f"{path.resolve().name}/{file.relative_to(path).as_posix()}", file
+    for name, file in files.items():
+        yield Input(name=name, group=group, split=split, size=file.stat().st_size, place=file)
 
 
-def _is_input(folder: Path, file: Path) -> bool:
-    """Whether a file of a folder is read: of a known kind, nothing hidden."""
-    inside = PurePosixPath(file.relative_to(folder).as_posix())
-    try:
-        kind_of(inside.name)
-    except ValueError:
-        return False
-    return not any(part.startswith(".") for part in inside.parts)
-
-
-def _identify(name: str, group: int, split: str | None, place: Path | File) -> Input:
-    """An input with what identifies it."""
-    facts: dict[str, Any] = {"name": name, "split": split}
-    if isinstance(place, File):
-        facts |= {"bytes": place.size, "revision": place.revision}
-        return Input(name, group, kind_of(name), split, place.size, place.open, facts)
-    size = place.stat().st_size
-    facts |= {"bytes": size, "sha256": file_sha256(place)}
-    return Input(name, group, kind_of(name), split, size, lambda: place.open("rb"), facts)
-
-
-PREFIX = "hf:"
-_FORM = re.compile(r"hf:(?P<dataset>[^@:#]+)(@(?P<revision>[^#]+))?#(?P<files>.+)")
-
-
-class File(NamedTuple):
-    """A file of a dataset's repository: its name with the dataset's, its size, the commit, and how to open it."""
-
-    name: str
-    size: int
-    revision: str | None
-    open: Callable[[], IO[bytes]]
-
-
-def files(spec: str) -> list[File]:
-    """The files of a dataset of the hub that match a pattern, by sorted path; they are read as local files are.
-
-    Unlike the library `datasets`, this accepts files whose other fields differ. The commit is fixed for a resume.
-
-    Raises:
-        ValueError: the hub cannot be reached, or has no such dataset, or no such file in it.
-    """
+def _hub_files(spec: str, group: int, split: str | None) -> Iterator[Input]:
+    """The files of a dataset of the hub that match a pattern, by sorted path; the commit is fixed for a resume."""
     match = _FORM.fullmatch(spec)
     if match is None:
         raise ValueError(
@@ -128,11 +162,10 @@ def files(spec: str) -> list[File]:
     chosen = sorted((path, info["size"]) for path, info in matches.items() if info["type"] == "file")
     if not chosen:
         raise ValueError(f"inputs: got {spec!r}, expected a pattern of files that the dataset has")
-
-    def opener(path: str) -> Callable[[], IO[bytes]]:
-        return lambda: system.open(path, "rb")
-
-    return [File(f"{PREFIX}{dataset}#{path.removeprefix(root)}", size, commit, opener(path)) for path, size in chosen]
+    for path, size in chosen:
+        name, opener = f"{PREFIX}{dataset}#{path.removeprefix(root)}", partial(system.open, path, "rb")
+        kind_of(name)
+        yield Input(name=name, group=group, split=split, size=size, place=opener, revision=commit)
 
 
 def revision(dataset: str, wanted: str | None) -> str | None:
@@ -147,16 +180,6 @@ def revision(dataset: str, wanted: str | None) -> str | None:
     return commit
 
 
-#: By kind of input: refuses one without the fields.
-PROBES: dict[str, Callable[[Input, Fields], None]] = {"jsonl": readers.probe_lines, "parquet": readers.probe_parquet}
-#: By kind of input: its records after the first `skip`.
-READERS: dict[str, Callable[[Input, Fields, int], Iterator[Record]]] = {
-    "text": readers.read_text,
-    "jsonl": readers.read_lines,
-    "parquet": readers.read_parquet,
-}
-
-
 def filesystem() -> Any:
     """The hub as a file system."""
     return _hub().HfFileSystem()
@@ -168,3 +191,202 @@ def _hub() -> Any:
     except ImportError as error:
         raise ImportError("files of the hub need huggingface-hub: pip install 'gape[hub]'") from error
     return huggingface_hub
+
+
+def kind_of(file: str) -> str:
+    """The kind of a file by its name; refuses what is of no kind that is read."""
+    if kind := _kind(file):
+        return kind
+    known = ", ".join(KINDS)
+    raise ValueError(f"inputs: got {file!r}, expected a name that ends in {known}, or one of these compressed")
+
+
+def _kind(file: str) -> str | None:
+    name = file.lower()
+    for ending in COMPRESSED:
+        name = name.removesuffix(ending)
+    return next((kind for ending, kind in KINDS.items() if name.endswith(ending)), None)
+
+
+def probe(sources: list[Input], fields: Fields) -> None:
+    """Refuse inputs that cannot be read or lack a field; of many files on the hub, the first is looked at."""
+    probes = {"jsonl": _probe_lines, "parquet": _probe_parquet}
+    probed = set()
+    for source in sources:
+        if source.kind in probes and (isinstance(source.place, Path) or source.group not in probed):
+            probes[source.kind](source, fields)
+        probed.add(source.group)
+
+
+def records(source: Input, fields: Fields, skip: int) -> Iterator[Record]:
+    """The records of an input after the first `skip`, bad ones among them."""
+    readers = {"text": _read_text, "jsonl": _read_lines, "parquet": _read_parquet}
+    return readers[source.kind](source, fields, skip)
+
+
+def _read_text(source: Input, fields: Fields, skip: int) -> Iterator[Record]:
+    """The one record of a text file: all of it."""
+    if skip:
+        return
+    data = bytearray()
+    with _open(source) as (stream, _):
+        for _, line in _lines(stream, source.name):
+            data += line
+            if len(data) > TEXT:
+                raise ValueError(f"inputs: {source.name} has more than {TEXT:,} bytes, expected a text of at most that")
+    try:
+        text = data.removeprefix(BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError as error:
+        yield Record(1, "", None, "", source.size, f"not UTF-8: {error.reason} at byte {error.start}")
+        return
+    yield _check_text(Record(1, source.name, None, text, source.size))
+
+
+def _probe_lines(source: Input, fields: Fields) -> None:
+    """Refuse JSON lines whose first object lacks a field."""
+    with _open(source) as (stream, _):
+        for number, line in _lines(stream, source.name):
+            value = _object(line)
+            if isinstance(value, dict):
+                _require_fields(source.name, value, fields)
+                return
+            if number >= PROBED:
+                break
+        else:
+            # A file without a line has no documents, which is an error only if no other file has any.
+            if not source.size:
+                return
+    raise ValueError(f"inputs: {source.name}: none of its first {PROBED} lines is a JSON object")
+
+
+def _read_lines(source: Input, fields: Fields, skip: int) -> Iterator[Record]:
+    """A record for each line that is not blank; a document is a JSON object."""
+    with _open(source) as (stream, raw):
+        for number, line in _lines(stream, source.name):
+            if number <= skip or not line.strip():
+                continue
+            value = _object(line)
+            if isinstance(value, str):
+                yield Record(number, "", None, "", raw.tell(), value)
+            else:
+                yield _document(value, fields, source.name, number, raw.tell())
+
+
+def _probe_parquet(source: Input, fields: Fields) -> None:
+    """Refuse a Parquet file that lacks a column."""
+    with _open(source) as (_, raw):
+        _require_fields(source.name, dict.fromkeys(_columns(source, raw)), fields)
+
+
+def _read_parquet(source: Input, fields: Fields, skip: int) -> Iterator[Record]:
+    """A record for each row."""
+    with _open(source) as (_, raw):
+        names = {fields.text, fields.id or "id", fields.title}
+        columns = [name for name in _columns(source, raw) if name in names]
+        number = 0
+        for batch in _arrow("pyarrow.parquet").ParquetFile(raw).iter_batches(batch_size=ROWS, columns=columns):
+            if number + batch.num_rows <= skip:
+                number += batch.num_rows
+                continue
+            for row in batch.to_pylist():
+                number += 1
+                if number > skip:
+                    yield _document(row, fields, source.name, number, min(raw.tell(), source.size))
+
+
+def _columns(source: Input, raw: IO[bytes]) -> list[str]:
+    library = _arrow("pyarrow.parquet")
+    try:
+        names: list[str] = library.ParquetFile(raw).schema_arrow.names
+    # pyarrow raises many kinds of error for a file of another format.
+    except Exception as error:
+        raise ValueError(f"inputs: {source.name} is no Parquet file: {error}") from error
+    raw.seek(0)
+    return names
+
+
+def _document(value: Mapping[str, Any], fields: Fields, name: str, number: int, position: int) -> Record:
+    """The record of an object; a missing field, an empty or an invalid text is its problem."""
+    text, title, identifier = (value.get(field) for field in (fields.text, fields.title, fields.id or "id"))
+    problem = None
+    if not isinstance(text, str):
+        problem = f"field {fields.text} is {type(text).__name__}" if fields.text in value else f"no field {fields.text}"
+    elif identifier is None and fields.id is not None:
+        problem = f"no field {fields.id}"
+    if problem:
+        return Record(number, "", None, "", position, problem)
+    named = identifier is not None
+    identifier, title = str(identifier) if named else f"{name}:{number}", None if title is None else str(title)
+    return _check_text(Record(number, identifier, title, str(text), position, named=named))
+
+
+def _require_fields(name: str, value: Mapping[str, Any], fields: Fields) -> None:
+    for option, field in (("text_field", fields.text), ("id_field", fields.id)):
+        if field is not None and field not in value:
+            raise ValueError(f"{option}: got {field!r}, expected a field that {name} has: {', '.join(value)}")
+
+
+def _check_text(record: Record) -> Record:
+    """The record, with a problem where its text is empty or no Unicode."""
+    if not record.text.strip():
+        return record._replace(text="", problem=EMPTY)
+    try:
+        "".join((record.text, record.id, record.title or "")).encode()
+    except UnicodeEncodeError:
+        return record._replace(id="", title=None, text="", problem="not Unicode: half of a surrogate pair")
+    return record
+
+
+def _object(line: bytes) -> dict[str, Any] | str:
+    """The object on a line, or what is wrong with it."""
+    try:
+        value = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
+    except UnicodeDecodeError as error:
+        return f"not UTF-8: {error.reason} at byte {error.start}"
+    except json.JSONDecodeError as error:
+        return f"not JSON: {error.msg} at character {error.pos}"
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    return value if isinstance(value, dict) else f"not a JSON object but {type(value).__name__}"
+
+
+def _lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
+    """The lines with their numbers from 1; refuses a file that is broken or cut short, and a line that is too long."""
+    number = 0
+    while True:
+        try:
+            line = stream.readline(LINE + 1)
+        # Every compression has errors of its own.
+        except Exception as error:
+            raise ValueError(f"inputs: {name} cannot be read after line {number}: {error}") from error
+        if not line:
+            return
+        number += 1
+        if len(line) > LINE:
+            raise ValueError(f"inputs: {name}: line {number} has more than {LINE:,} bytes, expected at most that")
+        yield number, line
+
+
+@contextmanager
+def _open(source: Input) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """A file as (its content, the file itself); the position in the second says how far the reading is."""
+    with source.place.open("rb") if isinstance(source.place, Path) else source.place() as raw:
+        content: Any = raw
+        match PurePosixPath(source.name).suffix.lower():
+            case ".gz":
+                content = gzip.GzipFile(fileobj=raw)
+            case ".xz":
+                content = lzma.LZMAFile(raw)  # noqa: SIM115
+            case ".zst":
+                # It refuses a file that breaks off, where the reader of zstandard takes it for a whole one.
+                library = _arrow("pyarrow")
+                content = library.CompressedInputStream(library.PythonFile(raw), "zstd")
+        # Files of the hub have a readline that takes no limit.
+        yield cast(IO[bytes], io.BufferedReader(content, BUFFER)), raw
+
+
+def _arrow(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError("Parquet files and those ending in .zst need pyarrow: pip install 'gape[data]'") from error

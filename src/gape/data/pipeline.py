@@ -16,8 +16,7 @@ import numpy as np
 from gape.data import card
 from gape.data.config import PrepareConfig, choose_dtype
 from gape.data.corpus import CARD, FORMAT, Corpus, open_corpus
-from gape.data.inputs import find, probe, records
-from gape.data.readers import EMPTY, Fields, Input, Record
+from gape.data.inputs import EMPTY, Fields, Input, Record, find, probe, records
 from gape.data.shards import LISTED, SPLITS, Counts, Cursor, Entry, Parts
 from gape.data.tokenizer import Tokenizer, load_tokenizer
 from gape.utils import files, locks
@@ -122,11 +121,7 @@ def prepare(
 
 
 def claim(directory: Path, settings: dict[str, Any]) -> None:
-    """Write the settings into a directory, or check that they are those of the corpus in it.
-
-    Raises:
-        ValueError: it holds a corpus of other settings, or other files.
-    """
+    """Write the settings into a directory; refuses one with other files, or a corpus of other settings."""
     path = directory / SETTINGS
     if path.is_file():
         before, now = json.loads(path.read_bytes()), files.plain(settings)
@@ -216,11 +211,7 @@ def _count(job: Job, counts: Counts, source: int, record: Record) -> None:
 
 
 def _check_counts(config: PrepareConfig, counts: Counts, *, final: bool) -> None:
-    """Stop where there are more bad records than `max_bad`, or at the end no documents at all.
-
-    Raises:
-        ValueError: names the first bad ones.
-    """
+    """Stop where there are more bad records than `max_bad`, or at the end no documents at all."""
     bad, limit = counts.empty + counts.bad, config.max_bad
     if 0 < limit < 1:
         if counts.read < MANY_RECORDS and not final:
@@ -243,14 +234,11 @@ def _store(job: Job, parts: Parts, counts: Counts, source: int, record: Record, 
         return False
     digest = hashlib.sha256(record.text.encode()).hexdigest()[:32]
     # Without an id of its own a document is split by its text: its line number would depend on the order.
-    split = job.sources[source].split or split_of(record.id if record.named else digest, job.config)
+    name = record.id if record.named else digest
+    below = key("split", job.config.seed, name) < job.config.heldout_fraction * 2**64
+    split = job.sources[source].split or ("heldout" if below else "train")
     end = [] if job.end_of_text is None else [job.end_of_text]
     stored = np.array(ids + end, dtype=np.dtype(job.dtype).newbyteorder("<"))
     counts.documents[source] += 1
     counts.tokens[source] += len(stored)
     return parts.add(Entry(record.id, record.title, SPLITS.index(split), len(ids), digest), stored)
-
-
-def split_of(identifier: str, config: PrepareConfig) -> str:
-    """The split of a document by a hash of its id, whatever its place in the input."""
-    return "heldout" if key("split", config.seed, identifier) < config.heldout_fraction * 2**64 else "train"

@@ -172,11 +172,7 @@ class RecallSource:
 
 
 def recall_source(windows: WindowSource, config: RecallConfig) -> WindowSource | RecallSource:
-    """The source of a config: the windows themselves where it changes nothing.
-
-    Raises:
-        ValueError: as :class:`RecallSource`, or no tokenizer, or another than the corpus's.
-    """
+    """The source of a config, as :class:`RecallSource`; the windows themselves where it changes nothing."""
     if not config.active:
         return windows
     return RecallSource(windows, corpus_tokenizer(windows.corpus, config.tokenizer), config)

@@ -208,14 +208,14 @@ class RecallWriter:
         names = self._names(rng, form.names, count)
         facts = [self._fact(form, name, _VALUES[form.values](rng)) for name in names]
         while facts:
-            chosen = rng.sample(range(len(facts)), request.draw_asked(rng, len(facts)))
-            asked = [facts[number] for number in chosen]
-            ask = self._together if together and 1 < len(asked) <= _TOGETHER else self._apart
-            tail, answers = ask(form, layout, asked)
+            numbers = rng.sample(range(len(facts)), request.draw_asked(rng, len(facts)))
+            targets = [facts[number] for number in numbers]
+            at_once = together and len(targets) <= _TOGETHER
+            tail, answers = self._questions(form, layout, [targets] if at_once else [[fact] for fact in targets])
             room = len(passage) - len(tail) - sum(len(fact.ids) for fact in facts)
             if 2 * room >= len(passage):
                 body = self._repeated(passage, room, rng) if repeats else passage[:room]
-                return self._assembled(body, facts, chosen, tail, answers, rng, request.depths)
+                return self._assembled(body, facts, numbers, tail, answers, rng, request.depths)
             facts = facts[: len(facts) // 2]
         return None
 
@@ -228,7 +228,7 @@ class RecallWriter:
             value = {"digits": "123456789", "letters": "WX-98765", "hex": "-".join(["0f1e"] * 5)}.get(form.values)
             fact = self._fact(form, name, value or "Zuvofa")
             for layout in _LAYOUTS:
-                longest = max(longest, len(fact.ids) + len(self._apart(form, layout, [fact])[0]))
+                longest = max(longest, len(fact.ids) + len(self._questions(form, layout, [[fact]])[0]))
         # Half of a text is its passage.
         return 2 * longest
 
@@ -252,32 +252,24 @@ class RecallWriter:
         ids = [*head, *middle, *self._continued(f"{text} {value}", after)]
         return _Fact(ids, name, value, len(head), len(head) + len(middle))
 
-    def _apart(self, form: Form, layout: str, asked: Sequence[_Fact]) -> tuple[list[int], list[range]]:
-        """One question after the other: ids, and the tokens of each answer in them."""
+    def _questions(self, form: Form, layout: str, groups: Sequence[Sequence[_Fact]]) -> tuple[list[int], list[range]]:
+        """One question after the other, each for a group of facts: ids, and the tokens of each answer in them."""
         ids: list[int] = []
         answers = []
-        for fact in asked:
-            text = layout.format(question=form.question.format(fact.name), lead=form.lead.format(fact.name))
+        for facts in groups:
+            names = " and ".join(filter(None, (", ".join(fact.name for fact in facts[:-1]), facts[-1].name)))
+            question, lead = (form.question, form.lead) if len(facts) == 1 else (form.questions, form.leads)
+            text = layout.format(question=question.format(names), lead=lead.format(names))
             ids += self._continued(".", text)
-            begin = len(ids)
-            ids += self._continued(text, f" {fact.value}")
-            answers.append(range(begin, len(ids)))
-            ids += self._continued(fact.value, ".")
+            for number, fact in enumerate(facts):
+                if number:
+                    joint = " and" if number == len(facts) - 1 else ","
+                    ids += self._continued(facts[number - 1].value, joint)
+                begin = len(ids)
+                ids += self._continued(text, f" {fact.value}")
+                answers.append(range(begin, len(ids)))
+            ids += self._continued(facts[-1].value, ".")
         return ids, answers
-
-    def _together(self, form: Form, layout: str, asked: Sequence[_Fact]) -> tuple[list[int], list[range]]:
-        """One question for all: ids, and the tokens of each answer in them."""
-        names = _listed([fact.name for fact in asked])
-        text = layout.format(question=form.questions.format(names), lead=form.leads.format(names))
-        ids, answers = self._continued(".", text), []
-        for number, fact in enumerate(asked):
-            if number:
-                joint = " and" if number == len(asked) - 1 else ","
-                ids += self._continued(asked[number - 1].value, joint)
-            begin = len(ids)
-            ids += self._continued(text, f" {fact.value}")
-            answers.append(range(begin, len(ids)))
-        return ids + self._continued(asked[-1].value, "."), answers
 
     def _repeated(self, passage: Ids, room: int, rng: Random) -> Ids:
         """So many tokens that repeat a short piece of a passage."""
@@ -289,7 +281,7 @@ class RecallWriter:
         self,
         body: Ids,
         facts: Sequence[_Fact],
-        asked: Sequence[int],
+        targets: Sequence[int],
         tail: list[int],
         answers: Sequence[range],
         rng: Random,
@@ -297,8 +289,8 @@ class RecallWriter:
     ) -> RecallText:
         """Facts between the sentences of a body, and a tail behind it."""
         low, high = depths
-        drawn = [round((low + (high - low) * rng.random()) * len(body)) for _ in facts]
-        places = self._boundaries(body, drawn)
+        wanted = [round((low + (high - low) * rng.random()) * len(body)) for _ in facts]
+        places = self._boundaries(body, wanted)
         parts: list[Sequence[int] | Ids] = []
         before = at = 0
         sources: dict[int, range] = {}
@@ -312,13 +304,13 @@ class RecallWriter:
         ids = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
         start = len(ids) - len(tail)
         placed = [range(start + answer.start, start + answer.stop) for answer in answers]
-        return RecallText(ids, placed, [sources[number] for number in asked])
+        return RecallText(ids, placed, [sources[number] for number in targets])
 
     def _boundaries(self, body: Ids, places: Sequence[int]) -> list[int]:
         """The last end of a sentence at or before each place; the place itself where there is none."""
         ends = np.flatnonzero(self._ends[body]) + 1
-        found = np.searchsorted(ends, np.asarray(places), side="right") - 1
-        return [int(ends[at]) if at >= 0 else place for at, place in zip(found.tolist(), places, strict=True)]
+        last = np.searchsorted(ends, np.asarray(places), side="right") - 1
+        return [int(ends[at]) if at >= 0 else place for at, place in zip(last.tolist(), places, strict=True)]
 
     def _continued(self, before: str, text: str) -> list[int]:
         """The ids of a text as it stands behind another one."""
@@ -326,10 +318,6 @@ class RecallWriter:
         if len(both) > len(head) and both[: len(head)] == head:
             return both[len(head) :]
         return self.tokenizer.encode(text)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _drawn(rng: Random, letters: str, count: int) -> str:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-import os
 import shutil
-import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +16,17 @@ import numpy.typing as npt
 from gape.utils import files
 from gape.utils.files import file_sha256
 
+INDEX, NAMES = "index.bin", "names.jsonl"
+SPLITS = ("train", "heldout")
+#: A document of the index. split counts in SPLITS; stratum in the card's list from 1 on, 0 is none; offset and length
+#: are tokens in the shard; excerpt, unused and start are 0; name is the offset of its line in NAMES.
+RECORD = np.dtype(
+    [
+        ("shard", "<u4"), ("split", "u1"), ("stratum", "u1"), ("excerpt", "u1"), ("unused", "u1"),
+        ("offset", "<u8"), ("length", "<u8"), ("start", "<u8"), ("name", "<u8"),
+    ]
+)  # fmt: skip
+Records = npt.NDArray[np.void]
 #: Bad records that the card lists; the others are only counted.
 LISTED = 100
 
@@ -57,14 +64,6 @@ class Counts:
     bad_records: list[list[Any]] = field(default_factory=list)
 
 
-class Sealed(NamedTuple):
-    """Where a preparation goes on: the last record stored, the counts up to there, whether that was all."""
-
-    cursor: Cursor
-    counts: Counts
-    end: bool
-
-
 class Parts:
     """The sealed shards of a directory, and the one being filled.
 
@@ -85,8 +84,11 @@ class Parts:
         self._data: list[bytes] = []
         self._entries: list[Entry] = []
 
-    def sealed(self) -> Sealed:
-        """Check the sealed shards, and delete files that a killed process left behind them."""
+    def sealed(self) -> tuple[Cursor, Counts, bool]:
+        """The last record of the sealed shards, the counts up to there, and whether that was all.
+
+        Shards are checked; what a killed process left behind them is deleted.
+        """
         self.shards = []
         cursor, counts, end = Cursor(), Counts(), False
         while not end and (part := self._valid(len(self.shards))) is not None:
@@ -95,7 +97,7 @@ class Parts:
         for path in [*self.records.glob("*.json"), *self._directory.glob("tokens-*.bin")]:
             if int(path.stem.removeprefix("tokens-")) >= len(self.shards):
                 path.unlink()
-        return Sealed(cursor, counts, end)
+        return cursor, counts, end
 
     def add(self, entry: Entry, tokens: npt.NDArray[Any]) -> bool:
         """Put a document into the shard; True when it is full and must be sealed."""
@@ -105,11 +107,7 @@ class Parts:
         return self._tokens >= self._limit
 
     def seal(self, cursor: Cursor, counts: Counts, *, end: bool) -> None:
-        """Write the shard, then the record that makes it count.
-
-        Raises:
-            DiskFullError: there is no room; what was sealed before stays.
-        """
+        """Write the shard, then the record that makes it count; what was sealed before stays if the disk is full."""
         data, number = b"".join(self._data), len(self.shards)
         name = f"tokens-{number:05d}.bin" if data else None
         if name:
@@ -141,83 +139,3 @@ class Parts:
         path = self._directory / (shard["file"] or "")
         complete = shard["file"] is None or (path.is_file() and file_sha256(path) == shard["sha256"])
         return part if complete else None
-
-
-INDEX, NAMES = "index.bin", "names.jsonl"
-SPLITS = ("train", "heldout")
-
-#: A document of the index. split counts in SPLITS; stratum in the card's list from 1 on, 0 is none; offset and length
-#: are tokens in the shard; excerpt and start are 0; name is the offset of its line in NAMES.
-RECORD = np.dtype(
-    [
-        ("shard", "<u4"),
-        ("split", "u1"),
-        ("stratum", "u1"),
-        ("excerpt", "u1"),
-        ("unused", "u1"),
-        ("offset", "<u8"),
-        ("length", "<u8"),
-        ("start", "<u8"),
-        ("name", "<u8"),
-    ]
-)
-
-_PACKED = struct.Struct("<I4B4Q")
-
-Records = npt.NDArray[np.void]
-
-
-class HashedFile:
-    """A new file that computes its SHA-256 and its size while it is written; it gets its name when it is closed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._aside = path, path.with_name(f".tmp-{path.name}-{os.getpid()}")
-        self._file = files.create(self._aside)
-        self._hash = hashlib.sha256()
-        self.size = 0
-
-    def write(self, data: bytes) -> None:
-        """Add bytes."""
-        self._file.write(data)
-        self._hash.update(data)
-        self.size += len(data)
-
-    @property
-    def sha256(self) -> str:
-        """Of what was written so far, in hex."""
-        return self._hash.hexdigest()
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        if error is None:
-            self._aside.replace(self._path)
-        else:
-            self._aside.unlink(missing_ok=True)
-
-
-def index_record(*, shard: int, split: int, stratum: int, offset: int, length: int, name: int) -> bytes:
-    """The record of one document."""
-    return _PACKED.pack(shard, split, stratum, 0, 0, offset, length, 0, name)
-
-
-def name_line(identifier: str, title: str | None) -> bytes:
-    """The line of a document in NAMES."""
-    return json.dumps({"id": identifier, "title": title}, ensure_ascii=False).encode() + b"\n"
-
-
-class Names:
-    """The lines of NAMES by their offsets."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as f:
-            self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def at(self, offset: int) -> tuple[str, str | None]:
-        """The id and the title on the line that begins at an offset."""
-        line: dict[str, Any] = json.loads(self._map[offset : self._map.find(b"\n", offset)])
-        return line["id"], line["title"]

@@ -123,11 +123,7 @@ class WindowSource:
         return Batch(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
 
     def numbers(self, step: int, micro: int, rows: slice | None = None) -> Places:
-        """The numbers of the windows of a micro-batch, or of some of its rows, int64 (B,), counted through all epochs.
-
-        Raises:
-            ValueError: as :meth:`batch`.
-        """
+        """The numbers of the windows of a micro-batch, or of some rows, int64 (B,), counted through all epochs."""
         whole("step", step)
         if not 0 <= micro < self.accumulation:
             raise invalid_argument("micro", micro, f"a number from 0 to {self.accumulation - 1}")

@@ -13,7 +13,6 @@ from typing import cast
 
 from gape.analysis import lm
 from gape.analysis.passages import Passages, Reader
-from gape.analysis.spectrum import rotary
 from gape.data import load_tokenizer
 from gape.experiments.experiment import Log, pick_device, wants_bfloat16
 from gape.experiments.far_back import measure_run
@@ -62,7 +61,7 @@ def spectrum(
 
     def analyse(run: OpenModel, log: Log) -> None:
         model = _gpt(run)
-        if rotary(next(model.blocks()).attention.scheme) is None:
+        if lm.rotary(next(model.blocks()).attention.scheme) is None:
             log(f"{run.identity['run']}: {run.identity['position']} does not rotate, so it has no spectrum")
             return
         passages = reader.passages(_length(reader, length, run), samples, seed=seed)

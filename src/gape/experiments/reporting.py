@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gape.report import catalogue, ruler, write
+from gape.report import catalogue, page, ruler
 from gape.report.results import gather, store
 from gape.report.series import NoData
 from gape.report.tables import FORMATS
@@ -30,7 +30,7 @@ def write_report(runs: Sequence[Path], out: Path, title: str | None = None, with
         table.show(str(out), 0, 1)
         results = gather(list(runs)).without(without)
         heading = title or ("Needle in a haystack" if results.of("needle") else "Language models")
-        return write.report(results, out, title=heading, log=progress.log)
+        return page.report(results, out, title=heading, log=progress.log)
 
 
 def figure_lines(results: Path) -> list[str]:

@@ -109,11 +109,7 @@ class Exploration:
         return np.pad(cells, ((0, TILE - cells.shape[0]), (0, TILE - cells.shape[1])))
 
     def row(self, kind: str, layer: int, head: int, query: int) -> Bytes:
-        """The attention of one query to every token of the text, (N,), as bytes of a map.
-
-        Raises:
-            ValueError: there is no such query.
-        """
+        """The attention of one query to every token of the text, (N,), as bytes of a map; refuses other queries."""
         n = int(self.view.header["tokens"])
         self._check(kind, layer, head)
         if not 0 <= query < n:
@@ -174,7 +170,11 @@ def explore(
     parts: list[dict[str, npt.NDArray[Any]]] = []
 
     def receive(index: int, attended: Attended) -> None:
-        layers.append(_in_order(attended))
+        visibility = attended.visibility
+        if visibility.attn_mask is None and visibility.q_documents is None:
+            # Positions are those of the tensors; said so, later keys are not computed.
+            attended = replace(attended, visibility=inputs.visibility(attended.q, attended.k))
+        layers.append(attended)
         parts.append(_layer_arrays(layers[-1], wanted))
         progress(len(layers))
 
@@ -188,14 +188,25 @@ def explore(
             plain_ids, arrays["plain_probability"] = _predictions(model, model.hidden(ids))
         arrays["plain"] = texts.places(plain_ids)
     arrays |= {"token": texts.places(ids[0].cpu().numpy()), "next": texts.places(next_ids)}
+    width = layers[0].k.size(-1)
+    # Of a key with its value, exposure and position in the pages of a cache.
+    bytes_per_key = page_layout(width, width, _CACHED).nbytes // PAGE
     header = {
         "format": FORMAT, "version": VERSION, "title": title, "model": about | _sizes(layers), "tokens": ids.size(1),
         "gated": layers[0].gates is not None, "tile": TILE, "cell": cell_size(ids.size(1)),
-        "least_weight": LEAST_WEIGHT, "eps": list(EPS), "bytes_per_key": _bytes_per_key(layers[0]),
-        "vocabulary": texts.known,
+        "least_weight": LEAST_WEIGHT, "eps": list(EPS), "bytes_per_key": bytes_per_key, "vocabulary": texts.known,
         "marks": [vars(mark) for mark in marks], "retrieval": "repeats" if sources is None else "answer", "full": {},
     }  # fmt: skip
     return Exploration(View(header, arrays), layers)
+
+
+def _sizes(layers: list[Attended]) -> dict[str, Any]:
+    q, k = layers[0].q, layers[0].k
+    length = layers[0].context_length if layers[0].gates is not None else None
+    return {
+        "layers": len(layers), "n_heads": q.size(1), "n_kv_heads": k.size(1), "head_dim": q.size(-1),
+        "context_length": length,
+    }  # fmt: skip
 
 
 def followers(ids: Tensor) -> Tensor:
@@ -231,29 +242,6 @@ def gates_off(model: nn.Module) -> Iterator[None]:
     finally:
         for each, values in zip(gates, before, strict=True):
             each.raw_amplitude.data.copy_(values)
-
-
-def _in_order(attended: Attended) -> Attended:
-    """The same with positions left out where they are those of the tensors, so that later keys are not computed."""
-    visibility = attended.visibility
-    if visibility.attn_mask is not None or visibility.q_documents is not None:
-        return attended
-    return replace(attended, visibility=inputs.visibility(attended.q, attended.k))
-
-
-def _sizes(layers: list[Attended]) -> dict[str, Any]:
-    q, k = layers[0].q, layers[0].k
-    length = layers[0].context_length if layers[0].gates is not None else None
-    return {
-        "layers": len(layers), "n_heads": q.size(1), "n_kv_heads": k.size(1), "head_dim": q.size(-1),
-        "context_length": length,
-    }  # fmt: skip
-
-
-def _bytes_per_key(attended: Attended) -> int:
-    """Bytes of a key with its value, exposure and position in the pages of a cache."""
-    width = attended.k.size(-1)
-    return page_layout(width, width, _CACHED).nbytes // PAGE
 
 
 def _layer_arrays(attended: Attended, sources: Tensor) -> dict[str, npt.NDArray[Any]]:

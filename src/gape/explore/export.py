@@ -6,9 +6,10 @@ import base64
 import gzip
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files as resources
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,47 +67,40 @@ def page(view: View, exploration: Exploration | None = None, heads: Sequence[tup
 
 
 def with_full_maps(exploration: Exploration, heads: Sequence[tuple[int, int]]) -> View:
-    """The view with finer maps of some heads: tiles of every level that fit, empty tiles left out.
+    """The view with finer maps of some heads: tiles of every level that fits, empty tiles left out.
 
     Levels are added to all heads before the next finer one, until the page would be too large. `full` of the header
     has the finest level of each head by "LAYER.HEAD".
     """
-    view = View(dict(exploration.view.header), dict(exploration.view.arrays))
+    view = View({**exploration.view.header, "full": {}}, dict(exploration.view.arrays))
+    tiles: dict[str, dict[tuple[int, int, int], Bytes]] = {}
+    for level, layer, head, maps in _levels_that_fit(view, exploration, heads):
+        view.header["full"][f"{layer}.{head}"] = level
+        for (kind, row, column), tile in maps.items():
+            tiles.setdefault(f"{kind}/{layer}/{head}", {})[level, row, column] = tile
+    for name, stored in tiles.items():
+        view.arrays[f"tiles_{name}"] = np.stack(list(stored.values()))
+        view.arrays[f"index_{name}"] = np.array(list(stored), dtype=np.int32)
+    return view
+
+
+def _levels_that_fit(
+    view: View, exploration: Exploration, heads: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, int, dict[tuple[str, int, int], Bytes]]]:
+    """(level, layer, head, tiles by kind, row and column) until the page would be too large."""
     kinds = KINDS if view.header["gated"] else KINDS[:1]
-    full: dict[str, int] = {}
-    tiles: dict[str, list[Bytes]] = {}
-    index: dict[str, list[tuple[int, int, int]]] = {}
     packed = len(gzip.compress(view.to_bytes(), 1))
     unpacked = sum(array.nbytes for array in view.arrays.values())
     for level, cell in list(levels(view.header["tokens"]))[1:]:
         across = -(-view.header["tokens"] // (cell * TILE))
+        below = [(row, column) for row in range(across) for column in range(row + 1)]
         for layer, head in heads:
-            for kind in kinds:
-                name = f"{kind}/{layer}/{head}"
-                for row in range(across):
-                    for column in range(row + 1):
-                        tile = exploration.tile(kind, layer, head, level, row, column)
-                        if not tile.any():
-                            continue
-                        packed, unpacked = packed + len(gzip.compress(tile.tobytes(), 1)), unpacked + tile.nbytes
-                        if packed * _BASE64 > MOST_BYTES or unpacked > MOST_UNPACKED:
-                            return _with_tiles(view, tiles, index, full)
-                        tiles.setdefault(name, []).append(tile)
-                        index.setdefault(name, []).append((level, row, column))
-            full[f"{layer}.{head}"] = level
-    return _with_tiles(view, tiles, index, full)
-
-
-def _with_tiles(
-    view: View, tiles: dict[str, list[Bytes]], index: dict[str, list[tuple[int, int, int]]], full: dict[str, int]
-) -> View:
-    view.header["full"] = full
-    for name, stored in tiles.items():
-        _, layer, head = name.split("/")
-        # A level that did not fit as a whole is left out.
-        finest = full.get(f"{layer}.{head}", 0)
-        kept = [number for number, place in enumerate(index[name]) if place[0] <= finest]
-        if kept:
-            view.arrays[f"tiles_{name}"] = np.stack([stored[number] for number in kept])
-            view.arrays[f"index_{name}"] = np.array([index[name][number] for number in kept], dtype=np.int32)
-    return view
+            maps: dict[tuple[str, int, int], Bytes] = {}
+            for kind, (row, column) in product(kinds, below):
+                tile = exploration.tile(kind, layer, head, level, row, column)
+                if tile.any():
+                    packed, unpacked = packed + len(gzip.compress(tile.tobytes(), 1)), unpacked + tile.nbytes
+                    if packed * _BASE64 > MOST_BYTES or unpacked > MOST_UNPACKED:
+                        return
+                    maps[kind, row, column] = tile
+            yield level, layer, head, maps

@@ -54,49 +54,30 @@ class Explorer(ThreadingHTTPServer):
         self.url = f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def answer(self, path: str, query: dict[str, str]) -> tuple[bytes, str]:
-        """Body and type of what lies at a path behind the token.
-
-        Raises:
-            KeyError: there is no such path.
-            ValueError: wrong arguments.
-        """
+        """Body and type of what lies at a path behind the token; a KeyError where nothing does."""
         if path in MODULES or path == "style.css":
             return asset(path).encode(), _TYPES[path[path.rindex(".") :]]
-        return {"": self._index, "view": self._view, "tile": self._tile, "row": self._row, "export": self._export}[
-            path
-        ](query)
-
-    def _index(self, query: dict[str, str]) -> tuple[bytes, str]:
-        head = '<link rel="stylesheet" href="style.css">'
-        text = asset("index.html").replace("<!-- HEAD -->", head).replace("TITLE", "gape explore")
-        return text.replace("<!-- END -->", '<script type="module" src="main.js"></script>').encode(), _HTML
-
-    def _view(self, query: dict[str, str]) -> tuple[bytes, str]:
-        return self._data, _BINARY
-
-    def _tile(self, query: dict[str, str]) -> tuple[bytes, str]:
-        places = [int(query[name]) for name in ("layer", "head", "level", "row", "column")]
-        return self._live.tile(query["kind"], *places).tobytes(), _BINARY
-
-    def _row(self, query: dict[str, str]) -> tuple[bytes, str]:
-        places = [int(query[name]) for name in ("layer", "head", "query")]
-        return self._live.row(query["kind"], *places).tobytes(), _BINARY
-
-    def _export(self, query: dict[str, str]) -> tuple[bytes, str]:
-        sizes = self.view.header["model"]
-        heads = parsed_heads(query.get("heads", ""), sizes["layers"], sizes["n_heads"])
-        return page(self.view, self.exploration, default_heads(self.view.header) or heads).encode(), _HTML
+        match path:
+            case "":
+                text = asset("index.html").replace("TITLE", "gape explore")
+                text = text.replace("<!-- HEAD -->", '<link rel="stylesheet" href="style.css">')
+                return text.replace("<!-- END -->", '<script type="module" src="main.js"></script>').encode(), _HTML
+            case "view":
+                return self._data, _BINARY
+            case "export":
+                sizes = self.view.header["model"]
+                heads = parsed_heads(query.get("heads", ""), sizes["layers"], sizes["n_heads"])
+                return page(self.view, self.exploration, default_heads(self.view.header) or heads).encode(), _HTML
+            case "tile" | "row" if self.exploration is not None:
+                names = ("layer", "head", "level", "row", "column") if path == "tile" else ("layer", "head", "query")
+                compute = self.exploration.tile if path == "tile" else self.exploration.row
+                return compute(query["kind"], *(int(query[name]) for name in names)).tobytes(), _BINARY
+        raise KeyError(path)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a browser that left before its answer came."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
-
-    @property
-    def _live(self) -> Exploration:
-        if self.exploration is None:
-            raise KeyError("no model is loaded")
-        return self.exploration
 
 
 class _Handler(BaseHTTPRequestHandler):

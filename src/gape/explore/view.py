@@ -38,6 +38,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load as from_safetensors
 from safetensors.numpy import save as to_safetensors
 
 from gape.utils import files
@@ -77,23 +79,13 @@ class View:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> View:
-        """The view in the bytes of a file.
-
-        Raises:
-            ValueError: they hold none, or one of another version.
-        """
+        """The view in the bytes of a file; refuses what is none, or of another version."""
         try:
-            start = 8 + int.from_bytes(data[:8], "little")
-            entries = json.loads(data[8:start])
-            header = json.loads(entries.pop("__metadata__")["view"])
-            body = memoryview(data)[start:]
-            arrays = {
-                name: np.frombuffer(body[slice(*about["data_offsets"])], _DTYPES[about["dtype"]])
-                .reshape(about["shape"])
-                for name, about in entries.items()
-            }  # fmt: skip
+            entries = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            header = json.loads(entries["__metadata__"]["view"])
+            arrays = from_safetensors(data)
             kind = (header.get("format"), header.get("version"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise ValueError(f"view: got {len(data):,} bytes, expected a view of gape explore: {error}") from error
         if kind != (FORMAT, VERSION):
             raise invalid_argument("view", kind, f"{FORMAT}, version {VERSION}")
@@ -107,16 +99,9 @@ class View:
 
     @classmethod
     def load(cls, path: Path) -> View:
-        """Read a file of :meth:`save`.
-
-        Raises:
-            ValueError: it holds no view.
-        """
+        """Read a file of :meth:`save`; refuses what holds no view."""
         with files.open_decompressed(path) as file:
             return cls.from_bytes(file.read())
-
-
-_DTYPES = {"U8": np.uint8, "I32": np.int32, "F32": np.float32}
 
 
 def cell_size(n: int) -> int:
@@ -139,11 +124,7 @@ def weight_bytes(weights: npt.NDArray[Any]) -> Bytes:
 
 
 def parsed_heads(text: str, layers: int, heads: int) -> list[tuple[int, int]]:
-    """Heads of a text such as "3.1,5.0": LAYER.HEAD, counted from 0, each once.
-
-    Raises:
-        ValueError: something in it is no head of such a model.
-    """
+    """Heads of a text such as "3.1,5.0": LAYER.HEAD, counted from 0, each once; refuses heads that there are not."""
     chosen = []
     for part in filter(None, text.split(",")):
         layer, _, head = part.strip().partition(".")
@@ -153,9 +134,9 @@ def parsed_heads(text: str, layers: int, heads: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys(chosen))
 
 
-def default_heads(header: dict[str, Any], most: int = 2**24) -> list[tuple[int, int]]:
-    """Every head where their full maps are small, `most` cells in all; else none."""
+def default_heads(header: dict[str, Any]) -> list[tuple[int, int]]:
+    """Every head where their full maps are small, 16M cells in all; else none."""
     layers, heads = header["model"]["layers"], header["model"]["n_heads"]
-    if header["tokens"] ** 2 * layers * heads > most:
+    if header["tokens"] ** 2 * layers * heads > 2**24:
         return []
     return [(layer, head) for layer in range(layers) for head in range(heads)]

@@ -63,11 +63,7 @@ class Entry:
         return f"{train}{measure} and gape report runs/{self.recipe} --out results/{self.recipe}"
 
     def data(self, results: Results | None) -> Data:
-        """The numbers of the figure.
-
-        Raises:
-            NoData: it needs results that are not there.
-        """
+        """The numbers of the figure; NoData where it needs results that are not there."""
         if self.derive is not None:
             return self.derive()
         if self.measure is None or results is None:
@@ -210,11 +206,7 @@ FIGURES = {entry.name: entry for entry in _NEEDLE + _LANGUAGE}
 
 
 def figure(name: str) -> Entry:
-    """The figure of that name.
-
-    Raises:
-        ValueError: there is none; says which there are.
-    """
+    """The figure of that name; a ValueError says which there are."""
     if name not in FIGURES:
         raise ValueError(f"figure: got {name!r}, expected one of {', '.join(FIGURES)}{suggestion(name, FIGURES)}")
     return FIGURES[name]

@@ -6,20 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 from gape.report.charts import Curves
-from gape.report.page import document, figure
-from gape.report.tables import Table
+from gape.report.page import document, figure, listing
+from gape.report.schemes import group_by
+from gape.report.tables import Table, number
 from gape.utils import files
 from gape.utils.jsonl import Record, read_lines
 
 SUMMARY, PAGE, CARD = "summary.json", "report.html", "README.md"
-#: What a row of each kind adds to a summary, by length.
-_BY_LENGTH = {
-    "perplexity": ("perplexity",),
+#: What a row of each kind adds to a summary.
+_VALUES = {
+    "needle": ("match",), "answers": ("kl", "same"), "perplexity": ("perplexity",),
     "generate": ("cache_share", "cache_bytes", "prefill_s", "tokens_per_second"),
-}
+}  # fmt: skip
 
 
 def summarise(rows: Sequence[Record], seeds: Sequence[int] = (0,), minutes: Sequence[float | None] = ()) -> Record:
@@ -34,53 +34,35 @@ def summarise(rows: Sequence[Record], seeds: Sequence[int] = (0,), minutes: Sequ
         needles[length][task], perplexity[length], cache_share[length], …; the same with `_std` behind the name where
         there are several runs; kl, same, seeds, minutes.
     """
-    values: dict[str, dict[Any, list[float]]] = {}
-    for row in rows:
-        length = str(row.get("length"))
-        if row["kind"] == "needle":
-            values.setdefault("needles", {}).setdefault((length, row["task"]), []).append(row["match"])
-        elif row["kind"] == "answers":
-            for name in ("kl", "same"):
-                values.setdefault(name, {}).setdefault("", []).append(row[name])
-        for name in _BY_LENGTH.get(row["kind"], ()):
-            values.setdefault(name, {}).setdefault(length, []).append(row[name])
-    summary: Record = {"seeds": list(seeds)}
+    values: dict[str, dict[tuple[str, ...], list[float]]] = {}
+    kinds = [row["kind"] for row in rows]
+    for row in sorted(rows, key=lambda row: (kinds.index(row["kind"]), row.get("length") or 0, str(row.get("task")))):
+        inside = {"needle": ("length", "task"), "answers": ()}.get(row["kind"], ("length",))
+        for name in _VALUES.get(row["kind"], ()):
+            cells = values.setdefault("needles" if name == "match" else name, {})
+            cells.setdefault(tuple(str(row[key]) for key in inside), []).append(row[name])
     known = [each for each in minutes if each is not None]
-    summary["minutes"] = round(mean(known), 2) if known else None
+    summary: Record = {"seeds": list(seeds), "minutes": round(mean(known), 2) if known else None}
     for name, cells in values.items():
-        for suffix, of in (("", mean), ("_std", stdev)):
-            if suffix and max(map(len, cells.values())) < 2:
-                continue
-            summary[name + suffix] = _nested({key: of(each) for key, each in cells.items() if len(each) > bool(suffix)})
+        for suffix, least, of in (("", 1, mean), ("_std", 2, stdev)):
+            for inside, each in cells.items():
+                if len(each) >= least:
+                    _put(summary, (name + suffix, *inside), round(of(each), 6))
     return summary
 
 
-def _nested(cells: Mapping[Any, float]) -> Any:
-    """Values by length and task as tables in a table; one value without a key as itself."""
-    if set(cells) == {""}:
-        return round(cells[""], 6)
-    nested: dict[str, Any] = {}
-    for key in sorted(cells, key=lambda key: (int(key[0]), key[1]) if isinstance(key, tuple) else (int(key), "")):
-        if isinstance(key, tuple):
-            nested.setdefault(key[0], {})[key[1]] = round(cells[key], 6)
-        else:
-            nested[key] = round(cells[key], 6)
-    return nested
+def _put(table: Record, keys: Sequence[str], value: float) -> None:
+    """Store a value under keys, in tables inside one another."""
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+    table[keys[-1]] = value
 
 
 def write(out: Path, settings: Record, rows: Sequence[Record], minutes: float | None) -> None:
-    """Write summary.json, README.md and report.html of a result.
-
-    Args:
-        out: its directory.
-        settings: of the command, with `native`.
-        rows: of both stages.
-        minutes: of the tuning.
-    """
-    stages = list(dict.fromkeys(row["stage"] for row in rows))
+    """Write summary.json, README.md and report.html of a result: settings with `native`, and rows of both stages."""
     summary = {
-        stage: summarise([row for row in rows if row["stage"] == stage], [settings["seed"]], [minutes])
-        for stage in stages
+        stage: summarise(own, [settings["seed"]], [minutes])
+        for stage, own in group_by(rows, lambda row: str(row["stage"])).items()
     }
     files.replace(out / SUMMARY, files.to_json(summary))
     tables = list(_tables(summary))
@@ -89,7 +71,7 @@ def write(out: Path, settings: Record, rows: Sequence[Record], minutes: float | 
     content = [f"<h1>{escape(title)}</h1>", f"<p>{escape(_sentence(settings, minutes))}</p>"]
     content += _figures(summary)
     content += [table.html() for table in tables]
-    content += ["<h2>Settings</h2>", f"<pre>{escape(_lines(settings))}</pre>"]
+    content += ["<h2>Settings</h2>", listing(settings)]
     files.replace(out / PAGE, document(title, content).encode())
 
 
@@ -108,36 +90,34 @@ def tuning_minutes(runs: Sequence[Path]) -> float | None:
 
 def _tables(summary: Mapping[str, Record]) -> Iterable[Table]:
     """Perplexity, needles, `generate` and answers, before and after."""
-    lengths = sorted({length for one in summary.values() for length in one.get("perplexity", {})}, key=int)
-    if lengths:
-        header = ("Perplexity", *(f"{int(length):,}" for length in lengths))
-        rows = [
-            (stage, *(_cell(one.get("perplexity", {}).get(n), 2) for n in lengths)) for stage, one in summary.items()
-        ]
-        yield Table(title="Perplexity of the same held-out tokens by context", header=header, rows=tuple(rows))
-    lengths = sorted({length for one in summary.values() for length in one.get("needles", {})}, key=int)
     tasks = sorted({task for one in summary.values() for cells in one.get("needles", {}).values() for task in cells})
-    if lengths:
-        rows = [
-            (f"{task}, {stage}", *(_cell(one.get("needles", {}).get(n, {}).get(task), 2) for n in lengths))
-            for task in tasks
-            for stage, one in summary.items()
-        ]
-        header = ("Needles", *(f"{int(length):,}" for length in lengths))
-        yield Table(title="Needles: share of whole answers", header=header, rows=tuple(rows))
+    losses = {stage: one.get("perplexity", {}) for stage, one in summary.items()}
+    needles = {
+        f"{task}, {stage}": {length: cells.get(task) for length, cells in one.get("needles", {}).items()}
+        for task in tasks
+        for stage, one in summary.items()
+    }
+    for corner, title, values in (
+        ("Perplexity", "Perplexity of the same held-out tokens by context", losses),
+        ("Needles", "Needles: share of whole answers", needles),
+    ):
+        lengths = sorted({length for cells in values.values() for length in cells}, key=int)
+        rows = [(label, *(number(cells.get(n), ",.2f") for n in lengths)) for label, cells in values.items()]
+        if lengths:
+            yield Table(title=title, header=(corner, *(f"{int(n):,}" for n in lengths)), rows=tuple(rows))
     rows = [
-        (f"{stage}, {int(n):,}", _cell(one["prefill_s"][n], 3), _cell(one["tokens_per_second"][n], 1),
-         f"{one['cache_bytes'][n] / 2**20:,.1f}", _cell(one["cache_share"][n], 3))
+        (f"{stage}, {int(n):,}", f"{one['prefill_s'][n]:,.3f}", f"{one['tokens_per_second'][n]:,.1f}",
+         f"{one['cache_bytes'][n] / 2**20:,.1f}", f"{one['cache_share'][n]:,.3f}")
         for stage, one in summary.items()
         for n in one.get("prefill_s", {})
     ]  # fmt: skip
+    header: tuple[str, ...] = ("generate, prompt", "prefill, s", "tokens/s", "cache, MiB", "of full")
     if rows:
-        header = ("generate, prompt", "prefill, s", "tokens/s", "cache, MiB", "of full")
         yield Table(title="model.generate, one prompt", header=header, rows=tuple(rows))
-    rows = [(stage, _cell(one["kl"], 4), _cell(one["same"], 3)) for stage, one in summary.items() if "kl" in one]
-    if rows:
+    answers = [(stage, f"{one['kl']:,.4f}", f"{one['same']:,.3f}") for stage, one in summary.items() if "kl" in one]
+    if answers:
         header = ("Short answers", "KL to the original's, nats per token", "same likeliest token")
-        yield Table(title="Answers to short prompts, beside the original's", header=header, rows=tuple(rows))
+        yield Table(title="Answers to short prompts, beside the original's", header=header, rows=tuple(answers))
 
 
 def _figures(summary: Mapping[str, Record]) -> Iterable[str]:
@@ -160,10 +140,6 @@ def _figures(summary: Mapping[str, Record]) -> Iterable[str]:
             yield figure(escape(title), chart.of({"lines": lines}))
 
 
-def _cell(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
-
-
 def _sentence(settings: Record, minutes: float | None) -> str:
     tuned = "" if minutes is None else f", tuned in {minutes:.1f} minutes"
     return f"Method {settings['method']}, seed {settings['seed']}, {settings['steps']:,} updates{tuned}."
@@ -181,7 +157,3 @@ def _card(title: str, settings: Record, tables: Iterable[Table], minutes: float 
         "model.generate(ids, past_key_values=cache)", "```", "",
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def _lines(values: Mapping[str, Any]) -> str:
-    return "\n".join(f"{key} = {value}" for key, value in values.items())

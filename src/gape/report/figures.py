@@ -68,11 +68,12 @@ def draw_perplexity(data: Data) -> Figure:
     panels = data["panels"]
     figure, axes = new_figure(3.6 * len(panels) + 0.6, 3.3, 1, len(panels), sharey=True)
     for ax, panel in zip(axes[0], panels, strict=True):
-        _draw_lines(ax, panel["lines"], panel["stretches"])
-        _documents(ax, panel)
-        _trained_at(ax, data["train_length"])
-        length_axis(ax, (x for entry in panel["lines"] for x in entry["at"]))
-        tilt(ax)
+        _draw_lines(ax, panel["lines"], data["train_length"], stretches=panel["stretches"])
+        # Where contexts were read on different documents: how many, at the first of each.
+        for context, *_ in panel["stretches"] if len(panel["stretches"]) > 1 else ():
+            text = f"{panel['documents'][str(context)]:,} documents"
+            place = {"transform": ax.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
+            ax.text(context, 0.02, text, fontsize=6, **place)
         ax.set_title(panel["title"], fontsize=9)
         low, high = ax.get_xlim()
         native = data.get("native")
@@ -94,11 +95,7 @@ def draw_far_back(data: Data) -> Figure:
     figure, axes = new_figure(3.5 * len(columns) + 0.6, 5.4, 2, len(columns))
     for c, column in enumerate(columns):
         for r, part in enumerate(("loss", "gain")):
-            ax = axes[r, c]
-            _draw_lines(ax, column[part])
-            _trained_at(ax, data["train_length"])
-            length_axis(ax, map(int, column["tokens"]), "Answer this many tokens back" if r else "")
-            tilt(ax)
+            _draw_lines(axes[r, c], column[part], data["train_length"], "Answer this many tokens back" if r else "")
         axes[0, c].set_title(column["title"])
         axes[1, c].axhline(0, color=FAINT, linewidth=0.8)
     axes[0, 0].set_ylabel("Loss (nats per token)")
@@ -112,10 +109,7 @@ def draw_panels(data: Data, label: str) -> Figure:
     panels = data["panels"]
     figure, axes = new_figure(3.1 * len(panels) + 0.5, 3.1, 1, len(panels), sharey=True)
     for ax, panel in zip(axes[0], panels, strict=True):
-        _draw_lines(ax, panel["lines"])
-        _trained_at(ax, data["train_length"])
-        length_axis(ax, (x for entry in panel["lines"] for x in entry["at"]))
-        tilt(ax)
+        _draw_lines(ax, panel["lines"], data["train_length"])
         ax.set_ylim(-0.03, 1.06)
         ax.set_title(panel["title"])
     axes[0, 0].set_ylabel(label)
@@ -123,13 +117,11 @@ def draw_panels(data: Data, label: str) -> Figure:
     return figure
 
 
-def tilt(ax: Axes) -> None:
-    """Tilt the numbers under an axis that has many."""
-    ax.tick_params(axis="x", labelrotation=40, labelsize=7)
-
-
-def _draw_lines(ax: Axes, entries: list[Data], stretches: list[list[int]] | None = None) -> None:
-    """Means with bands where there is something to say about them; stretches of the axis are not joined."""
+def _draw_lines(
+    ax: Axes, entries: list[Data], trained_at: int | None, name: str = "Context length (tokens)",
+    *, stretches: list[list[int]] | None = None,
+) -> None:  # fmt: skip
+    """Means over lengths, with bands where there are any, and the training length; stretches are not joined."""
     for entry, style in zip(entries, lines(entries), strict=True):
         for stretch in stretches or [entry["at"]]:
             places = [place for place, at in enumerate(entry["at"]) if at in stretch]
@@ -137,16 +129,7 @@ def _draw_lines(ax: Axes, entries: list[Data], stretches: list[list[int]] | None
             ax.plot(at, mean, label=entry["label"], **style)
             if all(value is not None for value in (*low, *high)):
                 ax.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
-
-
-def _documents(ax: Axes, panel: Data) -> None:
-    """Where contexts were read on different documents: how many, at the first of each."""
-    firsts = [stretch[0] for stretch in panel["stretches"]]
-    for context in firsts if len(firsts) > 1 else []:
-        text = f"{panel['documents'][str(context)]:,} documents"
-        ax.text(context, 0.02, text, transform=ax.get_xaxis_transform(), rotation=90, ha="right", va="top", fontsize=6)
-
-
-def _trained_at(ax: Axes, length: int | None) -> None:
-    if length is not None:
-        ax.axvline(length, color=FAINT, linewidth=0.8, linestyle=(0, (1, 2)), label="training length")
+    if trained_at is not None:
+        ax.axvline(trained_at, color=FAINT, linewidth=0.8, linestyle=(0, (1, 2)), label="training length")
+    length_axis(ax, (at for entry in entries for at in entry["at"]), name)
+    ax.tick_params(axis="x", labelrotation=40, labelsize=7)

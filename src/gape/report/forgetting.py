@@ -17,25 +17,17 @@ KEY = KINDS["forgetting"].key
 SAME = ("step", "weights", "corpus", "text_seed", "plan", "max_windows", "last", "samples", "tokens")
 
 
-def tables(rows: Iterable[Record]) -> list[Table]:
+def tables(results: Results) -> list[Table]:
     """A table for each kind of measurement that there are rows of; of two rows of one measurement the later counts."""
+    rows = results.of("forgetting")
     latest = list({(row["run"], *(row.get(key) for key in KEY)): row for row in rows}.values())
     kinds = (
-        _table("Cache beside the full one", _CACHE, _beside(latest, "cache", "bytes")),
-        _table(
-            "Perplexity beside dense attention on the same windows", _PERPLEXITY,
-            _beside(latest, "perplexity", "perplexity"),
-        ),
-        _table(
-            "Needle accuracy beside dense attention on the same samples", _NEEDLE, _beside(latest, "needle", "accuracy")
-        ),
-    )  # fmt: skip
-    return [table for table in kinds if table.rows]
-
-
-def result_tables(results: Results) -> list[Table]:
-    """:func:`tables` of stored results."""
-    return tables(results.of("forgetting"))
+        ("Cache beside the full one", _CACHE, "cache", "bytes"),
+        ("Perplexity beside dense attention on the same windows", _PERPLEXITY, "perplexity", "perplexity"),
+        ("Needle accuracy beside dense attention on the same samples", _NEEDLE, "needle", "accuracy"),
+    )
+    each = (_table(title, columns, _beside(latest, kind, value)) for title, columns, kind, value in kinds)
+    return [table for table in each if table.rows]
 
 
 def _cell(key: str, form: str = "", unit: str = "") -> Cell:

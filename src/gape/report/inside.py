@@ -1,7 +1,4 @@
-"""The numbers behind the figures of what happens inside models: entropy, gates, landmarks, masks and attention.
-
-As in :mod:`gape.report.series`: results in, a dictionary for JSON out.
-"""
+"""The numbers behind the figures of what happens inside models, made as :mod:`gape.report.series` makes the others."""
 
 from __future__ import annotations
 
@@ -77,8 +74,9 @@ def landmarks(results: Results, target: str = "first") -> Data:
     if not traced:
         raise NoData("landmarks: got no run whose landmarks were kept")
     record = min(traced, key=lambda r: (_place(preferred, r["position"]), r["target"] != target, r["seed"]))
+    about = {key: record[key] for key in ("run", "position", "target", "seed")} | {"label": label(record["position"])}
     gates = {key: record["gates"][key][0] for key in ("query_gate", "amplitude", "effective", "required")}
-    return {**_names(record), **record["trace"], "query": gates}
+    return {**about, **record["trace"], "query": gates}
 
 
 def gates_entropy(results: Results) -> Data:
@@ -106,10 +104,13 @@ def landmark_kinds(results: Results) -> Data:
 def entropy(results: Results) -> Data:
     """The paper's three panels: entropy by layer, gates against entropy, the last layer's masks over training."""
     records = language_rows(results, "entropy")
-    shared = _shared_set(records)
+    # What most runs were measured on; prompts before text, as in the paper, then by length.
+    places = [(own["asked"]["data"], own["asked"]["length"]) for record in records for own in record["sets"]]
+    shared = max(places, key=lambda place: (places.count(place), place[1] is None, place[1] or 0, place[0]))
     lines, scatter = [], None
     for (position, variant), runs in by_scheme(records).items():
-        sets = [chosen for run in runs if (chosen := _set(run, shared))]
+        fitting = ([s for s in run["sets"] if (s["asked"]["data"], s["asked"]["length"]) == shared] for run in runs)
+        sets = [own[-1] for own in fitting if own]
         if not sets:
             continue
         # (samples of all seeds, layers): means over heads.
@@ -124,7 +125,8 @@ def entropy(results: Results) -> Data:
         tracked = routing(results)
         masks = {"label": tracked["label"], "layer": tracked["layers"][-1], "steps": tracked["steps"],
                  "heads": tracked["panels"]["mean_mask"][-1]}  # fmt: skip
-    return {"asked": shared, "lines": lines, "scatter": scatter, "masks": masks}
+    asked = dict(zip(("data", "length"), shared, strict=True))
+    return {"asked": asked, "lines": lines, "scatter": scatter, "masks": masks}
 
 
 def spectrum(results: Results) -> Data:
@@ -181,10 +183,6 @@ def _by_position(results: Results, target: str) -> dict[str, list[Record]]:
     return group_by(ordered, lambda record: record["position"])
 
 
-def _names(record: Record) -> Data:
-    return {key: record[key] for key in ("run", "position", "target", "seed")} | {"label": label(record["position"])}
-
-
 def _changes(plain: list[Record], gated: list[Record]) -> list[Data]:
     """ΔH per layer and length: means over heads, paired by seed and sample."""
     before = {(record["seed"], spread["length"]): spread for record in plain for spread in record["spread"]}
@@ -231,18 +229,6 @@ def _first_seeds(records: Sequence[Record]) -> list[Record]:
     return [min(runs, key=lambda record: record["seed"]) for runs in by_scheme(records).values()]
 
 
-def _shared_set(records: Sequence[Record]) -> Data:
-    """The data and length of most runs' measurements; prompts before text, as in the paper, then length."""
-    sets = [(s["asked"]["data"], s["asked"]["length"]) for record in records for s in record["sets"]]
-    data, length = max(sets, key=lambda key: (sets.count(key), key[1] is None, key[1] or 0, key[0]))
-    return {"data": data, "length": length}
-
-
-def _set(run: Record, shared: Data) -> Data | None:
-    fitting = [s for s in run["sets"] if all(s["asked"][key] == value for key, value in shared.items())]
-    return fitting[-1] if fitting else None
-
-
 def _scatter(measured: Data, run: Record) -> Data:
     """Mean gate and mean entropy of every head, and how they go together."""
     gate, spread, within = (np.array(measured[key], dtype=float).mean(0) for key in ("gate", "entropy", "correlation"))
@@ -250,7 +236,7 @@ def _scatter(measured: Data, run: Record) -> Data:
     return {
         "label": name(run), "run": run["run"], "gate": gate.tolist(), "entropy": spread.tolist(),
         "across_heads": _correlation(gate.ravel(), spread.ravel()), "of_ranks": _correlation(*ranks),
-        "within_heads": _plain(within),
+        "within_heads": [[value if math.isfinite(value) else None for value in row] for row in within.tolist()],
     }  # fmt: skip
 
 
@@ -258,10 +244,6 @@ def _correlation(x: Any, y: Any) -> float | None:
     if len(x) < 2 or np.std(x) == 0 or np.std(y) == 0:
         return None
     return float(np.corrcoef(x, y)[0, 1])
-
-
-def _plain(values: Any) -> list[list[float | None]]:
-    return [[value if math.isfinite(value) else None for value in row] for row in values.tolist()]
 
 
 def _pictures(results: Results, kind: str, keys: Sequence[str]) -> Data:

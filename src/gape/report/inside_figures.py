@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gape.report.schemes import TARGETS, join_names
 from gape.report.series import Data
@@ -169,16 +170,18 @@ def draw_routing(data: Data) -> Figure:
 
 
 def draw_maps(data: Data) -> Figure:
-    """Attention in cells, a row per scheme, a column per head, on a logarithmic scale."""
-    rows = [(model["label"], list(map(_clip, model["weights"]))) for model in data["models"]]
-    return _pictures(data, rows, _attention(), "attention on a cell's keys")
+    """Attention in cells, a row per scheme, a column per head; darker is more, on a logarithmic scale."""
+    from matplotlib.colors import LogNorm  # noqa: PLC0415
+
+    cells = [np.clip(np.array(model["weights"], dtype=float), 1e-4, None) for model in data["models"]]
+    return _pictures(data, cells, {"norm": LogNorm(1e-4, 1), "cmap": "Greys"}, "attention on a cell's keys")
 
 
 def draw_masks(data: Data) -> Figure:
     """M in cells, a row per scheme, a column per head; white is what causality hides."""
-    rows = [(model["label"], [np.array(m, dtype=float) for m in model["masks"]]) for model in data["models"]]
-    top = max(float(np.nanmax(cells)) for _, heads in rows for cells in heads)
-    return _pictures(data, rows, {"vmin": 0, "vmax": top, "cmap": "viridis"}, "mean of M in a cell")
+    cells = [np.array(model["masks"], dtype=float) for model in data["models"]]
+    style = {"vmin": 0, "vmax": max(float(np.nanmax(heads)) for heads in cells), "cmap": "viridis"}
+    return _pictures(data, cells, style, "mean of M in a cell")
 
 
 def _bars(
@@ -256,39 +259,23 @@ def _over_training(ax: Axes, steps: Sequence[int], heads: Sequence[Sequence[floa
         ax.plot(steps, _gaps(values), color=colour, linewidth=width, label=f"head {head}")
 
 
-def _pictures(data: Data, rows: list[tuple[str, list[Any]]], style: dict[str, Any], what: str) -> Figure:
-    """Cells of each head in a column, a row per label."""
-    heads = len(rows[0][1])
+def _pictures(data: Data, rows: Sequence[npt.NDArray[Any]], style: dict[str, Any], what: str) -> Figure:
+    """The cells of each head in a column, a row per model."""
+    heads, length = len(rows[0]), data["length"]
     figure, axes = new_figure(1.55 * heads + 1.2, 1.7 * len(rows) + 0.5, len(rows), heads)
-    figure.suptitle(f"Layer {data['layer']}, {data['length']:,} tokens of {data['data']}", fontsize=9)
+    figure.suptitle(f"Layer {data['layer']}, {length:,} tokens of {data['data']}", fontsize=9)
     image: Any = None
-    for r, (label, cells) in enumerate(rows):
+    for r, (model, cells) in enumerate(zip(data["models"], rows, strict=True)):
         for head in range(heads):
             ax = axes[r, head]
-            image = _image(ax, cells[head], data["length"], **style)
+            ax.grid(visible=False)
+            image = ax.imshow(cells[head], extent=(0, length, length, 0), **style)
             ax.set_xticks([])
             ax.set_yticks([])
             ax.set_title(f"head {head}" if r == 0 else "", fontsize=8)
-        axes[r, 0].set_ylabel(label, fontsize=8)
+        axes[r, 0].set_ylabel(model["label"], fontsize=8)
     figure.colorbar(image, ax=axes[:, -1], label=what, shrink=0.8)
     return figure
-
-
-def _image(ax: Axes, cells: Any, length: int, **style: Any) -> Any:
-    """Cells of queries and keys over a sequence of some length."""
-    ax.grid(visible=False)
-    return ax.imshow(cells, extent=(0, length, length, 0), **style)
-
-
-def _attention() -> dict[str, Any]:
-    """How attention is drawn: darker is more, on a logarithmic scale."""
-    from matplotlib.colors import LogNorm  # noqa: PLC0415
-
-    return {"norm": LogNorm(1e-4, 1), "cmap": "Greys"}
-
-
-def _clip(weights: Any) -> Any:
-    return np.clip(np.array(weights, dtype=float), 1e-4, None)
 
 
 def _gaps(values: Sequence[float | None]) -> list[float]:

@@ -1,76 +1,93 @@
-"""One HTML page that holds everything: images and their data inside, readable without a network."""
+"""A report directory: the results, tables, figures, and one HTML page of it all that needs no network."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from gape.explore.export import policy, script
+from gape.explore.export import asset, policy, script
+from gape.report import catalogue, forgetting, recall, ruler
 from gape.report.catalogue import Entry
-from gape.report.results import Results, flat
-from gape.report.series import Data
-from gape.report.tables import Table
+from gape.report.results import Results, store
+from gape.report.series import Data, NoData
+from gape.report.style import matplotlib
+from gape.report.tables import Table, hf_differences, language_tables, needle_tables
+from gape.utils import files
+from gape.utils.settings import flatten
 
+PAGE = "index.html"
 #: Bytes of a figure's numbers that go into the page; more stay in their file beside it.
 MOST_DATA = 2**20
 
 #: The modules of the page, most of them the explorer's; each imports only those before it.
 _MODULES = ("colours.js", "elements.js", "panzoom.js", "tiles.js", "curves.js", "figures.js")
 
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; color: #222; background: #fff;
-  max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd; }
-figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; }
-figcaption { color: #555; font-size: .9rem; }
-.zoom { overflow: hidden; display: inline-block; max-width: 100%; vertical-align: top; }
-.zoom img { display: block; transform-origin: 0 0; }
-.zoomed canvas, .zoom.zoomed { cursor: grab; touch-action: none; }
-figcaption button { font: inherit; border: 0; background: none; color: #06c; padding: 0 .3rem; cursor: pointer; }
-:not(.zoomed) + figcaption button { display: none; }
-.panels { display: grid; gap: .8rem 1.2rem; grid-template-columns: repeat(auto-fit, minmax(min(17rem, 100%), 1fr)); }
-.panels > div { font-size: .85rem; font-weight: 600; } .panels canvas { display: block; width: 100%; height: 15rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem .4rem; align-items: center; font-size: .8rem; margin: .4rem 0; }
-.legend button { display: flex; gap: .4rem; align-items: center; font: inherit; cursor: pointer; padding: .1rem .5rem;
-  border: 1px solid #ddd; border-radius: 1rem; background: #fff; } .legend button[aria-pressed=false] { opacity: .35; }
-.legend button canvas { width: 28px; height: 10px; }
-.maps { display: grid; gap: .3rem; margin: .4rem 0;
-  grid-template-columns: repeat(auto-fill, clamp(5rem, calc(100% / var(--heads) - .4rem), 11rem)); }
-.maps b { grid-column: 1 / -1; font-size: .85rem; } .maps canvas { width: 100%; aspect-ratio: 1; }
-.maps canvas, .legend > canvas { border: 1px solid #ddd; }
-#tip { position: fixed; z-index: 9; pointer-events: none; background: #1d2430; color: #fff; font-size: .75rem;
-  padding: .3rem .6rem; border-radius: .4rem; max-width: 20rem; white-space: pre-line; } [hidden] { display: none; }
-table { border-collapse: collapse; margin: 1rem 0; font-size: .88rem; font-variant-numeric: tabular-nums;
-  display: block; overflow-x: auto; }
-caption { text-align: left; font-weight: 600; padding: .3rem 0; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #bbb; }
-pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .8rem; } summary { cursor: pointer; }
-"""
+
+def report(
+    results: Results, directory: Path, *, title: str = "Report", log: Callable[[str], None] = lambda message: None
+) -> Path:
+    """Write everything that can be said of some results; the same results give the same bytes.
+
+    The directory gets `results.jsonl`, `analysis.jsonl` and `runs.jsonl` (so it can be read in place of the runs),
+    `tables.md`, `figures/` and `index.html`. Without Matplotlib the page has tables only, and says why.
+
+    Args:
+        results: from :func:`gape.report.results.gather`.
+        directory: made when missing.
+        title: of the page.
+        log: called with the reason where no figure can be drawn.
+
+    Returns:
+        The page.
+    """
+    all_tables = tables(results)
+    store(results, directory)
+    files.replace(directory / "tables.md", ("\n\n".join(t.markdown() for t in all_tables) + "\n").encode())
+    pictures: list[tuple[Entry, Path]] = []
+    notes = []
+    try:
+        matplotlib()
+    except ImportError as error:
+        notes.append(f"No figures: {error}.")
+        log(notes[-1])
+    else:
+        pictures = _draw(results, directory / "figures")
+    text = page(title, results, all_tables, pictures, notes)
+    files.replace(directory / PAGE, text.encode())
+    return directory / PAGE
+
+
+def tables(results: Results) -> list[Table]:
+    """All tables of some results."""
+    kinds = (needle_tables, language_tables, hf_differences, recall.tables, ruler.tables, forgetting.tables)
+    return [table for tables_of in kinds for table in tables_of(results)]
+
+
+def _draw(results: Results, directory: Path) -> list[tuple[Entry, Path]]:
+    """Draw what the results have data for, the theory's figures left out."""
+    pictures = []
+    for entry in catalogue.FIGURES.values():
+        if entry.measure is not None:
+            with suppress(NoData):
+                _, png, _ = catalogue.write(entry, results, directory)
+                pictures.append((entry, png))
+    return pictures
 
 
 def page(
     title: str,
     results: Results,
     tables: Sequence[Table],
-    drawn: Iterable[tuple[Entry, Path]],
+    pictures: Iterable[tuple[Entry, Path]],
     notes: Sequence[str] = (),
 ) -> str:
-    """The page as text.
-
-    Args:
-        title: its heading.
-        results: what it is about: settings and provenance are listed from its runs.
-        tables: in order.
-        drawn: figures with the PNG that goes into the page.
-        notes: lines under the heading.
-    """
-    figures = "\n".join(_figure(entry, png) for entry, png in drawn)
+    """The page as text: notes under the title, tables, figures with their PNG, and what is known of the runs."""
+    figures = "\n".join(_figure(entry, png) for entry, png in pictures)
     content = [
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(note)}</p>" for note in notes),
@@ -89,9 +106,9 @@ def page(
 def document(title: str, content: Iterable[str]) -> str:
     """A whole page of pieces of HTML."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    code = script(_MODULES)
-    head += f'<meta http-equiv="Content-Security-Policy" content="{escape(policy(code, _STYLE))}">'
-    head += f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>"
+    code, style = script(_MODULES), asset("report.css")
+    head += f'<meta http-equiv="Content-Security-Policy" content="{escape(policy(code, style))}">'
+    head += f"<title>{escape(title)}</title>\n<style>{style}</style>"
     body = "\n".join([*content, '<div id="tip" role="tooltip" hidden></div>', f'<script type="module">{code}</script>'])
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
@@ -135,13 +152,13 @@ def _data_link(path: Path) -> str:
 
 def _configuration(results: Results) -> list[str]:
     """What all runs share, then what tells them apart."""
-    settings = [flat(run.get("settings", {})) for run in results.runs]
+    settings = [flatten(run.get("settings", {})) for run in results.runs]
     if not any(settings):
         return ["<p>No settings were stored.</p>"]
     keys = list(dict.fromkeys(key for run in settings for key in run))
     differing = [key for key in keys if len({json.dumps(run.get(key)) for run in settings}) > 1]
     shared = {key: settings[0].get(key) for key in keys if key not in differing}
-    parts = [f"<pre>{escape(_lines(shared))}</pre>"]
+    parts = [listing(shared)]
     shown = [key for key in differing if key not in ("name", "train.decay_steps")]
     if shown:
         rows = tuple(
@@ -154,11 +171,11 @@ def _configuration(results: Results) -> list[str]:
 
 def _provenance(results: Results) -> list[str]:
     """Distinct versions, machines and code, then each run's training in a row."""
-    manifests = [flat(run.get("manifest", {})) for run in results.runs]
+    manifests = [flatten(run.get("manifest", {})) for run in results.runs]
     keys = list(dict.fromkeys(key for each in manifests for key in each))
     keys = [key for key in keys if key not in ("started", "seed", "data")]
     distinct = {key: sorted({str(each[key]) for each in manifests if key in each}) for key in keys}
-    parts = [f"<pre>{escape(_lines({key: ', '.join(values) for key, values in distinct.items()}))}</pre>"]
+    parts = [listing({key: ", ".join(values) for key, values in distinct.items()})]
     columns = (("manifest", "started"), ("training", "status"), ("training", "step"), ("manifest", "data"))
     rows = tuple(
         (str(run["run"]), *(str(run.get(part, {}).get(key, "–")) for part, key in columns)) for run in results.runs
@@ -174,5 +191,7 @@ def _details(table: Table) -> str:
     return f"<details><summary>{len(table.rows)} runs</summary>{table.html()}</details>"
 
 
-def _lines(values: dict[str, Any]) -> str:
-    return "\n".join(f"{key} = {value}" for key, value in values.items())
+def listing(values: Mapping[str, Any]) -> str:
+    """Settings, one a line."""
+    text = "\n".join(f"{key} = {value}" for key, value in values.items())
+    return f"<pre>{escape(text)}</pre>"

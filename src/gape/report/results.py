@@ -17,6 +17,7 @@ from gape.report.schemes import group_by, scheme_order, variant_of
 from gape.train.config import MAY_CHANGE
 from gape.utils import files
 from gape.utils.jsonl import Record, read_lines, read_object
+from gape.utils.settings import flatten
 from gape.utils.stored_rows import fault
 from gape.utils.validation import suggestion
 
@@ -110,15 +111,11 @@ class Results:
         return replace(self, measured=measured)
 
     def only(self, **measured: Iterable[Record]) -> Results:
-        """The same runs with these rows alone, by kind."""
+        """The same runs with these rows alone."""
         return replace(self, measured={kind: tuple(rows) for kind, rows in measured.items()})
 
     def without(self, kinds: Iterable[str]) -> Results:
-        """The results without some kinds, for a report that is not about them.
-
-        Raises:
-            ValueError: there is no such kind; says which there are.
-        """
+        """The results without some kinds, for a report that is not about them; refuses a kind that there is not."""
         kinds = list(kinds)
         for kind in kinds:
             if kind not in KINDS:
@@ -145,28 +142,23 @@ def gather(paths: Iterable[str | Path]) -> Results:
             raise ValueError(f"results: got {str(path)!r}, expected a run, a sweep or a report with rows of results")
         for home, source in sources.items():
             for kind, records in source.items():
-                _add(known.setdefault(kind, {}), {_identity(kind, record): record for record in records}, home)
+                # Of two rows of one file the later counts; those of two runs have to be equal.
+                for key, record in {_identity(kind, record): record for record in records}.items():
+                    if known.setdefault(kind, {}).setdefault(key, record) != record:
+                        raise ValueError(f"{home}: another run is called {key[0]} too; report them apart")
     runs = known.pop("runs", {})
-    results = _sort_rows({kind: rows.values() for kind, rows in known.items()}, [runs[key] for key in sorted(runs)])
-    _refuse_mixtures(results)
-    return results
+    return _checked_results({kind: rows.values() for kind, rows in known.items()}, [runs[key] for key in sorted(runs)])
 
 
 def needle_results(rows: Iterable[Record]) -> Results:
-    """Results of the needle task out of its rows alone.
-
-    Raises:
-        ValueError: rows of runs that would be averaged as seeds of one scheme and are not.
-    """
-    results = _sort_rows({"needle": rows})
-    _refuse_mixtures(results)
-    return results
+    """Results of the needle task out of its rows alone; refuses rows that are no seeds of one scheme."""
+    return _checked_results({"needle": rows})
 
 
 def store(results: Results, directory: Path) -> None:
-    """Write results so that :func:`gather` reads them back, the same bytes for the same results.
+    """Write results so that :func:`gather` reads them back; the same bytes for the same results.
 
-    Each file is replaced at once: results that are written over themselves are not lost on the way.
+    Each file is replaced at once, so results may be written over themselves.
     """
     directory.mkdir(parents=True, exist_ok=True)
     contents: dict[str, Iterable[Record]] = {KINDS[kind].stored: rows for kind, rows in results.measured.items()}
@@ -178,11 +170,7 @@ def store(results: Results, directory: Path) -> None:
 
 
 def read_rows(path: Path, needed: Iterable[str] = ()) -> list[Record]:
-    """The rows of a JSONL file, all with the keys that are needed; an incomplete last line is skipped.
-
-    Raises:
-        ValueError: any other line is not a JSON object, or holds what no row of ours holds; names file and line.
-    """
+    """The rows of a JSONL file; refuses, by file and line, what lacks a key or holds what no row of ours holds."""
     return read_lines(path, lambda row: fault(row, needed))
 
 
@@ -197,16 +185,6 @@ def unpack_hits(packed: str, samples: int) -> list[bool]:
     return [bit == "1" for digit in packed for bit in f"{int(digit, 16):04b}"][:samples]
 
 
-def flat(value: Any, prefix: str = "") -> Record:
-    """Nested records as one, with dotted keys."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    record: Record = {}
-    for key, inner in value.items():
-        record |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    return record
-
-
 def far_back_question(row: Record) -> Record:
     """The settings of a far-back measurement, except the kinds and distances of which a row is one."""
     return {key: value for key, value in (row.get("asked") or {}).items() if key not in ("kinds", "distances")}
@@ -218,11 +196,7 @@ def recall_question(row: Record) -> Record:
 
 
 def refuse_same_seed(seeds: Mapping[str, Any], instead: str = "report them apart") -> None:
-    """Refuse two runs of one seed, by the name of the run, and say what to do instead.
-
-    Raises:
-        ValueError: names both.
-    """
+    """Refuse two runs of one seed, given by name, and say what to do instead."""
     known: dict[Any, str] = {}
     for name, seed in seeds.items():
         other = known.setdefault(seed, name)
@@ -230,10 +204,13 @@ def refuse_same_seed(seeds: Mapping[str, Any], instead: str = "report them apart
             raise ValueError(f"results: {name} and {other} are both seed {seed}; {instead}")
 
 
-def _sort_rows(rows: Mapping[str, Iterable[Record]], runs: Iterable[Record] = ()) -> Results:
+def _checked_results(rows: Mapping[str, Iterable[Record]], runs: Iterable[Record] = ()) -> Results:
+    """Results of rows in any order; refuses mixtures."""
     order = {"needle": _needle_order, "inside": _needle_order}
     measured = {kind: tuple(sorted(rows[kind], key=order.get(kind, _order))) for kind in KINDS if kind in rows}
-    return Results(runs=tuple(runs), measured=measured)
+    results = Results(runs=tuple(runs), measured=measured)
+    _refuse_mixtures(results)
+    return results
 
 
 def _needle_order(record: Record) -> tuple[Any, ...]:
@@ -255,12 +232,6 @@ def _identity(kind: str, record: Record) -> tuple[Any, ...]:
     if kind == "runs":
         return (record["run"], _experiment(record))
     return (record["run"], *(record.get(key) for key in KINDS[kind].key))
-
-
-def _add(known: dict[tuple[Any, ...], Record], records: Mapping[tuple[Any, ...], Record], path: Path) -> None:
-    for key, record in records.items():
-        if known.setdefault(key, record) != record:
-            raise ValueError(f"{path}: another run is called {key[0]} too; report them apart")
 
 
 def _without_path(run: Record) -> Record:
@@ -336,17 +307,13 @@ def _scheme(row: Record) -> Hashable:
     return row["position"], variant_of(row)
 
 
-def _protocol(row: Record) -> Record:
-    return {key: row.get(key) for key in PROTOCOL}
-
-
 #: Kinds that are averaged over seeds: what the rows of one mean share, and what else has to be the same in them.
 _AVERAGED: dict[str, tuple[Callable[[Record], Hashable], Callable[[Record], Record]]] = {
     "needle": (
         lambda row: tuple(row[key] for key in ("variant", "position", "evaluated", "target", "factor")),
         lambda row: {key: row[key] for key in ("length", "needles", "precision", "options") if key in row},
     ),
-    "perplexity": (_scheme, _protocol),
+    "perplexity": (_scheme, lambda row: {key: row.get(key) for key in PROTOCOL}),
     "far_back": (_scheme, far_back_question),
     "recall": (lambda row: (_scheme(row), row["what"], row["length"]), recall_question),
     # Figures choose among other texts and lengths themselves.
@@ -366,19 +333,16 @@ def _refuse_mixtures(results: Results) -> None:
             (first, own), *others = group_by(rows, lambda row: row["run"]).items()
             questions = [question(row) for row in own]
             for name, more in others:
+                pairs = [(settings.get((experiment, name), {}), settings.get((experiment, first), {}))]
                 also = [question(row) for row in more]
-                _refuse_differing(
-                    name, first, settings.get((experiment, name), {}), settings.get((experiment, first), {})
-                )
                 if not any(each in questions for each in also):
-                    _refuse_differing(name, first, also[-1], questions[-1])
+                    pairs.append((also[-1], questions[-1]))
+                for one, two in pairs:
+                    if differing := sorted(key for key in one.keys() & two.keys() if one[key] != two[key]):
+                        raise ValueError(
+                            f"results: {name} and {first} differ in {', '.join(differing)}; report them apart"
+                        )
             refuse_same_seed({row["run"]: row["seed"] for row in rows})
-
-
-def _refuse_differing(name: str, other: str, one: Record, two: Record) -> None:
-    differing = sorted(key for key in one.keys() & two.keys() if one[key] != two[key])
-    if differing:
-        raise ValueError(f"results: {name} and {other} differ in {', '.join(differing)}; report them apart")
 
 
 def _experiment(run: Record) -> str:
@@ -389,7 +353,7 @@ def _experiment(run: Record) -> str:
 def _training_settings(run: Record) -> Record:
     """What runs of several seeds have in common, flat: the settings of training, and the corpus."""
     settings, data = run.get("settings", {}), run.get("manifest", {}).get("data")
-    shared = flat({key: settings[key] for key in ("batch_size", "task", "model", "train") if key in settings})
+    shared = flatten({key: settings[key] for key in ("batch_size", "task", "model", "train") if key in settings})
     own = {f"train.{key}" for key in ("seed", *MAY_CHANGE)}
     corpus = {"data": data.get("corpus")} if isinstance(data, dict) else {}
     return {key: value for key, value in shared.items() if key not in own} | corpus

@@ -74,9 +74,14 @@ def methods(rows: Iterable[Record]) -> list[Method]:
     schemes = []
     for model, own in sorted(group_by(latest.values(), lambda row: row["model"]).items()):
         for scheme, records in by_scheme(own).items():
-            columns_of = group_by(records, lambda row: (row["task"], row["length"]))
-            schemes.append(Method(model, scheme, name(records[0]), columns_of))
-            _refuse_other_seeds(schemes[-1])
+            label, by_column = name(records[0]), group_by(records, lambda row: (row["task"], row["length"]))
+            schemes.append(Method(model, scheme, label, by_column))
+            for column, seeds in by_column.items():
+                instead = f"as {label} they are one; --name of gape ruler eval tells them apart"
+                refuse_same_seed({row["run"]: row["seed"] for row in seeds}, instead)
+                if len(schemes[-1].plan(column)) > 1:
+                    where = f"{label} on {_header(column)}"
+                    raise ValueError(f"rows: seeds of {where} were measured on different samples; table them apart")
     return schemes
 
 
@@ -91,7 +96,8 @@ def difference(one: Method, other: Method, column: Column) -> Paired | None:
     if values is None or others is None or one.plan(column) != other.plan(column):
         return None
     each = values - others
-    return Paired(float(each.mean()), *_interval(each), float(others.mean()), len(each))
+    low, high, _ = weighted_interval(each, np.ones_like(each), np.arange(len(each)))
+    return Paired(float(each.mean()), low, high, float(others.mean()), len(each))
 
 
 def tables(results: Results) -> list[Table]:
@@ -133,12 +139,10 @@ def ranking(schemes: Sequence[Method], metric: str = "nll") -> Table:
             ranks = sorted(set(shown.values()), reverse=metric == "match")
             # Means over other samples are no better or worse.
             if len(ranks) > 1 and len({schemes[r].plan(column) for r in shown}) == 1:
-                strong |= {(r, c + 2) for r, value in shown.items() if value == ranks[0]}
-                second |= {(r, c + 2) for r, value in shown.items() if value == ranks[1]}
+                for cells, rank in ((strong, ranks[0]), (second, ranks[1])):
+                    cells.update((r, c + 2) for r, value in shown.items() if value == rank)
     header = ("Model", "Method", *map(_header, across))
-    return Table(
-        title=_TITLES[metric], header=header, rows=rows, strong=frozenset(strong), second=frozenset(second)
-    )  # fmt: skip
+    return Table(title=_TITLES[metric], header=header, rows=rows, strong=frozenset(strong), second=frozenset(second))
 
 
 def difference_tables(schemes: Sequence[Method], full: tuple[str, str] | None = None) -> list[Table]:
@@ -169,7 +173,8 @@ def ablation(schemes: Sequence[Method], full: tuple[str, str] = FULL) -> Table:
     Raises:
         ValueError: the full model is not among them, or nothing stands beside it.
     """
-    bases, others = _without_part(schemes, full)
+    bases = {method.model: method for method in schemes if method.key == full}
+    others = [method for method in schemes if method.key != full and method.model in bases]
     if not others:
         expected = f"rows of {full[0]}{full[1] and ' ' + full[1]} and of models without a part of it"
         raise ValueError(f"rows: got those of {[method.label for method in schemes]}, expected {expected}")
@@ -184,31 +189,10 @@ def ablation(schemes: Sequence[Method], full: tuple[str, str] = FULL) -> Table:
     return Table(title=title, header=header, rows=tuple(rows), strong=frozenset(strong))
 
 
-def _refuse_other_seeds(method: Method) -> None:
-    """Refuse rows of one scheme and column whose mean would be of different models, or of different samples."""
-    for column, rows in method.rows.items():
-        seeds = {row["run"]: row["seed"] for row in rows}
-        refuse_same_seed(seeds, f"as {method.label} they are one; --name of gape ruler eval tells them apart")
-        if len(method.plan(column)) > 1:
-            label = f"{method.label} on {_header(column)}"
-            raise ValueError(f"rows: seeds of {label} were measured on different samples; table them apart")
-
-
 def _is_compared(method: Method, other: Method, full: tuple[str, str] | None) -> bool:
     variant = other.key[0].endswith("+gape") and other.key[1]
     fits = other.key == full if full else method.key[0].endswith("+gape") and not variant
     return fits and other is not method and other.model == method.model
-
-
-def _without_part(schemes: Sequence[Method], full: tuple[str, str]) -> tuple[dict[str, Method], list[Method]]:
-    """The full model by size, and the methods that can be compared with it."""
-    bases = {method.model: method for method in schemes if method.key == full}
-    return bases, [method for method in schemes if method.key != full and method.model in bases]
-
-
-def _interval(each: Floats) -> tuple[float, float]:
-    low, high, _ = weighted_interval(each, np.ones_like(each), np.arange(len(each)))
-    return low, high
 
 
 def _header(column: Column) -> str:

@@ -1,7 +1,6 @@
-"""The numbers behind the figures of accuracy and loss: plain data that can be stored and drawn again.
+"""The numbers behind the figures of accuracy and loss, as dictionaries for JSON that can be drawn again.
 
-Every function takes results and returns a dictionary for JSON. It raises :class:`NoData` where the results have
-nothing to show.
+Functions of results raise :class:`NoData` where those have nothing to show.
 """
 
 from __future__ import annotations
@@ -100,7 +99,9 @@ def perplexity(results: Results) -> Data:
     several = len({align for align, _ in chosen}) > 1
     panels = []
     for align, stratum in sorted(chosen, key=lambda key: (key[0], int(key[1]) if key[1].isdigit() else 0)):
-        rows = _most_windows(chosen[align, stratum])
+        # Those with the `max_windows` of most; of equals the larger.
+        counts = group_by(chosen[align, stratum], lambda row: row.get("max_windows") or 0)
+        rows = counts[max(counts, key=lambda count: (len(counts[count]), count))]
         documents = {row["context"]: row.get("documents", 0) for row in rows}
         title = f"Documents of about {int(stratum):,} tokens" if stratum.isdigit() else stratum or "All documents"
         if several:
@@ -109,7 +110,7 @@ def perplexity(results: Results) -> Data:
         panels.append(
             {
                 "title": title, "stratum": stratum or None, "align": align,
-                "lines": _lines(rows, "context", exponential=True),
+                "lines": scheme_lines(rows, "context", _perplexity_of),
                 "documents": {str(at): documents[at] for at in sorted(documents)}, "stretches": _stretches(documents),
             }
         )  # fmt: skip
@@ -152,18 +153,15 @@ def far_back(results: Results) -> Data:
         columns.append(
             {
                 "kind": kind, "title": title, "tokens": {str(d): tokens[d] for d in sorted(tokens)},
-                "loss": _lines(chosen, "distance"), "gain": _lines(gains, "distance"),
+                "loss": scheme_lines(chosen, "distance", pool_seeds),
+                "gain": scheme_lines(gains, "distance", pool_seeds),
             }
         )  # fmt: skip
     return {"columns": columns, "train_length": train_length(results)}
 
 
 def language_rows(results: Results, kind: str) -> Sequence[Record]:
-    """The rows of a kind.
-
-    Raises:
-        NoData: there are none.
-    """
+    """The rows of a kind; :class:`NoData` without any."""
     rows = results.of(kind)
     if not rows:
         raise NoData(f"{kind.replace('_', ' ')}: got no rows of language models")
@@ -196,7 +194,7 @@ def _panel(
     shown = [
         curve
         for curve in curves(of_main_variant(results).select(target=target))
-        if curve.position in (*needed, *beside) and (switched or curve.position == curve.evaluated)
+        if curve.position in {*needed, *beside} and (switched or curve.position == curve.evaluated)
     ]
     if not any(curve.position in needed for curve in shown):
         return None
@@ -205,59 +203,46 @@ def _panel(
 
 
 def _line(curve: Curve, name: str | None = None) -> Data:
-    points, means = curve.rows.values(), curve.means.values()
+    points = curve.rows.values()
     return {
         "label": label(curve.position, curve.evaluated) if name is None else name,
-        "position": curve.position,
-        "evaluated": curve.evaluated,
-        "lengths": [rows[0]["length"] for rows in points],
-        **columns(means),
-        "values": [[row["accuracy"] for row in rows] for rows in points],
-    }
+        "position": curve.position, "evaluated": curve.evaluated, "lengths": [rows[0]["length"] for rows in points],
+        **columns(curve.means.values()), "values": [[row["accuracy"] for row in rows] for rows in points],
+    }  # fmt: skip
 
 
 def _grid(grid: Iterable[Iterable[Data | None]]) -> Data:
     """The panels that are there, row by row."""
-    rows = [[panel for panel in row if panel] for row in grid]
-    rows = [row for row in rows if row]
+    rows = [shown for row in grid if (shown := [panel for panel in row if panel])]
     if not rows:
         raise NoData("accuracy: got no rows of these schemes and targets")
     return {"rows": rows}
 
 
-def _lines(rows: Iterable[Record], along: str, *, exponential: bool = False) -> list[Data]:
-    """A line per scheme: means over seeds, with deviations or the interval of a single seed."""
+def scheme_lines(rows: Iterable[Record], along: str, pool: Callable[[Sequence[Record]], Data]) -> list[Data]:
+    """A line per scheme: `mean`, `low`, `high` and `n` that `pool` makes of its runs, place by place along a key.
+
+    Of two rows of one run at one place the later counts.
+    """
     lines = []
-    for (position, variant), records in by_scheme(_latest(rows, along)).items():
+    for (position, variant), records in by_scheme({(row["run"], row[along]): row for row in rows}.values()).items():
         at = dict(sorted(group_by(records, lambda record: record[along]).items()))
-        points = [pool_seeds(each) for each in at.values()]
-        line: Data = {"label": name(records[0]), "position": position, "variant": variant, "at": list(at)}
-        for key in ("mean", "low", "high"):
-            values = [point[key] for point in points]
-            line[key] = [math.exp(v) if exponential and v is not None else v for v in values]
-        lines.append(line | {"n": [point["n"] for point in points]})
+        points = [pool(each) for each in at.values()]
+        line = {"label": name(records[0]), "position": position, "variant": variant, "at": list(at)}
+        lines.append(line | {key: [point[key] for point in points] for key in ("mean", "low", "high", "n")})
     return lines
 
 
-def _latest(rows: Iterable[Record], along: str) -> list[Record]:
-    """One row of each run at each place."""
-    return list({(row["run"], row[along]): row for row in rows}.values())
-
-
-def _protocol(row: Record) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    return row.get("protocol", ""), tuple((key, row.get(key)) for key in PROTOCOL[1:])
+def _perplexity_of(rows: Sequence[Record]) -> Data:
+    pooled = pool_seeds(rows)
+    ends = {key: pooled[key] for key in ("mean", "low", "high")}
+    return pooled | {key: None if value is None else math.exp(value) for key, value in ends.items()}
 
 
 def _unaligned(row: Record) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """The protocol of a row of perplexity but for which, and how many, of the tokens are scored."""
-    protocol, rest = _protocol(row)
-    return protocol, tuple((key, value) for key, value in rest if key not in ("align", "max_windows"))
-
-
-def _most_windows(rows: Sequence[Record]) -> list[Record]:
-    """The rows of the `max_windows` that most of them were measured with; of equals the larger."""
-    groups = group_by(rows, lambda row: row.get("max_windows") or 0)
-    return groups[max(groups, key=lambda count: (len(groups[count]), count))]
+    rest = (key for key in PROTOCOL[1:] if key not in ("align", "max_windows"))
+    return row.get("protocol", ""), tuple((key, row.get(key)) for key in rest)
 
 
 def _stretches(documents: Mapping[int, int]) -> list[list[int]]:

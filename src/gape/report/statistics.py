@@ -24,6 +24,8 @@ _RIVALS = ("rope", "alibi", "fox")
 Runs = dict[int, Record]
 #: Differences summed over the tokens of each document, and its tokens.
 Documents = tuple[Floats, Floats]
+#: Two rows as such differences.
+Paired = Callable[[Record, Record], Documents]
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,7 @@ class Mean:
 
 
 def mean_of(values: Iterable[float]) -> Mean:
-    """The mean of some numbers.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The mean of some numbers; a ValueError where there are none."""
     numbers = list(values)
     if not numbers:
         raise ValueError("values: got none, expected at least one")
@@ -182,7 +180,11 @@ def accuracy_differences(results: Results) -> list[Difference]:
         variant, target, position, factor = key
         base, gated = base_of(position), runs[key]
         plain = runs.get((variant, target, base, factor), {})
-        seeds = sorted(seed for seed in gated.keys() & plain.keys() if _same_samples(gated[seed], plain[seed]))
+        seeds = [
+            seed
+            for seed in sorted(gated.keys() & plain.keys())
+            if all(gated[seed].get(key) == plain[seed].get(key) for key in ("length", "needles", "eval_seed"))
+        ]
         if base == position or not seeds:
             continue
         each = [_hits(gated[seed], plain[seed]) for seed in seeds]
@@ -205,13 +207,7 @@ def far_back_differences(rows: Iterable[Record], *, gain: bool = False) -> list[
     def key(row: Record) -> tuple[Any, ...]:
         return row["kind"], row["distance"], row["context"], repr(sorted(far_back_question(row).items()))
 
-    differences = []
-    for (kind, distance, _, _), records in group_by(rows, key).items():
-        for first, second in _pairs(records):
-            difference = _over_seeds(first, second, lambda one, other: _by_document(one, other, gain))
-            if difference is not None:
-                differences.append(Difference(**difference, what=kind, at=distance, higher_is_better=gain))
-    return differences
+    return _differences(rows, key, lambda one, other: _by_document(one, other, gain), higher_is_better=gain)
 
 
 def perplexity_differences(rows: Iterable[Record]) -> list[Difference]:
@@ -225,30 +221,16 @@ def perplexity_differences(rows: Iterable[Record]) -> list[Difference]:
             what = f"{what}, tokens that {row['align']:,} precede"
         return what, row["context"], row.get("plan"), row.get("precision")
 
-    differences = []
-    for (what, context, _, _), records in group_by(rows, key).items():
-        for first, second in _pairs(records):
-            difference = _over_seeds(first, second, _by_window)
-            if difference is not None:
-                differences.append(Difference(**difference, what=what, at=context))
-    return differences
+    return _differences(rows, key, _by_window)
 
 
 def window_difference(row: Record, other: Record) -> Difference:
-    """One run against another at one context, on the same windows.
-
-    Raises:
-        ValueError: rows of different windows.
-    """
+    """One run against another at one context, on the same windows; refuses rows of others."""
     if any(row[key] != other[key] for key in ("plan", "stratum")):
         raise invalid_argument("rows", (row["run"], other["run"]), "two of the same windows of the same corpus")
-    difference = _over_seeds({0: row}, {0: other}, _by_window)
+    difference = _over_seeds({0: row}, {0: other}, _by_window, what=row["protocol"], at=row["context"])
     assert difference is not None
-    return Difference(**difference, what=row["protocol"], at=row["context"])
-
-
-def _same_samples(gated: Record, plain: Record) -> bool:
-    return all(gated.get(key) == plain.get(key) for key in ("length", "needles", "eval_seed"))
+    return difference
 
 
 def _hits(gated: Record, plain: Record) -> Floats:
@@ -265,6 +247,18 @@ def _bootstrap(difference: Floats) -> tuple[float, float]:
     means = np.random.default_rng(0).multinomial(len(difference), shares, size=RESAMPLES) @ values / len(difference)
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
+
+
+def _differences(
+    rows: Iterable[Record], key: Callable[[Record], tuple[Any, ...]], paired: Paired, *, higher_is_better: bool = False
+) -> list[Difference]:
+    """Gated schemes against others among rows of one key, which begins with what they measure, and where."""
+    each = (
+        _over_seeds(first, second, paired, what=what, at=at, higher_is_better=higher_is_better)
+        for (what, at, *_), records in group_by(rows, key).items()
+        for first, second in _pairs(records)
+    )
+    return [difference for difference in each if difference is not None]
 
 
 def _pairs(records: Sequence[Record]) -> list[tuple[Runs, Runs]]:
@@ -284,25 +278,24 @@ def _pairs(records: Sequence[Record]) -> list[tuple[Runs, Runs]]:
     return pairs
 
 
-def _over_seeds(first: Runs, second: Runs, paired: Callable[[Record, Record], Documents]) -> dict[str, Any] | None:
-    """The difference of two schemes over the seeds of both, as fields of :class:`Difference`; None without text."""
+def _over_seeds(first: Runs, second: Runs, paired: Paired, **about: Any) -> Difference | None:
+    """The difference of two schemes over the seeds of both; None where they share no text."""
     units = [paired(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
     units = [unit for unit in units if len(unit[0])]
     if not units:
         return None
     means = [float(sums.sum() / tokens.sum()) for sums, tokens in units]
-    low: float | None = None
-    high: float | None = None
+    low = high = None
     if len(units) > 1:
         low, high = student_interval(means)
     # One document says nothing about others.
     elif len(units[0][0]) > 1:
         low, high, _ = weighted_interval(*units[0], np.arange(len(units[0][0])))
     scheme, other = (name(next(iter(runs.values()))) for runs in (first, second))
-    return {
-        "scheme": scheme, "other": other, "difference": mean_of(means).mean, "low": low, "high": high,
-        "seeds": len(units), "documents": min(len(sums) for sums, _ in units),
-    }  # fmt: skip
+    return Difference(
+        scheme=scheme, other=other, difference=mean_of(means).mean, low=low, high=high,
+        seeds=len(units), documents=min(len(sums) for sums, _ in units), **about,
+    )  # fmt: skip
 
 
 def _by_document(first: Record, second: Record, gain: bool) -> Documents:

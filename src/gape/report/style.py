@@ -37,11 +37,7 @@ _RC = {
 
 
 def matplotlib() -> ModuleType:
-    """The library figures are drawn with, imported when first needed.
-
-    Raises:
-        ImportError: it is missing; says how to install it.
-    """
+    """The library figures are drawn with, imported when first needed; an ImportError says how to install it."""
     try:
         import matplotlib as library  # noqa: PLC0415
         import matplotlib.backends.backend_agg  # noqa: PLC0415
@@ -72,7 +68,9 @@ def save(figure: Figure, directory: Path, name: str) -> list[Path]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     # Laid out once: doing it again for the second file takes longer than writing both.
-    figure.draw_without_rendering()
+    layout = figure.get_layout_engine()
+    if layout is not None:
+        layout.execute(figure)
     figure.set_layout_engine("none")
     png, pdf = directory / f"{name}.png", directory / f"{name}.pdf"
     figure.savefig(png, metadata={"Software": None})
@@ -140,14 +138,13 @@ def length_axis(axes: Axes, lengths: Iterable[int], name: str = "Context length 
     axes.set_xlabel(name)
 
 
-def log_axis(axes: Axes, which: str, base: int = 10, digits: tuple[int, ...] = ()) -> None:
+def log_axis(axes: Axes, which: str, digits: tuple[int, ...]) -> None:
     """A logarithmic axis "x" or "y" whose ticks show plain numbers; `digits`: at which of each power of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415
 
     axis = axes.xaxis if which == "x" else axes.yaxis
-    (axes.set_xscale if which == "x" else axes.set_yscale)("log", base=base)
-    if digits:
-        axis.set_major_locator(LogLocator(10, subs=digits))
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis.set_major_locator(LogLocator(10, subs=digits))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
     axis.set_minor_formatter(NullFormatter())
 

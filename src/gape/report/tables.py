@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from html import escape
@@ -159,13 +159,6 @@ SOLVED = 0.95
 SURE = 0.05
 
 
-def digit_accuracies(row: Mapping[str, Any]) -> npt.NDArray[np.float64]:
-    """How often the answer is right where it is 0 … 9, ten numbers, from a row of the needle task."""
-    digits = _digits(row["length"], row["needles"], row["target"], row["eval_seed"], row["samples"])
-    right = np.array(unpack_hits(row["hits"], row["samples"]), dtype=np.float64)
-    return np.array([right[digits == digit].mean() if (digits == digit).any() else np.nan for digit in range(10)])
-
-
 def digit_table(results: Results) -> Table | None:
     """Runs that do not solve the task at the length they were trained at, and the digits they name; None if all do."""
     unsolved = [
@@ -175,10 +168,12 @@ def digit_table(results: Results) -> Table | None:
     ]
     rows = []
     for row in sorted(unsolved, key=lambda row: (row["target"], scheme_order(row["position"]), row["seed"])):
-        named = digit_accuracies(row)
+        digits = _digits(row["length"], row["needles"], row["target"], row["eval_seed"], row["samples"])
+        right = np.array(unpack_hits(row["hits"], row["samples"]), dtype=np.float64)
+        # How often the answer is right where it is some digit. Of few samples none may ask for one.
+        named = np.array([right[digits == digit].mean() for digit in np.unique(digits)])
         always, never = (named >= 1 - SURE).sum(), (named <= SURE).sum()
-        # Of few samples none may ask for some digit.
-        sometimes = np.isfinite(named).sum() - always - never
+        sometimes = len(named) - always - never
         scheme = join_names(row["variant"], label(row["position"]), TARGETS[row["target"]].lower())
         cells = (f"{row['accuracy']:.2f}", str(always), str(never), str(sometimes))
         rows.append((scheme, str(row["seed"]), *cells))
@@ -222,10 +217,7 @@ def perplexity_tables(results: Results) -> list[Table]:
 
 
 def hf_differences(results: Results) -> list[Table]:
-    """Models of transformers with gates beside others, on the same windows; none without rows.
-
-    Those beside their own base, fine-tuned alike, are in :func:`language_tables`.
-    """
+    """Models of transformers with gates beside others but their own base, on the same windows; none without rows."""
     groups = by_scheme(series.hf_rows(results))
     rows = []
     for (position, variant), own in groups.items():
@@ -283,7 +275,7 @@ def far_back_table(rows: Iterable[Record]) -> list[Table]:
         cells = []
         for runs in by_scheme(chosen).values():
             at = group_by(runs, lambda row: row["distance"])
-            cells.append((name(runs[0]), *(_loss_and_gain(at.get(distance, [])) for distance in distances)))
+            cells.append((name(runs[0]), *(_loss_and_gain(at.get(distance, ())) for distance in distances)))
         if cells:
             header = ("Scheme", *(f"{distance:,}" for distance in distances))
             full = f"{title}: loss (gain from the far text), nats"
@@ -349,6 +341,6 @@ def _digits(length: int, needles: int, target: str, seed: int, samples: int) -> 
     from gape.tasks import niah  # noqa: PLC0415
 
     config = niah.NIAHConfig(length=length, n_needles=needles, target=target)
-    drawn = niah.sample(config, samples, seed=seed, split="test")
-    digits: npt.NDArray[np.int64] = (drawn.targets[:, -1] - niah.DIGIT_0).numpy()
+    haystacks = niah.sample(config, samples, seed=seed, split="test")
+    digits: npt.NDArray[np.int64] = (haystacks.targets[:, -1] - niah.DIGIT_0).numpy()
     return digits

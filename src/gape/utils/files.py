@@ -73,11 +73,7 @@ def create(path: Path) -> IO[bytes]:
 
 
 def open_append(path: Path) -> FileIO:
-    """A file to append to, made when missing, without a buffer.
-
-    Raises:
-        ValueError: its name is a link, whose target may be any file.
-    """
+    """A file to append to, made when missing, without a buffer; refuses a link, whose target may be any file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:
         return FileIO(os.open(path, flags, 0o666), "ab")
@@ -195,29 +191,21 @@ def to_json(value: Any, *, indent: int | None = 2) -> bytes:
 
 
 def from_json(data: bytes) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: when the bytes are anything else.
-    """
+    """The object in a JSON file; a ValueError where the bytes are anything else."""
     try:
         value = json.loads(data)
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
-    if _deep(value):
-        raise ValueError("JSON nested too deeply")
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _deep(value: Any) -> bool:
-    """Whether lists and objects are nested deeper than recursive functions can follow."""
-    level = [value] if isinstance(value, (dict, list)) else []
+    level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         inside = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
         level = [each for each in inside if isinstance(each, (dict, list))]
-    return bool(level)
+    if level:
+        # Recursive functions could not follow it.
+        raise ValueError("JSON nested too deeply")
+    return value
 
 
 def plain(value: Any) -> Any:

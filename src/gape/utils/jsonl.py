@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 
 class JSONLines:
-    """A file of JSON objects, one a line, that is only appended to."""
+    """A file of JSON objects, one a line, that is only appended to; a full disk is a DiskFullError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -23,19 +23,11 @@ class JSONLines:
             self._file = files.open_append(path)
 
     def write(self, **record: Any) -> None:
-        """Add a line; the system has it when this returns.
-
-        Raises:
-            DiskFullError: when there is no room for it.
-        """
+        """Add a line; the system has it when this returns."""
         self.write_all(record)
 
     def write_all(self, *records: Mapping[str, Any]) -> None:
-        """Add lines with one call to the system: a process that is killed leaves all of them or none.
-
-        Raises:
-            DiskFullError: when there is no room for them.
-        """
+        """Add lines with one call to the system: a process that is killed leaves all of them or none."""
         lines = b"".join(files.to_json(record, indent=None) for record in records)
         with files.room("a log line", self.path.parent, len(lines)):
             left = memoryview(lines)
@@ -73,11 +65,7 @@ class JSONLines:
 
 
 def append(path: Path, *records: Mapping[str, Any]) -> None:
-    """Add lines, all or none, and wait until they are on the disk; an incomplete last line is dropped first.
-
-    Raises:
-        DiskFullError: when there is no room for them.
-    """
+    """Add lines, all or none, and wait until they are on the disk; an incomplete last line is dropped first."""
     lines = JSONLines(path)
     try:
         lines.mend()
@@ -112,11 +100,7 @@ def read_lines(path: Path, fault: Callable[[dict[str, Any]], str | None] = lambd
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty where there is none.
-
-    Raises:
-        ValueError: it is no JSON object; names the file.
-    """
+    """The object in a JSON file, empty where there is none; a ValueError names a file that holds anything else."""
     if not path.is_file():
         return {}
     try:

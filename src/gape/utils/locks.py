@@ -16,13 +16,10 @@ class BusyError(RuntimeError):
 
 @contextlib.contextmanager
 def locked(directory: Path, action: str = "trained") -> Iterator[None]:
-    """Lock a directory that exists. The system releases the lock when the process ends, however it ends.
+    """Lock a directory that exists; a BusyError where another process has it. The lock ends with the process.
 
     Temporary files (`.tmp-*`) that a killed process left in a run are removed. Locks do not nest: leaving the inner one
     releases both. `action` says what is being done, for the error of another process.
-
-    Raises:
-        BusyError: another process holds the lock; says what it does, and its number.
     """
     if os.name == "nt":
         yield
@@ -34,7 +31,11 @@ def locked(directory: Path, action: str = "trained") -> Iterator[None]:
             # Not flock: a forked worker that outlives its parent would still hold that one.
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            raise BusyError(f"{directory} is being {_holder(directory)}; wait for it or use another") from error
+            # What the other process is doing; it may not have written it yet.
+            note = (directory / ".lock").read_text(encoding="utf-8", errors="replace")
+            other, _, process = note.partition(" ")
+            holder = f"{other or 'trained'} by another process" + (f" ({process})" if process else "")
+            raise BusyError(f"{directory} is being {holder}; wait for it or use another") from error
         except OSError:
             # A file system without locks: better to work unguarded than not at all.
             yield
@@ -43,19 +44,9 @@ def locked(directory: Path, action: str = "trained") -> Iterator[None]:
         with contextlib.suppress(OSError):
             handle.truncate(0)
             handle.write(f"{action} {os.getpid()}".encode())
-        _remove_leftovers(directory)
-        yield
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Remove temporary files of a run, never through links; a directory of another kind is left alone."""
-    if (directory / "checkpoints").is_dir():
-        for place in (directory, directory / "checkpoints"):
+        # Leftovers of a run, never through links; a directory of another kind is left alone.
+        checkpoints = directory / "checkpoints"
+        for place in (directory, checkpoints) if checkpoints.is_dir() else ():
             if not place.is_symlink():
                 files.sweep(place)
-
-
-def _holder(directory: Path) -> str:
-    """What the process that holds the lock is doing; it may not have written it yet."""
-    action, _, process = (directory / ".lock").read_text(encoding="utf-8", errors="replace").partition(" ")
-    return f"{action or 'trained'} by another process" + (f" ({process})" if process else "")
+        yield

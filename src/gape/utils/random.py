@@ -71,11 +71,7 @@ def permuted(indices: Ints, n: int, seed: int) -> Ints:
 
 
 def words32(name: str, n: int, *, start: int = 0, device: torch.device | str = "cpu") -> Tensor:
-    """Random words start … start + n − 1 of `name`, int64 (n,) from 0 to 2³² − 1.
-
-    Raises:
-        ValueError: words from 2³² on, where they would repeat, or before 0.
-    """
+    """Random words start … start + n − 1 of `name`, int64 (n,) from 0 to 2³² − 1; there are 2³² before they repeat."""
     # Imported here: processes that only prepare text never load torch.
     import torch  # noqa: PLC0415
 

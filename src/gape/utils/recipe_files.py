@@ -26,11 +26,7 @@ def available(folders: Sequence[str] = TRAINING) -> dict[str, Path]:
 
 
 def find(path: str | Path, key: str = "recipe", folders: Sequence[str] = TRAINING) -> Path:
-    """The file of a recipe given by its path or by a name of :func:`available`.
-
-    Raises:
-        ValueError: there is none; names `key`, and says which there are.
-    """
+    """The file of a recipe given by its path or by a name of :func:`available`; an error names `key`."""
     if Path(path).is_file():
         return Path(path)
     known = available(folders)
@@ -42,11 +38,7 @@ def find(path: str | Path, key: str = "recipe", folders: Sequence[str] = TRAININ
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The settings in a file.
-
-    Raises:
-        ValueError: it is no TOML.
-    """
+    """The settings in a TOML file; a ValueError where it is none."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -15,11 +15,7 @@ Settings = dict[str, Any]
 
 
 def section(name: str, kind: type[Any], values: Any, taken: Mapping[str, Any] | None = None) -> Any:
-    """An object of a section's dataclass from its table; `taken` follows from elsewhere and may not be set.
-
-    Raises:
-        ValueError: an unknown or missing key, or a value that is refused; names it.
-    """
+    """An object of a section's dataclass from its table; `taken` follows from elsewhere and may not be set."""
     if not isinstance(values, Mapping):
         raise invalid_argument(name, values, "a table of settings")
     taken = taken or {}
@@ -41,11 +37,7 @@ def section(name: str, kind: type[Any], values: Any, taken: Mapping[str, Any] | 
 
 
 def parse_value(path: str, hint: Any, value: Any) -> Any:
-    """The value as the annotation wants it: whole numbers become floats, lists become tuples, nothing else changes.
-
-    Raises:
-        ValueError: it is of another type; names the key.
-    """
+    """The value as the annotation wants it: whole numbers become floats, lists become tuples, nothing else changes."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         # Only "this or None" occurs.
@@ -113,7 +105,7 @@ def to_lists(value: Any) -> Any:
     return [to_lists(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def flatten(table: Any, path: str) -> Settings:
+def flatten(table: Any, path: str = "settings") -> Settings:
     """Nested tables as one table with dotted keys."""
     if not isinstance(table, Mapping):
         raise invalid_argument(path, table, "a table of settings")

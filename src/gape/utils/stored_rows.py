@@ -58,11 +58,7 @@ _EXPECTED = {key: (expected, fits) for keys, expected, fits in _TYPES for key in
 
 @contextlib.contextmanager
 def usable(paths: Iterable[object]) -> Iterator[None]:
-    """Turn a failure of tables or figures into an error that names the results: :func:`fault` checks no nested values.
-
-    Raises:
-        ValueError: names the paths.
-    """
+    """Name the results where tables or figures fail on them: :func:`fault` checks no nested values."""
     try:
         yield
     except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
