@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gape import __version__
+from gape.gates import GAPEGates
 from gape.utils import files
 
 #: A card with this line was written here and may be overwritten.
@@ -58,7 +59,7 @@ def write_card(directory: Path, model: Any) -> Path:
 
 
 def _card(model: Any) -> str:
-    """The text: fields of the hub, how to load, what it is, what was measured."""
+    """The text: fields of the hub, how to load, what it is, what was measured, statistics of the gates."""
     config = model.config
     notes = getattr(config, "gape", None)
     if not isinstance(notes, dict):
@@ -81,6 +82,11 @@ def _card(model: Any) -> str:
         f"| checksum of the gates | {notes.get('checksum') or getattr(config, 'gate_checksum', None) or '–'} |",
         f"| written by | gape {__version__} |", "", "## Measured", "", *_measured(notes.get("measured")),
     ]  # fmt: skip
+    rows = _gate_rows(model)
+    if rows:
+        lines += ["", "<details><summary>Gates by layer</summary>", ""]
+        lines += ["| layer | Γ, mean | Γ, range | b_g, mean | b_l, mean |", "|---:|---:|---|---:|---:|"]
+        lines += [*rows, "", "</details>"]
     return "\n".join([*lines, ""])
 
 
@@ -98,3 +104,19 @@ def _measured(measured: Mapping[str, Any] | None) -> list[str]:
         return ["Nothing yet."]
     values = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in measured.items())
     return ["| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in values)]
+
+
+def _gate_rows(model: Any) -> list[str]:
+    """A row of the card's table for each layer with gates."""
+    rows = []
+    gates = [(name, module) for name, module in model.named_modules() if isinstance(module, GAPEGates)]
+    for number, (name, module) in enumerate(gates):
+        amplitude = module.amplitude.detach().float().cpu()
+        biases = [
+            "fixed" if projection is None else f"{projection.bias.detach().float().mean():.3f}"
+            for projection in (module.gate_projection, module.landmark_projection)
+        ]
+        layer = next((part for part in name.split(".") if part.isdigit()), str(number))
+        between = f"{amplitude.min():.3g} … {amplitude.max():.3g}"
+        rows.append(f"| {layer} | {amplitude.mean():.3g} | {between} | {' | '.join(biases)} |")
+    return rows
