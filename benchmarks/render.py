@@ -77,6 +77,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "forgetting-needles": lambda: forgetting.needles(8192),
     "forgetting-needles-short": lambda: forgetting.needles(2048),
     "generate": generate.generation,
+    "extend-defaults": extend.defaults,
     "extend-needles": extend.needles,
     "extend-differences": extend.differences,
     "extend-perplexity": extend.perplexity,

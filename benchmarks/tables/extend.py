@@ -78,6 +78,18 @@ def cost(root: Path = ROOT) -> str:
     return table(["generate", "prompt", "prefill, s", "tokens/s", "cache of full"], lines) if lines else NONE
 
 
+def defaults(root: Path = ROOT) -> str:
+    """What the defaults of `gape hf extend` give, by length."""
+    one = _summary(root).get("ours")
+    if one is None:
+        return NONE
+    lengths = _lengths({"ours": one}, "needles")
+    lines = [["perplexity", *(_value(one, "perplexity", length, digits=1) for length in lengths)]]
+    lines += [[task, *(_value(one, "needles", length, task) for length in lengths)] for task in TASKS]
+    lines += [["cache of a full one", *(_value(one, "cache_share", length) for length in lengths)]]
+    return table(["tokens", *(f"{int(length):,}" for length in lengths)], lines)
+
+
 def differences(root: Path = ROOT) -> str:
     """Needles of each method less YaRN's, on the same texts and seeds, with 95% intervals over texts."""
     path = root / HOME / "rows.jsonl"
