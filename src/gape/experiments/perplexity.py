@@ -29,7 +29,7 @@ from gape.experiments.result_store import ResultStore
 from gape.experiments.run import LanguageEvaluation, LanguageRun
 from gape.report.statistics import window_difference
 from gape.report.tables import Table, interval
-from gape.tasks import perplexity, perplexity_rows
+from gape.tasks import perplexity
 from gape.tasks.ways import DENSE, Way
 from gape.train import checkpoint
 from gape.train.load import model_of
@@ -236,14 +236,14 @@ def _measure_plan(
     autocast = torch.autocast(settings.device.type, torch.bfloat16, enabled=settings.low)
     make, chunk = settings.way.apply(model), settings.evaluation.chunk
     with ProgressTable(unit="window") as table, autocast:
-        scored = perplexity_rows.score_all(
+        scored = perplexity.score_all(
             model, settings.corpus, plan, store=_scores(directory, protocol), of=repr(sorted(about.items(), key=str)),
             chunk=chunk if make is None else perplexity.eviction_chunk(protocol.context, chunk),
             new_cache=None if make is None else lambda capacity: make(),
             progress=lambda done, total: table.show(label, done, total),
         )  # fmt: skip
         table.remove(label)
-    rows = [about | row for row in perplexity_rows.rows(plan, scored, settings.evaluation.seed)]
+    rows = [about | row for row in perplexity.rows(plan, scored, settings.evaluation.seed)]
     _store(directory).append(*rows)
     last = rows[-1]
     plural = "s" * (last["documents"] != 1)

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from gape.models.gpt import GPT
-from gape.tasks.perplexity import window_losses
-from gape.tasks.perplexity_rows import weighted_interval
+from gape.tasks.perplexity import weighted_interval, window_losses
 from gape.utils.validation import invalid_argument, whole
 
 Ids = npt.NDArray[np.int64]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gape.tasks.perplexity_rows import weighted_interval
+from gape.tasks.perplexity import weighted_interval
 from gape.tasks.ruler.prompts import Prepared
 from gape.tasks.ruler.readers import Reader
 from gape.tasks.ruler.sources import Source
