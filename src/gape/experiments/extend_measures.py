@@ -24,7 +24,7 @@ from gape.experiments.result_store import ResultStore
 from gape.hf.gates import has_gates
 from gape.models.skipping import cannot_skip, skip
 from gape.tasks import perplexity, recall
-from gape.tasks.ruler import prompts
+from gape.tasks.ruler import evaluation
 from gape.tasks.ruler.readers import TransformersReader
 from gape.tasks.ruler.sources import Sample
 from gape.utils.jsonl import Record
@@ -176,7 +176,7 @@ def perplexity_row(reader: TransformersReader, corpus: Corpus, measures: Measure
 def needle_row(reader: TransformersReader, samples: Sequence[Sample]) -> Record:
     """The share of answers whose every token is the likeliest one behind its prompt, and their loss."""
     model = gape.hf.LanguageModel(reader.model)
-    items = prompts.prepare(reader, samples, max_length=_ANY, generate=False)
+    items = evaluation.prepare(reader, samples, max_length=_ANY, generate=False)
     scores = [
         recall.score(model, torch.from_numpy(np.concatenate([item.prompt, item.answer])), len(item.answer))
         for item in items

@@ -234,12 +234,10 @@ def _measure_plan(
         short = f"{len(plan.left_out)} of {len(plan.left_out) + len(plan.documents)}"
         log(f"{about['run']}: {short} documents have fewer than {protocol.min_tokens:,} tokens and are left out: {ids}")
     autocast = torch.autocast(settings.device.type, torch.bfloat16, enabled=settings.low)
-    make, chunk = settings.way.apply(model), settings.evaluation.chunk
     with ProgressTable(unit="window") as table, autocast:
         scored = perplexity.score_all(
             model, settings.corpus, plan, store=_scores(directory, protocol), of=repr(sorted(about.items(), key=str)),
-            chunk=chunk if make is None else perplexity.eviction_chunk(protocol.context, chunk),
-            new_cache=None if make is None else lambda capacity: make(),
+            chunk=settings.evaluation.chunk, forgetting=settings.way.apply(model),
             progress=lambda done, total: table.show(label, done, total),
         )  # fmt: skip
         table.remove(label)

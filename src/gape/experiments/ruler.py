@@ -20,11 +20,10 @@ from gape.experiments.open_reader import is_ours, run_reader, transformers_reade
 from gape.experiments.recipe import RUNS
 from gape.experiments.result_store import ResultStore
 from gape.tasks.ruler import evaluation as scoring
-from gape.tasks.ruler import generator, prompts
-from gape.tasks.ruler.evaluation import Settings
+from gape.tasks.ruler import generator
+from gape.tasks.ruler.evaluation import Prepared, Settings
 from gape.tasks.ruler.generator import WORDING, Generator
 from gape.tasks.ruler.ingredients import Ingredients
-from gape.tasks.ruler.prompts import Prepared
 from gape.tasks.ruler.readers import Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
 from gape.tasks.ruler.tasks import TASKS, task
@@ -217,7 +216,7 @@ def measure(models: Sequence[str], evaluation: Evaluation, *, log: Log) -> list[
         homes.add(opened.home)
         tokenizer = str(opened.known["tokenizer"]["sha256"]) + str(opened.reader.limit)
         if tokenizer not in encoded:
-            encoded[tokenizer] = prompts.prepare(
+            encoded[tokenizer] = evaluation.prepare(
                 opened.reader, evaluation.samples, template=settings.template, max_length=settings.max_length,
                 generate=settings.generate,
             )  # fmt: skip

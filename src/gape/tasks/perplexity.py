@@ -167,7 +167,7 @@ def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:
 
 @torch.no_grad()
 def window_losses(
-    model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, new_cache: Callable[[int], Any] | None = None
+    model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, forgetting: Callable[[], Any] | None = None
 ) -> Tensor:
     """The loss of the last `scored` tokens of some windows, (B, scored) in float32 (float64 beside float64).
 
@@ -177,11 +177,14 @@ def window_losses(
     Args:
         model: in eval mode.
         ids: int64 (B, L + 1): what is read, and the token after it.
-        new_cache: makes an empty cache with room for so many tokens; the model's own by default.
+        forgetting: makes an empty cache that evicts; the model's own does not.
     """
     inputs, targets = ids[:, :-1], ids[:, 1:]
     length = inputs.size(1)
-    cache = (new_cache or model.new_cache)(length) if length > chunk else None
+    if forgetting is not None and length <= chunk:
+        # Tokens of one chunk see each other, whatever is evicted: a text of one chunk comes in eighths.
+        chunk = max(1, length // 8)
+    cache = None if length <= chunk else model.new_cache(length) if forgetting is None else forgetting()
     losses = []
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
@@ -192,19 +195,8 @@ def window_losses(
     return torch.cat(losses, dim=1)
 
 
-def eviction_chunk(length: int, chunk: int) -> int:
-    """Tokens of a text that go through an evicting cache at once, where `chunk` may go through the model.
-
-    Tokens of one chunk see each other, whatever is evicted. So a text of one chunk comes in eighths.
-    """
-    return chunk if length > chunk else max(1, length // 8)
-
-
-def scores(
-    model: GPT, corpus: Corpus, plan: Plan, *, first: int = 0, chunk: int = 16384,
-    new_cache: Callable[[int], Any] | None = None,
-) -> Iterator[list[float]]:  # fmt: skip
-    """The summed loss of each window, batch by batch from number `first` on; as :func:`window_losses` scores them."""
+def scores(model: GPT, corpus: Corpus, plan: Plan, *, first: int = 0, **options: Any) -> Iterator[list[float]]:
+    """The summed loss of each window, batch by batch from number `first` on; options as :func:`window_losses`."""
     device = next(model.parameters()).device
     for batch in plan.batches()[first:]:
         rows = [
@@ -212,7 +204,7 @@ def scores(
             for document, start, length, _ in plan.windows[batch].tolist()
         ]
         ids = torch.from_numpy(np.stack(rows)).to(device)
-        losses = window_losses(model, ids, plan.protocol.last, chunk=chunk, new_cache=new_cache)
+        losses = window_losses(model, ids, plan.protocol.last, **options)
         yield losses.double().cpu().numpy().sum(1).tolist()
 
 
@@ -223,14 +215,14 @@ def score_all(
     *,
     store: Path,
     of: str,
-    chunk: int = 16384,
-    new_cache: Callable[[int], Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    **options: Any,
 ) -> Floats:
     """The summed loss (W,) of every window of a plan, resuming after the batches that the file `store` has.
 
     `of` says what the scores depend on besides the plan: weights, precision. A file of something else is overwritten;
-    the caller deletes it when the result is stored. `progress` is called with windows done and in all.
+    the caller deletes it when the result is stored. `progress` is called with windows done and in all; options are
+    those of :func:`window_losses`.
     """
     header: Record = {"plan": plan.identity(), "of": of}
     stored = jsonl.read_lines(store) if store.is_file() else []
@@ -240,7 +232,7 @@ def score_all(
         stored = [header]
     sums = [value for line in stored[1:] for value in line["sums"]]
     progress(len(sums), len(plan.windows))
-    for new in scores(model, corpus, plan, first=len(stored) - 1, chunk=chunk, new_cache=new_cache):
+    for new in scores(model, corpus, plan, first=len(stored) - 1, **options):
         jsonl.append(store, {"sums": new})
         sums += new
         progress(len(sums), len(plan.windows))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gape.tasks.perplexity import eviction_chunk, window_losses
+from gape.tasks.perplexity import window_losses
 
 if TYPE_CHECKING:
     from gape.data import Tokenizer
@@ -82,12 +82,11 @@ class Reader(ABC):
     def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
         """The loss in nats of every token of each answer behind its prompt."""
         ids = pad([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
-        first, length, make = min(len(prompt) for prompt in prompts) - 1, ids.shape[1] - 1, self.forgetting
+        first = min(len(prompt) for prompt in prompts) - 1
         with self.precision():
             losses = window_losses(
-                self.language_model(), torch.from_numpy(ids).to(self.device), length - first,
-                chunk=self.chunk if make is None else eviction_chunk(length, self.chunk),
-                new_cache=None if make is None else lambda capacity: make(),
+                self.language_model(), torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first,
+                chunk=self.chunk, forgetting=self.forgetting,
             )  # fmt: skip
         each = losses.double().cpu().numpy()
         starts = [len(prompt) - 1 - first for prompt in prompts]
