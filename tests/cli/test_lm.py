@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gape.experiments import language, recall
+from gape.experiments import language
 from gape.utils import jsonl
 from tests.cli.test_commands import gape_exits
 from tests.tasks import text
@@ -149,15 +149,6 @@ def test_stopped_in_measuring_it_goes_on(corpus: Path, monkeypatch: pytest.Monke
     assert Path("whole/p-rope/perplexity.jsonl").read_bytes() == Path("parts/p-rope/perplexity.jsonl").read_bytes()
 
 
-def test_scores_that_a_death_left_go_at_the_next_start(corpus: Path) -> None:
-    assert train(corpus, "--only", "p-rope") == 0
-    left = Path("runs/lm/toy/p-rope/.scores-16.jsonl")
-    left.touch()
-    assert train(corpus, "--only", "p-rope") == 0
-    assert not left.exists()
-    assert len(rows(left.parent)) == 2
-
-
 def test_every_run_of_a_sweep_runs_compiled(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are: torch keeps a few compiled forms of a function and runs others uncompiled."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -244,13 +235,13 @@ def test_recall_and_generation_are_measured_once_and_reported(monkeypatch: pytes
         "evaluation.recall_facts=2", "evaluation.new_tokens=2", "analysis.routing_every=0", "--only", "alibi_seed0",
         "--only", "p-rope+gape_floor4_seed0",
     )  # fmt: skip
-    answered = recall._answer
+    answered = language._answer
 
     def interrupted(*_: object) -> dict[str, object]:
-        monkeypatch.setattr(recall, "_answer", answered)
+        monkeypatch.setattr(language, "_answer", answered)
         raise OSError("interrupted")
 
-    monkeypatch.setattr(recall, "_answer", interrupted)
+    monkeypatch.setattr(language, "_answer", interrupted)
     assert gape_exits("lm", "train", "lm/recall", *options) == 1
     assert gape_exits("lm", "train", "lm/recall", *options) == 0
     whats = ["far", "middle", "near", "several", "generate"]

@@ -65,6 +65,6 @@ def test_sets_are_stored_once_and_go_with_the_weights(tmp_path: Path) -> None:
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, tokenizer: dict[str, object], message: str) -> None:
     config = {"extra": {"corpus": {"tokenizer": {"name": "bytes", "sha256": "b"}}}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    opened = OpenModel(directory=tmp_path, identity=RUN, model=text.gpt("rope"))
+    opened = OpenModel(directory=tmp_path, identity=RUN, load=lambda: text.gpt("rope"))
     with pytest.raises(ValueError, match=message):
         opened.accept(tokenizer)

@@ -21,7 +21,7 @@ def train(
     dry: Dry = False,
 ) -> None:
     """Train and measure every run of a recipe, on the corpus data=DIR. Stop it and start it again as you like."""
-    from gape.experiments.sweep import run_recipe  # noqa: PLC0415
+    from gape.experiments.experiment import run_recipe  # noqa: PLC0415
 
     loaded, directory = chosen("lm", recipe, overrides, only, out, dry)
     result = run_recipe(loaded, directory, resume=resume)

@@ -56,8 +56,8 @@ def run_and_print(recipe: Recipe, directory: Path, resume: str) -> None:
     Raises:
         typer.Exit: with code 1 when a run failed.
     """
+    from gape.experiments.experiment import run_recipe  # noqa: PLC0415
     from gape.experiments.needle import recipe_rows  # noqa: PLC0415
-    from gape.experiments.sweep import run_recipe  # noqa: PLC0415
 
     result = run_recipe(recipe, directory, resume=resume)
     if len(result.failed) < len(recipe.runs):

@@ -42,8 +42,8 @@ def chosen(
     Raises:
         typer.Exit: where runs are only to be listed, with the state of each.
     """
+    from gape.experiments.experiment import states  # noqa: PLC0415
     from gape.experiments.recipe import default_directory, load  # noqa: PLC0415
-    from gape.experiments.sweep import states  # noqa: PLC0415
 
     loaded = load(recipe, overrides or [], kind=kind).only(only or [])
     directory = out or default_directory(recipe, loaded)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load as from_safetensors
 from torch import Tensor
 
+from gape.data import load_tokenizer
 from gape.experiments.experiment import pick_device
-from gape.experiments.open_model import HF, OpenModel, kind_of, model_home, open_model
-from gape.experiments.open_reader import run_tokenizer
+from gape.experiments.open_model import OpenModel, is_transformers, model_home, open_model, run_tokenizer
 from gape.explore.exploration import Exploration, Mark, explore
 from gape.explore.notebook import token_text
 from gape.models.config import GPTConfig
@@ -99,7 +99,7 @@ def shipped(device: torch.device) -> OpenModel:
     model = GPT(GPTConfig.from_dict(config["model"]))
     model.load_state_dict(from_safetensors(home.joinpath("model.safetensors").read_bytes()))
     identity = {"run": "needle", "position": model.config.position, "task": config["task"]}
-    return OpenModel(directory=Path("needle"), identity=identity, model=model.to(device).eval())
+    return OpenModel(directory=Path("needle"), identity=identity, load=lambda: model.to(device).eval())
 
 
 def _passage(settings: Settings, opened: OpenModel) -> Passage:
@@ -108,7 +108,11 @@ def _passage(settings: Settings, opened: OpenModel) -> Passage:
         if settings.text is not None or settings.prompt is not None:
             raise invalid_argument("text", settings.text or settings.prompt, "none: this model reads --needle alone")
         return haystack(task, settings.needle or 4 * task.length, settings.seed)
-    tokenizer = _tokenizer(settings, opened)
+    if is_transformers(opened.directory):
+        tokenizer = load_tokenizer(settings.tokenizer or str(model_home(opened.directory)))
+    else:
+        tokenizer = run_tokenizer(opened.directory, settings.tokenizer)
+        opened.accept(tokenizer.identity())
     decode = token_text(tokenizer)
     if settings.needle is not None:
         return _needle_text(tokenizer, decode, settings.needle)
@@ -161,15 +165,6 @@ def _needle_text(tokenizer: Any, decode: Callable[[int], str], length: int) -> P
         Mark(start=start, length=len(answer), label="answer"),
     )
     return Passage(ids=torch.tensor([ids]), decode=decode, marks=marks, sources=sources)
-
-
-def _tokenizer(settings: Settings, opened: OpenModel) -> Any:
-    directory = opened.directory
-    if kind_of(directory) == HF:
-        return run_tokenizer(directory, settings.tokenizer or str(model_home(directory)))
-    tokenizer = run_tokenizer(directory, settings.tokenizer)
-    opened.accept(tokenizer.identity())
-    return tokenizer
 
 
 def _read(path: Path) -> str:

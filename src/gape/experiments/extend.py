@@ -22,12 +22,11 @@ import torch
 from gape.data import Corpus, RecallSource, WindowSource, load_tokenizer
 from gape.experiments import extend_measures as measures
 from gape.experiments import finetune, ruler
-from gape.experiments.experiment import low_precision, pick_device
+from gape.experiments.experiment import pick_device, wants_bfloat16
 from gape.experiments.extend_measures import AFTER, BEFORE, Measures
 from gape.experiments.extend_settings import LONG, SCORED_TEXTS, Phase, Settings
 from gape.experiments.extend_texts import SHORT, passage, passages, prose, refuse_short
-from gape.experiments.open_model import MODEL, SETTINGS, base_of, load_transformers, refuse_missing
-from gape.experiments.open_reader import transformers_reader
+from gape.experiments.open_model import MODEL, SETTINGS, base_of, load_transformers, transformers_reader
 from gape.experiments.result_store import ResultStore
 from gape.experiments.retrieval_heads import with_floors
 from gape.hf import extension
@@ -159,7 +158,7 @@ class Job:
 
     def __init__(self, settings: Settings, out: Path, device: torch.device, precision: str) -> None:
         self.settings, self.out, self.device, self.precision = settings, out, device, precision
-        self.low, self.progress = low_precision(precision, device), Progress()
+        self.low, self.progress = wants_bfloat16(precision, device), Progress()
         self.native, self.skips = 0, False
 
     def check(self) -> None:
@@ -171,7 +170,6 @@ class Job:
         settings = self.settings
         if launch.size() > 1:
             raise invalid_argument("nproc-per-node", launch.size(), "one process; gape hf finetune takes several")
-        refuse_missing(settings.model)
         for given in settings.data:
             if not given.startswith("hf:") and not Path(given).exists():
                 raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")

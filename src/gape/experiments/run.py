@@ -20,7 +20,8 @@ from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.tasks.niah import VOCAB_SIZE, NIAHConfig
 from gape.tasks.perplexity import Protocol
-from gape.train.config import REMOVED, TrainConfig
+from gape.train.config import TrainConfig
+from gape.utils.jsonl import Record
 from gape.utils.settings import Settings, parse_value, refuse_unknown, section, to_lists
 from gape.utils.validation import invalid_argument, suggestion, whole
 
@@ -28,7 +29,6 @@ from gape.utils.validation import invalid_argument, suggestion, whole
 DEFAULT_KIND = "niah"
 #: Bytes of a run's name; file systems take 255 at most.
 LONGEST_NAME = 200
-_KINDS: dict[str, type[Run]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +60,18 @@ class Run:
     model: GPTConfig
     train: TrainConfig
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        _KINDS[cls.kind] = cls
-
     def __post_init__(self) -> None:
         directory_name("name", self.name)
         whole("batch_size", self.batch_size)
         buildable(self.model)
+
+    @property
+    def identity(self) -> Record:
+        """What names the run in rows and analyses."""
+        return {
+            "run": self.name, "variant": self.variant, "position": self.model.position, "seed": self.seed,
+            "train_length": self.task.length,
+        }  # fmt: skip
 
     @classmethod
     def taken(cls, task: Any, seed: int) -> dict[str, Settings]:
@@ -117,11 +121,8 @@ class Run:
             ValueError: an unknown kind, an unknown or missing key, or a value that is refused.
         """
         rest = {key: value for key, value in settings.items() if key not in ("name", "variant", "kind")}
-        kind = kind_of(settings.get("kind", DEFAULT_KIND))
-        if isinstance(rest.get("train"), Mapping):
-            rest["train"] = {key: value for key, value in rest["train"].items() if key not in REMOVED}
         name, variant = (parse_value(key, str, settings.get(key, "")) for key in ("name", "variant"))
-        return kind.build(name, variant, rest)
+        return kind_of(settings.get("kind", DEFAULT_KIND)).build(name, variant, rest)
 
 
 def directory_name(key: str, name: str) -> None:
@@ -136,9 +137,10 @@ def kind_of(name: Any) -> type[Run]:
     Raises:
         ValueError: there is none; says which there are.
     """
-    if not isinstance(name, str) or name not in _KINDS:
-        raise invalid_argument("kind", name, f"one of {', '.join(_KINDS)}{suggestion(str(name), _KINDS, before=', ')}")
-    return _KINDS[name]
+    kinds: dict[Any, type[Run]] = {kind.kind: kind for kind in (NeedleRun, LanguageRun)}
+    if not isinstance(name, str) or name not in kinds:
+        raise invalid_argument("kind", name, f"one of {', '.join(kinds)}{suggestion(str(name), kinds, before=', ')}")
+    return kinds[name]
 
 
 @functools.lru_cache
@@ -200,11 +202,7 @@ class NeedleAnalysis:
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleRun(Run):
-    """A run on the needle task.
-
-    Attributes:
-        task, model, train, evaluation, analysis: the sections.
-    """
+    """A run on the needle task."""
 
     kind: ClassVar[str] = "niah"
     sections: ClassVar[Mapping[str, type[Any]]] = {
@@ -228,6 +226,11 @@ class NeedleRun(Run):
     def taken(cls, task: NIAHConfig, seed: int) -> dict[str, Settings]:
         """The vocabulary and the training length are the task's, the seed is the run's."""
         return {**super().taken(task, seed), "model": {"vocab_size": VOCAB_SIZE, "context_length": task.length}}
+
+    @property
+    def identity(self) -> Record:
+        """Also the needle that is asked for."""
+        return super().identity | {"target": self.task.target}
 
     @property
     def switched(self) -> GPTConfig | None:
@@ -328,10 +331,8 @@ class LanguageAnalysis:
 class LanguageRun(Run):
     """A run of a language model.
 
-    Attributes:
-        data: directory of the corpus, as `gape data prepare` writes it; "" while it is not said.
-        task, recall, model, train, evaluation, analysis: the sections. The model's `context_length` is the task's
-            length unless it is set.
+    `data` is the directory of the corpus, as `gape data prepare` writes it; "" while it is not said. The model's
+    `context_length` is the task's length unless it is set.
     """
 
     kind: ClassVar[str] = "lm"

@@ -133,9 +133,7 @@ def plan(
     windows = np.column_stack([numbers, np.concatenate(cuts)])
     drawn = _drawn(windows, np.array([document.index for document in chosen]), max_windows, seed)
     too_short = tuple(document for document in documents if document.length < protocol.min_tokens)
-    return Plan(
-        protocol=protocol, documents=tuple(chosen), windows=windows[drawn], left_out=too_short, of=len(windows)
-    )
+    return Plan(protocol=protocol, documents=tuple(chosen), windows=windows[drawn], left_out=too_short, of=len(windows))
 
 
 def fits(corpus: Corpus, protocol: Protocol, *, split: str = "heldout", stratum: str | None = None) -> None:

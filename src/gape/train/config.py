@@ -13,8 +13,6 @@ from gape.utils.validation import finite, flag, invalid_argument, positive_numbe
 MAY_CHANGE = frozenset(
     {"max_steps", "log_every", "check_every", "checkpoint_every", "keep_last", "progress", "shard", "context_parallel"}
 )
-# Keys that runs of earlier versions stored; no weight depends on them.
-REMOVED = frozenset({"tensorboard"})
 _AT_LEAST = {
     "max_steps": 1,
     "warmup_steps": 0,
@@ -165,7 +163,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     for key in sorted(before.keys() | now.keys()):
         was = before.get(key, defaults.get(key))
-        if key in MAY_CHANGE | REMOVED or was == now.get(key):
+        if key in MAY_CHANGE or was == now.get(key):
             continue
         line = f"{key} was {was!r} and is now {now.get(key)!r}"
         if key == "decay_steps":

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gape.data import load_tokenizer
-from gape.experiments.open_reader import transformers_reader
+from gape.experiments.open_model import transformers_reader
 from gape.tasks.ruler import evaluation
 from gape.tasks.ruler.readers import GPTReader, Ids, TransformersReader
 from gape.tasks.ruler.sources import Sample

@@ -1,4 +1,4 @@
-"""Scores of models on samples: prompts as ids, read batch by batch; each batch is on the disk before the next begins."""
+"""Scores of models on samples, batch by batch: each batch is on the disk before the next begins."""
 
 from __future__ import annotations
 
@@ -183,7 +183,10 @@ def evaluate(
 def _claim(directory: Path, reader: Reader, items: Sequence[Prepared], question: Record) -> None:
     """Write the manifest, or make sure that the one there is of the same question."""
     path = directory / MANIFEST
-    about = {"question": files.plain(question), "prompts_sha256": files.sha256("".join(i.digest for i in items).encode())}
+    about = {
+        "question": files.plain(question),
+        "prompts_sha256": files.sha256("".join(i.digest for i in items).encode()),
+    }
     before = read_object(path)
     if before and {name: before.get(name) for name in about} != about:
         raise invalid_argument("out", str(directory), "a directory of the same evaluation, or an empty one")
@@ -208,7 +211,7 @@ def _score_batch(reader: Reader, items: Sequence[Prepared], batch: Sequence[int]
         sample, nll = item.sample, float(loss.mean())
         if not math.isfinite(nll):
             raise ValueError(f"loss: got {nll} for {sample.source} sample {sample.number}, expected a number")
-        row = {
+        row: Record = {
             "sample": number, "source": sample.source, "number": sample.number, "task": sample.task,
             "length": sample.length, "prompt_sha256": item.digest, "prompt_tokens": len(item.prompt),
             "answer": sample.answer, "answer_tokens": len(item.answer), "references": list(sample.outputs), "nll": nll,
