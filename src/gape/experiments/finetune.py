@@ -46,6 +46,8 @@ TOKENIZER = (
     "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
 CARD, CORPUS, PART = "card.json", "corpus", ".part"
+#: The key of floors in a file, as gates know them.
+FLOORS = "gate_floor"
 VALIDATION_WINDOWS, VALIDATION_TOKENS = 64, 262_144
 NO_RECALL = RecallConfig()
 #: Tokens that tell a corpus of another tokenizer.
@@ -104,6 +106,23 @@ def retrofit(
     # Runs say it in their rows; the directory that they begin with may be called after a scheme.
     model.config.gape_from = base_of(name)
     save(model, name, out)
+
+
+def with_floors(gates: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Options of gates with the floors by layer and head of a file, such as the `plan.json` of `gape hf extend`.
+
+    Raises:
+        ValueError: floors are among the options already, or there is no such file.
+    """
+    if FLOORS in gates:
+        raise invalid_argument("floors", str(path), f"none beside --gate {FLOORS}=…")
+    try:
+        rows = files.from_json(path.read_bytes()).get(FLOORS)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"floors: {path} cannot be read, expected a JSON file with {FLOORS}: {error}") from error
+    if not isinstance(rows, list):
+        raise invalid_argument("floors", rows, f"lists of numbers by layer under {FLOORS} in {path}")
+    return {**gates, FLOORS: rows}
 
 
 def strip(name: str, out: Path) -> None:

@@ -181,23 +181,35 @@ class TransformersReader(Reader):
 
         return LanguageModel(self.model)
 
-    @torch.no_grad()
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that end a text."""
+        end = self.model.generation_config.eos_token_id
+        return {end} if isinstance(end, int) else set(end or ())
+
     def complete(self, prompts: Sequence[Ids], budget: int) -> list[list[int]]:
         """See :class:`Reader`."""
+        options: dict[str, Any] = {"do_sample": False}
+        if self.forgetting is not None:
+            options["past_key_values"] = self.forgetting()
+        ends = self.ends
+        return [_until(row, ends) for row in self.generate(prompts, budget, **options)]
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int] | Ids], budget: int, **options: Any) -> list[list[int]]:
+        """The next tokens of each prompt; behind an end of text come pads. Options are those of transformers."""
         ids = torch.from_numpy(pad(prompts, left=True)).to(self.device)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             mask[row, ids.size(1) - len(prompt) :] = 1
-        end = self.model.generation_config.eos_token_id
-        ends = {end} if isinstance(end, int) else set(end or ())
-        options: dict[str, Any] = {"prefill_chunk_size": self.chunk} if ids.size(1) > self.chunk else {}
-        if self.forgetting is not None:
-            options["past_key_values"] = self.forgetting()
+        if ids.size(1) > self.chunk:
+            options["prefill_chunk_size"] = self.chunk
         generated = self.model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=budget, do_sample=False, num_beams=1,
-            pad_token_id=next(iter(ends), 0), **options,
+            input_ids=ids, attention_mask=mask, max_new_tokens=budget, num_beams=1,
+            pad_token_id=next(iter(self.ends), 0), **options,
         )  # fmt: skip
-        return [_until(row, ends) for row in generated[:, ids.size(1) :].tolist()]
+        new: list[list[int]] = generated[:, ids.size(1) :].tolist()
+        return new
 
     def identity(self) -> dict[str, Any]:
         """See :class:`Reader`."""
@@ -228,7 +240,7 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def pad(rows: Sequence[Ids], *, left: bool) -> Ids:
+def pad(rows: Sequence[Sequence[int] | Ids], *, left: bool) -> Ids:
     """Rows as one array (B, N), with zeros before or behind the shorter ones."""
     ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
     for place, row in enumerate(rows):
