@@ -36,18 +36,18 @@ def generate(
     out: Annotated[Path, typer.Option(help="Directory that gets TASK_LENGTH.jsonl and manifest.json.")] = Path("ruler"),
 ) -> None:
     """Make samples of exact length for a tokenizer, the same bytes for the same seed. Needs no network."""
-    from gape.experiments.ruler import Samples, write  # noqa: PLC0415
+    from gape.experiments.ruler import write  # noqa: PLC0415
     from gape.utils.progress import Progress, ProgressTable  # noqa: PLC0415
 
     questions = {name: path for name, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path is not None}
-    samples = Samples(
-        tokenizer=tokenizer, lengths=tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192"))),
-        tasks=None if tasks is None else tuple(tasks.split(",")), count=count, seed=seed, haystack=haystack,
-        questions=questions, wording=wording,
-    )  # fmt: skip
+    options = {"count": count, "seed": seed, "haystack": haystack, "questions": questions, "wording": wording}
     progress = Progress()
     with ProgressTable(progress, "sample") as table:
-        paths = list(write(samples, out, show=table.show, log=progress.log))
+        written = write(
+            out, tokenizer=tokenizer, lengths=tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192"))),
+            tasks=None if tasks is None else tasks.split(","), **options, show=table.show, log=progress.log,
+        )  # fmt: skip
+        paths = list(written)
     for path in paths:
         typer.echo(path)
 

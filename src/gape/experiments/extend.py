@@ -264,13 +264,12 @@ class Job:
             text = measures.prose(self.corpus, load_tokenizer(settings.model), _HAYSTACK_CHARACTERS)
             files.replace(haystack, text.encode())
         for length in (length for length in lengths if length >= max(SHORTEST, self.native // 2)):
-            order = ruler.Samples(
-                tasks=TASKS, lengths=(length,), tokenizer=settings.model, count=settings.samples, seed=0,
-                haystack=haystack, questions={}, wording="own",
-            )  # fmt: skip
             try:
-                for _ in ruler.write(order, folder, log=self.progress.log):
-                    pass
+                written = ruler.write(
+                    folder, tasks=TASKS, lengths=(length,), tokenizer=settings.model, count=settings.samples,
+                    haystack=haystack, log=self.progress.log,
+                )  # fmt: skip
+                list(written)
             except ValueError as error:
                 self.progress.log(f"needles at {length:,} are left out: {error}")
         return tuple(sources.read([str(folder)])[0]) if folder.is_dir() else ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from gape.experiments.open_model import (
 from gape.experiments.recipe import RUNS
 from gape.experiments.result_store import ResultStore
 from gape.tasks.ruler import evaluation as scoring
-from gape.tasks.ruler import generator
 from gape.tasks.ruler.evaluation import Prepared, Settings
-from gape.tasks.ruler.generator import WORDING, Generator
+from gape.tasks.ruler.generator import LM_EVAL, WORDING, Generator, lm_eval_samples
 from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
@@ -41,59 +39,57 @@ MANIFEST = "manifest.json"
 MOST = 10**6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Samples:
-    """Which samples to write; see the options of `gape ruler generate`.
-
-    Without `tasks` every task is written that fits into a length; a task that is named has to fit.
-    """
-
-    tokenizer: str
-    lengths: tuple[int, ...]
-    tasks: tuple[str, ...] | None
-    count: int
-    seed: int
-    haystack: Path | None
-    questions: Mapping[str, Path]
-    wording: str
-
-    def __post_init__(self) -> None:
-        if whole("count", self.count) > MOST:
-            raise invalid_argument("count", self.count, f"a whole number from 1 to {MOST:,}")
-        if self.wording not in ("own", generator.LM_EVAL):
-            raise invalid_argument("wording", self.wording, f"own or {generator.LM_EVAL}")
-
-
 #: By task and length: what the samples are made of, and the samples.
 _Tables = dict[tuple[str, int], tuple[dict[str, Any], Iterator[dict[str, Any]]]]
 
 
 def write(
-    samples: Samples,
     directory: Path,
     *,
+    tokenizer: str,
+    lengths: Sequence[int],
+    count: int,
+    tasks: Sequence[str] | None = None,
+    seed: int = 0,
+    haystack: Path | None = None,
+    questions: Mapping[str, Path] | None = None,
+    wording: str = "own",
     show: Callable[[str, int, int], None] = lambda name, done, total: None,
     log: Log = print,
 ) -> Iterator[Path]:
-    """Write the samples of an order, each file at once; files of the same order that are there stay.
+    """Write samples, each file at once; files of the same samples that are there stay. See `gape ruler generate`.
+
+    Without `tasks` every task is written that fits into a length; a task that is named has to fit.
 
     Raises:
         ValueError: a task does not fit into a length, a file is missing or broken, or the folder holds other samples.
     """
-    names = _task_names(samples.tasks)
+    if whole("count", count) > MOST:
+        raise invalid_argument("count", count, f"a whole number from 1 to {MOST:,}")
+    if wording not in ("own", LM_EVAL):
+        raise invalid_argument("wording", wording, f"own or {LM_EVAL}")
+    pairs = [(name, length) for name in _task_names(tasks) for length in lengths]
+    encoder = load_tokenizer(tokenizer)
     tables: _Tables
-    if samples.wording == generator.LM_EVAL:
-        tables = {
-            (name, length): ({}, iter(generator.samples(name, length, samples.tokenizer, samples.count, samples.seed)))
-            for name in names
-            for length in samples.lengths
-        }
+    if wording == LM_EVAL:
+        tables = {pair: ({}, iter(lm_eval_samples(*pair, tokenizer, count, seed))) for pair in pairs}
     else:
-        tables = _own(samples, names, log)
+        ingredients = Ingredients(haystack, questions)
+        generators = [Generator(name, length, encoder, ingredients, seed) for name, length in pairs]
+        tables = _tables(generators, count, log if tasks is None else None)
+        prose = [name for name, _ in tables if task(name).settings.get("haystack") == "text"]
+        if prose and haystack is None:
+            log(f"{', '.join(dict.fromkeys(prose))}: no --haystack was given, repeated sentences stand in for prose")
     settings = {
-        "tokenizer": load_tokenizer(samples.tokenizer).identity(), "seed": samples.seed, "count": samples.count,
-        "wording": WORDING if samples.wording == "own" else samples.wording,
+        "tokenizer": encoder.identity(), "seed": seed, "count": count,
+        "wording": WORDING if wording == "own" else wording,
     }  # fmt: skip
+    yield from _write_tables(directory, settings, tables, show)
+
+
+def _write_tables(
+    directory: Path, settings: Record, tables: _Tables, show: Callable[[str, int, int], None]
+) -> Iterator[Path]:
     path = directory / MANIFEST
     before = read_object(path)
     if before and {key: before.get(key) for key in settings} != files.plain(settings):
@@ -108,7 +104,7 @@ def write(
             lines = list[str]()
             for row in rows:
                 lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-                show(target.stem, len(lines), samples.count)
+                show(target.stem, len(lines), settings["count"])
             data = "".join(lines).encode()
             files.replace(target, data)
             listed[target.name] = {"ingredients": identity, "sha256": files.sha256(data)}
@@ -116,26 +112,23 @@ def write(
         yield target
 
 
-def _own(samples: Samples, names: Sequence[str], log: Log) -> _Tables:
-    """Generators whose first sample was made already, so that nothing fails for its length later on."""
-    tokenizer, ingredients = load_tokenizer(samples.tokenizer), Ingredients(samples.haystack, samples.questions)
+def _tables(generators: Sequence[Generator], count: int, log: Log | None) -> _Tables:
+    """Samples of generators whose first one was made already, so that nothing fails for its length later on.
+
+    Generators that cannot make one are left out, which `log` says; without it they are refused.
+    """
     tables: _Tables = {}
-    for name in names:
-        for length in samples.lengths:
-            generator = Generator(name, length, tokenizer, ingredients, samples.seed)
-            try:
-                generator.sample(0)
-            except ValueError as error:
-                if samples.tasks is not None:
-                    raise
-                log(f"{name} at {length:,} is left out: {error}")
-                continue
-            tables[name, length] = ingredients.identity(task(name)), generator.samples(samples.count)
-    prose = [name for name, _ in tables if task(name).settings.get("haystack") == "text"]
-    if prose and samples.haystack is None:
-        log(f"{', '.join(dict.fromkeys(prose))}: no --haystack was given, repeated sentences stand in for prose")
+    for each in generators:
+        try:
+            each.sample(0)
+        except ValueError as error:
+            if log is None:
+                raise
+            log(f"{each.name} at {each.length:,} is left out: {error}")
+            continue
+        tables[each.name, each.length] = each.ingredients.identity(task(each.name)), each.samples(count)
     if not tables:
-        raise invalid_argument("tasks", names, "one that can be made")
+        raise invalid_argument("tasks", [each.name for each in generators], "one that can be made")
     return tables
 
 

@@ -26,7 +26,7 @@ _NAMES = {"vt": "ruler_vt", "cwe": "ruler_cwe", "fwe": "ruler_fwe", "qa_1": "rul
 LM_EVAL = "lm-eval"
 
 
-def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+def lm_eval_samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Samples of a task as `lm-eval` makes them, in our fields. It makes 500 of them and may want the network.
 
     The length is at least 4,096; `tokenizer` is a folder or a name that `transformers` can load.
