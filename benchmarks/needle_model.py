@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from gape.cli.niah import run_and_print
 from gape.experiments.exploring import explored
-from gape.experiments.open_model import open_run
+from gape.experiments.open_model import open_run, read_run
 from gape.experiments.recipe import load
 from gape.explore.export import with_full_maps
 from gape.explore.view import default_heads
@@ -38,9 +38,9 @@ def main(
             recipe = load("niah/demo", SETTINGS)
             run_and_print(recipe, Path(folder), "auto")
             run = Path(folder) / recipe.runs[0].name
-        opened = open_run(run)
+        opened, settings = open_run(run), read_run(run)
     HOME.mkdir(exist_ok=True)
-    config = {"model": opened.model.config.to_dict(), "task": dict(vars(opened.run.task))}
+    config = {"model": opened.model.config.to_dict(), "task": dict(vars(settings.task))}
     files.replace(HOME / "config.json", files.to_json(config))
     files.replace(HOME / "model.safetensors", save({k: v.contiguous() for k, v in opened.model.state_dict().items()}))
     exploration = explored(needle=LENGTH, seed=HAYSTACK, device="cpu")

@@ -40,12 +40,12 @@ def generate(
     from gape.utils.progress import Progress, ProgressTable  # noqa: PLC0415
 
     questions = {name: path for name, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path is not None}
-    options = {"count": count, "seed": seed, "haystack": haystack, "questions": questions, "wording": wording}
     progress = Progress()
     with ProgressTable(progress, "sample") as table:
         written = write(
             out, tokenizer=tokenizer, lengths=tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192"))),
-            tasks=None if tasks is None else tasks.split(","), **options, show=table.show, log=progress.log,
+            tasks=None if tasks is None else tasks.split(","), count=count, seed=seed,
+            haystack=haystack, questions=questions, wording=wording, show=table.show, log=progress.log,
         )  # fmt: skip
         paths = list(written)
     for path in paths:

@@ -199,24 +199,20 @@ class Job:
     @cached_property
     def corpus(self) -> Corpus:
         """The corpus, refused if it has too little text to be trained and measured on, or is another tokenizer's."""
-        settings, config = self.settings, load_transformers(self.settings.model).config
-        window = settings.window(self.native)
-
-        def opened() -> Corpus:
+        settings, window = self.settings, self.settings.window(self.native)
+        phases = settings.phases(self.native)
+        tuned = () if settings.method == "plain" else phases
+        with finetune.removing_refused(self.out):
             corpus = finetune.corpus_of(
                 settings.model, settings.data, self.out, settings.heldout_fraction, self.progress
             )
-            tuned = () if settings.method == "plain" else settings.phases(self.native)
             measures.refuse_short(corpus, max((phase.length for phase in tuned), default=window), window)
-            return corpus
-
-        def check(text: WindowSource) -> None:
-            if settings.method != "plain":
+            finetune.refuse_corpus(settings.model, load_transformers(settings.model).config, corpus)
+            text = WindowSource(corpus, length=window, batch_size=phases[0].batch_size)
+            if tuned:
                 # What the tuning would refuse.
                 RecallSource(text, load_tokenizer(settings.model), settings.recall_config())
-
-        windows = {"length": window, "batch_size": settings.phases(self.native)[0].batch_size}
-        return finetune.window_source(settings.model, config, self.out, opened, windows, check).corpus
+        return corpus
 
     def run(self) -> None:
         """Everything that is missing, in order."""
@@ -324,11 +320,11 @@ class Job:
         files.replace(path, files.to_json(record))
         return torch.tensor(record["score"])
 
-    def _kept(self) -> finetune.Kept:
+    def _kept(self) -> Sequence[Sequence[int]]:
         """The original's own answers to short prompts, stored, to mix into the tuning."""
         settings, path = self.settings, self.out / KEPT
         if not settings.keep:
-            return finetune.NO_TEXTS
+            return ()
         if not path.is_file():
             self.progress.log("answers of the original to short prompts, to keep it what it was")
             texts = measures.short_prompts()[measures.MEASURED_PROMPTS :]
@@ -339,7 +335,8 @@ class Job:
                 for ids, _ in measures.answer(reader, texts, KEPT_TOKENS, seed=settings.seed + 1000 * turn)
             ]
             files.replace(path, json.dumps(rows).encode())
-        return finetune.Kept(texts=json.loads(path.read_bytes()), share=settings.keep)
+        texts: list[list[int]] = json.loads(path.read_bytes())
+        return texts
 
     def _tune(self) -> None:
         """Tune the model, and put the result in its place."""
@@ -365,7 +362,7 @@ class Job:
             length=phase.length, batch_size=phase.batch_size, learn="all", device=str(self.device), resume="auto",
             heldout_fraction=settings.heldout_fraction, gradient_checkpointing=settings.gradient_checkpointing,
             variant=settings.method, recall=settings.recall_config(long=phase.folder == LONG),
-            kept=self._kept(), lora=settings.lora,
+            kept=self._kept(), kept_share=settings.keep, lora=settings.lora,
         )  # fmt: skip
 
     def _reader(self, name: str) -> TransformersReader:

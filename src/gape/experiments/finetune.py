@@ -6,8 +6,8 @@ import dataclasses
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +49,10 @@ CARD, CORPUS, PART = "card.json", "corpus", ".part"
 #: The key of floors in a file, as gates know them.
 FLOORS = "gate_floor"
 VALIDATION_WINDOWS, VALIDATION_TOKENS = 64, 262_144
-NO_RECALL = RecallConfig()
 #: Tokens that tell a corpus of another tokenizer.
 _COMPARED = 512
 #: Fewer tokens say nothing.
 _LEAST_COMPARED = 32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept:
-    """Texts, as ids, that fill a share of the training windows, so that a model stays what it was."""
-
-    texts: Sequence[Sequence[int]] = ()
-    share: float = 0.0
-
-
-NO_TEXTS = Kept()
 
 
 def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
@@ -182,20 +170,22 @@ def finetune(
     gradient_checkpointing: bool,
     attention: str | None = None,
     variant: str = "",
-    recall: RecallConfig = NO_RECALL,
+    recall: RecallConfig | None = None,
     lora: int = 0,
-    kept: Kept = NO_TEXTS,
+    kept: Sequence[Sequence[int]] = (),
+    kept_share: float = 0.0,
 ) -> Path:
     """Fine-tune a model in a run directory and save it to model/ in it, whose path is returned.
 
-    Args are the options of `gape hf finetune`; `kept` are other texts that some windows are filled with.
+    Args are the options of `gape hf finetune`; `kept` are other texts, as ids, that a share of the windows is filled
+    with, so that a model stays what it was.
 
     Raises:
         Interrupted: a signal came; everything is saved.
         ValueError: a model or data that do not fit.
     """
     processes.connect()
-    progress, target = Progress(), pick_device(device)
+    progress, target, recall = Progress(), pick_device(device), recall or RecallConfig()
     # A corpus that is made of text is written: whatever can be refused before is.
     whole("batch_size", batch_size)
     if lora and learn != "all":
@@ -206,15 +196,16 @@ def finetune(
         choose(out / "checkpoints", resume, progress.log)
     model = _learner(name, attention, learn, length, gradient_checkpointing=gradient_checkpointing)
     adapters = add_lora(model, lora, config.seed) if lora else None
-    windows = {
-        "length": length, "batch_size": batch_size, "seed": config.seed, "device": target,
-        "accumulation": config.accumulation,
-    }  # fmt: skip
-    mix = partial(_mixed, name=name, recall=recall, kept=kept)
-    text = window_source(
-        name, model.config, out, lambda: corpus_of(name, data, out, heldout_fraction, progress), windows, mix
-    )
-    source = mix(text)
+    with removing_refused(out):
+        corpus = corpus_of(name, data, out, heldout_fraction, progress)
+        refuse_corpus(name, model.config, corpus)
+        text = WindowSource(
+            corpus, length=length, batch_size=batch_size, seed=config.seed, device=target,
+            accumulation=config.accumulation,
+        )  # fmt: skip
+        source: WindowSource | RecallSource = text
+        if recall.active or kept_share:
+            source = RecallSource(text, load_tokenizer(name), recall, kept=kept, kept_share=kept_share)
     about = describe(model.config, name) | {"learn": learn}
     settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
     settings |= {"task": {"length": length}, "model": about, "train": config.to_dict()}
@@ -261,29 +252,12 @@ def _note_loss(model: Any, chosen: checkpoint.Checkpoint, length: int) -> None:
     model.config.gape = notes
 
 
-def _mixed(text: WindowSource, name: str, recall: RecallConfig, kept: Kept) -> WindowSource | RecallSource:
-    """Windows of text, of which some become recall texts or kept texts."""
-    if not (recall.active or kept.share):
-        return text
-    return RecallSource(text, load_tokenizer(name), recall, kept=kept.texts, kept_share=kept.share)
-
-
-def window_source(
-    name: str,
-    config: Any,
-    out: Path,
-    corpus: Callable[[], Corpus],
-    windows: Mapping[str, Any],
-    check: Callable[[WindowSource], Any] = lambda source: None,
-) -> WindowSource:
-    """Windows of a corpus that fits a model and passes a check; one that was made here and does not is taken away."""
+@contextmanager
+def removing_refused(out: Path) -> Iterator[None]:
+    """Take away a corpus that is made of text in here, and then refused."""
     existed = (out / CORPUS).exists()
     try:
-        opened = corpus()
-        refuse_corpus(name, config, opened)
-        source = WindowSource(opened, **windows)
-        check(source)
-        return source
+        yield
     except ValueError:
         if not existed and (out / CORPUS).exists() and launch.is_first():
             shutil.rmtree(out / CORPUS)
