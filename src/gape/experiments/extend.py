@@ -335,8 +335,8 @@ class Job:
                 for ids, _ in measures.answer(reader, texts, KEPT_TOKENS, seed=settings.seed + 1000 * turn)
             ]
             files.replace(path, json.dumps(rows).encode())
-        texts: list[list[int]] = json.loads(path.read_bytes())
-        return texts
+        kept: list[list[int]] = json.loads(path.read_bytes())
+        return kept
 
     def _tune(self) -> None:
         """Tune the model, and put the result in its place."""
