@@ -192,7 +192,8 @@ def measure(
         for kind, distances in away.items():
             sums += _bin_losses(kind, distances[1:], long_losses, short_context, config)
     if "planted" in config.kinds and passage is not None:
-        sums += [_planted(model, ids, passage, distance, config) for distance in config.bins if _fits(distance, config)]
+        fitting = [distance for distance in config.bins if LEAD + distance <= config.context]
+        sums += [_planted(model, ids, passage, distance, config) for distance in fitting]
     return sums
 
 
@@ -204,10 +205,6 @@ def _bin_losses(kind: str, away: Ids, losses: Losses, short: Losses, config: Far
             nll, control = float(losses[chosen].sum()), float(short[chosen].sum())
             sums.append(Sums(kind, distance, config.context, int(chosen.sum()), nll, control))
     return sums
-
-
-def _fits(distance: int, config: FarBackConfig) -> bool:
-    return LEAD + distance <= config.context
 
 
 def _planted(model: GPT, host: Ids, passage: Ids, distance: int, config: FarBackConfig) -> Sums:
