@@ -19,8 +19,7 @@ def test_what_has_a_row_is_not_missing(tmp_path: Path) -> None:
     store = ResultStore(tmp_path / "rows.jsonl")
     selection = [{"length": length, "device": "cpu"} for length in (8, 16)]
     assert store.missing(selection) == selection
-    store.append({"length": 8, "device": "cuda"}, {"length": 16, "nll": 1.0})
-    # Rows of old files do not name their device.
+    store.append({"length": 8, "device": "cuda"}, {"length": 16, "device": "cpu", "nll": 1.0})
     assert store.missing(selection) == selection[:1]
 
 

@@ -24,11 +24,11 @@ def train(
     from gape.experiments.experiment import run_recipe  # noqa: PLC0415
 
     loaded, directory = chosen("lm", recipe, overrides, only, out, dry)
-    result = run_recipe(loaded, directory, resume=resume)
+    failed = run_recipe(loaded, directory, resume=resume)
     for run in loaded.runs:
-        if run.name not in result.failed:
+        if run.name not in failed:
             typer.echo(directory / run.name)
-    if result.failed:
+    if failed:
         raise typer.Exit(1)
 
 

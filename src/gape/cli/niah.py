@@ -51,18 +51,14 @@ def evaluate(
 
 
 def run_and_print(recipe: Recipe, directory: Path, resume: str) -> None:
-    """Run a recipe and print its tables.
-
-    Raises:
-        typer.Exit: with code 1 when a run failed.
-    """
+    """Run a recipe and print its tables."""
     from gape.experiments.experiment import run_recipe  # noqa: PLC0415
     from gape.experiments.needle import recipe_rows  # noqa: PLC0415
 
-    result = run_recipe(recipe, directory, resume=resume)
-    if len(result.failed) < len(recipe.runs):
-        _print_tables(recipe_rows(recipe, directory, without=result.failed))
-    if result.failed:
+    failed = run_recipe(recipe, directory, resume=resume)
+    if len(failed) < len(recipe.runs):
+        _print_tables(recipe_rows(recipe, directory, without=failed))
+    if failed:
         raise typer.Exit(1)
 
 

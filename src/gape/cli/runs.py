@@ -37,11 +37,7 @@ Dry = Annotated[bool, typer.Option("--list", help="Only list the runs and what i
 def chosen(
     kind: str, recipe: str, overrides: list[str] | None, only: list[str] | None, out: Path | None, dry: bool
 ) -> tuple[Recipe, Path]:
-    """The recipe with the runs that were asked for, and their directory.
-
-    Raises:
-        typer.Exit: where runs are only to be listed, with the state of each.
-    """
+    """The recipe with the runs that were asked for, and their directory."""
     from gape.experiments.experiment import states  # noqa: PLC0415
     from gape.experiments.recipe import default_directory, load  # noqa: PLC0415
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -38,19 +37,11 @@ def experiment(run: Run) -> ModuleType:
     return import_module(_MODULES[run.kind])
 
 
-@dataclass
-class SweepResult:
-    """How a sweep went: names of runs done now, done before, and failed (with the reason)."""
+def run_recipe(recipe: Recipe, directory: Path, *, resume: str = "auto") -> dict[str, str]:
+    """Bring every run of a recipe to its end, each in a directory of its own; the names of failed ones, and why.
 
-    done: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-
-
-def run_recipe(recipe: Recipe, directory: Path, *, resume: str = "auto") -> SweepResult:
-    """Bring every run of a recipe to its end, each in a directory of its own; a failed one does not keep the others.
-
-    With `resume` "auto" what is there goes on; "never" refuses directories in which something was trained.
+    A failed run does not keep the others. With `resume` "auto" what is there goes on; "never" refuses directories in
+    which something was trained.
 
     Raises:
         Interrupted, DiskFullError: a signal came and the running run has saved; or no run could write.
@@ -72,17 +63,16 @@ def run_recipe(recipe: Recipe, directory: Path, *, resume: str = "auto") -> Swee
 
     with processes.reported():
         names = processes.from_first(begin)
-    waiting = [run for run in runs if run.name in names]
-    result = SweepResult(skipped=[run.name for run in runs if run not in waiting])
-    if result.skipped:
-        progress.log(f"{len(result.skipped)} of {len(runs)} runs are done already")
+    waiting, failed = [run for run in runs if run.name in names], dict[str, str]()
+    if len(waiting) < len(runs):
+        progress.log(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
     with StopFlag() as stop:
         for number, run in enumerate(waiting, 1):
             if number > 1 and run.model != waiting[number - 2].model:
                 # Of one function torch keeps eight compiled forms and runs what comes after uncompiled.
                 torch.compiler.reset()
-            progress.log(f"[{number}/{len(waiting)}] {run.name}")
-            began = time.monotonic()
+            label, began = f"[{number}/{len(waiting)}] {run.name}", time.monotonic()
+            progress.log(label)
             try:
                 perform(run, directory / run.name, stop=stop, resume=resume, console=progress.console, log=progress.log)
             except (Interrupted, DiskFullError, RankError):
@@ -90,15 +80,14 @@ def run_recipe(recipe: Recipe, directory: Path, *, resume: str = "auto") -> Swee
             except Exception as error:
                 if len(waiting) == 1:
                     raise
-                result.failed[run.name] = f"{type(error).__name__}: {error}"
-                progress.log(f"{run.name} failed: {result.failed[run.name]}")
+                failed[run.name] = f"{type(error).__name__}: {error}"
+                progress.log(f"{run.name} failed: {failed[run.name]}")
             else:
-                result.done.append(run.name)
-                progress.log(f"[{number}/{len(waiting)}] {run.name} done in {time.monotonic() - began:.0f} s")
+                progress.log(f"{label} done in {time.monotonic() - began:.0f} s")
     processes.leave()
-    if result.failed:
-        progress.log(f"{len(result.failed)} of {len(runs)} runs failed: {', '.join(result.failed)}")
-    return result
+    if failed:
+        progress.log(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
+    return failed
 
 
 def states(recipe: Recipe, directory: Path) -> dict[Path, str]:
@@ -134,12 +123,7 @@ def perform(
 
 
 def check(run: Run, directory: Path, resume: str = "auto") -> None:
-    """Make sure, before anything is written, that a run can be begun or gone on with; measurements may be added to.
-
-    Raises:
-        ValueError: another run is there, and what differs; training, where `resume` is "never"; a `resume` that is
-            neither; or what the experiment refuses.
-    """
+    """Make sure, before anything is written, that a run can be begun or gone on with; measurements may be added to."""
     if resume not in ("auto", "never"):
         raise invalid_argument("resume", resume, "auto or never")
     there = [*checkpoint.available(directory / "checkpoints"), directory / SUMMARY]
@@ -209,11 +193,7 @@ def _device(name: str) -> torch.device:
 
 
 def wants_bfloat16(precision: str, device: torch.device) -> bool:
-    """Whether a --precision means bfloat16 autocast on a device.
-
-    Raises:
-        ValueError: no such precision; names those there are.
-    """
+    """Whether a --precision means bfloat16 autocast on a device."""
     if precision not in ("auto", "float32", "bfloat16"):
         raise invalid_argument("precision", precision, "auto, float32 or bfloat16")
     return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")

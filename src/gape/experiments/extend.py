@@ -145,11 +145,7 @@ class Job:
         self.native, self.skips = 0, False
 
     def check(self) -> None:
-        """Refuse a model, a target, floors or paths that cannot be, before anything is written.
-
-        Raises:
-            ValueError: names the argument.
-        """
+        """Refuse a model, a target, floors or paths that cannot be, before anything is written."""
         settings = self.settings
         if launch.size() > 1:
             raise invalid_argument("nproc-per-node", launch.size(), "one process; gape hf finetune takes several")

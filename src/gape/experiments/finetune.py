@@ -97,11 +97,7 @@ def retrofit(
 
 
 def with_floors(gates: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Options of gates with the floors by layer and head of a file, such as the `plan.json` of `gape hf extend`.
-
-    Raises:
-        ValueError: floors are among the options already, or there is no such file.
-    """
+    """Options of gates with the floors by layer and head of a file, such as the `plan.json` of `gape hf extend`."""
     if FLOORS in gates:
         raise invalid_argument("floors", str(path), f"none beside --gate {FLOORS}=…")
     try:

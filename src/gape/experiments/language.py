@@ -40,11 +40,7 @@ EPS = 1e-2
 
 
 def check(run: LanguageRun, directory: Path) -> None:
-    """Refuse a corpus that is missing, of another vocabulary, too short, or not the one the run began with.
-
-    Raises:
-        ValueError: names the key and what was expected.
-    """
+    """Refuse a corpus that is missing, of another vocabulary, too short, or not the one the run began with."""
     corpus = _corpus(run)
     if corpus.vocab_size != run.model.vocab_size:
         name = corpus.tokenizer.get("name")
@@ -107,11 +103,7 @@ def missing(run: LanguageRun, directory: Path, device: torch.device, step: int) 
 
 
 def measure(run: LanguageRun, directory: Path, device: torch.device, log: Log) -> None:
-    """Measure perplexity, recall and generation at the missing contexts of the recipe.
-
-    Raises:
-        BusyError: another process trains or measures the run.
-    """
+    """Measure perplexity, recall and generation at the missing contexts of the recipe."""
     corpus = _corpus(run)
     with locks.locked(directory, "measured"):
         opened = open_run(directory, device, log)

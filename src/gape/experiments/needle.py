@@ -30,11 +30,7 @@ ROWS, ANALYSIS = "eval.jsonl", "analysis.json"
 
 
 def check(run: NeedleRun, directory: Path) -> None:
-    """Refuse a scheme to switch to that cannot take the run's weights; the data are made from the seed.
-
-    Raises:
-        ValueError: names both schemes.
-    """
+    """Refuse a scheme to switch to that cannot take the run's weights; the data are made from the seed."""
     if run.switched is None:
         return
     if run.switched.position == run.model.position:
@@ -69,11 +65,7 @@ def missing(run: NeedleRun, directory: Path, device: torch.device, step: int) ->
 
 
 def measure(run: NeedleRun, directory: Path, device: torch.device, log: Log) -> None:
-    """Evaluate at the missing lengths, then analyse the model.
-
-    Raises:
-        BusyError: another process trains or measures the run.
-    """
+    """Evaluate at the missing lengths, then analyse the model."""
     with locks.locked(directory, "measured"):
         opened = open_run(directory, device, log)
         _evaluate(run, opened, device, log)
@@ -158,11 +150,7 @@ def _evaluate(run: NeedleRun, opened: OpenModel, device: torch.device, log: Log)
 
 
 def with_scheme(model: GPT, config: GPTConfig) -> GPT:
-    """The same weights under another scheme.
-
-    Raises:
-        ValueError: its parameters are others.
-    """
+    """The same weights under another scheme."""
     other = GPT(config).to(next(model.parameters()).device).eval()
     try:
         other.load_state_dict(model.state_dict())

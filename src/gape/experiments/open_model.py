@@ -56,11 +56,7 @@ class OpenModel:
         return self.load()
 
     def accept(self, tokenizer: Mapping[str, Any]) -> None:
-        """Refuse tokens of another tokenizer.
-
-        Raises:
-            ValueError: another tokenizer, or ids that the model has no embedding for.
-        """
+        """Refuse tokens of another tokenizer."""
         refuse_tokenizer(self.directory, tokenizer)
         most = self.model.config.vocab_size
         if tokenizer["vocab_size"] > most:
@@ -69,11 +65,7 @@ class OpenModel:
 
 
 def is_transformers(directory: Path) -> bool:
-    """Whether a model of transformers lies in a directory, by itself or as a run; else it is a run of ours.
-
-    Raises:
-        ValueError: neither.
-    """
+    """Whether a model of transformers lies in a directory, by itself or as a run; else it is a run of ours."""
     settings = read_object(directory / SETTINGS)
     if not settings and MODEL_TYPE not in read_object(directory / CONFIG):
         expected = "a directory that gape lm train, gape niah train, gape hf finetune or gape hf inject made"
@@ -214,11 +206,7 @@ def transformers_reader(
 
 
 def run_tokenizer(directory: Path, spec: str | None) -> Tokenizer:
-    """The tokenizer of a run: the one that was named, if the run records it; None does for a run on bytes.
-
-    Raises:
-        ValueError: none was named, or another; or it lacks its files.
-    """
+    """The tokenizer of a run: the one that was named, if the run records it; None does for a run on bytes."""
     recorded = _recorded_tokenizer(directory)
     if spec is None and recorded.get("kind") != "bytes":
         name = f", {recorded['name']}" if recorded.get("name") else ""
@@ -229,11 +217,7 @@ def run_tokenizer(directory: Path, spec: str | None) -> Tokenizer:
 
 
 def refuse_tokenizer(directory: Path, tokenizer: Mapping[str, Any], *, recorded: bool = False) -> None:
-    """Refuse tokens that mean something else than those a model was trained on.
-
-    Raises:
-        ValueError: the model records another tokenizer; or none, where one has to be `recorded`.
-    """
+    """Refuse tokens that mean something else than those a model was trained on."""
     known = _recorded_tokenizer(directory)
     if recorded and not known:
         raise ValueError(f"run: {directory} records no tokenizer, expected a run of gape lm train")
@@ -306,11 +290,7 @@ def model_home(directory: Path) -> Path:
 
 
 def weights_of(directory: Path) -> list[Path]:
-    """The files of a model's weights, in the order of their names.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The files of a model's weights, in the order of their names."""
     paths = sorted(model_home(directory).glob("*.safetensors"))
     if not paths:
         expected = "a run of gape hf finetune, or a saved model in safetensors files"

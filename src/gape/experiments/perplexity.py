@@ -140,11 +140,7 @@ def _check(directory: Path, settings: Settings) -> None:
 
 
 def _with_contexts(settings: Settings, log: Log) -> Settings:
-    """The settings with the contexts that a document fills.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The settings with the contexts that a document fills."""
     contexts: list[int] = []
     for context in CONTEXTS:
         try:

@@ -138,11 +138,7 @@ def _task_names(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def choose(samples: Sequence[Sample], tasks: Sequence[str] | None, limit: int | None) -> list[Sample]:
-    """Samples of some tasks, the first few of each task and length.
-
-    Raises:
-        ValueError: there is none of a task.
-    """
+    """Samples of some tasks, the first few of each task and length."""
     names, known = _task_names(tasks), {sample.task for sample in samples}
     missing = [name for name in names if tasks is not None and name not in known]
     if missing:

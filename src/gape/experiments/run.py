@@ -85,11 +85,7 @@ class Run:
 
     @classmethod
     def build(cls, name: str, variant: str, settings: Mapping[str, Any]) -> Self:
-        """Check settings against the classes of the sections and make a run of them.
-
-        Raises:
-            ValueError: an unknown or missing key, or a value that is refused.
-        """
+        """Check settings against the classes of the sections and make a run of them."""
         refuse_unknown("", settings, [*cls.top, *cls.sections])
         top = {key: parse_value(key, kind, settings[key]) for key, kind in cls.top.items() if key in settings}
         task = section("task", cls.sections["task"], settings.get("task", {}))
@@ -115,11 +111,7 @@ class Run:
 
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> Run:
-        """The run, of whatever kind, that :meth:`to_dict` described.
-
-        Raises:
-            ValueError: an unknown kind, an unknown or missing key, or a value that is refused.
-        """
+        """The run, of whatever kind, that :meth:`to_dict` described."""
         rest = {key: value for key, value in settings.items() if key not in ("name", "variant", "kind")}
         name, variant = (parse_value(key, str, settings.get(key, "")) for key in ("name", "variant"))
         return kind_of(settings.get("kind", DEFAULT_KIND)).build(name, variant, rest)
@@ -132,11 +124,7 @@ def directory_name(key: str, name: str) -> None:
 
 
 def kind_of(name: Any) -> type[Run]:
-    """The class of runs that a recipe's `kind` names.
-
-    Raises:
-        ValueError: there is none; says which there are.
-    """
+    """The class of runs that a recipe's `kind` names."""
     kinds: dict[Any, type[Run]] = {kind.kind: kind for kind in (NeedleRun, LanguageRun)}
     if not isinstance(name, str) or name not in kinds:
         raise invalid_argument("kind", name, f"one of {', '.join(kinds)}{suggestion(str(name), kinds, before=', ')}")
@@ -302,11 +290,7 @@ class LanguageEvaluation:
             self.at(context)
 
     def at(self, context: int) -> Protocol:
-        """The protocol at one context.
-
-        Raises:
-            ValueError: a value that it refuses.
-        """
+        """The protocol at one context."""
         return Protocol(context=context, last=self.last, align=self.align)
 
 
