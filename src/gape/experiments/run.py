@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -33,7 +34,7 @@ LONGEST_NAME = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run. A subclass per kind of experiment adds its sections, `task` among them.
+    """One training run. A subclass per kind of experiment adds its sections, which are dataclasses, `task` among them.
 
     Attributes:
         name: unique within the recipe; a directory name.
@@ -47,9 +48,6 @@ class Run:
 
     #: What a recipe calls this kind of experiment.
     kind: ClassVar[str] = ""
-    #: Keys outside the sections, and the classes of the sections.
-    top: ClassVar[Mapping[str, type[Any]]] = {"seed": int, "device": str, "batch_size": int}
-    sections: ClassVar[Mapping[str, type[Any]]] = {}
 
     name: str
     variant: str = ""
@@ -74,6 +72,15 @@ class Run:
         }  # fmt: skip
 
     @classmethod
+    @functools.cache
+    def keys(cls) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The types of the keys outside the sections, and the classes of the sections."""
+        hints = typing.get_type_hints(cls)
+        own = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in ("name", "variant")}
+        sections = {name: kind for name, kind in own.items() if dataclasses.is_dataclass(kind)}
+        return {name: kind for name, kind in own.items() if name not in sections}, sections
+
+    @classmethod
     def taken(cls, task: Any, seed: int) -> dict[str, Settings]:
         """By section, values that follow from the task or the seed and cannot be set."""
         return {"train": {"seed": seed}}
@@ -86,12 +93,13 @@ class Run:
     @classmethod
     def build(cls, name: str, variant: str, settings: Mapping[str, Any]) -> Self:
         """Check settings against the classes of the sections and make a run of them."""
-        refuse_unknown("", settings, [*cls.top, *cls.sections])
-        top = {key: parse_value(key, kind, settings[key]) for key, kind in cls.top.items() if key in settings}
-        task = section("task", cls.sections["task"], settings.get("task", {}))
+        plain, sections = cls.keys()
+        refuse_unknown("", settings, [*plain, *sections])
+        top = {key: parse_value(key, kind, settings[key]) for key, kind in plain.items() if key in settings}
+        task = section("task", sections["task"], settings.get("task", {}))
         taken, defaults = cls.taken(task, top.get("seed", 0)), cls.defaults(task)
         others = {}
-        for key, kind in cls.sections.items():
+        for key, kind in sections.items():
             table = settings.get(key, {})
             if isinstance(table, Mapping):
                 table = {**defaults.get(key, {}), **table}
@@ -102,9 +110,9 @@ class Run:
     def to_dict(self) -> Settings:
         """Every setting with its value, in the types JSON has; :meth:`from_dict` reads it."""
         settings: Settings = {} if self.kind == DEFAULT_KIND else {"kind": self.kind}
-        settings |= {name: getattr(self, name) for name in ("name", "variant", *self.top)}
+        settings |= {name: getattr(self, name) for name in ("name", "variant", *self.keys()[0])}
         taken = self.taken(self.task, self.seed)
-        for key in self.sections:
+        for key in self.keys()[1]:
             values = to_lists(dataclasses.asdict(getattr(self, key)))
             settings[key] = {name: value for name, value in values.items() if name not in taken.get(key, {})}
         return settings
@@ -193,13 +201,6 @@ class NeedleRun(Run):
     """A run on the needle task."""
 
     kind: ClassVar[str] = "niah"
-    sections: ClassVar[Mapping[str, type[Any]]] = {
-        "task": NIAHConfig,
-        "model": GPTConfig,
-        "train": TrainConfig,
-        "evaluation": NeedleEvaluation,
-        "analysis": NeedleAnalysis,
-    }
 
     task: NIAHConfig
     evaluation: NeedleEvaluation
@@ -320,15 +321,6 @@ class LanguageRun(Run):
     """
 
     kind: ClassVar[str] = "lm"
-    top: ClassVar[Mapping[str, type[Any]]] = {**Run.top, "data": str}
-    sections: ClassVar[Mapping[str, type[Any]]] = {
-        "task": TextTask,
-        "recall": RecallConfig,
-        "model": GPTConfig,
-        "train": TrainConfig,
-        "evaluation": LanguageEvaluation,
-        "analysis": LanguageAnalysis,
-    }
 
     data: str = ""
     task: TextTask = field(default_factory=TextTask)
