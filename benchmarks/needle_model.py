@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from safetensors.torch import save
 
-from gape.cli.niah import run_and_print
+from gape.experiments.experiment import run_recipe
 from gape.experiments.exploring import explored
 from gape.experiments.open_model import open_run, read_run
 from gape.experiments.recipe import load
@@ -36,7 +36,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         if run is None:
             recipe = load("niah/demo", SETTINGS)
-            run_and_print(recipe, Path(folder), "auto")
+            run_recipe(recipe, Path(folder))
             run = Path(folder) / recipe.runs[0].name
         opened, settings = open_run(run), read_run(run)
     HOME.mkdir(exist_ok=True)
