@@ -149,9 +149,7 @@ class Job:
         settings = self.settings
         if launch.size() > 1:
             raise invalid_argument("nproc-per-node", launch.size(), "one process; gape hf finetune takes several")
-        for given in settings.data:
-            if not given.startswith("hf:") and not Path(given).exists():
-                raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
+        finetune.refuse_data(settings.data)
         if settings.needles is not None:
             sources.read([settings.needles])
         model = load_transformers(settings.model)

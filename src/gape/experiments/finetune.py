@@ -68,29 +68,17 @@ def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
     print(f"{type(model).__name__}: {model.num_parameters():,} parameters, context {limit:,}, in {out}")
 
 
-def retrofit(
-    name: str,
-    out: Path,
-    *,
-    context_length: int | None,
-    position: str | None,
-    layers: Sequence[int] | None,
-    start: str,
-    seed: int,
-    gates: Mapping[str, Any],
-    options: Mapping[str, Any],
-    dry_run: bool,
-) -> None:
-    """Put gates, or another scheme, into a model and save it."""
+def retrofit(name: str, out: Path, *, seed: int, dry_run: bool, options: Mapping[str, Any], **settings: Any) -> None:
+    """Put gates, or another scheme with options, into a model and save it; settings as :func:`gape.hf.inject`."""
     _free(out)
     whole("seed", seed, 0)
     model = load_transformers(name)
-    settings: dict[str, Any] = {"position": position, "layers": layers, "start": start, "gates": gates, **options}
-    print(gape.hf.plan(model, context_length=context_length, **settings))
+    settings |= options
+    print(gape.hf.plan(model, **settings))
     if dry_run:
         return
     torch.manual_seed(seed)
-    gape.hf.inject(model, context_length=context_length, **settings)
+    gape.hf.inject(model, **settings)
     # Runs say it in their rows; the directory that they begin with may be called after a scheme.
     model.config.gape_from = base_of(name)
     save(model, name, out)
@@ -311,12 +299,17 @@ def corpus_of(name: str, data: Sequence[str], out: Path, heldout_fraction: float
     """The prepared corpus, or one made of text with the model's own tokenizer."""
     if len(data) == 1 and (Path(data[0]) / CARD).is_file():
         return open_corpus(data[0])
-    for source in data:
-        if not source.startswith("hf:") and not Path(source).exists():
-            raise invalid_argument("data", source, "a corpus of gape data prepare, or files and folders of text")
+    refuse_data(data)
     settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
     processes.from_first(lambda: prepare(settings, out / CORPUS, log=progress.log) and None)
     return open_corpus(out / CORPUS)
+
+
+def refuse_data(data: Sequence[str]) -> None:
+    """Refuse paths where there is nothing."""
+    for source in data:
+        if not source.startswith("hf:") and not Path(source).exists():
+            raise invalid_argument("data", source, "a corpus of gape data prepare, or files and folders of text")
 
 
 def refuse_corpus(name: str, config: Any, corpus: Corpus) -> None:
