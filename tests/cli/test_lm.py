@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gape.experiments import language
+from gape.report import catalogue
 from gape.utils import jsonl
 from tests.cli.test_commands import gape_exits
 from tests.tasks import text
@@ -94,7 +95,10 @@ def test_measured_further_and_compared(corpus: Path, capsys: pytest.CaptureFixtu
     assert not list(Path(homes[0]).glob(".scores*"))
 
 
-def test_reading_through_a_forgetting_cache_is_another_variant_of_the_run(corpus: Path) -> None:
+def test_reading_through_a_forgetting_cache_is_another_variant_of_the_run(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "FIGURES", {})
     floor = ("model.position=p-rope+gape", "model.options.gate_floor=48.0", "model.options.init_landmark_bias=-9.0")
     assert train(corpus, *floor, "evaluation.contexts=[]") == 0
     home = "runs/lm/toy/p-rope+gape"
