@@ -75,15 +75,11 @@ class Reader(ABC):
         """The model with the interface of :class:`gape.GPT`."""
         return self.model
 
-    def precision(self) -> torch.autocast:
-        """The context in which the model is read."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low)
-
     def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
         """The loss in nats of every token of each answer behind its prompt."""
         ids = pad([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
         first = min(len(prompt) for prompt in prompts) - 1
-        with self.precision():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.low):
             losses = window_losses(
                 self.language_model(), torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first,
                 chunk=self.chunk, forgetting=self.forgetting,
@@ -121,10 +117,11 @@ class GPTReader(Reader):
         cache = self.model.new_cache(ids.size(1) + budget) if self.forgetting is None else self.forgetting()
         ends = set() if self.tokenizer.end_of_text is None else {self.tokenizer.end_of_text}
         new: list[Tensor] = []
-        with self.precision():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.low):
             for start in range(0, ids.size(1), self.chunk):
                 part = slice(start, start + self.chunk)
-                x = self.model.hidden(ids[:, part], _part(positions, part), _part(documents, part), cache=cache)
+                own = (None if each is None else each[:, part] for each in (positions, documents))
+                x = self.model.hidden(ids[:, part], *own, cache=cache)
             while True:
                 new.append(self.model.logits(x[:, -1:])[:, -1].argmax(-1, keepdim=True))
                 rows = torch.cat(new, dim=1).tolist()
@@ -254,10 +251,6 @@ def _left_pad_positions(ids: Tensor, lengths: Tensor) -> tuple[Tensor | None, Te
         return None, None
     places = torch.arange(ids.size(1), device=ids.device) - (ids.size(1) - lengths)[:, None]
     return places.clamp(min=0), (places >= 0).to(torch.uint8)
-
-
-def _part(values: Tensor | None, part: slice) -> Tensor | None:
-    return None if values is None else values[:, part]
 
 
 def _until(ids: list[int], ends: set[int]) -> list[int]:
