@@ -24,6 +24,7 @@ from gape.data.recall import corpus_tokenizer
 from gape.experiments.experiment import Log, pick_device, wants_bfloat16
 from gape.experiments.open_model import OpenModel, open_run
 from gape.experiments.result_store import ResultSets, ResultStore
+from gape.models.gpt import GPT
 from gape.report import tables
 from gape.report.tables import Table
 from gape.tasks.far_back import FarBackConfig, Sums, measure, summary
@@ -36,69 +37,66 @@ from gape.utils.validation import invalid_argument
 DOCUMENTS, ROWS = "far_back_documents.jsonl", "far_back.jsonl"
 
 
-def entropy(
+#: What is stored of each kind: of several passages, or of one layer on one passage.
+_ANALYSES: dict[str, Callable[..., Record]] = {"entropy": lm.entropy, "spectrum": lm.spectrum}
+_PICTURES: dict[str, Callable[..., Record]] = {"maps": lm.maps, "masks": lm.masks}
+
+
+def analyse(
+    kind: str,
     runs: Sequence[Path],
     reader: Reader,
     *,
     lengths: Sequence[int] | None = None,
-    samples: int = 10,
+    samples: int = 1,
+    layer: int | None = None,
+    size: int = 64,
     seed: int = 0,
     device: str = "auto",
-) -> Table:
-    """Attention entropy by layer and head, the gates beside it, and how far attention reaches: `entropy.json`.
+) -> None:
+    """Analyse runs on passages of a text, to KIND.json in each; runs that have no such thing are left out.
 
-    `samples` passages of each of some lengths are read, the training length by default.
+    Args:
+        kind: "entropy" of attention by layer and head, with the gates and how far attention reaches; "spectrum", norms
+            of queries and keys by rotary frequency; "maps", attention of a layer's heads; "masks", the paper's mask M.
+        runs, reader: directories of runs, and the text.
+        lengths: tokens of the passages; the training length by default.
+        samples: passages of each length.
+        layer, size: of maps and masks: which layer, the last by default, and cells along each side.
+        seed, device: which passages, and where.
     """
 
-    def analyse(run: OpenModel, log: Log) -> None:
-        spans = [_length(reader, length, run) for length in ((None,) if lengths is None else lengths)]
+    def one(run: OpenModel, log: Log) -> None:
+        if without := _unfit(kind, run.model):
+            log(f"{run.identity['run']}: {run.identity['position']} {without}")
+            return
+        # Prompts have their own lengths, and refuse any other.
+        spans = lengths or [None if reader.prompts else run.identity["train_length"]]
         # All of them before the first is analysed: one may be longer than every document.
         for passages in [reader.passages(length, samples, seed=seed) for length in spans]:
-            settings = {**_source(reader, seed), "samples": samples}
-            _add(run, "entropy", passages, settings, partial(lm.entropy, run.model, passages.items), log)
+            settings: Record = {"split": reader.split, "stratum": reader.stratum, "seed": seed}
+            if kind in _PICTURES:
+                own = run.model.config.n_layer - 1 if layer is None else layer
+                settings |= {"layer": own, "size": size}
+                work = partial(_PICTURES[kind], run.model, passages.items[0], layer=own, size=size)
+            else:
+                settings |= {"samples": samples}
+                work = partial(_ANALYSES[kind], run.model, passages.items)
+            _add(run, kind, passages, settings, work, log)
 
-    _each(runs, reader, device, analyse)
+    _each(runs, reader, device, one)
+
+
+def entropy_table(runs: Sequence[Path]) -> Table:
+    """The stored entropies of runs, as a table."""
     return tables.entropy_table([read_object(directory / "entropy.json") for directory in runs])
 
 
-def spectrum(
-    runs: Sequence[Path], reader: Reader, *, length: int | None = None, samples: int = 32, seed: int = 0,
-    device: str = "auto",
-) -> None:  # fmt: skip
-    """Norms of queries and keys by rotary frequency: `spectrum.json`. Schemes that do not rotate are left out."""
-
-    def analyse(run: OpenModel, log: Log) -> None:
-        if rotary(next(run.model.blocks()).attention.scheme) is None:
-            log(f"{run.identity['run']}: {run.identity['position']} does not rotate, so it has no spectrum")
-            return
-        passages = reader.passages(_length(reader, length, run), samples, seed=seed)
-        settings = {**_source(reader, seed), "samples": samples}
-        _add(run, "spectrum", passages, settings, partial(lm.spectrum, run.model, passages.items), log)
-
-    _each(runs, reader, device, analyse)
-
-
-def pictures(
-    kind: str, runs: Sequence[Path], reader: Reader, *, length: int | None = None, layer: int | None = None,
-    size: int = 64, seed: int = 0, device: str = "auto",
-) -> None:  # fmt: skip
-    """One layer's heads on one passage, in `size` × `size` cells; the last layer by default.
-
-    `kind` is "maps", attention, to `maps.json`; or "masks", the paper's mask M of runs with gates, to `masks.json`.
-    """
-    draw = {"maps": lm.maps, "masks": lm.masks}[kind]
-
-    def analyse(run: OpenModel, log: Log) -> None:
-        if kind == "masks" and next(run.model.gates(), None) is None:
-            log(f"{run.identity['run']}: {run.identity['position']} has no gates, so it has no mask")
-            return
-        passages = reader.passages(_length(reader, length, run), 1, seed=seed)
-        own = run.model.config.n_layer - 1 if layer is None else layer
-        settings = {**_source(reader, seed), "layer": own, "size": size}
-        drawn = partial(draw, run.model, passages.items[0], layer=own, size=size)
-        _add(run, kind, passages, settings, drawn, log)
-
-    _each(runs, reader, device, analyse)
+def _unfit(kind: str, model: GPT) -> str:
+    """Why a model has nothing of a kind; empty where it has."""
+    if kind == "spectrum" and rotary(next(model.blocks()).attention.scheme) is None:
+        return "does not rotate, so it has no spectrum"
+    return "has no gates, so it has no mask" if kind == "masks" and next(model.gates(), None) is None else ""
 
 
 def far_back(
@@ -210,12 +208,3 @@ def _add(
     }
     sets.add(settings, texts | analyse())
     log(f"{name} of {passages.data} → {sets.path}")
-
-
-def _source(reader: Reader, seed: int) -> Record:
-    return {"split": reader.split, "stratum": reader.stratum, "seed": seed}
-
-
-def _length(reader: Reader, length: int | None, run: OpenModel) -> int | None:
-    """The training length where none is given; prompts have their own, and refuse any other."""
-    return run.identity["train_length"] if length is None and not reader.prompts else length
