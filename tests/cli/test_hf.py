@@ -275,7 +275,9 @@ def test_a_corpus_is_taken_that_has_the_models_tokenizer_be_it_in_another_file(m
 def test_recall_texts_are_tuned_on(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with_words("worded")
     Path("text.txt").write_text("abc def words. " * 2000)
-    options = ("--length", "900", "--steps", "1", "--batch-size", "2", "--recall", "0.5", "--skip-to", "4096", "--device", "cpu")
+    options = (
+        "--length", "900", "--steps", "1", "--batch-size", "2", "--recall", "0.5", "--skip-to", "4096", "--device", "cpu"
+    )  # fmt: skip
     assert gape_exits("hf", "inject", "worded", "--context-length", "16", "--out", "gated") == 0
     assert gape_exits("hf", "finetune", "gated", "text.txt", "--out", "run", *options, "--heldout-fraction", "0") == 0
     assert json.loads(Path("run/run.json").read_text())["recall"]["share"] == 0.5

@@ -71,7 +71,7 @@ def analyse(
             log(f"{run.identity['run']}: {run.identity['position']} {without}")
             return
         # Prompts have their own lengths, and refuse any other.
-        spans = lengths or [None if reader.prompts else run.identity["train_length"]]
+        spans: Sequence[int | None] = lengths or [None if reader.prompts else run.identity["train_length"]]
         # All of them before the first is analysed: one may be longer than every document.
         for passages in [reader.passages(length, samples, seed=seed) for length in spans]:
             settings: Record = {"split": reader.split, "stratum": reader.stratum, "seed": seed}
