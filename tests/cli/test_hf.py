@@ -276,7 +276,8 @@ def test_recall_texts_are_tuned_on(models: Path, capsys: pytest.CaptureFixture[s
     with_words("worded")
     Path("text.txt").write_text("abc def words. " * 2000)
     options = (
-        "--length", "900", "--steps", "1", "--batch-size", "2", "--recall", "0.5", "--skip-to", "4096", "--device", "cpu"
+        "--length", "900", "--steps", "1", "--batch-size", "2", "--recall", "0.5", "--skip-to", "4096", "--device",
+        "cpu",
     )  # fmt: skip
     assert gape_exits("hf", "inject", "worded", "--context-length", "16", "--out", "gated") == 0
     assert gape_exits("hf", "finetune", "gated", "text.txt", "--out", "run", *options, "--heldout-fraction", "0") == 0
