@@ -241,8 +241,8 @@ def _recorded_tokenizer(directory: Path) -> Mapping[str, Any]:
 
 
 def refuse_length(model: Any, length: int) -> None:
-    """Refuse windows beyond what learned positions reach."""
-    table = getattr(getattr(model, "transformer", None), "wpe", None)
+    """Refuse windows beyond what learned positions of a model of transformers reach."""
+    table = getattr(getattr(getattr(model, "model", model), "transformer", None), "wpe", None)
     limit = getattr(table, "num_embeddings", None)
     if limit is not None and length > limit:
         expected = f"at most {limit}, the model's learned positions; gape hf inject --position goes further"

@@ -81,14 +81,14 @@ def measure(opened: OpenModel, settings: Settings, log: Log) -> list[Record]:
 
     The directory is locked by the caller.
     """
-    rows, of_transformers = store(opened.directory), "weights" in opened.identity
-    about = {"step": opened.identity["step"]}
-    if of_transformers:
-        about = {"weights": opened.identity["weights"], "attention": settings.attention}
+    rows, identity = store(opened.directory), opened.identity
+    about = {"step": identity["step"]}
+    if opened.run is None:
+        about = {"weights": identity["weights"], "attention": settings.attention}
     questions = settings.questions(about)
-    for question in rows.missing(questions):
-        if of_transformers:
-            refuse_length(getattr(opened.model, "model", None), max(settings.evaluation.contexts))
+    if missing := rows.missing(questions):
+        refuse_length(opened.model, missing[-1]["context"])
+    for question in missing:
         _measure_context(opened, settings, question, log)
     return [row for question in questions for row in rows.rows(question)]
 
@@ -115,7 +115,7 @@ def measure_models(directories: Sequence[Path], settings: Settings, *, log: Log 
             opened = open_model(directory, settings.device, log, attention=settings.attention)
             rows = measure(opened, settings, log)
             measured.append(rows)
-            if "weights" in opened.identity and not (directory / MANIFEST).is_file():
+            if opened.run is None and not (directory / MANIFEST).is_file():
                 more = {"precision": rows[-1]["precision"], "transformers": version("transformers")}
                 data = {"corpus": rows[-1]["corpus"]}
                 record = manifest(settings.device, seed=settings.evaluation.seed, data=data, more=more)
