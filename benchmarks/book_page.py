@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from gape.experiments.exploring import Settings, explored
+from gape.experiments.exploring import explored
 from gape.utils import files
 
 OUT = Path(__file__).parents[1] / "docs" / "site" / "book.gz"
@@ -77,9 +77,7 @@ def main(
         )  # fmt: skip
         command("lm", "train", "lm/toy", f"data={folder / 'corpus'}", *SETTINGS, "--out", folder / "runs")
         (run,) = {path.parent for path in (folder / "runs").rglob("summary.json")}
-        exploration = explored(
-            Settings(model=run, text=page, tokenizer=str(folder / "vocabulary"), tokens=2 * LENGTH, device="cpu")
-        )
+        exploration = explored(run, text=page, tokenizer=str(folder / "vocabulary"), tokens=2 * LENGTH, device="cpu")
     view = exploration.view
     view.header |= {"title": title, "model": view.header["model"] | {"name": title}}
     view.save(OUT)

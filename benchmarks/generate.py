@@ -33,8 +33,8 @@ from common import number
 from gape.cli.options import FLOATS, INTS, NAMES, Device, DType, numbers
 from gape.data import open_corpus
 from gape.experiments.experiment import pick_device
+from gape.experiments.finetune import with_floors
 from gape.experiments.open_model import load_transformers, model_home
-from gape.experiments.retrieval_heads import with_floors
 from gape.utils.validation import invalid_argument, positive_number, whole
 
 FIELDS = (

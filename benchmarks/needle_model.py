@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 from safetensors.torch import save
 
-from gape.cli.niah import run_and_print
-from gape.experiments.exploring import Settings, explored
+from gape.experiments.experiment import run_recipe
+from gape.experiments.exploring import explored
 from gape.experiments.open_model import open_run, read_run
 from gape.experiments.recipe import load
 from gape.explore.export import with_full_maps
@@ -36,14 +36,14 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         if run is None:
             recipe = load("niah/demo", SETTINGS)
-            run_and_print(recipe, Path(folder), "auto")
+            run_recipe(recipe, Path(folder))
             run = Path(folder) / recipe.runs[0].name
         opened, settings = open_run(run), read_run(run)
     HOME.mkdir(exist_ok=True)
     config = {"model": opened.model.config.to_dict(), "task": dict(vars(settings.task))}
     files.replace(HOME / "config.json", files.to_json(config))
     files.replace(HOME / "model.safetensors", save({k: v.contiguous() for k, v in opened.model.state_dict().items()}))
-    exploration = explored(Settings(needle=LENGTH, seed=HAYSTACK, device="cpu"))
+    exploration = explored(needle=LENGTH, seed=HAYSTACK, device="cpu")
     with_full_maps(exploration, default_heads(exploration.view.header)).save(HOME / "view.gz")
     for path in sorted(HOME.iterdir()):
         print(f"{path.name}: {files.size(path.stat().st_size)}")

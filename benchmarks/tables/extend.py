@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gape.tasks.perplexity_rows import weighted_interval
+from gape.tasks.perplexity import weighted_interval
 from tables.markdown import ROOT, interval, signed, table
 
 HOME = Path("results") / "extend" / "smollm2"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gape.experiments import far_back
+from gape.experiments import analyses
 from gape.report import catalogue
 from gape.utils import jsonl
 from tests.cli.test_commands import gape_exits
@@ -100,7 +100,7 @@ def test_far_back_goes_on_where_it_stopped(home: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(jsonl, "append", stopping)
     assert analyze("far-back", home, *FAR) == 143
-    with (Path(RUNS[1]) / far_back.DOCUMENTS).open("a") as file:
+    with (Path(RUNS[1]) / analyses.DOCUMENTS).open("a") as file:
         file.write('{"key": "')
     assert analyze("far-back", home, *FAR) == 0
     # Three documents of either run, none twice.

@@ -166,7 +166,7 @@ def test_a_failed_run_does_not_stop_the_others(
             raise RuntimeError("no luck")
         perform(run, directory, **options)
 
-    monkeypatch.setattr("gape.experiments.sweep.perform", failing)
+    monkeypatch.setattr("gape.experiments.experiment.perform", failing)
     assert gape_exits("niah", "train", toy) == 1
     assert "no luck" in capsys.readouterr().err
     assert len(rows(Path("runs/toy/rope+gape"))) == 2
@@ -246,7 +246,7 @@ def test_a_directory_that_is_in_use_is_reported_in_one_line(
     def busy(*arguments: object, **options: object) -> None:
         raise BusyError("runs/toy/rope is being trained by another process")
 
-    monkeypatch.setattr("gape.experiments.sweep.perform", busy)
+    monkeypatch.setattr("gape.experiments.experiment.perform", busy)
     assert gape_exits("niah", "train", toy, "model.position=rope") == 1
     assert capsys.readouterr().err.endswith("gape: runs/toy/rope is being trained by another process\n")
 

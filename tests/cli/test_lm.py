@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gape.experiments import language, recall
+from gape.experiments import language
+from gape.report import catalogue
 from gape.utils import jsonl
 from tests.cli.test_commands import gape_exits
 from tests.tasks import text
@@ -94,7 +95,10 @@ def test_measured_further_and_compared(corpus: Path, capsys: pytest.CaptureFixtu
     assert not list(Path(homes[0]).glob(".scores*"))
 
 
-def test_reading_through_a_forgetting_cache_is_another_variant_of_the_run(corpus: Path) -> None:
+def test_reading_through_a_forgetting_cache_is_another_variant_of_the_run(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "FIGURES", {})
     floor = ("model.position=p-rope+gape", "model.options.gate_floor=48.0", "model.options.init_landmark_bias=-9.0")
     assert train(corpus, *floor, "evaluation.contexts=[]") == 0
     home = "runs/lm/toy/p-rope+gape"
@@ -147,15 +151,6 @@ def test_stopped_in_measuring_it_goes_on(corpus: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(jsonl, "append", append)
     assert train(corpus, "--out", "parts", "--only", "p-rope") == 0
     assert Path("whole/p-rope/perplexity.jsonl").read_bytes() == Path("parts/p-rope/perplexity.jsonl").read_bytes()
-
-
-def test_scores_that_a_death_left_go_at_the_next_start(corpus: Path) -> None:
-    assert train(corpus, "--only", "p-rope") == 0
-    left = Path("runs/lm/toy/p-rope/.scores-16.jsonl")
-    left.touch()
-    assert train(corpus, "--only", "p-rope") == 0
-    assert not left.exists()
-    assert len(rows(left.parent)) == 2
 
 
 def test_every_run_of_a_sweep_runs_compiled(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,13 +239,13 @@ def test_recall_and_generation_are_measured_once_and_reported(monkeypatch: pytes
         "evaluation.recall_facts=2", "evaluation.new_tokens=2", "analysis.routing_every=0", "--only", "alibi_seed0",
         "--only", "p-rope+gape_floor4_seed0",
     )  # fmt: skip
-    answered = recall._answer
+    answered = language._answer
 
     def interrupted(*_: object) -> dict[str, object]:
-        monkeypatch.setattr(recall, "_answer", answered)
+        monkeypatch.setattr(language, "_answer", answered)
         raise OSError("interrupted")
 
-    monkeypatch.setattr(recall, "_answer", interrupted)
+    monkeypatch.setattr(language, "_answer", interrupted)
     assert gape_exits("lm", "train", "lm/recall", *options) == 1
     assert gape_exits("lm", "train", "lm/recall", *options) == 0
     whats = ["far", "middle", "near", "several", "generate"]

@@ -107,13 +107,6 @@ def test_another_precision_and_another_device_are_other_measurements() -> None:
         assert len(rows(HOME)) == 4
 
 
-def test_rows_of_before_devices_were_recorded_still_count() -> None:
-    before = [{key: value for key, value in row.items() if key != "device"} for row in rows(HOME)]
-    (HOME / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in before))
-    assert gape_exits(*EVAL, "1,2", "--device", "cpu") == 0
-    assert rows(HOME) == before
-
-
 def test_a_report_does_not_mix_precisions() -> None:
     """Of two ways of measuring the one with more lengths counts, of equal ones the later."""
     long = [row | {"precision": "bfloat16", "accuracy": 0.0} for row in rows(HOME)]

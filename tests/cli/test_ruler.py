@@ -221,7 +221,7 @@ def test_tasks_that_do_not_fit_are_named(here: Path, capsys: pytest.CaptureFixtu
     ("arguments", "message"),
     [
         (["eval", "runs/p-rope", "--data", "nowhere"], "data: got 'nowhere', expected a file of JSON lines"),
-        (["eval", "runs", "--data", "samples"], "model: got 'runs', expected a run of gape lm train or a folder"),
+        (["eval", "runs", "--data", "samples"], "model: got 'runs', expected a directory that gape lm train"),
         (["eval", "runs/p-rope", "--data", "samples", "--tasks", "cwe"], "the data have no samples of cwe"),
         (["eval", "runs/p-rope", "--data", "samples", "--tasks", "niah"], "task: got 'niah', expected one of"),
         (["eval", "runs/p-rope", "--data", "samples", "--template", "x"], "template: got str 'x', expected one of"),
@@ -246,4 +246,4 @@ def test_another_tokenizer_is_refused(here: Path, capsys: pytest.CaptureFixture[
     pytest.importorskip("tokenizers")
     small.small_bpe(here / "bpe")
     assert gape_exits("ruler", "eval", "runs/p-rope", "--data", "samples", "--tokenizer", "bpe", *EVAL) == 2
-    assert "tokenizer: got 'bpe', expected the one that runs/p-rope was trained with, bytes" in capsys.readouterr().err
+    assert "tokenizer: got str 'bpe', expected bytes, the tokenizer that runs/p-rope" in capsys.readouterr().err

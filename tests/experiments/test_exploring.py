@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from gape.cli import app
 from gape.data import load_tokenizer
-from gape.experiments.exploring import SYMBOLS, Settings, _needle_text, explored, haystack, shipped
+from gape.experiments.exploring import SYMBOLS, _needle_text, explored, haystack, shipped
 from gape.explore.notebook import token_text
 from gape.tasks.niah import NIAHConfig
 
@@ -38,7 +38,7 @@ def test_a_text_with_a_needle_has_the_length_asked_for_and_ends_in_the_question(
 
 
 def test_the_model_of_the_package_finds_its_needle_with_gates() -> None:
-    view = explored(Settings(needle=192, seed=1, device="cpu")).view
+    view = explored(needle=192, seed=1, device="cpu").view
     vocabulary, arrays = view.header["vocabulary"], view.arrays
     (answer,) = (mark for mark in view.header["marks"] if mark["label"] == "answer")
     digit = vocabulary[arrays["token"][answer["start"] + 2]]

@@ -19,8 +19,7 @@ def test_what_has_a_row_is_not_missing(tmp_path: Path) -> None:
     store = ResultStore(tmp_path / "rows.jsonl")
     selection = [{"length": length, "device": "cpu"} for length in (8, 16)]
     assert store.missing(selection) == selection
-    store.append({"length": 8, "device": "cuda"}, {"length": 16, "nll": 1.0})
-    # Rows of old files do not name their device.
+    store.append({"length": 8, "device": "cuda"}, {"length": 16, "device": "cpu", "nll": 1.0})
     assert store.missing(selection) == selection[:1]
 
 
@@ -65,6 +64,6 @@ def test_sets_are_stored_once_and_go_with_the_weights(tmp_path: Path) -> None:
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, tokenizer: dict[str, object], message: str) -> None:
     config = {"extra": {"corpus": {"tokenizer": {"name": "bytes", "sha256": "b"}}}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    opened = OpenModel(directory=tmp_path, identity=RUN, model=text.gpt("rope"))
+    opened = OpenModel(directory=tmp_path, identity=RUN, load=lambda: text.gpt("rope"))
     with pytest.raises(ValueError, match=message):
         opened.accept(tokenizer)

@@ -13,9 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 import gape
 from gape.data import Corpus
 from gape.report.statistics import window_difference
-from gape.tasks import perplexity, perplexity_rows
-from gape.tasks.perplexity import Protocol
-from gape.tasks.perplexity_rows import weighted_interval
+from gape.tasks import perplexity
+from gape.tasks.perplexity import Protocol, weighted_interval
 from tests.tasks import text
 
 
@@ -62,7 +61,7 @@ def test_aligned_contexts_score_the_same_tokens(books: Corpus) -> None:
 @pytest.mark.parametrize("position", ["p-rope+gape", "alibi"])
 def test_it_is_the_plain_computation(books: Corpus, position: str) -> None:
     model, plan = text.gpt(position), perplexity.plan(books, protocol())
-    scored = perplexity_rows.score_all(model, books, plan, store=Path(books.directory) / "scores", of="")
+    scored = perplexity.score_all(model, books, plan, store=Path(books.directory) / "scores", of="")
     (Path(books.directory) / "scores").unlink()
     for number, (document, start, length, last) in enumerate(plan.windows.tolist()):
         ids = torch.tensor(books.tokens(plan.documents[document])[start : start + length + 1].astype(np.int64))[None]
@@ -73,7 +72,7 @@ def test_it_is_the_plain_computation(books: Corpus, position: str) -> None:
 def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(books: Corpus, tmp_path: Path) -> None:
     model, plan = text.gpt(), perplexity.plan(books, protocol())
     torch.nn.init.zeros_(model.embedding.weight)
-    (row,) = perplexity_rows.rows(plan, perplexity_rows.score_all(model, books, plan, store=tmp_path / "s", of=""))
+    (row,) = perplexity.rows(plan, perplexity.score_all(model, books, plan, store=tmp_path / "s", of=""))
     assert row["perplexity"] == pytest.approx(text.VOCAB)
     assert (row["std"], row["low"]) == pytest.approx((0.0, row["high"]), abs=1e-6)
     assert row["tokens"] == sum((n - 1) // 8 * 8 - 24 for n in text.LENGTHS)
@@ -84,7 +83,7 @@ def test_a_loss_that_is_not_finite_is_no_result(books: Corpus) -> None:
     sums = np.ones(len(plan.windows))
     sums[3] = np.nan
     with pytest.raises(ValueError, match=r"loss: got one that is not finite in 1 of"):
-        perplexity_rows.rows(plan, sums)
+        perplexity.rows(plan, sums)
 
 
 @pytest.mark.parametrize(
@@ -124,25 +123,25 @@ def test_logits_never_exist_whole(books: Corpus, monkeypatch: pytest.MonkeyPatch
 def test_stopped_and_resumed_is_the_same(books: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perplexity, "BATCH_TOKENS", 100)
     model, plan = text.gpt(), perplexity.plan(books, protocol())
-    whole = perplexity_rows.score_all(model, books, plan, store=tmp_path / "whole", of="run")
+    whole = perplexity.score_all(model, books, plan, store=tmp_path / "whole", of="run")
 
     def interrupt(done: int, total: int) -> None:
         if done > total // 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        perplexity_rows.score_all(model, books, plan, store=tmp_path / "parts", of="run", progress=interrupt)
+        perplexity.score_all(model, books, plan, store=tmp_path / "parts", of="run", progress=interrupt)
     with (tmp_path / "parts").open("ab") as file:
         file.write(b'{"sums": [1.')
     done = []
-    again = perplexity_rows.score_all(
+    again = perplexity.score_all(
         model, books, plan, store=tmp_path / "parts", of="run", progress=lambda n, of: done.append((n, of))
     )
     assert (again == whole).all()
     assert done[-1] == (len(plan.windows), len(plan.windows))
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
     # Of other weights: begun anew.
-    perplexity_rows.score_all(model, books, plan, store=tmp_path / "parts", of="another")
+    perplexity.score_all(model, books, plan, store=tmp_path / "parts", of="another")
     assert b"another" in (tmp_path / "parts").read_bytes()[:200]
 
 
@@ -156,7 +155,7 @@ def test_short_documents_are_named_and_none_at_all_is_refused(books: Corpus) -> 
 def test_strata_get_rows_of_their_own(tmp_path: Path) -> None:
     books = text.corpus(tmp_path, lengths=(51, 61, 120, 130), strata=(50, 100))
     plan = perplexity.plan(books, protocol())
-    rows = perplexity_rows.rows(plan, perplexity_rows.score_all(text.gpt(), books, plan, store=tmp_path / "s", of=""))
+    rows = perplexity.rows(plan, perplexity.score_all(text.gpt(), books, plan, store=tmp_path / "s", of=""))
     assert [(row["stratum"], row["documents"], row["tokens"]) for row in rows] == [
         ("50", 2, 56), ("100", 2, 192), (None, 4, 248),
     ]  # fmt: skip
@@ -179,9 +178,9 @@ def test_windows_of_one_document_count_as_one() -> None:
 
 def test_runs_are_compared_window_by_window(books: Corpus, tmp_path: Path) -> None:
     plan = perplexity.plan(books, protocol())
-    scored = perplexity_rows.score_all(text.gpt(), books, plan, store=tmp_path / "s", of="")
+    scored = perplexity.score_all(text.gpt(), books, plan, store=tmp_path / "s", of="")
     worse = scored + 0.1 * plan.windows[:, 3]
-    (one,), (other,) = (perplexity_rows.rows(plan, s) for s in (worse, scored))
+    (one,), (other,) = (perplexity.rows(plan, s) for s in (worse, scored))
     names = {"run": "a", "position": "rope", "protocol": "last-k", "context": 32}
     actual = window_difference(one | names, other | names)
     # Between documents they differ far more than that.

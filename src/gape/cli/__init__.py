@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from gape.cli import analyze, data, demo, doctor, explore, hf, lm, niah, report, ruler
+from gape.cli import analyze, data, doctor, explore, hf, lm, niah, report, ruler
 from gape.utils import heartbeat, launch, signals
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 # Short texts for the list of commands, which would cut the others off.
-app.command("demo", short_help="Train, measure and report in minutes.")(demo.demo)
+app.command("demo", short_help="Train, measure and report in minutes.")(niah.demo)
 app.command("doctor", short_help="Say what would run here, and why.")(doctor.doctor)
 app.command("explore", short_help="See what gates do to a text, in the browser.")(explore.explore)
 app.command("reproduce", short_help="Draw a figure of the paper.")(report.reproduce)

@@ -52,8 +52,8 @@ def entropy(
 
     chosen = None if lengths is None else numbers("lengths", lengths, int, "1024,4096")
     reader = _reader(data, tokenizer, split, stratum)
-    table = analyses.entropy(runs, reader, lengths=chosen, samples=samples, seed=seed, device=device)
-    typer.echo(table.text())
+    analyses.analyse("entropy", runs, reader, lengths=chosen, samples=samples, seed=seed, device=device)
+    typer.echo(analyses.entropy_table(runs).text())
 
 
 @app.command()
@@ -71,8 +71,8 @@ def spectrum(
     """Norms of queries and keys by rotary frequency: spectrum.json. Runs whose scheme does not rotate are left out."""
     from gape.experiments import analyses  # noqa: PLC0415
 
-    reader = _reader(data, tokenizer, split, stratum)
-    analyses.spectrum(runs, reader, length=length, samples=samples, seed=seed, device=device)
+    reader, chosen = _reader(data, tokenizer, split, stratum), None if length is None else [length]
+    analyses.analyse("spectrum", runs, reader, lengths=chosen, samples=samples, seed=seed, device=device)
 
 
 def _picture(name: str, text: str) -> None:
@@ -93,8 +93,8 @@ def _picture(name: str, text: str) -> None:
     ) -> None:
         from gape.experiments import analyses  # noqa: PLC0415
 
-        reader = _reader(data, tokenizer, split, stratum)
-        analyses.pictures(name, runs, reader, length=length, layer=layer, size=size, seed=seed, device=device)
+        reader, chosen = _reader(data, tokenizer, split, stratum), None if length is None else [length]
+        analyses.analyse(name, runs, reader, lengths=chosen, layer=layer, size=size, seed=seed, device=device)
 
 
 _picture("maps", "Attention of a layer's heads on one passage, in cells: maps.json.")

@@ -80,11 +80,7 @@ def verify(directory: Annotated[Path, typer.Argument(help="A prepared corpus.")]
 
 
 def settings(inputs: list[str], options: dict[str, Any]) -> Any:
-    """The settings of a recipe, where the only input names one, and of the options, which win.
-
-    Raises:
-        ValueError: a recipe beside other inputs, or a setting that is wrong.
-    """
+    """The settings of a recipe, where the only input names one, and of the options, which win."""
     from gape.data import config  # noqa: PLC0415
     from gape.data.config import PrepareConfig  # noqa: PLC0415
 

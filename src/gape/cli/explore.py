@@ -52,14 +52,11 @@ def explore(
     if all(value is None for value in own):
         view = _shipped_view()
     else:
-        from gape.experiments.exploring import Settings, explored  # noqa: PLC0415
+        from gape.experiments.exploring import explored  # noqa: PLC0415
 
         exploration = explored(
-            Settings(
-                model=model, text=text, prompt=prompt, needle=needle, tokens=tokens, tokenizer=tokenizer, seed=seed,
-                device=device,
-            )
-        )  # fmt: skip
+            model, text=text, prompt=prompt, needle=needle, tokens=tokens, tokenizer=tokenizer, seed=seed, device=device
+        )
         view = exploration.view
     if export is None:
         _serve(view, exploration, port, browser)

@@ -64,13 +64,13 @@ def inject(
     dry_run: Dry = False,
 ) -> None:
     """Put gates into a model and save it."""
-    from gape.experiments import finetune, retrieval_heads  # noqa: PLC0415
+    from gape.experiments import finetune  # noqa: PLC0415
 
     chosen = None if layers is None else numbers("layers", layers, int, "0,1,2")
     gates = values("gate", gate)
     finetune.retrofit(
         model, out, context_length=context_length, position=position, layers=chosen, start=start, seed=seed,
-        gates=gates if floors is None else retrieval_heads.with_floors(gates, floors),
+        gates=gates if floors is None else finetune.with_floors(gates, floors),
         options=values("option", option), dry_run=dry_run,
     )  # fmt: skip
 

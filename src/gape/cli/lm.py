@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import typer
 
-from gape.cli import perplexity
-from gape.cli.options import Resume
-from gape.cli.runs import Dry, Only, Out, Overrides, RecipeName, chosen
+from gape.cli import perplexity, runs
+
+if TYPE_CHECKING:
+    from gape.experiments.recipe import Recipe
 
 app = typer.Typer(help="Language models on a corpus of your own.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.command()
-def train(
-    recipe: RecipeName,
-    overrides: Overrides = None,
-    out: Out = None,
-    resume: Resume = "auto",
-    only: Only = None,
-    dry: Dry = False,
-) -> None:
-    """Train and measure every run of a recipe, on the corpus data=DIR. Stop it and start it again as you like."""
-    from gape.experiments.sweep import run_recipe  # noqa: PLC0415
-
-    loaded, directory = chosen("lm", recipe, overrides, only, out, dry)
-    result = run_recipe(loaded, directory, resume=resume)
-    for run in loaded.runs:
-        if run.name not in result.failed:
+def _show(recipe: Recipe, directory: Path, failed: dict[str, str]) -> None:
+    for run in recipe.runs:
+        if run.name not in failed:
             typer.echo(directory / run.name)
-    if result.failed:
-        raise typer.Exit(1)
 
 
+runs.add_command(
+    app,
+    "lm",
+    "Train and measure every run of a recipe, on the corpus data=DIR. Stop it and start it again as you like.",
+    _show,
+)
 perplexity.add_command(app, contexts=None, chunk=16384)

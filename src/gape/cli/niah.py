@@ -1,4 +1,4 @@
-"""`gape niah`: train a recipe on the needle task, and evaluate what was trained."""
+"""`gape niah` and `gape demo`: train a recipe on the needle task, and evaluate what was trained."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gape.cli.options import INTS, Device, Resume, numbers
-from gape.cli.runs import Dry, Only, Out, Overrides, RecipeName, chosen
+from gape.cli import runs
+from gape.cli.options import INTS, Device, numbers
 
 if TYPE_CHECKING:
     from gape.experiments.recipe import Recipe
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 app = typer.Typer(help="The needle-in-a-haystack task.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.command()
-def train(
-    recipe: RecipeName,
-    overrides: Overrides = None,
-    out: Out = None,
-    resume: Resume = "auto",
-    only: Only = None,
-    dry: Dry = False,
-) -> None:
-    """Train, evaluate and analyse every run of a recipe. Stop it and start it again as you like."""
-    run_and_print(*chosen("niah", recipe, overrides, only, out, dry), resume)
+def show(recipe: Recipe, directory: Path, failed: dict[str, str]) -> None:
+    """Print the tables of runs in a directory, but for failed ones."""
+    from gape.experiments.needle import recipe_rows  # noqa: PLC0415
+
+    if len(failed) < len(recipe.runs):
+        _print_tables(recipe_rows(recipe, directory, without=failed))
+
+
+runs.add_command(
+    app, "niah", "Train, evaluate and analyse every run of a recipe. Stop it and start it again as you like.", show
+)
 
 
 @app.command("eval")
@@ -50,25 +50,31 @@ def evaluate(
     _print_tables(rows)
 
 
-def run_and_print(recipe: Recipe, directory: Path, resume: str) -> None:
-    """Run a recipe and print its tables.
-
-    Raises:
-        typer.Exit: with code 1 when a run failed.
-    """
-    from gape.experiments.needle import recipe_rows  # noqa: PLC0415
-    from gape.experiments.sweep import run_recipe  # noqa: PLC0415
-
-    result = run_recipe(recipe, directory, resume=resume)
-    if len(result.failed) < len(recipe.runs):
-        _print_tables(recipe_rows(recipe, directory, without=result.failed))
-    if result.failed:
-        raise typer.Exit(1)
-
-
 def _print_tables(rows: Sequence[dict[str, Any]]) -> None:
     from gape.report.page import tables  # noqa: PLC0415
     from gape.report.results import needle_results  # noqa: PLC0415
 
     for table in tables(needle_results(rows)):
         typer.echo(f"\n{table.text()}")
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory of the runs and the report.")] = Path("runs/niah/demo"),
+    overrides: runs.Overrides = None,
+) -> None:
+    """Train p-RoPE with and without gates to find a needle in 128 tokens, then ask for it in up to 1,024."""
+    from gape.experiments.experiment import run_recipe  # noqa: PLC0415
+    from gape.experiments.recipe import load  # noqa: PLC0415
+    from gape.experiments.reporting import write_report  # noqa: PLC0415
+
+    recipe = load("niah/demo", overrides or [])
+    failed = run_recipe(recipe, out)
+    show(recipe, out, failed)
+    if failed:
+        raise typer.Exit(1)
+    page = write_report([out / run.name for run in recipe.runs], out / "report", "The needle task, small")
+    faster = recipe.runs[0].train.gate_lr_multiplier
+    if faster != 1:
+        typer.echo(f"\nGates learn at {faster:g} times the rate of the rest here, which is not the paper's setting:")
+        typer.echo("gape demo train.gate_lr_multiplier=1 --out runs/niah/plain is the plain one.")
+    typer.echo(f"\nReport: {page}")

@@ -45,6 +45,7 @@ def add_command(app: typer.Typer, contexts: str | None, chunk: int) -> None:
         """Measure models at several contexts: perplexity.jsonl in each. What is there is not measured again."""
         from gape.data import open_corpus  # noqa: PLC0415
         from gape.experiments import perplexity  # noqa: PLC0415
+        from gape.experiments.experiment import pick_device, wants_bfloat16  # noqa: PLC0415
         from gape.experiments.run import LanguageEvaluation  # noqa: PLC0415
         from gape.tasks.ways import Way  # noqa: PLC0415
         from gape.utils.progress import Progress  # noqa: PLC0415
@@ -53,9 +54,11 @@ def add_command(app: typer.Typer, contexts: str | None, chunk: int) -> None:
             contexts=() if contexts is None else numbers("contexts", contexts, int, "512,1024"), last=last, align=align,
             max_windows=max_windows, seed=seed, chunk=chunk,
         )  # fmt: skip
-        settings = perplexity.Settings.of(
-            open_corpus(data), evaluation, device=device, precision=precision, split=split, stratum=stratum,
-            way=Way(skip_eps=skip_eps, forget_eps=forget_eps, bounds=bounds), attention=attention,
+        target = pick_device(device)
+        settings = perplexity.Settings(
+            corpus=open_corpus(data), evaluation=evaluation, device=target, low=wants_bfloat16(precision, target),
+            split=split, stratum=stratum, way=Way(skip_eps=skip_eps, forget_eps=forget_eps, bounds=bounds),
+            attention=attention,
         )  # fmt: skip
         for table in perplexity.tables(perplexity.measure_models(models, settings, log=Progress().log)):
             typer.echo(f"\n{table.text()}")

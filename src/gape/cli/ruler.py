@@ -36,18 +36,18 @@ def generate(
     out: Annotated[Path, typer.Option(help="Directory that gets TASK_LENGTH.jsonl and manifest.json.")] = Path("ruler"),
 ) -> None:
     """Make samples of exact length for a tokenizer, the same bytes for the same seed. Needs no network."""
-    from gape.experiments.ruler import Samples, write  # noqa: PLC0415
+    from gape.experiments.ruler import write  # noqa: PLC0415
     from gape.utils.progress import Progress, ProgressTable  # noqa: PLC0415
 
     questions = {name: path for name, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path is not None}
-    samples = Samples(
-        tokenizer=tokenizer, lengths=tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192"))),
-        tasks=None if tasks is None else tuple(tasks.split(",")), count=count, seed=seed, haystack=haystack,
-        questions=questions, wording=wording,
-    )  # fmt: skip
     progress = Progress()
     with ProgressTable(progress, "sample") as table:
-        paths = list(write(samples, out, show=table.show, log=progress.log))
+        written = write(
+            out, tokenizer=tokenizer, lengths=tuple(dict.fromkeys(numbers("lengths", lengths, int, "4096,8192"))),
+            tasks=None if tasks is None else tasks.split(","), count=count, seed=seed,
+            haystack=haystack, questions=questions, wording=wording, show=table.show, log=progress.log,
+        )  # fmt: skip
+        paths = list(written)
     for path in paths:
         typer.echo(path)
 
@@ -82,7 +82,7 @@ def evaluate(
 ) -> None:
     """Score models: NLL per token of right answers, string match of generated ones. Stop and start as you like."""
     from gape.experiments.experiment import pick_device, wants_bfloat16  # noqa: PLC0415
-    from gape.experiments.ruler import Evaluation, choose, measure  # noqa: PLC0415
+    from gape.experiments.ruler import choose, measure  # noqa: PLC0415
     from gape.report.results import Results  # noqa: PLC0415
     from gape.report.ruler import tables  # noqa: PLC0415
     from gape.tasks.ruler.evaluation import Settings  # noqa: PLC0415
@@ -98,11 +98,10 @@ def evaluate(
         way=Way(skip_eps=skip_eps, forget_eps=forget_eps, bounds=bounds),
     )  # fmt: skip
     samples, sources = read(data)
-    evaluation = Evaluation(
-        samples=choose(samples, None if tasks is None else tasks.split(","), limit), sources=sources,
-        settings=settings, tokenizer=tokenizer, device=target, name=name, out=out,
-    )  # fmt: skip
-    rows = measure(models, evaluation, log=Progress().log)
+    samples = choose(samples, None if tasks is None else tasks.split(","), limit)
+    rows = measure(
+        models, samples, sources, settings, device=target, tokenizer=tokenizer, name=name, out=out, log=Progress().log
+    )
     typer.echo("\n\n".join(table.text() for table in tables(Results(measured={"ruler": tuple(rows)}))))
 
 

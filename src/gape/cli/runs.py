@@ -1,12 +1,14 @@
-"""What `gape niah train` and `gape lm train` share: options, and the list of a recipe's runs."""
+"""The command `train` of `gape niah` and `gape lm`: runs of a recipe."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gape.cli.options import Resume
 from gape.utils.recipe_files import find
 
 if TYPE_CHECKING:
@@ -19,36 +21,41 @@ def _known(recipe: str) -> str:
     return recipe
 
 
-RecipeName = Annotated[
-    str,
-    typer.Argument(help="A TOML file, or the name of one that ships, such as niah/demo or lm/toy.", callback=_known),
-]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings that win over the recipe's, such as train.max_steps=400."),
 ]
-Out = Annotated[Path | None, typer.Option(help="Directory of the runs; runs/RECIPE by default.")]
-Only = Annotated[
-    list[str] | None, typer.Option(help="Only runs of this name or pattern, such as 'rope*'; may be repeated.")
-]
-Dry = Annotated[bool, typer.Option("--list", help="Only list the runs and what is left to do.")]
 
 
-def chosen(
-    kind: str, recipe: str, overrides: list[str] | None, only: list[str] | None, out: Path | None, dry: bool
-) -> tuple[Recipe, Path]:
-    """The recipe with the runs that were asked for, and their directory.
+def add_command(app: typer.Typer, kind: str, text: str, show: Callable[[Recipe, Path, dict[str, str]], None]) -> None:
+    """Add the command `train` for recipes of a kind; `show` prints what the runs gave, but for failed ones."""
 
-    Raises:
-        typer.Exit: where runs are only to be listed, with the state of each.
-    """
-    from gape.experiments.recipe import default_directory, load  # noqa: PLC0415
-    from gape.experiments.sweep import states  # noqa: PLC0415
+    @app.command("train", help=text)
+    def train(
+        recipe: Annotated[
+            str,
+            typer.Argument(
+                help="A TOML file, or the name of one that ships, such as niah/demo or lm/toy.", callback=_known
+            ),
+        ],
+        overrides: Overrides = None,
+        out: Annotated[Path | None, typer.Option(help="Directory of the runs; runs/RECIPE by default.")] = None,
+        resume: Resume = "auto",
+        only: Annotated[
+            list[str] | None, typer.Option(help="Only runs of this name or pattern, such as 'rope*'; may be repeated.")
+        ] = None,
+        dry: Annotated[bool, typer.Option("--list", help="Only list the runs and what is left to do.")] = False,
+    ) -> None:
+        from gape.experiments.experiment import run_recipe, states  # noqa: PLC0415
+        from gape.experiments.recipe import default_directory, load  # noqa: PLC0415
 
-    loaded = load(recipe, overrides or [], kind=kind).only(only or [])
-    directory = out or default_directory(recipe, loaded)
-    if dry:
-        for home, state in states(loaded, directory).items():
-            typer.echo(f"{state:8} {home}")
-        raise typer.Exit
-    return loaded, directory
+        loaded = load(recipe, overrides or [], kind=kind).only(only or [])
+        directory = out or default_directory(recipe, loaded)
+        if dry:
+            for home, state in states(loaded, directory).items():
+                typer.echo(f"{state:8} {home}")
+            return
+        failed = run_recipe(loaded, directory, resume=resume)
+        show(loaded, directory, failed)
+        if failed:
+            raise typer.Exit(1)

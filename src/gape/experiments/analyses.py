@@ -1,100 +1,101 @@
 """What `gape analyze` does: attention entropy, spectra, maps and masks of trained runs, and losses far back.
 
 Sets of results lie in the run's directory (`entropy.json`, …). What was analysed of the same weights with the same
-settings is not analysed again.
+settings is not analysed again. Of losses far back, `far_back_documents.jsonl` gets a line per document as it is
+measured; when all are, `far_back.jsonl` gets a row per kind and distance.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import cast
+
+import numpy as np
+import torch
 
 from gape.analysis import lm
-from gape.analysis.passages import Passages, Reader
-from gape.data import load_tokenizer
+from gape.analysis.passages import Ids, Passages, Reader, long_documents, number
+from gape.data import Corpus, Document
+from gape.data.recall import corpus_tokenizer
 from gape.experiments.experiment import Log, pick_device, wants_bfloat16
-from gape.experiments.far_back import measure_run
 from gape.experiments.open_model import OpenModel, open_run
-from gape.experiments.result_store import ResultSets
+from gape.experiments.result_store import ResultSets, ResultStore
 from gape.models.gpt import GPT
 from gape.report import tables
 from gape.report.tables import Table
-from gape.tasks.far_back import FarBackConfig
+from gape.tasks.far_back import FarBackConfig, Sums, measure, summary
 from gape.train import checkpoint
-from gape.utils import locks
+from gape.utils import files, locks
 from gape.utils.jsonl import Record, read_object
 from gape.utils.progress import Progress, ProgressTable
+from gape.utils.validation import invalid_argument
+
+DOCUMENTS, ROWS = "far_back_documents.jsonl", "far_back.jsonl"
 
 
-def entropy(
+#: What is stored of each kind: of several passages, or of one layer on one passage.
+_ANALYSES: dict[str, Callable[..., Record]] = {"entropy": lm.entropy, "spectrum": lm.spectrum}
+_PICTURES: dict[str, Callable[..., Record]] = {"maps": lm.maps, "masks": lm.masks}
+
+
+def analyse(
+    kind: str,
     runs: Sequence[Path],
     reader: Reader,
     *,
     lengths: Sequence[int] | None = None,
-    samples: int = 10,
+    samples: int = 1,
+    layer: int | None = None,
+    size: int = 64,
     seed: int = 0,
     device: str = "auto",
-) -> Table:
-    """Attention entropy by layer and head, the gates beside it, and how far attention reaches: `entropy.json`.
+) -> None:
+    """Analyse runs on passages of a text, to KIND.json in each; runs that have no such thing are left out.
 
-    `samples` passages of each of some lengths are read, the training length by default.
+    Args:
+        kind: "entropy" of attention by layer and head, with the gates and how far attention reaches; "spectrum", norms
+            of queries and keys by rotary frequency; "maps", attention of a layer's heads; "masks", the paper's mask M.
+        runs, reader: directories of runs, and the text.
+        lengths: tokens of the passages; the training length by default.
+        samples: passages of each length.
+        layer, size: of maps and masks: which layer, the last by default, and cells along each side.
+        seed, device: which passages, and where.
     """
 
-    def analyse(run: OpenModel, log: Log) -> None:
-        spans = [_length(reader, length, run) for length in ((None,) if lengths is None else lengths)]
+    def one(run: OpenModel, log: Log) -> None:
+        if without := _unfit(kind, run.model):
+            log(f"{run.identity['run']}: {run.identity['position']} {without}")
+            return
+        # Prompts have their own lengths, and refuse any other.
+        spans: Sequence[int | None] = lengths or [None if reader.prompts else run.identity["train_length"]]
         # All of them before the first is analysed: one may be longer than every document.
         for passages in [reader.passages(length, samples, seed=seed) for length in spans]:
-            settings = {**_source(reader, seed), "samples": samples}
-            _add(run, "entropy", passages, settings, partial(lm.entropy, _gpt(run), passages.items), log)
+            settings: Record = {"split": reader.split, "stratum": reader.stratum, "seed": seed}
+            if kind in _PICTURES:
+                own = run.model.config.n_layer - 1 if layer is None else layer
+                settings |= {"layer": own, "size": size}
+                work = partial(_PICTURES[kind], run.model, passages.items[0], layer=own, size=size)
+            else:
+                settings |= {"samples": samples}
+                work = partial(_ANALYSES[kind], run.model, passages.items)
+            _add(run, kind, passages, settings, work, log)
 
-    _each(runs, reader, device, analyse)
+    _each(runs, reader, device, one)
+
+
+def entropy_table(runs: Sequence[Path]) -> Table:
+    """The stored entropies of runs, as a table."""
     return tables.entropy_table([read_object(directory / "entropy.json") for directory in runs])
 
 
-def spectrum(
-    runs: Sequence[Path], reader: Reader, *, length: int | None = None, samples: int = 32, seed: int = 0,
-    device: str = "auto",
-) -> None:  # fmt: skip
-    """Norms of queries and keys by rotary frequency: `spectrum.json`. Schemes that do not rotate are left out."""
-
-    def analyse(run: OpenModel, log: Log) -> None:
-        model = _gpt(run)
-        if lm.rotary(next(model.blocks()).attention.scheme) is None:
-            log(f"{run.identity['run']}: {run.identity['position']} does not rotate, so it has no spectrum")
-            return
-        passages = reader.passages(_length(reader, length, run), samples, seed=seed)
-        settings = {**_source(reader, seed), "samples": samples}
-        _add(run, "spectrum", passages, settings, partial(lm.spectrum, model, passages.items), log)
-
-    _each(runs, reader, device, analyse)
-
-
-def pictures(
-    kind: str, runs: Sequence[Path], reader: Reader, *, length: int | None = None, layer: int | None = None,
-    size: int = 64, seed: int = 0, device: str = "auto",
-) -> None:  # fmt: skip
-    """One layer's heads on one passage, in `size` × `size` cells; the last layer by default.
-
-    `kind` is "maps", attention, to `maps.json`; or "masks", the paper's mask M of runs with gates, to `masks.json`.
-    """
-
-    def analyse(run: OpenModel, log: Log) -> None:
-        model = _gpt(run)
-        if kind == "masks" and next(model.gates(), None) is None:
-            log(f"{run.identity['run']}: {run.identity['position']} has no gates, so it has no mask")
-            return
-        passages = reader.passages(_length(reader, length, run), 1, seed=seed)
-        number = model.config.n_layer - 1 if layer is None else layer
-        settings = {**_source(reader, seed), "layer": number, "size": size}
-        draw = partial(_PICTURES[kind], model, passages.items[0], layer=number, size=size)
-        _add(run, kind, passages, settings, draw, log)
-
-    _each(runs, reader, device, analyse)
-
-
-_PICTURES: dict[str, Callable[..., Record]] = {"maps": lm.maps, "masks": lm.masks}
+def _unfit(kind: str, model: GPT) -> str:
+    """Why a model has nothing of a kind; empty where it has."""
+    if kind == "spectrum" and lm.rotary(next(model.blocks()).attention.scheme) is None:
+        return "does not rotate, so it has no spectrum"
+    return "has no gates, so it has no mask" if kind == "masks" and next(model.gates(), None) is None else ""
 
 
 def far_back(
@@ -119,15 +120,60 @@ def far_back(
     reader = Reader(data, split=split, stratum=stratum)
     assert reader.corpus is not None
     corpus, rows = reader.corpus, list[Record]()
-    # The tokenizer of bytes needs no files.
-    spec = tokenizer or ("bytes" if corpus.tokenizer["kind"] == "bytes" else None)
-    own = None if spec is None else load_tokenizer(spec)
+    decode = corpus_tokenizer(corpus, tokenizer or "").decode if "names" in config.kinds else None
+    others = list(corpus.documents(split, stratum))
+    if "planted" in config.kinds and len(others) < 2:
+        raise invalid_argument("kinds", config.kinds, "none planted, since a passage has to come from another document")
+    chosen = long_documents(corpus, split, stratum, config.context, config.seed, called="context")
+    texts = partial(_far_back_text, corpus, others, config)
+    # What changes the numbers; the chunk does not.
+    settings = {name: value for name, value in asdict(config).items() if name != "chunk"}
+    settings |= {"corpus": corpus.fingerprint(), "split": split, "stratum": stratum}
+    settings |= {"precision": "bfloat16" if low else "float32"}
 
     def analyse(run: OpenModel, log: Log) -> None:
-        rows.extend(measure_run(run, corpus, config, split=split, stratum=stratum, tokenizer=own, low=low, log=log))
+        key = hashlib.sha256(files.to_json([settings, run.identity], indent=None)).hexdigest()[:16]
+        read = partial(measure, config=config, short=int(run.identity["train_length"]), decode=decode)
+        with torch.autocast(pick_device(device).type, torch.bfloat16, enabled=low):
+            sums = _far_back_sums(run, key, chosen[: config.documents], texts, read, log)
+        own = [run.identity | row | {"key": key, "asked": settings} for row in summary(sums)]
+        ResultStore(run.directory / ROWS).replace(own, keep=lambda row: row.get("key") != key)
+        rows.extend(own)
 
     _each(runs, reader, device, analyse)
     return tables.far_back_table(rows)
+
+
+def _far_back_sums(
+    run: OpenModel, key: str, documents: Sequence[Document], texts: Callable[[Document], tuple[Ids, Ids | None]],
+    read: Callable[..., list[Sums]], log: Log,
+) -> dict[str, list[Sums]]:  # fmt: skip
+    """The sums of every document, resuming after those that are stored under a key."""
+    store = ResultStore(run.directory / DOCUMENTS)
+    done = {row["document"]: [Sums(*entry) for entry in row["found"]] for row in store.rows({"key": key})}
+    for at, document in enumerate(documents, 1):
+        if document.id not in done:
+            done[document.id] = read(run.model, *texts(document))
+            store.append({"key": key, "document": document.id, "found": [list(each) for each in done[document.id]]})
+            log(f"{run.identity['run']}: far back, document {at} of {len(documents)}")
+    return {document.id: done[document.id] for document in documents}
+
+
+def _far_back_text(
+    corpus: Corpus, others: Sequence[Document], config: FarBackConfig, document: Document
+) -> tuple[Ids, Ids | None]:
+    """A window of a document, and tokens of another one to plant in it, both chosen by the seed."""
+    seed = config.seed
+    start = number(seed, "window", document.id) % (document.length - config.context + 1)
+    window = corpus.tokens(document, start, start + config.context).astype(np.int64)
+    if "planted" not in config.kinds:
+        return window, None
+    first = number(seed, "other", document.id) % len(others)
+    for other in (*others[first:], *others[:first]):
+        if other.id != document.id and other.length >= config.passage:
+            start = number(seed, "passage", document.id) % (other.length - config.passage + 1)
+            return window, corpus.tokens(other, start, start + config.passage).astype(np.int64)
+    raise invalid_argument("passage", config.passage, "at most the tokens of some other document")
 
 
 def _each(runs: Sequence[Path], reader: Reader, device: str, analyse: Callable[[OpenModel, Log], None]) -> None:
@@ -137,10 +183,10 @@ def _each(runs: Sequence[Path], reader: Reader, device: str, analyse: Callable[[
         if not checkpoint.available(directory / "checkpoints"):
             raise ValueError(f"run: got {str(directory)!r}, expected a directory that gape lm train made")
     with ProgressTable(progress, "run") as table:
-        for number, directory in enumerate(runs):
-            table.show("analysed", number, len(runs))
+        for place, directory in enumerate(runs):
+            table.show("analysed", place, len(runs))
             with locks.locked(directory, "measured"):
-                run = open_run(directory, target, log=progress.log)
+                run = open_run(directory, target, progress.log)
                 run.accept(reader.tokenizer)
                 analyse(run, progress.log)
 
@@ -161,19 +207,3 @@ def _add(
     }
     sets.add(settings, texts | analyse())
     log(f"{name} of {passages.data} → {sets.path}")
-
-
-def _source(reader: Reader, seed: int) -> Record:
-    return {"split": reader.split, "stratum": reader.stratum, "seed": seed}
-
-
-def _length(reader: Reader, length: int | None, run: OpenModel) -> int | None:
-    """The training length where none is given; prompts have their own, and refuse any other."""
-    if length is None and not reader.prompts:
-        train_length: int = run.identity["train_length"]
-        return train_length
-    return length
-
-
-def _gpt(run: OpenModel) -> GPT:
-    return cast(GPT, run.model)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load as from_safetensors
 from torch import Tensor
 
+from gape.data import load_tokenizer
 from gape.experiments.experiment import pick_device
-from gape.experiments.open_model import HF, OpenModel, kind_of, model_home, open_model
-from gape.experiments.open_reader import run_tokenizer
+from gape.experiments.open_model import OpenModel, is_transformers, model_home, open_model, run_tokenizer
 from gape.explore.exploration import Exploration, Mark, explore
 from gape.explore.notebook import token_text
 from gape.models.config import GPTConfig
@@ -46,48 +46,53 @@ class Passage:
     sources: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to explore; of text (a file), prompt and needle (tokens of a text with a needle) at most one is given.
+def explored(
+    model: Path | None = None,
+    *,
+    text: Path | None = None,
+    prompt: str | None = None,
+    needle: int | None = None,
+    tokenizer: str | None = None,
+    tokens: int = 16384,
+    seed: int = 0,
+    device: str = "auto",
+) -> Exploration:
+    """Open a model, read a text and compute the view; shows progress.
 
-    `model` is a directory, None the model of the package; `tokenizer` is that of a run on text, as
-    :func:`gape.data.load_tokenizer` takes it; `tokens` bounds the text, and `seed` says which haystack.
-    """
-
-    model: Path | None = None
-    text: Path | None = None
-    prompt: str | None = None
-    needle: int | None = None
-    tokenizer: str | None = None
-    tokens: int = 16384
-    seed: int = 0
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        texts = [name for name in ("text", "prompt", "needle") if getattr(self, name) is not None]
-        if len(texts) > 1:
-            raise ValueError(f"text, prompt, needle: got {' and '.join(texts)}, expected one of them")
-        whole("tokens", self.tokens, 2)
-        if self.needle is not None:
-            whole("needle", self.needle, 16)
-
-
-def explored(settings: Settings) -> Exploration:
-    """Open the model, read the text and compute the view; shows progress.
+    Args:
+        model: a directory; None is the model of the package.
+        text, prompt, needle: a file, a text, or the tokens of a text with a needle; at most one is given.
+        tokenizer: of a run on text, as :func:`gape.data.load_tokenizer` takes it.
+        tokens: of the text at most.
+        seed: which haystack.
+        device: as commands take it.
 
     Raises:
         ValueError: no such model or text, a text too short, or a model that cannot be looked into.
         CheckpointError: a run without a valid checkpoint.
     """
-    device = pick_device(settings.device)
-    opened = shipped(device) if settings.model is None else open_model(settings.model, device)
-    read = _passage(settings, opened)
+    texts = {"text": text, "prompt": prompt, "needle": needle}
+    named = [name for name, value in texts.items() if value is not None]
+    if len(named) > 1:
+        raise ValueError(f"text, prompt, needle: got {' and '.join(named)}, expected one of them")
+    whole("tokens", tokens, 2)
+    if needle is not None:
+        whole("needle", needle, 16)
+    target = pick_device(device)
+    opened = shipped(target) if model is None else open_model(model, target)
+    task = _needle_task(opened)
+    if task is None:
+        read = _passage(opened, tokenizer, text, prompt, needle, tokens)
+    elif text is not None or prompt is not None:
+        raise invalid_argument("text", text or prompt, "none: this model reads --needle alone")
+    else:
+        read = haystack(task, needle or 4 * task.length, seed)
     about = {"name": opened.identity["run"], "position": opened.identity["position"]}
     total = sum(hasattr(m, "gape_wiring") or type(m).__name__ == "GAPEAttention" for m in opened.model.modules())
     with ProgressTable(unit="layer") as table:
         table.show(str(about["name"]), 0, total)
         return explore(
-            opened.model, read.ids.to(device), read.decode, title=f"gape explore: {about['name']}", about=about,
+            opened.model, read.ids.to(target), read.decode, title=f"gape explore: {about['name']}", about=about,
             marks=read.marks, sources=read.sources, progress=lambda done: table.show(str(about["name"]), done, total),
         )  # fmt: skip
 
@@ -99,29 +104,35 @@ def shipped(device: torch.device) -> OpenModel:
     model = GPT(GPTConfig.from_dict(config["model"]))
     model.load_state_dict(from_safetensors(home.joinpath("model.safetensors").read_bytes()))
     identity = {"run": "needle", "position": model.config.position, "task": config["task"]}
-    return OpenModel(directory=Path("needle"), identity=identity, model=model.to(device).eval())
+    return OpenModel(directory=Path("needle"), identity=identity, load=lambda: model.to(device).eval())
 
 
-def _passage(settings: Settings, opened: OpenModel) -> Passage:
-    task = _needle_task(settings, opened)
-    if task is not None:
-        if settings.text is not None or settings.prompt is not None:
-            raise invalid_argument("text", settings.text or settings.prompt, "none: this model reads --needle alone")
-        return haystack(task, settings.needle or 4 * task.length, settings.seed)
-    tokenizer = _tokenizer(settings, opened)
+def _passage(
+    opened: OpenModel, spec: str | None, file: Path | None, prompt: str | None, needle: int | None, tokens: int
+) -> Passage:
+    """The text for a model of texts."""
+    if is_transformers(opened.directory):
+        tokenizer = load_tokenizer(spec or str(model_home(opened.directory)))
+    else:
+        tokenizer = run_tokenizer(opened.directory, spec)
+        opened.accept(tokenizer.identity())
     decode = token_text(tokenizer)
-    if settings.needle is not None:
-        return _needle_text(tokenizer, decode, settings.needle)
-    if settings.text is None and settings.prompt is None:
+    if needle is not None:
+        return _needle_text(tokenizer, decode, needle)
+    if file is not None:
+        try:
+            prompt = file.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"text: {file} is no UTF-8: {error}") from error
+    if prompt is None:
         raise ValueError("text: got nothing, expected one of --text FILE, --prompt TEXT and --needle N")
-    text = settings.prompt if settings.prompt is not None else _read(settings.text or Path())
-    ids = tokenizer.encode(text)[: settings.tokens]
+    ids = tokenizer.encode(prompt)[:tokens]
     if len(ids) < 2:
-        raise invalid_argument("text", text, "one of at least two tokens")
+        raise invalid_argument("text", prompt, "one of at least two tokens")
     return Passage(ids=torch.tensor([ids]), decode=decode)
 
 
-def _needle_task(settings: Settings, opened: OpenModel) -> niah.NIAHConfig | None:
+def _needle_task(opened: OpenModel) -> niah.NIAHConfig | None:
     """The haystack that a model was trained on; None for one of texts."""
     if opened.run is not None:
         return opened.run.task if isinstance(opened.run.task, niah.NIAHConfig) else None
@@ -161,19 +172,3 @@ def _needle_text(tokenizer: Any, decode: Callable[[int], str], length: int) -> P
         Mark(start=start, length=len(answer), label="answer"),
     )
     return Passage(ids=torch.tensor([ids]), decode=decode, marks=marks, sources=sources)
-
-
-def _tokenizer(settings: Settings, opened: OpenModel) -> Any:
-    directory = opened.directory
-    if kind_of(directory) == HF:
-        return run_tokenizer(directory, settings.tokenizer or str(model_home(directory)))
-    tokenizer = run_tokenizer(directory, settings.tokenizer)
-    opened.accept(tokenizer.identity())
-    return tokenizer
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"text: {path} is no UTF-8: {error}") from error

@@ -22,14 +22,11 @@ import torch
 from gape.data import Corpus, RecallSource, WindowSource, load_tokenizer
 from gape.experiments import extend_measures as measures
 from gape.experiments import finetune, ruler
-from gape.experiments.experiment import low_precision, pick_device
-from gape.experiments.extend_measures import AFTER, BEFORE, Measures
+from gape.experiments.experiment import pick_device, wants_bfloat16
+from gape.experiments.extend_measures import AFTER, BEFORE, SHORTEST_CONTEXT, Measures
 from gape.experiments.extend_settings import LONG, SCORED_TEXTS, Phase, Settings
-from gape.experiments.extend_texts import SHORT, passage, passages, prose, refuse_short
-from gape.experiments.open_model import MODEL, SETTINGS, base_of, load_transformers, refuse_missing
-from gape.experiments.open_reader import transformers_reader
+from gape.experiments.open_model import MODEL, SETTINGS, base_of, load_transformers, transformers_reader
 from gape.experiments.result_store import ResultStore
-from gape.experiments.retrieval_heads import with_floors
 from gape.hf import extension
 from gape.hf.floors import FloorPlan
 from gape.hf.gates import has_gates
@@ -102,18 +99,9 @@ def extend(
 
 
 def perform(settings: Settings, out: Path, *, device: str = "auto", precision: str = "auto") -> Path:
-    """Extend a model in a directory, from wherever that stands.
+    """Extend a model in a directory, from wherever that stands; arguments and errors as :func:`extend`.
 
-    Args:
-        settings: what.
-        out: the directory.
-        device, precision: as the options of `gape hf extend`.
-
-    Returns:
-        The directory of the model; for the method "plain", `out`.
-
-    Raises:
-        Interrupted, ValueError: as :func:`extend`.
+    Returns the directory of the model; for the method "plain", `out`.
     """
     target = pick_device(device)
     job = Job(settings, out, target, precision)
@@ -149,32 +137,19 @@ def _claimed(settings: Settings, out: Path) -> Iterator[None]:
 
 
 class Job:
-    """One extension: its parts, each made if it is missing.
-
-    Args:
-        settings: what is done.
-        out: its directory.
-        device, precision: of the models; the latter "auto", "float32" or "bfloat16".
-    """
+    """One extension in the directory `out`: its parts, each made if it is missing."""
 
     def __init__(self, settings: Settings, out: Path, device: torch.device, precision: str) -> None:
         self.settings, self.out, self.device, self.precision = settings, out, device, precision
-        self.low, self.progress = low_precision(precision, device), Progress()
+        self.low, self.progress = wants_bfloat16(precision, device), Progress()
         self.native, self.skips = 0, False
 
     def check(self) -> None:
-        """Refuse a model, a target, floors or paths that cannot be, before anything is written.
-
-        Raises:
-            ValueError: names the argument.
-        """
+        """Refuse a model, a target, floors or paths that cannot be, before anything is written."""
         settings = self.settings
         if launch.size() > 1:
             raise invalid_argument("nproc-per-node", launch.size(), "one process; gape hf finetune takes several")
-        refuse_missing(settings.model)
-        for given in settings.data:
-            if not given.startswith("hf:") and not Path(given).exists():
-                raise invalid_argument("data", given, "a corpus of gape data prepare, or files and folders of text")
+        finetune.refuse_data(settings.data)
         if settings.needles is not None:
             sources.read([settings.needles])
         model = load_transformers(settings.model)
@@ -201,7 +176,7 @@ class Job:
 
     def _put_in(self, model: Any, plan: FloorPlan | None, landmarks: SinkLandmarks | None = None) -> None:
         settings = self.settings
-        floors = None if settings.floors is None else list(with_floors({}, Path(settings.floors))["gate_floor"])
+        floors = None if settings.floors is None else finetune.with_floors({}, Path(settings.floors))["gate_floor"]
         extension.put_in(
             model, settings.method, to=settings.to, plan=plan, landmarks=landmarks, floors=floors,
             factor=settings.factor, log_scale=settings.log_scale,
@@ -217,29 +192,21 @@ class Job:
 
     @cached_property
     def corpus(self) -> Corpus:
-        """The corpus, long enough to be trained and measured on.
-
-        Raises:
-            ValueError: too little text, or another tokenizer's.
-        """
-        settings, config = self.settings, load_transformers(self.settings.model).config
-        window = settings.window(self.native)
-
-        def opened() -> Corpus:
+        """The corpus, refused if it has too little text to be trained and measured on, or is another tokenizer's."""
+        settings, window = self.settings, self.settings.window(self.native)
+        phases = settings.phases(self.native)
+        tuned = () if settings.method == "plain" else phases
+        with finetune.removing_refused(self.out):
             corpus = finetune.corpus_of(
                 settings.model, settings.data, self.out, settings.heldout_fraction, self.progress
             )
-            tuned = () if settings.method == "plain" else settings.phases(self.native)
-            refuse_short(corpus, max((phase.length for phase in tuned), default=window), window)
-            return corpus
-
-        def check(text: WindowSource) -> None:
-            if settings.method != "plain":
+            measures.refuse_short(corpus, max((phase.length for phase in tuned), default=window), window)
+            finetune.refuse_corpus(settings.model, load_transformers(settings.model).config, corpus)
+            text = WindowSource(corpus, length=window, batch_size=phases[0].batch_size)
+            if tuned:
                 # What the tuning would refuse.
                 RecallSource(text, load_tokenizer(settings.model), settings.recall_config())
-
-        windows = {"length": window, "batch_size": settings.phases(self.native)[0].batch_size}
-        return finetune.window_source(settings.model, config, self.out, opened, windows, check).corpus
+        return corpus
 
     def run(self) -> None:
         """Everything that is missing, in order."""
@@ -258,7 +225,10 @@ class Job:
     def measures(self) -> Measures:
         """What is measured: lengths up to the target that held-out documents fill, and needles."""
         settings = self.settings
-        doubling = _doubling(min(SHORT, settings.window(self.native)), settings.to)
+        doubling, length = [settings.to], min(SHORTEST_CONTEXT, settings.window(self.native))
+        while length < settings.to:
+            doubling.append(length)
+            length *= 2
         lengths = tuple(sorted(settings.lengths or doubling))
         longest = max(document.length for document in self.corpus.documents("heldout")) - 1
         last = min(LAST, lengths[0])
@@ -269,7 +239,7 @@ class Job:
         return Measures(
             contexts=contexts, windows=settings.windows, needles=self._needles(lengths), last=last,
             generate=tuple(length for length in lengths if length in (self.native, settings.to, lengths[-1])),
-            new_tokens=settings.new_tokens, answer_tokens=32 if settings.prompts else 0, prompts=settings.prompts,
+            new_tokens=settings.new_tokens, prompts=settings.prompts,
         )  # fmt: skip
 
     def _needles(self, lengths: Sequence[int]) -> tuple[sources.Sample, ...]:
@@ -281,16 +251,15 @@ class Job:
             return ()
         haystack, folder = self.out / HAYSTACK, self.out / NEEDLES
         if not haystack.is_file():
-            text = prose(self.corpus, load_tokenizer(settings.model), _HAYSTACK_CHARACTERS)
+            text = measures.prose(self.corpus, load_tokenizer(settings.model), _HAYSTACK_CHARACTERS)
             files.replace(haystack, text.encode())
         for length in (length for length in lengths if length >= max(SHORTEST, self.native // 2)):
-            order = ruler.Samples(
-                tasks=TASKS, lengths=(length,), tokenizer=settings.model, count=settings.samples, seed=0,
-                haystack=haystack, questions={}, wording="own",
-            )  # fmt: skip
             try:
-                for _ in ruler.write(order, folder, log=self.progress.log):
-                    pass
+                written = ruler.write(
+                    folder, tasks=TASKS, lengths=(length,), tokenizer=settings.model, count=settings.samples,
+                    haystack=haystack, log=self.progress.log,
+                )  # fmt: skip
+                list(written)
             except ValueError as error:
                 self.progress.log(f"needles at {length:,} are left out: {error}")
         return tuple(sources.read([str(folder)])[0]) if folder.is_dir() else ()
@@ -320,13 +289,13 @@ class Job:
 
     def planned(self, model: Any, scores: torch.Tensor) -> FloorPlan:
         """Floors for a model by the scores of its heads (L, Hk)."""
-        ids = passage(self.corpus, min(LOGIT_TOKENS, self.native)).to(self.device)
+        ids = measures.passage(self.corpus, min(LOGIT_TOKENS, self.native)).to(self.device)
         return extension.floor_plan(model, scores, self.free(model), ids, **self.settings.plan)
 
     def _landmarks(self, model: Any) -> SinkLandmarks:
         """Landmark gates that keep sinks in view, by passages of training text."""
         length = min(SINK_TOKENS, self.settings.window(self.native))
-        landmarks = sink_landmarks(model, passages(self.corpus, SINK_TEXTS, length).to(self.device))
+        landmarks = sink_landmarks(model, measures.passages(self.corpus, SINK_TEXTS, length).to(self.device))
         self.progress.log(f"sinks: kept in view by {landmarks.heads} of {landmarks.bias.numel()} key heads")
         return landmarks
 
@@ -345,11 +314,11 @@ class Job:
         files.replace(path, files.to_json(record))
         return torch.tensor(record["score"])
 
-    def _kept(self) -> finetune.Kept:
+    def _kept(self) -> Sequence[Sequence[int]]:
         """The original's own answers to short prompts, stored, to mix into the tuning."""
         settings, path = self.settings, self.out / KEPT
         if not settings.keep:
-            return finetune.NO_TEXTS
+            return ()
         if not path.is_file():
             self.progress.log("answers of the original to short prompts, to keep it what it was")
             texts = measures.short_prompts()[measures.MEASURED_PROMPTS :]
@@ -360,7 +329,8 @@ class Job:
                 for ids, _ in measures.answer(reader, texts, KEPT_TOKENS, seed=settings.seed + 1000 * turn)
             ]
             files.replace(path, json.dumps(rows).encode())
-        return finetune.Kept(texts=json.loads(path.read_bytes()), share=settings.keep)
+        kept: list[list[int]] = json.loads(path.read_bytes())
+        return kept
 
     def _tune(self) -> None:
         """Tune the model, and put the result in its place."""
@@ -386,16 +356,8 @@ class Job:
             length=phase.length, batch_size=phase.batch_size, learn="all", device=str(self.device), resume="auto",
             heldout_fraction=settings.heldout_fraction, gradient_checkpointing=settings.gradient_checkpointing,
             variant=settings.method, recall=settings.recall_config(long=phase.folder == LONG),
-            kept=self._kept(), lora=settings.lora,
+            kept=self._kept(), kept_share=settings.keep, lora=settings.lora,
         )  # fmt: skip
 
     def _reader(self, name: str) -> TransformersReader:
         return transformers_reader(name, device=self.device, low=self.low)
-
-
-def _doubling(first: int, last: int) -> Iterator[int]:
-    """first, twice that, …, and last."""
-    while first < last:
-        yield first
-        first *= 2
-    yield last

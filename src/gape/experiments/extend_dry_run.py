@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import gape.hf
-from gape.experiments.extend_settings import SCORED_TEXTS, Phase, Settings
+from gape.experiments.extend_settings import SCORED_TEXTS, Phase
 from gape.experiments.finetune import checkpoint_gradients
 from gape.experiments.open_model import base_of, load_transformers
 from gape.hf.adapters import add_lora
@@ -46,12 +46,21 @@ def describe(job: Job) -> str:
 
 def _tuning(model: Any, job: Job) -> list[str]:
     """Lines on the phases of the tuning: updates, time and memory."""
-    settings, total, most = job.settings, 0.0, 0
-    parts = []
+    settings, total, most, parts = job.settings, 0.0, 0, []
+    own = sum(p.nbytes for p in model.parameters())
+    # Matrices of LoRA are small beside the weights.
+    moments = 0 if settings.lora else 2 * own
+    if settings.lora:
+        add_lora(model, settings.lora)
+    if settings.gradient_checkpointing:
+        checkpoint_gradients(model)
+    wrapped = gape.hf.LanguageModel(model.to(job.device).train())
     for phase in settings.phases(job.native):
         config = job.train_config(phase)
-        seconds, peak = _trial(model, settings, phase, job.device, low=job.low)
-        total, most = total + seconds * config.accumulation * phase.steps, max(most, peak)
+        seconds, peak = _trial(wrapped, phase, job.device, low=job.low)
+        # Weights and gradients are in a GPU's peak already; the two averages are not.
+        most = max(most, moments + (own + moments // 2 if peak is None else peak))
+        total += seconds * config.accumulation * phase.steps
         tokens = config.accumulation * phase.batch_size * phase.length
         parts.append(f"{phase.steps} updates of {tokens:,} tokens in windows of {phase.length:,}")
     return [
@@ -62,26 +71,18 @@ def _tuning(model: Any, job: Job) -> list[str]:
     ]
 
 
-def _trial(model: Any, settings: Settings, phase: Phase, device: torch.device, *, low: bool) -> tuple[float, int]:
-    """Seconds of a micro-batch, and bytes of tuning: weights, gradients, two averages and what the pass needs."""
-    own = sum(p.nbytes for p in model.parameters())
-    # Matrices of LoRA are small beside the weights.
-    moments = 0 if settings.lora else 2 * own
-    if settings.lora:
-        add_lora(model, settings.lora)
-    if settings.gradient_checkpointing:
-        checkpoint_gradients(model)
-    wrapped = gape.hf.LanguageModel(model.to(device).train())
+def _trial(model: Any, phase: Phase, device: torch.device, *, low: bool) -> tuple[float, int | None]:
+    """Seconds of a micro-batch there and back, and bytes at its peak; None on a CPU."""
     ids = torch.zeros(phase.batch_size, phase.length, dtype=torch.int64, device=device)
-    if device.type == "cuda":
+    on_gpu, seconds = device.type == "cuda", 0.0
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(2 if device.type == "cuda" else 1):
+    # The first call compiles kernels.
+    for _ in range(2 if on_gpu else 1):
         began = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=low):
-            wrapped(ids, targets=ids).loss.backward()
-        if device.type == "cuda":
+            model(ids, targets=ids).loss.backward()
+        if on_gpu:
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - began
-    # Weights and gradients are in the peak already.
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else own + moments // 2
-    return seconds, peak + moments
+    return seconds, torch.cuda.max_memory_allocated(device) if on_gpu else None

@@ -1,6 +1,6 @@
 """What `gape hf extend` measures of a model before and after: perplexity, needles, `generate`, its short answers.
 
-Each function measures one thing and returns a row. Rows are told apart by `stage`, `kind` and what is in their keys.
+Rows are told apart by `stage`, `kind` and what is in their keys. Below are the texts of a corpus that are measured on.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -19,23 +19,26 @@ import torch
 from torch import Tensor
 
 import gape.hf
-from gape.data import Corpus
+from gape.data import Corpus, Tokenizer
 from gape.experiments.result_store import ResultStore
 from gape.hf.gates import has_gates
 from gape.models.skipping import cannot_skip, skip
 from gape.tasks import perplexity, recall
-from gape.tasks.ruler import prompts
+from gape.tasks.ruler.evaluation import prepare
 from gape.tasks.ruler.readers import TransformersReader
 from gape.tasks.ruler.sources import Sample
 from gape.utils.jsonl import Record
 from gape.utils.progress import ProgressTable
+from gape.utils.validation import invalid_argument
 
 #: Stages of a model, as rows name them.
 BEFORE, AFTER = "before", "after"
-#: Kinds of rows.
-PERPLEXITY, NEEDLE, GENERATE, ANSWERS = "perplexity", "needle", "generate", "answers"
 #: Of the shipped prompts so many are measured on; the others may be tuned on.
 MEASURED_PROMPTS = 100
+#: Tokens of the original's answers to short prompts.
+ANSWER_TOKENS = 32
+#: Tokens of the shortest context that is measured.
+SHORTEST_CONTEXT = 1024
 #: What a query of a model with gates may lose to skipped tiles and to a forgetting cache.
 EPS = 1e-2
 #: Any length: learned limits are for those who keep to them.
@@ -53,22 +56,16 @@ class Measures:
         needles: samples of RULER.
         generate: lengths of prompts at which `generate` is timed.
         new_tokens: that are generated there.
-        answer_tokens: of the original's answers to short prompts; 0 leaves these out.
-        prompts: short prompts at most.
+        prompts: short prompts at most whose answers are compared; 0 leaves these out.
     """
 
     contexts: tuple[int, ...]
-    last: int = 512
-    windows: int = 16
-    needles: tuple[Sample, ...] = ()
-    generate: tuple[int, ...] = ()
-    new_tokens: int = 64
-    answer_tokens: int = 32
-    prompts: int = MEASURED_PROMPTS
-
-
-#: A row that may be missing: what names it, and what measures the rest.
-Task = tuple[Record, Callable[[], Record]]
+    last: int
+    windows: int
+    needles: tuple[Sample, ...]
+    generate: tuple[int, ...]
+    new_tokens: int
+    prompts: int
 
 
 def measure(
@@ -81,38 +78,31 @@ def measure(
 ) -> None:
     """Measure what has no row yet; each row is on the disk before the next is begun.
 
-    Args:
-        store: of the rows.
-        stage: of the model.
-        measures: what.
-        corpus: whose held-out documents are read.
-        open_reader: opens the model, once and only if something is missing.
-        original: opens the model that short answers are compared with; None compares nothing.
+    `open_reader` opens the model, once and only if something is missing; `original` the one that short answers are
+    compared with, None compares nothing. Held-out documents of the corpus are read.
 
     Raises:
         ValueError: a figure that is not finite; rows before it are stored.
     """
-    names = list(_names(measures, stage, compares=original is not None))
-    left = store.missing(names)
-    if not left:
+    tasks = [({"stage": stage} | name, task) for name, task in _tasks(measures, corpus, original)]
+    missing = store.missing([name for name, _ in tasks])
+    if not missing:
         return
     reader = open_reader()
     skipping = _skip(reader)
     with ProgressTable(unit="measurement") as table:
-        for number, name in enumerate(left, len(names) - len(left)):
-            table.show(f"{stage}: {name['kind']}", number, len(names))
-            row = name | _measured(name, reader, measures, corpus, original) | skipping
-            _refuse_not_finite(row)
+        for number, (name, task) in enumerate(tasks):
+            if name not in missing:
+                continue
+            table.show(f"{stage}: {name['kind']}", number, len(tasks))
+            row = name | task(reader) | skipping
+            for key, value in row.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    # Tables and curves could not show it.
+                    where = f"{row['kind']} {stage}" + (f" at {row['length']:,} tokens" if "length" in row else "")
+                    raise ValueError(f"{key}: got {value} ({where}), expected a finite number of the model")
             store.append(row)
             _free(reader.device)
-
-
-def _refuse_not_finite(row: Record) -> None:
-    """Refuse a row that tables and curves could not show."""
-    for key, value in row.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            where = f"{row['kind']} {row['stage']}" + (f" at {row['length']:,} tokens" if "length" in row else "")
-            raise ValueError(f"{key}: got {value} ({where}), expected a finite number of the model")
 
 
 def _skip(reader: TransformersReader) -> Record:
@@ -123,47 +113,27 @@ def _skip(reader: TransformersReader) -> Record:
     return {"skip_eps": EPS}
 
 
-def _names(measures: Measures, stage: str, *, compares: bool) -> Iterator[Record]:
-    """What names each row."""
+def _tasks(
+    measures: Measures, corpus: Corpus, original: Callable[[], TransformersReader] | None
+) -> Iterator[tuple[Record, Callable[[TransformersReader], Record]]]:
+    """What names each row, and what measures the rest of it."""
     for context in measures.contexts:
-        yield {"stage": stage, "kind": PERPLEXITY, "length": context}
+        yield {"kind": "perplexity", "length": context}, partial(_perplexity, corpus, measures, context)
     for length, task in sorted({(sample.length, sample.task) for sample in measures.needles}):
-        yield {"stage": stage, "kind": NEEDLE, "task": task, "length": length}
+        samples = [sample for sample in measures.needles if (sample.task, sample.length) == (task, length)]
+        yield {"kind": "needle", "task": task, "length": length}, partial(_needles, samples)
     for length in measures.generate:
-        yield {"stage": stage, "kind": GENERATE, "length": length}
-    if compares and measures.answer_tokens:
-        yield {"stage": stage, "kind": ANSWERS}
+        yield {"kind": "generate", "length": length}, partial(_generate, corpus, length, measures.new_tokens)
+    if original is not None and measures.prompts:
+        yield {"kind": "answers"}, partial(_answers, original, measures.prompts)
 
 
-def _measured(
-    name: Record,
-    reader: TransformersReader,
-    measures: Measures,
-    corpus: Corpus,
-    original: Callable[[], TransformersReader] | None,
-) -> Record:
-    kinds: Mapping[str, Callable[[], Record]] = {
-        PERPLEXITY: lambda: perplexity_row(reader, corpus, measures, int(name["length"])),
-        NEEDLE: lambda: needle_row(
-            reader, [s for s in measures.needles if (s.task, s.length) == (name["task"], name["length"])]
-        ),
-        GENERATE: lambda: generate_row(reader, corpus, int(name["length"]), measures.new_tokens),
-        ANSWERS: lambda: answers_row(reader, _opened(original), measures),
-    }
-    return kinds[name["kind"]]()
-
-
-def _opened(opener: Callable[[], TransformersReader] | None) -> TransformersReader:
-    assert opener is not None
-    return opener()
-
-
-def perplexity_row(reader: TransformersReader, corpus: Corpus, measures: Measures, context: int) -> Record:
+def _perplexity(corpus: Corpus, measures: Measures, context: int, reader: TransformersReader) -> Record:
     """Perplexity of the last tokens of windows of one length; the same tokens at every context."""
     protocol = perplexity.Protocol(context=context, last=min(measures.last, context), align=max(measures.contexts))
     plan = perplexity.plan(corpus, protocol, max_windows=measures.windows)
-    model = gape.hf.LanguageModel(reader.model)
-    batches = list(perplexity.scores(model, corpus, plan, chunk=max(measures.contexts)))  # type: ignore[arg-type]
+    model: Any = gape.hf.LanguageModel(reader.model)
+    batches = list(perplexity.scores(model, corpus, plan, chunk=max(measures.contexts)))
     sums = [value for batch in batches for value in batch]
     tokens = int(plan.windows[:, 3].sum())
     nll = sum(sums) / tokens
@@ -173,10 +143,10 @@ def perplexity_row(reader: TransformersReader, corpus: Corpus, measures: Measure
     }  # fmt: skip
 
 
-def needle_row(reader: TransformersReader, samples: Sequence[Sample]) -> Record:
+def _needles(samples: Sequence[Sample], reader: TransformersReader) -> Record:
     """The share of answers whose every token is the likeliest one behind its prompt, and their loss."""
     model = gape.hf.LanguageModel(reader.model)
-    items = prompts.prepare(reader, samples, max_length=_ANY, generate=False)
+    items = prepare(reader, samples, max_length=_ANY, generate=False)
     scores = [
         recall.score(model, torch.from_numpy(np.concatenate([item.prompt, item.answer])), len(item.answer))
         for item in items
@@ -188,7 +158,7 @@ def needle_row(reader: TransformersReader, samples: Sequence[Sample]) -> Record:
     }  # fmt: skip
 
 
-def generate_row(reader: TransformersReader, corpus: Corpus, length: int, new_tokens: int) -> Record:
+def _generate(corpus: Corpus, length: int, new_tokens: int, reader: TransformersReader) -> Record:
     """Seconds of the prefill, tokens per second and bytes of the cache of plain `generate`, one prompt of text.
 
     A model with gates has a forgetting cache. `cache_share` is its bytes beside those of all keys and values.
@@ -221,8 +191,8 @@ def _timed(reader: TransformersReader, ids: Tensor, new: int) -> tuple[float, in
         torch.cuda.synchronize(ids.device)
     cache = answer.past_key_values
     layers = getattr(cache, "layers", ())
-    held = [x for layer in layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None))]
-    nbytes = int(cache.nbytes) if hasattr(cache, "nbytes") else sum(x.nbytes for x in held if x is not None)
+    tensors = [x for layer in layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    nbytes = int(cache.nbytes) if hasattr(cache, "nbytes") else sum(x.nbytes for x in tensors if x is not None)
     return time.perf_counter() - begin, nbytes
 
 
@@ -235,34 +205,21 @@ def _full_bytes(model: Any, length: int) -> int:
     return int(2 * config.num_hidden_layers * kv_heads * width * element * length)
 
 
-def _prompt(corpus: Corpus, length: int) -> Tensor:
-    """So many tokens of text, int64 (1, length), from held-out documents if there are some, begun anew at the end."""
-    split = corpus.splits[-1]
-    parts, total = list[Any](), 0
-    for document in corpus.documents(split):
-        parts.append(np.asarray(corpus.tokens(document), dtype=np.int64))
-        total += len(parts[-1])
-        if total >= length:
-            break
-    return torch.from_numpy(np.resize(np.concatenate(parts), length))[None]
-
-
 def short_prompts() -> list[str]:
     """The prompts that ship: the first :data:`MEASURED_PROMPTS` to measure on, the others to tune on."""
     text = (resources.files("gape.tasks") / "short_prompts.txt").read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line]
 
 
-def answers_row(reader: TransformersReader, original: TransformersReader, measures: Measures) -> Record:
+def _answers(open_original: Callable[[], TransformersReader], prompts: int, reader: TransformersReader) -> Record:
     """How far a model's answers to short prompts are from the original's.
 
     The original answers greedily. `kl` is Σ p·log(p/q) in nats, p the original's distribution and q the model's, the
     mean over the tokens of these answers; `same` is the share of tokens on whose likeliest one both agree.
     """
-    chosen = short_prompts()[: measures.prompts]
+    original, chosen = open_original(), short_prompts()[:prompts]
     divergences, agreements = list[Tensor](), list[Tensor]()
-    answers = answer(original, chosen, measures.answer_tokens)
-    for ids, count in answers:
+    for ids, count in answer(original, chosen, ANSWER_TOKENS):
         if not count:
             continue
         first, second = (_distribution(each, ids, count) for each in (original, reader))
@@ -283,37 +240,21 @@ def _distribution(reader: TransformersReader, ids: Tensor, count: int) -> Tensor
 def answer(
     reader: TransformersReader, texts: Sequence[str], most: int, *, seed: int | None = None, batch: int = 128
 ) -> list[tuple[Tensor, int]]:
-    """A model's answers to prompts, in its chat template where it has one.
+    """A model's answers of at most so many tokens to prompts, in its chat template where it has one.
 
-    Args:
-        reader: the model.
-        texts: prompts.
-        most: tokens of an answer.
-        seed: draws answers with this seed; None takes the likeliest token each time.
-        batch: prompts at once.
-
-    Returns:
-        For each prompt ids (N,) on the CPU, prompt and answer, and how many of the last ones are the answer.
+    A seed draws answers; None takes the likeliest token each time. `batch` prompts are read at once. For each prompt
+    ids (N,) on the CPU, prompt and answer, and how many of the last ones are the answer.
     """
     has_chat = bool(getattr(reader.tokenizer, "chat_template", None))
-    encode = partial(reader.encode, start=not has_chat)
-    rows = [encode(reader.chat(text) if has_chat else text) for text in texts]
-    end = reader.model.generation_config.eos_token_id
-    ends = {end} if isinstance(end, int) else set(end or ())
-    answers = []
+    rows = [reader.encode(reader.chat(text) if has_chat else text, start=not has_chat) for text in texts]
+    ends, answers = reader.ends, []
     for first in range(0, len(rows), batch):
         own = rows[first : first + batch]
-        longest = max(map(len, own))
-        ids = torch.tensor([[0] * (longest - len(row)) + row for row in own], device=reader.device)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in own], device=reader.device)
         options: dict[str, Any] = {"do_sample": False}
         if seed is not None:
             torch.manual_seed(seed + first)
             options = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0}
-        out = reader.model.generate(
-            ids, attention_mask=mask, max_new_tokens=most, pad_token_id=next(iter(ends), 0), **options
-        )
-        for row, new in zip(own, out[:, longest:].tolist(), strict=True):
+        for row, new in zip(own, reader.generate(own, most, **options), strict=True):
             stop = next((place + 1 for place, token in enumerate(new) if token in ends), len(new))
             answers.append((torch.tensor(row + new[:stop]), stop))
     return answers
@@ -324,3 +265,53 @@ def _free(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.synchronize(device)
+
+
+def _prompt(corpus: Corpus, length: int) -> Tensor:
+    """So many tokens of text, int64 (1, length), from held-out documents if there are some, begun anew at the end."""
+    parts, total = list[Any](), 0
+    for document in corpus.documents(corpus.splits[-1]):
+        parts.append(np.asarray(corpus.tokens(document), dtype=np.int64))
+        total += len(parts[-1])
+        if total >= length:
+            break
+    return torch.from_numpy(np.resize(np.concatenate(parts), length))[None]
+
+
+def refuse_short(corpus: Corpus, longest: int, window: int) -> None:
+    """Refuse a corpus whose documents do not fill the longest window to train on, or one to measure on."""
+    for split, needed in (("train", longest + 1), ("heldout", min(window, SHORTEST_CONTEXT) + 1)):
+        lengths = [document.length for document in corpus.documents(split)] if split in corpus.splits else []
+        if max(lengths, default=0) < needed:
+            got = f"{len(lengths)} {split} documents of at most {max(lengths, default=0):,} tokens"
+            less = ", or a smaller long_length" if needed > window + 1 else ""
+            raise invalid_argument("data", got, f"more text: one of at least {needed:,} tokens{less}")
+
+
+def passage(corpus: Corpus, length: int) -> Tensor:
+    """The beginning of the longest training document, int64 (1, N), N at most `length`."""
+    longest = max(corpus.documents("train"), key=lambda document: document.length)
+    return torch.from_numpy(corpus.tokens(longest, 0, min(length, longest.length)).astype("int64"))[None]
+
+
+def passages(corpus: Corpus, count: int, length: int) -> Tensor:
+    """Passages of training documents that have so many tokens, int64 (count, length); documents take turns."""
+    documents = [document for document in corpus.documents("train") if document.length >= length]
+    rows = []
+    for number in range(count):
+        document = documents[number % len(documents)]
+        begin = number * length % (document.length - length + 1)
+        rows.append(torch.from_numpy(corpus.tokens(document, begin, begin + length).astype("int64")))
+    return torch.stack(rows)
+
+
+def prose(corpus: Corpus, tokenizer: Tokenizer, characters: int) -> str:
+    """Held-out text, at most so many characters."""
+    parts, count = list[str](), 0
+    for document in corpus.documents("heldout"):
+        ids = [token for token in corpus.tokens(document).tolist() if token != corpus.end_of_text]
+        parts.append(tokenizer.decode(ids))
+        count += len(parts[-1])
+        if count > characters:
+            break
+    return "\n".join(parts)[:characters]

@@ -134,11 +134,7 @@ class Settings:
         return self.length or min(WINDOW, native)
 
     def phases(self, native: int) -> tuple[Phase, ...]:
-        """The tuning: windows within the native context first, then longer ones where some are wanted.
-
-        Raises:
-            ValueError: long windows that are shorter than the others, or positions that skip to within a window.
-        """
+        """The tuning: windows within the native context first, then longer ones where some are wanted."""
         length, long_length = self.window(native), self.long_length or min(LONG_WINDOW, self.to)
         if self.long_steps and long_length < length:
             raise invalid_argument("long_length", long_length, f"at least the {length} tokens of a window")

@@ -6,8 +6,8 @@ import dataclasses
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +46,13 @@ TOKENIZER = (
     "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
 CARD, CORPUS, PART = "card.json", "corpus", ".part"
+#: The key of floors in a file, as gates know them.
+FLOORS = "gate_floor"
 VALIDATION_WINDOWS, VALIDATION_TOKENS = 64, 262_144
-NO_RECALL = RecallConfig()
 #: Tokens that tell a corpus of another tokenizer.
 _COMPARED = 512
 #: Fewer tokens say nothing.
 _LEAST_COMPARED = 32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept:
-    """Texts, as ids, that fill a share of the training windows, so that a model stays what it was."""
-
-    texts: Sequence[Sequence[int]] = ()
-    share: float = 0.0
-
-
-NO_TEXTS = Kept()
 
 
 def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
@@ -78,32 +68,33 @@ def bring(file: Path, out: Path, tokenizer: Path | None) -> None:
     print(f"{type(model).__name__}: {model.num_parameters():,} parameters, context {limit:,}, in {out}")
 
 
-def retrofit(
-    name: str,
-    out: Path,
-    *,
-    context_length: int | None,
-    position: str | None,
-    layers: Sequence[int] | None,
-    start: str,
-    seed: int,
-    gates: Mapping[str, Any],
-    options: Mapping[str, Any],
-    dry_run: bool,
-) -> None:
-    """Put gates, or another scheme, into a model and save it."""
+def retrofit(name: str, out: Path, *, seed: int, dry_run: bool, options: Mapping[str, Any], **settings: Any) -> None:
+    """Put gates, or another scheme with options, into a model and save it; settings as :func:`gape.hf.inject`."""
     _free(out)
     whole("seed", seed, 0)
     model = load_transformers(name)
-    settings: dict[str, Any] = {"position": position, "layers": layers, "start": start, "gates": gates, **options}
-    print(gape.hf.plan(model, context_length=context_length, **settings))
+    settings |= options
+    print(gape.hf.plan(model, **settings))
     if dry_run:
         return
     torch.manual_seed(seed)
-    gape.hf.inject(model, context_length=context_length, **settings)
+    gape.hf.inject(model, **settings)
     # Runs say it in their rows; the directory that they begin with may be called after a scheme.
     model.config.gape_from = base_of(name)
     save(model, name, out)
+
+
+def with_floors(gates: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Options of gates with the floors by layer and head of a file, such as the `plan.json` of `gape hf extend`."""
+    if FLOORS in gates:
+        raise invalid_argument("floors", str(path), f"none beside --gate {FLOORS}=…")
+    try:
+        rows = files.from_json(path.read_bytes()).get(FLOORS)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"floors: {path} cannot be read, expected a JSON file with {FLOORS}: {error}") from error
+    if not isinstance(rows, list):
+        raise invalid_argument("floors", rows, f"lists of numbers by layer under {FLOORS} in {path}")
+    return {**gates, FLOORS: rows}
 
 
 def strip(name: str, out: Path) -> None:
@@ -163,20 +154,22 @@ def finetune(
     gradient_checkpointing: bool,
     attention: str | None = None,
     variant: str = "",
-    recall: RecallConfig = NO_RECALL,
+    recall: RecallConfig | None = None,
     lora: int = 0,
-    kept: Kept = NO_TEXTS,
+    kept: Sequence[Sequence[int]] = (),
+    kept_share: float = 0.0,
 ) -> Path:
     """Fine-tune a model in a run directory and save it to model/ in it, whose path is returned.
 
-    Args are the options of `gape hf finetune`; `kept` are other texts that some windows are filled with.
+    Args are the options of `gape hf finetune`; `kept` are other texts, as ids, that a share of the windows is filled
+    with, so that a model stays what it was.
 
     Raises:
         Interrupted: a signal came; everything is saved.
         ValueError: a model or data that do not fit.
     """
     processes.connect()
-    progress, target = Progress(), pick_device(device)
+    progress, target, recall = Progress(), pick_device(device), recall or RecallConfig()
     # A corpus that is made of text is written: whatever can be refused before is.
     whole("batch_size", batch_size)
     if lora and learn != "all":
@@ -187,15 +180,16 @@ def finetune(
         choose(out / "checkpoints", resume, progress.log)
     model = _learner(name, attention, learn, length, gradient_checkpointing=gradient_checkpointing)
     adapters = add_lora(model, lora, config.seed) if lora else None
-    windows = {
-        "length": length, "batch_size": batch_size, "seed": config.seed, "device": target,
-        "accumulation": config.accumulation,
-    }  # fmt: skip
-    mix = partial(_mixed, name=name, recall=recall, kept=kept)
-    text = window_source(
-        name, model.config, out, lambda: corpus_of(name, data, out, heldout_fraction, progress), windows, mix
-    )
-    source = mix(text)
+    with removing_refused(out):
+        corpus = corpus_of(name, data, out, heldout_fraction, progress)
+        refuse_corpus(name, model.config, corpus)
+        text = WindowSource(
+            corpus, length=length, batch_size=batch_size, seed=config.seed, device=target,
+            accumulation=config.accumulation,
+        )  # fmt: skip
+        source: WindowSource | RecallSource = text
+        if recall.active or kept_share:
+            source = RecallSource(text, load_tokenizer(name), recall, kept=kept, kept_share=kept_share)
     about = describe(model.config, name) | {"learn": learn}
     settings = {"kind": "hf", "name": out.name, "variant": variant, "seed": config.seed, "batch_size": batch_size}
     settings |= {"task": {"length": length}, "model": about, "train": config.to_dict()}
@@ -242,29 +236,12 @@ def _note_loss(model: Any, chosen: checkpoint.Checkpoint, length: int) -> None:
     model.config.gape = notes
 
 
-def _mixed(text: WindowSource, name: str, recall: RecallConfig, kept: Kept) -> WindowSource | RecallSource:
-    """Windows of text, of which some become recall texts or kept texts."""
-    if not (recall.active or kept.share):
-        return text
-    return RecallSource(text, load_tokenizer(name), recall, kept=kept.texts, kept_share=kept.share)
-
-
-def window_source(
-    name: str,
-    config: Any,
-    out: Path,
-    corpus: Callable[[], Corpus],
-    windows: Mapping[str, Any],
-    check: Callable[[WindowSource], Any] = lambda source: None,
-) -> WindowSource:
-    """Windows of a corpus that fits a model and passes a check; one that was made here and does not is taken away."""
+@contextmanager
+def removing_refused(out: Path) -> Iterator[None]:
+    """Take away a corpus that is made of text in here, and then refused."""
     existed = (out / CORPUS).exists()
     try:
-        opened = corpus()
-        refuse_corpus(name, config, opened)
-        source = WindowSource(opened, **windows)
-        check(source)
-        return source
+        yield
     except ValueError:
         if not existed and (out / CORPUS).exists() and launch.is_first():
             shutil.rmtree(out / CORPUS)
@@ -322,12 +299,17 @@ def corpus_of(name: str, data: Sequence[str], out: Path, heldout_fraction: float
     """The prepared corpus, or one made of text with the model's own tokenizer."""
     if len(data) == 1 and (Path(data[0]) / CARD).is_file():
         return open_corpus(data[0])
-    for source in data:
-        if not source.startswith("hf:") and not Path(source).exists():
-            raise invalid_argument("data", source, "a corpus of gape data prepare, or files and folders of text")
+    refuse_data(data)
     settings = PrepareConfig(inputs=tuple(data), tokenizer=name, heldout_fraction=heldout_fraction)
     processes.from_first(lambda: prepare(settings, out / CORPUS, log=progress.log) and None)
     return open_corpus(out / CORPUS)
+
+
+def refuse_data(data: Sequence[str]) -> None:
+    """Refuse paths where there is nothing."""
+    for source in data:
+        if not source.startswith("hf:") and not Path(source).exists():
+            raise invalid_argument("data", source, "a corpus of gape data prepare, or files and folders of text")
 
 
 def refuse_corpus(name: str, config: Any, corpus: Corpus) -> None:

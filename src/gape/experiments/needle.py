@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from gape.analysis.niah import inspect_model
-from gape.experiments.experiment import Log, conditions, model_step, named_device, pick_device
-from gape.experiments.open_model import read_run
+from gape.experiments.experiment import Log, conditions, pick_device
+from gape.experiments.open_model import OpenModel, open_run, read_run
 from gape.experiments.recipe import Recipe
 from gape.experiments.result_store import ResultStore, matches
 from gape.experiments.run import NeedleRun
@@ -20,8 +20,7 @@ from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.report.results import pack_hits
 from gape.tasks import niah
-from gape.train import StopFlag, Trainer, checkpoint
-from gape.train.load import model_of
+from gape.train import StopFlag, Trainer
 from gape.utils import files, jsonl, locks
 from gape.utils.jsonl import Record
 from gape.utils.progress import ProgressTable
@@ -31,19 +30,13 @@ ROWS, ANALYSIS = "eval.jsonl", "analysis.json"
 
 
 def check(run: NeedleRun, directory: Path) -> None:
-    """Refuse a scheme to switch to that cannot take the run's weights; the data are made from the seed.
-
-    Raises:
-        ValueError: names both schemes.
-    """
+    """Refuse a scheme to switch to that cannot take the run's weights; the data are made from the seed."""
     if run.switched is None:
         return
     if run.switched.position == run.model.position:
         raise invalid_argument("switch", run.switched.position, "another scheme than the one trained with")
     with torch.device("meta"):
-        own, other = (GPT(config).state_dict() for config in (run.model, run.switched))
-    if {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in other.items()}:
-        raise _unfit(run.model.position, run.switched.position)
+        with_scheme(GPT(run.model), run.switched)
 
 
 def train(
@@ -66,24 +59,25 @@ def train(
     trainer.run(resume)
 
 
-def missing(run: NeedleRun, directory: Path) -> bool:
+def missing(run: NeedleRun, directory: Path, device: torch.device, step: int) -> bool:
     """Whether a length is not measured or the model not analysed."""
-    step = model_step(run, directory)
-    measurements = _measurements(run, named_device(run.device), step)
-    return bool(_store(directory).missing(measurements)) or not _has_analysis(run, directory, step)
+    return bool(_store(directory).missing(_measurements(run, device, step))) or not _has_analysis(run, directory, step)
 
 
 def measure(run: NeedleRun, directory: Path, device: torch.device, log: Log) -> None:
-    """Evaluate at the missing lengths, then analyse the model.
-
-    Raises:
-        BusyError: another process trains or measures the run.
-    """
+    """Evaluate at the missing lengths, then analyse the model."""
     with locks.locked(directory, "measured"):
-        chosen = checkpoint.resolve(directory, log)
-        model: GPT = model_of(chosen, device=device)
-        _evaluate(run, model, directory, chosen.step, log)
-        _analyse(run, model, directory, chosen.step)
+        opened = open_run(directory, device, log)
+        _evaluate(run, opened, device, log)
+        step = opened.identity["step"]
+        if not _has_analysis(run, directory, step):
+            settings = _analysis(run)
+            results = inspect_model(
+                opened.model, run.task, factors=settings["factors"], samples=settings["samples"],
+                seed=settings["eval_seed"], trace=settings["traces"],
+            )  # fmt: skip
+            record = run.identity | settings | {"step": step} | results
+            files.replace(directory / ANALYSIS, files.to_json(record, indent=None))
 
 
 def evaluate_runs(
@@ -114,19 +108,17 @@ def evaluate_runs(
         check(runs[directory], directory)
     for directory, run in runs.items():
         with locks.locked(directory, "measured"):
-            chosen = checkpoint.resolve(directory, log)
-            if _store(directory).missing(_measurements(run, target, chosen.step)):
-                _evaluate(run, model_of(chosen, device=target), directory, chosen.step, log)
-    return [row for directory, run in runs.items() for row in rows_of(run, directory, target)]
+            _evaluate(run, open_run(directory, target, log), target, log)
+    return [row for directory, run in runs.items() for row in _rows_of(run, directory, target)]
 
 
 def recipe_rows(recipe: Recipe, directory: Path, without: Container[str] = ()) -> list[Record]:
     """The rows of the runs of a recipe, but for some by name, each in a directory of its own."""
     runs = [cast(NeedleRun, run) for run in recipe.runs if run.name not in without]
-    return [row for run in runs for row in rows_of(run, directory / run.name, pick_device(run.device))]
+    return [row for run in runs for row in _rows_of(run, directory / run.name, pick_device(run.device))]
 
 
-def rows_of(run: NeedleRun, directory: Path, device: torch.device) -> list[Record]:
+def _rows_of(run: NeedleRun, directory: Path, device: torch.device) -> list[Record]:
     """The rows of the measurements that a run asks for, the latest of each length, of the weights measured last."""
     measurements = _measurements(run, device)
     rows = [row for row in _store(directory).rows() if any(matches(row, values) for values in measurements)]
@@ -134,69 +126,44 @@ def rows_of(run: NeedleRun, directory: Path, device: torch.device) -> list[Recor
     return list({(row["evaluated"], row["factor"]): row for row in newest}.values())
 
 
-def _evaluate(run: NeedleRun, model: GPT, directory: Path, step: int, log: Log) -> None:
+def _evaluate(run: NeedleRun, opened: OpenModel, device: torch.device, log: Log) -> None:
     """Measure what is missing; a row is on the disk before the next measurement begins."""
-    device, store = next(model.parameters()).device, _store(directory)
-    missing = store.missing(_measurements(run, device, step))
+    store = _store(opened.directory)
+    missing = store.missing(_measurements(run, device, opened.identity["step"]))
     for number, values in enumerate(missing):
         evaluated, factor = values["evaluated"], values["factor"]
         config = run.task.at(run.task.length * factor)
-        reader = model if evaluated == run.model.position else with_scheme(model, run.switched)
+        other = run.switched if evaluated != run.model.position else None
+        model = opened.model if other is None else with_scheme(opened.model, other)
         low = values["precision"] == "bfloat16"
         with ProgressTable(unit="length") as table, torch.autocast(device.type, torch.bfloat16, enabled=low):
             table.show(f"{run.name} at {config.length:,}", number, len(missing))
-            right = niah.hits(reader, config, samples=run.evaluation.samples, seed=run.evaluation.seed, device=device)
+            right = niah.hits(model, config, samples=run.evaluation.samples, seed=run.evaluation.seed, device=device)
         accuracy = float(right.double().mean())
         results = {
             "factor": factor, "length": config.length, "needles": config.needles, "samples": len(right),
             "accuracy": accuracy, "hits": pack_hits(right.tolist()),
         }  # fmt: skip
-        store.append(identity(run) | {"evaluated": evaluated} | results | values)
-        under = "" if evaluated == run.model.position else f" under {evaluated}"
+        store.append(run.identity | {"evaluated": evaluated} | results | values)
+        under = "" if other is None else f" under {evaluated}"
         log(f"{run.name}{under}: {factor}× ({config.length:,} tokens) accuracy {accuracy:.3f}")
 
 
-def with_scheme(model: GPT, config: GPTConfig | None) -> GPT:
-    """The same weights under another scheme.
-
-    Raises:
-        ValueError: no config, or one whose parameters are others.
-    """
-    if config is None:
-        raise invalid_argument("switch", config, "a scheme for this run's model")
+def with_scheme(model: GPT, config: GPTConfig) -> GPT:
+    """The same weights under another scheme."""
     other = GPT(config).to(next(model.parameters()).device).eval()
     try:
         other.load_state_dict(model.state_dict())
     except RuntimeError as error:
-        raise _unfit(model.config.position, config.position) from error
+        raise ValueError(f"switch: {config.position} cannot take the weights of {model.config.position}") from error
     return other
-
-
-def identity(run: NeedleRun) -> Record:
-    """What names a run in rows and analyses."""
-    return {
-        "run": run.name, "variant": run.variant, "position": run.model.position, "target": run.task.target,
-        "seed": run.seed, "train_length": run.task.length,
-    }  # fmt: skip
-
-
-def _analyse(run: NeedleRun, model: GPT, directory: Path, step: int) -> None:
-    if _has_analysis(run, directory, step):
-        return
-    settings = _analysis(run)
-    results = inspect_model(
-        model, run.task, factors=settings["factors"], samples=settings["samples"], seed=settings["eval_seed"],
-        trace=settings["traces"],
-    )  # fmt: skip
-    record = identity(run) | settings | {"step": step} | results
-    files.replace(directory / ANALYSIS, files.to_json(record, indent=None))
 
 
 def _store(directory: Path) -> ResultStore:
     return ResultStore(directory / ROWS, needed=("evaluated", "factor"))
 
 
-def _measurements(run: NeedleRun, device: torch.device, *step: int | None) -> list[Record]:
+def _measurements(run: NeedleRun, device: torch.device, *step: int) -> list[Record]:
     """The values that tell each measurement of a run, of any step or of one, from others; short lengths first."""
     common = {"samples": run.evaluation.samples, "eval_seed": run.evaluation.seed, **conditions(run, device)}
     schemes: list[tuple[str, Record]] = [(run.model.position, {})]
@@ -219,10 +186,6 @@ def _analysis(run: NeedleRun) -> Record:
     }  # fmt: skip
 
 
-def _has_analysis(run: NeedleRun, directory: Path, step: int | None) -> bool:
+def _has_analysis(run: NeedleRun, directory: Path, step: int) -> bool:
     stored = jsonl.read_object(directory / ANALYSIS)
     return run.analysis.samples == 0 or matches(stored, _analysis(run) | {"step": step})
-
-
-def _unfit(own: str, other: str) -> ValueError:
-    return ValueError(f"switch: {other} cannot take the weights of {own}")

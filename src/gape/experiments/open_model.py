@@ -1,6 +1,7 @@
-"""Trained models opened from a directory: runs of ours, runs of `gape hf finetune`, and saved models of transformers.
+"""Trained models opened from a directory or by name: runs of ours, runs of `gape hf finetune`, models of transformers.
 
-:func:`open_model` opens whatever is there. A run of `gape hf finetune` has its model in `model/`.
+:func:`open_model` opens whatever is there. A run of `gape hf finetune` has its model in `model/`. Readers are models
+with their tokenizer.
 """
 
 from __future__ import annotations
@@ -8,18 +9,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gape.data import Tokenizer, load_tokenizer
 from gape.experiments.run import Run
 from gape.models.gpt import GPT
 from gape.report.series import UNTRAINED
+from gape.tasks.ruler.readers import TransformersReader
 from gape.train import checkpoint
 from gape.train.load import model_of
 from gape.utils.jsonl import Record, read_object
-from gape.utils.stored_rows import fault
 from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
@@ -29,31 +32,31 @@ if TYPE_CHECKING:
 SETTINGS, SUMMARY, CONFIG, MODEL = "run.json", "summary.json", "config.json", "model"
 #: The kind that `gape hf finetune` writes, and what the config of a saved model of transformers always has.
 HF, MODEL_TYPE = "hf", "model_type"
-_MADE_BY = "a directory that gape lm train, gape niah train, gape hf finetune or gape hf inject made"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenModel:
-    """A trained model with what rows say of it.
+    """A trained model with what rows say of it; its weights are read when they are first needed.
 
     Attributes:
         directory: where it lies, and where its rows go.
         identity: run, variant, position, seed, train_length and step, as every row has them.
-        model: in eval mode: a GPT of ours, or a model of transformers behind the same interface.
-        run: the settings of a run of ours; None for a model of transformers, and where it was opened without.
+        load: reads the model, in eval mode: a GPT of ours, or a model of transformers behind the same interface.
+        run: the settings of a run of ours.
     """
 
     directory: Path
     identity: Record
-    model: GPT | LanguageModel
+    load: Callable[[], GPT | LanguageModel]
     run: Run | None = None
 
-    def accept(self, tokenizer: Mapping[str, Any]) -> None:
-        """Refuse tokens of another tokenizer.
+    @cached_property
+    def model(self) -> Any:
+        """The model."""
+        return self.load()
 
-        Raises:
-            ValueError: another tokenizer, or ids that the model has no embedding for.
-        """
+    def accept(self, tokenizer: Mapping[str, Any]) -> None:
+        """Refuse tokens of another tokenizer."""
         refuse_tokenizer(self.directory, tokenizer)
         most = self.model.config.vocab_size
         if tokenizer["vocab_size"] > most:
@@ -61,86 +64,81 @@ class OpenModel:
             raise invalid_argument("tokenizer", tokenizer.get("name"), expected)
 
 
-def kind_of(directory: Path) -> str:
-    """What lies in a directory: a run, "lm" or "niah", or a model of transformers, "hf".
-
-    Raises:
-        ValueError: neither.
-    """
+def is_transformers(directory: Path) -> bool:
+    """Whether a model of transformers lies in a directory, by itself or as a run; else it is a run of ours."""
     settings = read_object(directory / SETTINGS)
-    if settings.get("kind") == HF or (not settings and MODEL_TYPE in read_object(directory / CONFIG)):
-        return HF
-    return read_run(directory, expected=_MADE_BY).kind
+    if not settings and MODEL_TYPE not in read_object(directory / CONFIG):
+        expected = "a directory that gape lm train, gape niah train, gape hf finetune or gape hf inject made"
+        raise ValueError(f"model: got {str(directory)!r}, expected {expected}")
+    return not settings or settings.get("kind") == HF
 
 
 def open_model(
-    directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
-    log: Callable[[str], None] = print,
+    directory: Path, device: str | torch.device = "cpu", log: Callable[[str], None] = print,
+    *, attention: str | None = None,
 ) -> OpenModel:  # fmt: skip
     """Open whatever trained model lies in a directory: a run, or a saved model of transformers.
 
-    `dtype` is that of its weights: as they were stored by default, float32 for models of transformers.
+    `attention` is an `attn_implementation` in place of that of a model of transformers.
 
     Raises:
         ValueError: there is none, or it cannot be read.
         CheckpointError: a run without a valid checkpoint.
     """
-    if kind_of(directory) == HF:
-        return _open_transformers(directory, device, dtype or torch.float32)
-    return open_run(directory, device, dtype, log, run=read_run(directory))
+    if not is_transformers(directory):
+        return open_run(directory, device, log)
+    from gape.hf import GapeForCausalLM, LanguageModel  # noqa: PLC0415
+    from gape.hf.reading import read_config  # noqa: PLC0415
+
+    home = str(model_home(directory))
+
+    def load() -> GPT | LanguageModel:
+        model = load_transformers(home, attention).to(device).eval()
+        # A GPT of ours needs nothing of transformers to be measured.
+        return model.gpt if isinstance(model, GapeForCausalLM) else LanguageModel(model)
+
+    identity = _transformers_identity(directory, read_config(home)) | {"weights": _digest(directory)}
+    return OpenModel(directory=directory, identity=identity, load=load)
 
 
-def open_run(
-    directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
-    log: Callable[[str], None] = print, *, run: Run | None = None,
-) -> OpenModel:  # fmt: skip
+def open_run(directory: Path, device: str | torch.device = "cpu", log: Callable[[str], None] = print) -> OpenModel:
     """Open the newest weights of a run of ours; a directory of checkpoints without settings does, too.
 
     Raises:
         ValueError: there is no such directory, or its files are broken.
-        CheckpointError: it holds no valid checkpoint.
+        CheckpointError: it has no valid checkpoint.
     """
     if not directory.is_dir():
         raise ValueError(f"run: got {str(directory)!r}, expected a directory that gape lm train made")
+    run = read_run(directory) if (directory / SETTINGS).is_file() else None
     chosen = checkpoint.resolve(directory, log)
-    model: GPT = model_of(chosen, device=device)
-    if dtype is not None:
-        model.to(dtype)
-    settings = read_object(directory / SETTINGS)
-    task = settings.get("task")
-    identity = {
-        "run": settings.get("name", directory.resolve().name), "variant": settings.get("variant", ""),
-        "position": model.config.position, "seed": settings.get("seed", 0),
-        "train_length": (task if isinstance(task, dict) else {}).get("length", model.config.context_length),
-        "step": chosen.step,
-    }  # fmt: skip
-    if wrong := fault(identity):
-        raise ValueError(f"{directory / SETTINGS}: {wrong}")
-    return OpenModel(directory=directory, identity=identity, model=model, run=run)
+
+    @cache
+    def load() -> GPT:
+        model: GPT = model_of(chosen, device=device)
+        return model
+
+    if run is None:
+        config = load().config
+        identity: Record = {
+            "run": directory.resolve().name, "variant": "", "position": config.position, "seed": 0,
+            "train_length": config.context_length,
+        }  # fmt: skip
+    else:
+        identity = run.identity
+    return OpenModel(directory=directory, identity=identity | {"step": chosen.step}, load=load, run=run)
 
 
-def _open_transformers(directory: Path, device: str | torch.device, dtype: torch.dtype) -> OpenModel:
-    from gape.hf import GapeForCausalLM, LanguageModel  # noqa: PLC0415
-
-    model = load_transformers(str(model_home(directory)), dtype=dtype).to(device).eval()
-    identity = transformers_identity(directory, model.config) | {"weights": digest(directory)}
-    # A GPT of ours needs nothing of transformers to be measured.
-    inner = model.gpt if isinstance(model, GapeForCausalLM) else LanguageModel(model)
-    return OpenModel(directory=directory, identity=identity, model=inner)
-
-
-def read_run(
-    directory: Path, kind: str | None = None,
-    expected: str = f"a directory with {SETTINGS}, as gape lm train and gape niah train make",
-) -> Run:  # fmt: skip
+def read_run(directory: Path, kind: str | None = None) -> Run:
     """The settings of the run that a directory holds; with a `kind` one of this kind with a checkpoint to measure.
 
     Raises:
-        ValueError: there is none (then `expected` says what was), or not what `kind` asks for.
+        ValueError: there is none, or not what `kind` asks for.
     """
     path = directory / SETTINGS
     settings = read_object(path)
     if not settings:
+        expected = f"a directory with {SETTINGS}, as gape lm train and gape niah train make"
         raise ValueError(f"run: got {str(directory)!r}, expected {expected}")
     try:
         run = Run.from_dict(settings)
@@ -161,32 +159,98 @@ def load_transformers(name: str, attention: str | None = None, dtype: torch.dtyp
     `attention` is an `attn_implementation` in place of the model's own.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none. A file, and a path where there is nothing, are not looked up on the hub.
     """
     from gape.hf.reading import read_model  # noqa: PLC0415
 
-    options = {} if attention is None else {"attn_implementation": attention}
-    refuse_missing(name)
-    return read_model(name, dtype=dtype, **options)
-
-
-def refuse_missing(name: str) -> None:
-    """Refuse a file, and a path where there is nothing: either would be looked up on the hub."""
     path = Path(name)
     if not path.is_dir() and (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise invalid_argument("model", name, "a directory that is there, or a name on the Hugging Face hub")
+    options = {} if attention is None else {"attn_implementation": attention}
+    return read_model(name, dtype=dtype, **options)
+
+
+def transformers_reader(
+    name: str, *, device: torch.device | str = "cpu", low: bool = False, chunk: int = 16384
+) -> TransformersReader:
+    """The reader of a causal model of `transformers` with its own tokenizer; code of the model's own is never run.
+
+    `name` is a folder or a name on the hub; with `low` its weights are read as bfloat16, else as float32.
+
+    Raises:
+        ValueError: there is no such model, or its tokenizer lacks its files.
+        ImportError: `transformers` is missing; says how to install it.
+    """
+    try:
+        import transformers  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("models of transformers need it: pip install 'gape[hf]'") from error
+    from gape.hf.reading import read  # noqa: PLC0415
+
+    try:
+        tokenizer = read(transformers.AutoTokenizer, name)
+    except ValueError as error:
+        raise ValueError(f"tokenizer: that of {name!r} cannot be loaded, are all its files there? {error}") from error
+    if not tokenizer("The quick brown fox")["input_ids"]:
+        raise ValueError(f"tokenizer: that of {name!r} makes no tokens of a text, expected its files to be whole")
+    try:
+        model = load_transformers(name, dtype=torch.bfloat16 if low else torch.float32)
+    except ValueError as error:
+        raise ValueError(f"model: got {name!r}, expected a run or a model of transformers: {error}") from error
+    # Only the end of text: penalties for repetition and the like, which some models have, would not be greedy.
+    model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    path = Path(name)
+    # gape hf finetune names the folder of every model "model".
+    called = path.parent.name if path.name == MODEL and path.parent.name else path.name
+    return TransformersReader(model.to(device).eval(), tokenizer, called, chunk=chunk)
+
+
+def run_tokenizer(directory: Path, spec: str | None) -> Tokenizer:
+    """The tokenizer of a run: the one that was named, if the run records it; None does for a run on bytes."""
+    recorded = _recorded_tokenizer(directory)
+    if spec is None and recorded.get("kind") != "bytes":
+        name = f", {recorded['name']}" if recorded.get("name") else ""
+        raise ValueError(f"tokenizer: got nothing, expected the one that {directory} was trained with{name}")
+    tokenizer = load_tokenizer(spec or "bytes")
+    refuse_tokenizer(directory, tokenizer.identity())
+    return tokenizer
+
+
+def refuse_tokenizer(directory: Path, tokenizer: Mapping[str, Any], *, recorded: bool = False) -> None:
+    """Refuse tokens that mean something else than those a model was trained on."""
+    known = _recorded_tokenizer(directory)
+    if recorded and not known:
+        raise ValueError(f"run: {directory} records no tokenizer, expected a run of gape lm train")
+    if known and known["sha256"] != tokenizer.get("sha256"):
+        expected = f"{known.get('name')}, the tokenizer that {directory} was trained with"
+        raise invalid_argument("tokenizer", tokenizer.get("name"), expected)
+
+
+def _recorded_tokenizer(directory: Path) -> Mapping[str, Any]:
+    """The tokenizer that the settings of a model record; empty where they do not."""
+
+    def search(settings: Any) -> Mapping[str, Any]:
+        if not isinstance(settings, Mapping):
+            return {}
+        known = settings.get("tokenizer")
+        if isinstance(known, Mapping) and "sha256" in known:
+            return known
+        return next((inner for value in settings.values() if (inner := search(value))), {})
+
+    return search(read_object(directory / SETTINGS)) or search(read_object(directory / CONFIG))
 
 
 def refuse_length(model: Any, length: int) -> None:
-    """Refuse windows beyond what learned positions reach."""
-    table = getattr(getattr(model, "transformer", None), "wpe", None)
+    """Refuse windows beyond what learned positions of a model of transformers reach."""
+    table = getattr(getattr(getattr(model, "model", model), "transformer", None), "wpe", None)
     limit = getattr(table, "num_embeddings", None)
     if limit is not None and length > limit:
-        raise invalid_argument(
-            "length",
-            length,
-            f"at most {limit}, the model's learned positions; gape hf inject --position goes further",
-        )
+        expected = f"at most {limit}, the model's learned positions; gape hf inject --position goes further"
+        raise invalid_argument("length", length, expected)
+
+
+#: Rotations of transformers by the names they have here; others keep their own.
+_NAMES = {"default": "rope", "linear": "pi", "dynamic": "ntk"}
 
 
 def describe(config: Any, name: str) -> dict[str, Any]:
@@ -203,16 +267,12 @@ def describe(config: Any, name: str) -> dict[str, Any]:
     return {"base": base, "position": position, "native": native, **options}
 
 
-#: Rotations of transformers by the names they have here; others keep their own.
-_NAMES = {"default": "rope", "linear": "pi", "dynamic": "ntk"}
-
-
 def base_of(name: str) -> str:
     """What to call a model: the last word of its path or name."""
     return Path(name).resolve().name if Path(name).is_dir() else name.rpartition("/")[2]
 
 
-def transformers_identity(directory: Path, config: Any) -> Record:
+def _transformers_identity(directory: Path, config: Any) -> Record:
     """What names a run, or a model that none of ours trained, in rows."""
     run, about = read_object(directory / SETTINGS), describe(config, str(directory))
     known = {"position": about["position"], "native": about["native"]}
@@ -224,33 +284,13 @@ def transformers_identity(directory: Path, config: Any) -> Record:
     return own | known | {"train_length": None, "step": 0}
 
 
-def refuse_tokenizer(directory: Path, tokenizer: Mapping[str, Any], *, recorded: bool = False) -> None:
-    """Refuse tokens that mean something else than those a model was trained on.
-
-    With `recorded` a model that records no tokenizer is refused, too.
-
-    Raises:
-        ValueError: the model records another tokenizer.
-    """
-    known = _tokenizer(read_object(directory / SETTINGS)) or _tokenizer(read_object(directory / CONFIG))
-    if recorded and not known:
-        raise ValueError(f"run: {directory} records no tokenizer, expected a run of gape lm train")
-    if known and known["sha256"] != tokenizer.get("sha256"):
-        expected = f"{known.get('name')}, the tokenizer that {directory} was trained with"
-        raise invalid_argument("tokenizer", tokenizer.get("name"), expected)
-
-
 def model_home(directory: Path) -> Path:
     """Where the files of a model are: inside a run, or here."""
     return directory / MODEL if (directory / MODEL / CONFIG).is_file() else directory
 
 
 def weights_of(directory: Path) -> list[Path]:
-    """The files of a model's weights, in the order of their names.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The files of a model's weights, in the order of their names."""
     paths = sorted(model_home(directory).glob("*.safetensors"))
     if not paths:
         expected = "a run of gape hf finetune, or a saved model in safetensors files"
@@ -258,24 +298,10 @@ def weights_of(directory: Path) -> list[Path]:
     return paths
 
 
-def digest(directory: Path) -> str:
-    """SHA-256 of what a model is: of the hashes of its config, which says how it rotates, and of its weights.
-
-    Raises:
-        ValueError: there are none.
-    """
+def _digest(directory: Path) -> str:
+    """SHA-256 of what a model is: of the hashes of its config, which says how it rotates, and of its weights."""
     whole = hashlib.sha256()
     for path in (model_home(directory) / CONFIG, *weights_of(directory)):
         with path.open("rb") as file:
             whole.update(hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()
-
-
-def _tokenizer(settings: Any) -> Mapping[str, Any]:
-    """The tokenizer that settings speak of, at whatever depth."""
-    if not isinstance(settings, Mapping):
-        return {}
-    known = settings.get("tokenizer")
-    if isinstance(known, Mapping) and "sha256" in known:
-        return known
-    return next((inner for value in settings.values() if (inner := _tokenizer(value))), {})

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
 from gape.data import Corpus
-from gape.experiments import experiment
-from gape.experiments.experiment import Log, pick_device, wants_bfloat16
+from gape.experiments.experiment import Log
 from gape.experiments.open_model import (
-    HF,
-    digest,
-    kind_of,
-    load_transformers,
+    OpenModel,
+    is_transformers,
     model_home,
+    open_model,
     read_run,
     refuse_length,
     refuse_tokenizer,
-    transformers_identity,
     weights_of,
 )
 from gape.experiments.result_store import ResultStore
-from gape.experiments.run import LanguageEvaluation, LanguageRun
+from gape.experiments.run import LanguageEvaluation
 from gape.report.statistics import window_difference
 from gape.report.tables import Table, interval
-from gape.tasks import perplexity, perplexity_rows
+from gape.tasks import perplexity
 from gape.tasks.ways import DENSE, Way
-from gape.train import checkpoint
-from gape.train.load import model_of
 from gape.utils import files, locks
 from gape.utils.jsonl import Record
 from gape.utils.progress import ProgressTable
@@ -61,28 +55,12 @@ class Settings:
     way: Way = DENSE
     attention: str | None = None
 
-    @classmethod
-    def of(
-        cls, corpus: Corpus, evaluation: LanguageEvaluation, *, device: str, precision: str, **which: Any
-    ) -> Settings:
-        """Settings with a device and a precision as commands take them.
-
-        Raises:
-            ValueError: a context that no document fills, no such device or precision.
-        """
-        target = pick_device(device)
-        low = wants_bfloat16(precision, target)
-        settings = cls(corpus=corpus, evaluation=evaluation, device=target, low=low, **which)
-        settings.check()
-        return settings
-
-    def check(self) -> None:
+    def refuse(self, context: int) -> None:
         """Refuse a context that no document fills."""
-        for context in self.evaluation.contexts:
-            perplexity.fits(self.corpus, self.evaluation.at(context), split=self.split, stratum=self.stratum)
+        perplexity.fits(self.corpus, self.evaluation.at(context), split=self.split, stratum=self.stratum)
 
-    def questions(self, about: Record) -> dict[int, Record]:
-        """By context, the values that tell a measurement of the weights `about` names from others."""
+    def questions(self, about: Record) -> list[Record]:
+        """For each context, short ones first, what tells a measurement of the weights `about` names from others."""
         common = about | {
             "corpus": self.corpus.fingerprint(), "split": self.split, "only_stratum": self.stratum,
             "precision": "bfloat16" if self.low else "float32", "device": self.device.type,
@@ -90,83 +68,29 @@ class Settings:
             "skip_eps": None, "forget_eps": None,
         }  # fmt: skip
         common |= self.way.settings()
-        contexts = self.evaluation.contexts
-        return {context: common | self.evaluation.at(context).settings() for context in contexts}
-
-    def missing(self, directory: Path, about: Record) -> list[int]:
-        """The contexts without a row, short ones first."""
-        return sorted(row["context"] for row in _store(directory).missing(self.questions(about).values()))
-
-    def unfinished(self, directory: Path) -> bool:
-        """Whether there are scores of windows whose rows may be missing."""
-        return any(_scores(directory, self.evaluation.at(context)).exists() for context in self.evaluation.contexts)
+        return [common | self.evaluation.at(context).settings() for context in sorted(set(self.evaluation.contexts))]
 
 
-def measure(
-    directory: Path,
-    settings: Settings,
-    identity: Record,
-    about: Record,
-    load: Callable[[], Any],
-    log: Log,
-) -> list[Record]:
+def store(directory: Path) -> ResultStore:
+    """The rows of a model."""
+    return ResultStore(directory / ROWS, key=("stratum",))
+
+
+def measure(opened: OpenModel, settings: Settings, log: Log) -> list[Record]:
     """Measure a model at the contexts without rows; all rows of the contexts. Batches that are done survive a stop.
 
-    `directory` is locked by the caller, `identity` names the model in rows, `about` identifies its weights, and `load`
-    is called for it where something is missing.
+    The directory is locked by the caller.
     """
-    model, evaluation, questions = None, settings.evaluation, settings.questions(about)
-    missing = settings.missing(directory, about)
-    for context in sorted(questions):
-        if context in missing:
-            plan = perplexity.plan(
-                settings.corpus, evaluation.at(context), split=settings.split, stratum=settings.stratum,
-                max_windows=evaluation.max_windows, seed=evaluation.seed,
-            )  # fmt: skip
-            model = model or load()
-            _measure_plan(directory, model, plan, settings, identity | questions[context], log)
-        # Here also where a death came between the rows and this.
-        _scores(directory, evaluation.at(context)).unlink(missing_ok=True)
-    store = _store(directory)
-    return [row for question in questions.values() for row in store.rows(question)]
-
-
-def measure_run(run: LanguageRun, directory: Path, settings: Settings, log: Log) -> list[Record]:
-    """Measure a run of `gape lm train`.
-
-    Raises:
-        BusyError: another process trains or measures the run.
-        ValueError: the corpus is of another tokenizer, or the run records none.
-    """
-    refuse_tokenizer(directory, settings.corpus.tokenizer, recorded=True)
-    with locks.locked(directory, "measured"):
-        chosen = checkpoint.resolve(directory, log)
-        about, name = {"step": chosen.step}, settings.way.named(experiment.identity(run))
-        return measure(directory, settings, name, about, lambda: model_of(chosen, device=settings.device), log)
-
-
-def _measure_transformers(directory: Path, settings: Settings, log: Log) -> list[Record]:
-    """Measure a model of transformers; rows and manifest lie beside a run's, or in the directory of a bare model."""
-    from gape.hf import LanguageModel  # noqa: PLC0415
-    from gape.hf.reading import read_config  # noqa: PLC0415
-
-    home = str(model_home(directory))
-
-    def load() -> LanguageModel:
-        model = load_transformers(home, settings.attention)
-        refuse_length(model, max(settings.evaluation.contexts))
-        return LanguageModel(model.to(settings.device).eval())
-
-    with locks.locked(directory, "measured"):
-        name = settings.way.named(transformers_identity(directory, read_config(home)))
-        about = {"weights": digest(directory), "attention": settings.attention}
-        rows = measure(directory, settings, name, about, load, log)
-        if not (directory / MANIFEST).is_file():
-            data, more = {"corpus": rows[-1]["corpus"]}, {"precision": rows[-1]["precision"]}
-            more |= {"transformers": version("transformers")}
-            record = manifest(settings.device, seed=settings.evaluation.seed, data=data, more=more)
-            files.replace(directory / MANIFEST, files.to_json(record))
-    return rows
+    rows, identity = store(opened.directory), opened.identity
+    about = {"step": identity["step"]}
+    if opened.run is None:
+        about = {"weights": identity["weights"], "attention": settings.attention}
+    questions = settings.questions(about)
+    if missing := rows.missing(questions):
+        refuse_length(opened.model, missing[-1]["context"])
+    for question in missing:
+        _measure_context(opened, settings, question, log)
+    return [row for question in questions for row in rows.rows(question)]
 
 
 def measure_models(directories: Sequence[Path], settings: Settings, *, log: Log = print) -> list[list[Record]]:
@@ -177,89 +101,91 @@ def measure_models(directories: Sequence[Path], settings: Settings, *, log: Log 
 
     Raises:
         ValueError: no language model, one of another tokenizer, or no document that is long enough.
+        BusyError: another process trains or measures a run.
     """
     if not settings.evaluation.contexts:
         settings = _with_contexts(settings, log)
-    runs = [_checked(directory, settings) for directory in directories]
-    return [
-        _measure_transformers(directory, settings, log) if run is None else measure_run(run, directory, settings, log)
-        for directory, run in zip(directories, runs, strict=True)
-    ]
+    for context in settings.evaluation.contexts:
+        settings.refuse(context)
+    for directory in directories:
+        _check(directory, settings)
+    measured = []
+    for directory in directories:
+        with locks.locked(directory, "measured"):
+            opened = open_model(directory, settings.device, log, attention=settings.attention)
+            rows = measure(opened, settings, log)
+            measured.append(rows)
+            if opened.run is None and not (directory / MANIFEST).is_file():
+                more = {"precision": rows[-1]["precision"], "transformers": version("transformers")}
+                data = {"corpus": rows[-1]["corpus"]}
+                record = manifest(settings.device, seed=settings.evaluation.seed, data=data, more=more)
+                files.replace(directory / MANIFEST, files.to_json(record))
+    return measured
 
 
-def _checked(directory: Path, settings: Settings) -> LanguageRun | None:
-    """The run of ours in a directory, None for a model of transformers; refuses what cannot be measured."""
-    if kind_of(directory) != HF:
+def _check(directory: Path, settings: Settings) -> None:
+    """Refuse what cannot be measured."""
+    refuse_tokenizer(directory, settings.corpus.tokenizer, recorded=not is_transformers(directory))
+    if is_transformers(directory):
+        from gape.experiments.finetune import refuse_corpus  # noqa: PLC0415
+        from gape.hf.reading import read_config  # noqa: PLC0415
+
+        weights_of(directory)
+        home = str(model_home(directory))
+        refuse_corpus(home, read_config(home), settings.corpus)
+    else:
+        read_run(directory, "lm")
         if settings.attention is not None:
             raise invalid_argument("attention", settings.attention, f"none for the run of ours in {directory}")
-        run = cast(LanguageRun, read_run(directory, "lm"))
-        refuse_tokenizer(directory, settings.corpus.tokenizer, recorded=True)
-        return run
-    from gape.experiments.finetune import refuse_corpus  # noqa: PLC0415
-    from gape.hf.reading import read_config  # noqa: PLC0415
-
-    weights_of(directory)
-    home = str(model_home(directory))
-    refuse_corpus(home, read_config(home), settings.corpus)
-    refuse_tokenizer(directory, settings.corpus.tokenizer)
-    return None
 
 
 def _with_contexts(settings: Settings, log: Log) -> Settings:
-    """The settings with the contexts that a document fills.
-
-    Raises:
-        ValueError: there is none.
-    """
-    chosen = settings
-    for count, context in enumerate(CONTEXTS, 1):
-        tried = replace(settings, evaluation=replace(settings.evaluation, contexts=CONTEXTS[:count]))
+    """The settings with the contexts that a document fills."""
+    contexts: list[int] = []
+    for context in CONTEXTS:
         try:
-            tried.check()
+            settings.refuse(context)
         except ValueError as error:
-            if chosen is settings:
+            if not contexts:
                 raise
             log(f"contexts from {context:,} on are left out: {error}")
             break
-        chosen = tried
-    return chosen
+        contexts.append(context)
+    return replace(settings, evaluation=replace(settings.evaluation, contexts=tuple(contexts)))
 
 
-def _measure_plan(
-    directory: Path, model: Any, plan: perplexity.Plan, settings: Settings, about: Record, log: Log
-) -> None:
-    protocol, label = plan.protocol, f"{about['run']} at {plan.protocol.context:,}"
+def _measure_context(opened: OpenModel, settings: Settings, question: Record, log: Log) -> None:
+    """Measure what a question asks at its context; its rows are on the disk at once."""
+    evaluation, context = settings.evaluation, question["context"]
+    plan = perplexity.plan(
+        settings.corpus, evaluation.at(context), split=settings.split, stratum=settings.stratum,
+        max_windows=evaluation.max_windows, seed=evaluation.seed,
+    )  # fmt: skip
+    about = settings.way.named(opened.identity) | question
+    label = f"{about['run']} at {context:,}"
     if plan.left_out:
         ids = ", ".join(document.id for document in plan.left_out[:5]) + (", …" if len(plan.left_out) > 5 else "")
-        short = f"{len(plan.left_out)} of {len(plan.left_out) + len(plan.documents)}"
-        log(f"{about['run']}: {short} documents have fewer than {protocol.min_tokens:,} tokens and are left out: {ids}")
+        short = f"{len(plan.left_out)} of {len(plan.left_out) + len(plan.documents)} documents"
+        log(f"{about['run']}: {short} have fewer than {plan.protocol.min_tokens:,} tokens and are left out: {ids}")
+    # The scores until there are rows of them.
+    scores = opened.directory / f".scores-{context}.jsonl"
     autocast = torch.autocast(settings.device.type, torch.bfloat16, enabled=settings.low)
-    make, chunk = settings.way.apply(model), settings.evaluation.chunk
     with ProgressTable(unit="window") as table, autocast:
-        scored = perplexity_rows.score_all(
-            model, settings.corpus, plan, store=_scores(directory, protocol), of=repr(sorted(about.items(), key=str)),
-            chunk=chunk if make is None else perplexity.eviction_chunk(protocol.context, chunk),
-            new_cache=None if make is None else lambda capacity: make(),
+        scored = perplexity.score_all(
+            opened.model, settings.corpus, plan, store=scores, of=repr(sorted(about.items(), key=str)),
+            chunk=evaluation.chunk, forgetting=settings.way.apply(opened.model),
             progress=lambda done, total: table.show(label, done, total),
         )  # fmt: skip
         table.remove(label)
-    rows = [about | row for row in perplexity_rows.rows(plan, scored, settings.evaluation.seed)]
-    _store(directory).append(*rows)
+    rows = [about | row for row in perplexity.rows(plan, scored, evaluation.seed)]
+    store(opened.directory).append(*rows)
+    scores.unlink()
     last = rows[-1]
     plural = "s" * (last["documents"] != 1)
     log(
         f"{label}: perplexity {last['perplexity']:.2f}, loss {last['nll']:.4f} ({last['low']:.4f} … {last['high']:.4f} "
         f"over {last['resampled']}), {last['tokens']:,} tokens of {last['documents']} document{plural}"
     )
-
-
-def _scores(directory: Path, protocol: perplexity.Protocol) -> Path:
-    """The file of the scores until there are rows of them."""
-    return directory / f".scores-{protocol.context}.jsonl"
-
-
-def _store(directory: Path) -> ResultStore:
-    return ResultStore(directory / ROWS, key=("stratum",))
 
 
 def tables(runs: Sequence[Sequence[Record]]) -> list[Table]:

@@ -7,12 +7,12 @@ sweep. `extends` names a recipe whose keys it takes where it has none of its own
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -29,32 +29,22 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """An experiment: a list of runs.
+    """An experiment: runs of one kind, in the order of the variants, then of the sweep's keys.
 
-    `runs` come in the order of the variants, then of the sweep's keys; `name` is the file's, without its ending; all
-    are of one `kind`.
+    `name` is the file's, without its ending.
     """
 
     name: str
-    description: str
-    kind: str
     runs: tuple[Run, ...]
 
     def only(self, patterns: Iterable[str]) -> Recipe:
-        """The runs whose names fit one of some patterns such as "rope*"; all of them without a pattern.
-
-        Raises:
-            ValueError: a pattern that no run fits; says which runs there are.
-        """
-        patterns = list(patterns)
-        names = [run.name for run in self.runs]
+        """The runs whose names fit one of some patterns such as "rope*"; all of them without a pattern."""
+        patterns, names = list(patterns), [run.name for run in self.runs]
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not fnmatch.filter(names, pattern):
                 raise invalid_argument("only", pattern, f"the name of a run or a pattern of them: {', '.join(names)}")
-        chosen = [
-            run for run in self.runs if not patterns or any(fnmatchcase(run.name, pattern) for pattern in patterns)
-        ]
-        return replace(self, runs=tuple(chosen))
+        chosen = {name for pattern in patterns or ["*"] for name in fnmatch.filter(names, pattern)}
+        return replace(self, runs=tuple(run for run in self.runs if run.name in chosen))
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), kind: str | None = None) -> Recipe:
@@ -95,12 +85,9 @@ def _with_base(file: Path, settings: Settings, before: tuple[Path, ...] = ()) ->
         names = " → ".join(each.stem for each in (*chain, path))
         raise ValueError(f"extends: got {names}, expected a recipe that does not lead back to itself")
     base = _with_base(path, read(path), chain)
-    sections = base.keys() & own.keys() - {"sweep"}
-    return {**base, **own} | {key: _over(base[key], own[key]) for key in sections}
-
-
-def _over(base: Any, own: Any) -> Any:
-    return {**base, **own} if isinstance(base, Mapping) and isinstance(own, Mapping) else own
+    tables = [key for key in base.keys() & own.keys() - {"sweep"} if isinstance(base[key], Mapping)]
+    sections = {key: {**base[key], **own[key]} for key in tables if isinstance(own[key], Mapping)}
+    return {**base, **own, **sections}
 
 
 def _expand(file: Path, settings: Settings, extra: Settings, kind: str | None) -> Recipe:
@@ -109,7 +96,7 @@ def _expand(file: Path, settings: Settings, extra: Settings, kind: str | None) -
     run_class = kind_of(settings.pop("kind", DEFAULT_KIND))
     if kind not in (None, run_class.kind):
         raise ValueError(f"recipe: is for gape {run_class.kind} train, expected one for gape {kind} train")
-    description = parse_value("description", str, settings.pop("description", ""))
+    parse_value("description", str, settings.pop("description", ""))
     sweep, variants = _sweep(settings.pop("sweep", {})), _variants(settings.pop("variants", []))
     for key in [key for key in extra if key.removeprefix("sweep.") in sweep]:
         value = extra.pop(key)
@@ -128,7 +115,7 @@ def _expand(file: Path, settings: Settings, extra: Settings, kind: str | None) -
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         raise invalid_argument("sweep", names, "values that differ, for every run has a directory of its own")
-    return Recipe(name=file.stem, description=description, kind=run_class.kind, runs=tuple(runs))
+    return Recipe(name=file.stem, runs=tuple(runs))
 
 
 def _sweep(table: Any) -> dict[str, list[Any]]:

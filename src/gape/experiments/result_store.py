@@ -8,50 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gape.report.results import read_rows
 from gape.utils import files, jsonl
 from gape.utils.jsonl import Record
 
-Measurement = TypeVar("Measurement", bound=Mapping[str, Any])
 
-
-def matches(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    """Whether a stored row has these values; one that does not name its device fits any."""
-    return all(row.get(key, value if key == "device" else None) == value for key, value in values.items())
+def matches(row: Record, values: Record) -> bool:
+    """Whether a stored row has these values."""
+    return all(row.get(key) == value for key, value in values.items())
 
 
 class ResultStore:
     """Rows of measurements in a file of JSON lines, which need not be there yet.
 
     Of matching rows that agree in the values of `key` only the last counts; without keys all count. Every row must have
-    the keys `needed`.
+    the keys `needed`; a line that is no such row is refused.
     """
 
     def __init__(self, path: Path, *, key: Iterable[str] = (), needed: Iterable[str] = ()) -> None:
         self.path, self._key, self._needed = path, tuple(key), tuple(needed)
 
-    def rows(self, values: Mapping[str, Any] | None = None) -> list[Record]:
-        """The rows that have these values, all by default, in the order of the file.
-
-        Raises:
-            ValueError: a line that is no row of ours; names file and line.
-        """
+    def rows(self, values: Record | None = None) -> list[Record]:
+        """The rows that have these values, all by default, in the order of the file."""
         rows = [row for row in self._stored() if matches(row, values or {})]
         return list({tuple(row.get(key) for key in self._key): row for row in rows}.values()) if self._key else rows
 
-    def missing(self, measurements: Iterable[Measurement]) -> list[Measurement]:
+    def missing(self, measurements: Iterable[Record]) -> list[Record]:
         """Those of some measurements, each given by the values of its row, that have no row."""
         rows = self._stored()
         return [values for values in measurements if not any(matches(row, values) for row in rows)]
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """Add rows, all or none.
-
-        Raises:
-            DiskFullError: there is no room for them.
-        """
+        """Add rows, all or none."""
         jsonl.append(self.path, *rows)
 
     def replace(self, rows: Iterable[Record], keep: Callable[[Record], bool]) -> None:
@@ -66,9 +56,7 @@ class ResultStore:
 class ResultSets:
     """Sets of results in one JSON file, such as `entropy.json`; a set has its settings under `asked`.
 
-    Args:
-        path: the file, which need not be there yet.
-        identity: what names the run and its weights; sets of other weights are replaced.
+    `identity` names the run and its weights; sets of other weights are replaced.
     """
 
     def __init__(self, path: Path, identity: Record) -> None:
@@ -85,5 +73,4 @@ class ResultSets:
 
     def _sets(self) -> list[Record]:
         stored = jsonl.read_object(self.path)
-        same = bool(stored) and all(stored.get(key) == value for key, value in self._identity.items())
-        return list(stored["sets"]) if same else []
+        return list(stored["sets"]) if stored and matches(stored, self._identity) else []

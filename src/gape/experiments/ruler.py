@@ -5,27 +5,28 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from gape.data import load_tokenizer
-from gape.experiments import experiment
 from gape.experiments.experiment import Log
-from gape.experiments.open_model import read_run
-from gape.experiments.open_reader import is_ours, run_reader, transformers_reader
+from gape.experiments.open_model import (
+    is_transformers,
+    model_home,
+    open_run,
+    read_run,
+    run_tokenizer,
+    transformers_reader,
+)
 from gape.experiments.recipe import RUNS
 from gape.experiments.result_store import ResultStore
 from gape.tasks.ruler import evaluation as scoring
-from gape.tasks.ruler import generator, prompts
-from gape.tasks.ruler.evaluation import Settings
-from gape.tasks.ruler.generator import WORDING, Generator
+from gape.tasks.ruler.evaluation import Prepared, Settings
+from gape.tasks.ruler.generator import LM_EVAL, WORDING, Generator, lm_eval_samples
 from gape.tasks.ruler.ingredients import Ingredients
-from gape.tasks.ruler.prompts import Prepared
-from gape.tasks.ruler.readers import Reader, TransformersReader
+from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
 from gape.tasks.ruler.tasks import TASKS, task
 from gape.utils import files, locks
@@ -38,51 +39,57 @@ MANIFEST = "manifest.json"
 MOST = 10**6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Samples:
-    """Which samples to write; see the options of `gape ruler generate`.
-
-    Without `tasks` every task is written that fits into a length; a task that is named has to fit.
-    """
-
-    tokenizer: str
-    lengths: tuple[int, ...]
-    tasks: tuple[str, ...] | None
-    count: int
-    seed: int
-    haystack: Path | None
-    questions: Mapping[str, Path]
-    wording: str
-
-    def __post_init__(self) -> None:
-        if whole("count", self.count) > MOST:
-            raise invalid_argument("count", self.count, f"a whole number from 1 to {MOST:,}")
-        if self.wording not in ("own", generator.LM_EVAL):
-            raise invalid_argument("wording", self.wording, f"own or {generator.LM_EVAL}")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tasks, by name."""
-        return task_names(self.tasks)
+#: By task and length: what the samples are made of, and the samples.
+_Tables = dict[tuple[str, int], tuple[dict[str, Any], Iterator[dict[str, Any]]]]
 
 
 def write(
-    samples: Samples,
     directory: Path,
     *,
+    tokenizer: str,
+    lengths: Sequence[int],
+    count: int,
+    tasks: Sequence[str] | None = None,
+    seed: int = 0,
+    haystack: Path | None = None,
+    questions: Mapping[str, Path] | None = None,
+    wording: str = "own",
     show: Callable[[str, int, int], None] = lambda name, done, total: None,
     log: Log = print,
 ) -> Iterator[Path]:
-    """Write the samples of an order, each file at once; files of the same order that are there stay.
+    """Write samples, each file at once; files of the same samples that are there stay. See `gape ruler generate`.
+
+    Without `tasks` every task is written that fits into a length; a task that is named has to fit.
 
     Raises:
         ValueError: a task does not fit into a length, a file is missing or broken, or the folder holds other samples.
     """
-    tables = _exact(samples) if samples.wording == generator.LM_EVAL else _own(samples, log)
+    if whole("count", count) > MOST:
+        raise invalid_argument("count", count, f"a whole number from 1 to {MOST:,}")
+    if wording not in ("own", LM_EVAL):
+        raise invalid_argument("wording", wording, f"own or {LM_EVAL}")
+    pairs = [(name, length) for name in _task_names(tasks) for length in lengths]
+    encoder = load_tokenizer(tokenizer)
+    tables: _Tables
+    if wording == LM_EVAL:
+        tables = {pair: ({}, iter(lm_eval_samples(*pair, tokenizer, count, seed))) for pair in pairs}
+    else:
+        ingredients = Ingredients(haystack, questions)
+        generators = [Generator(name, length, encoder, ingredients, seed) for name, length in pairs]
+        tables = _tables(generators, count, log if tasks is None else None)
+        prose = [name for name, _ in tables if task(name).settings.get("haystack") == "text"]
+        if prose and haystack is None:
+            log(f"{', '.join(dict.fromkeys(prose))}: no --haystack was given, repeated sentences stand in for prose")
     settings = {
-        "tokenizer": load_tokenizer(samples.tokenizer).identity(), "seed": samples.seed, "count": samples.count,
-        "wording": WORDING if samples.wording == "own" else samples.wording,
+        "tokenizer": encoder.identity(), "seed": seed, "count": count,
+        "wording": WORDING if wording == "own" else wording,
     }  # fmt: skip
+    yield from _write_tables(directory, settings, tables, show)
+
+
+def _write_tables(
+    directory: Path, settings: Record, tables: _Tables, show: Callable[[str, int, int], None]
+) -> Iterator[Path]:
     path = directory / MANIFEST
     before = read_object(path)
     if before and {key: before.get(key) for key in settings} != files.plain(settings):
@@ -94,72 +101,45 @@ def write(
         known = listed.get(target.name, {})
         intact = target.is_file() and files.sha256(target.read_bytes()) == known.get("sha256")
         if not (intact and known.get("ingredients") == files.plain(identity)):
-            data = _lines(rows, partial(show, target.stem), samples.count)
+            lines = list[str]()
+            for row in rows:
+                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+                show(target.stem, len(lines), settings["count"])
+            data = "".join(lines).encode()
             files.replace(target, data)
             listed[target.name] = {"ingredients": identity, "sha256": files.sha256(data)}
             files.replace(path, files.to_json(settings | {"files": dict(sorted(listed.items()))}))
         yield target
 
 
-#: By task and length: what the samples are made of, and the samples.
-_Tables = dict[tuple[str, int], tuple[dict[str, Any], Iterator[dict[str, Any]]]]
+def _tables(generators: Sequence[Generator], count: int, log: Log | None) -> _Tables:
+    """Samples of generators whose first one was made already, so that nothing fails for its length later on.
 
-
-def _own(samples: Samples, log: Log) -> _Tables:
-    """Generators whose first sample was made already, so that nothing fails for its length later on."""
-    tokenizer, ingredients = load_tokenizer(samples.tokenizer), Ingredients(samples.haystack, samples.questions)
+    Generators that cannot make one are left out, which `log` says; without it they are refused.
+    """
     tables: _Tables = {}
-    for name in samples.names:
-        for length in samples.lengths:
-            generator = Generator(name, length, tokenizer, ingredients, samples.seed)
-            try:
-                generator.sample(0)
-            except ValueError as error:
-                if samples.tasks is not None:
-                    raise
-                log(f"{name} at {length:,} is left out: {error}")
-                continue
-            tables[name, length] = ingredients.identity(task(name)), generator.samples(samples.count)
-    prose = [name for name, _ in tables if task(name).settings.get("haystack") == "text"]
-    if prose and samples.haystack is None:
-        log(f"{', '.join(dict.fromkeys(prose))}: no --haystack was given, repeated sentences stand in for prose")
+    for each in generators:
+        try:
+            each.sample(0)
+        except ValueError as error:
+            if log is None:
+                raise
+            log(f"{each.name} at {each.length:,} is left out: {error}")
+            continue
+        tables[each.name, each.length] = each.ingredients.identity(task(each.name)), each.samples(count)
     if not tables:
-        raise invalid_argument("tasks", samples.names, "one that can be made")
+        raise invalid_argument("tasks", [each.name for each in generators], "one that can be made")
     return tables
 
 
-def _exact(samples: Samples) -> _Tables:
-    return {
-        (name, length): ({}, iter(generator.samples(name, length, samples.tokenizer, samples.count, samples.seed)))
-        for name in samples.names
-        for length in samples.lengths
-    }
-
-
-def _lines(rows: Iterator[dict[str, Any]], show: Callable[[int, int], None], total: int) -> bytes:
-    lines = list[str]()
-    for row in rows:
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-        show(len(lines), total)
-    return "".join(lines).encode()
-
-
-def task_names(names: Sequence[str] | None) -> tuple[str, ...]:
-    """RULER's names of some tasks, each once; all without names.
-
-    Raises:
-        ValueError: there is no such task.
-    """
+def _task_names(names: Sequence[str] | None) -> tuple[str, ...]:
+    """RULER's names of some tasks, each once; all without names."""
     return tuple(TASKS) if names is None else tuple(dict.fromkeys(task(name.strip()).name for name in names))
 
 
 def choose(samples: Sequence[Sample], tasks: Sequence[str] | None, limit: int | None) -> list[Sample]:
-    """Samples of some tasks, the first few of each task and length.
-
-    Raises:
-        ValueError: there is none of a task.
-    """
-    names, known = task_names(tasks), {sample.task for sample in samples}
+    """Samples of some tasks, the first few of each task and length."""
+    names, known = _task_names(tasks), {sample.task for sample in samples}
     missing = [name for name in names if tasks is not None and name not in known]
     if missing:
         raise ValueError(f"tasks: the data have no samples of {', '.join(missing)}")
@@ -176,116 +156,102 @@ def choose(samples: Sequence[Sample], tasks: Sequence[str] | None, limit: int | 
 ROWS, HOME = "ruler.jsonl", "ruler"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What models are scored on, and how; see the options of `gape ruler eval`."""
-
-    samples: Sequence[Sample]
-    sources: Sequence[Source]
-    settings: Settings
-    tokenizer: str | None
-    device: torch.device
-    name: str | None
-    out: Path | None
-
-
-class _Opened(NamedTuple):
-    """A model: its reader, what identifies it, what names it in rows, and where these go."""
-
-    reader: Reader
-    known: Record
-    identity: Record
-    home: Path
-
-
-def measure(models: Sequence[str], evaluation: Evaluation, *, log: Log) -> list[Record]:
+def measure(
+    models: Sequence[str],
+    samples: Sequence[Sample],
+    sources: Sequence[Source],
+    settings: Settings,
+    *,
+    device: torch.device,
+    tokenizer: str | None = None,
+    name: str | None = None,
+    out: Path | None = None,
+    log: Log,
+) -> list[Record]:
     """Score every model on all samples; a row for each model, task and length. What was scored is not scored again.
+
+    `tokenizer` is that of runs of ours, `name` what to call a model of transformers, `out` the directory of the rows.
 
     Raises:
         ValueError: a model that cannot be read, or samples that do not fit; before any is scored, as far as that can be
             known.
     """
-    if (evaluation.out is not None or evaluation.name is not None) and len(models) > 1:
+    if (out is not None or name is not None) and len(models) > 1:
         raise ValueError(f"out and name: got them for {len(models)} models, expected one")
-    settings, rows = evaluation.settings, list[Record]()
-    encoded: dict[str, list[Prepared]] = {}
+    rows, encoded = list[Record](), dict[str, list[Prepared]]()
     homes: set[Path] = set()
     for spec in models:
-        opened = _open(spec, evaluation)
-        if opened.home in homes:
+        reader, identity, home = _open(spec, settings, device, tokenizer, name)
+        home = out or home
+        if home in homes:
             raise ValueError(f"models: {spec!r} goes by the name of another; score it by itself, with --name")
-        homes.add(opened.home)
-        tokenizer = str(opened.known["tokenizer"]["sha256"]) + str(opened.reader.limit)
-        if tokenizer not in encoded:
-            encoded[tokenizer] = prompts.prepare(
-                opened.reader, evaluation.samples, template=settings.template, max_length=settings.max_length,
-                generate=settings.generate,
-            )  # fmt: skip
-        rows += _measure_model(opened, encoded[tokenizer], evaluation, log)
+        homes.add(home)
+        known = reader.identity()
+        key = str(known["tokenizer"]["sha256"]) + str(reader.limit)
+        if key not in encoded:
+            encoded[key] = scoring.prepare(
+                reader, samples, template=settings.template, max_length=settings.max_length, generate=settings.generate
+            )
+        question = scoring.question(known, sources, settings)
+        question |= {"device": device.type, "samples": [f"{s.source}:{s.number}" for s in samples]}
+        about = identity | {
+            "key": scoring.key(question), "model": known["size"], "parameters": known["parameters"],
+            "precision": settings.precision, "device": device.type, "template": settings.template,
+        }  # fmt: skip
+        rows += _measure_model(reader, encoded[key], settings, home, question, about, log)
     return rows
 
 
-def _open(spec: str, evaluation: Evaluation) -> _Opened:
-    low, chunk = evaluation.settings.precision == "bfloat16", evaluation.settings.chunk
-    if is_ours(spec):
-        reader, step = run_reader(Path(spec), evaluation.tokenizer, device=evaluation.device, low=low, chunk=chunk)
-        run = read_run(Path(spec), "lm")
-        identity = _apply_way(reader, experiment.identity(run) | {"step": step}, evaluation)
-        return _Opened(reader, reader.identity(), identity, evaluation.out or Path(spec))
-    if Path(spec).is_dir() and not (Path(spec) / "config.json").is_file():
-        raise ValueError(f"model: got {spec!r}, expected a run of gape lm train or a folder of transformers")
-    other = transformers_reader(spec, device=evaluation.device, low=low, chunk=chunk)
-    name = evaluation.name or other.name
-    about: Record = {
-        "run": name, "variant": "", "position": evaluation.name or _position(other) or name, "seed": 0,
-        "train_length": other.limit, "step": 0,
-    }  # fmt: skip
-    return _Opened(other, other.identity(), _apply_way(other, about, evaluation), evaluation.out or RUNS / HOME / name)
+def _open(
+    spec: str, settings: Settings, device: torch.device, tokenizer: str | None, name: str | None
+) -> tuple[Reader, Record, Path]:
+    """A model's reader, what names it in rows, and where these go."""
+    low, path = settings.precision == "bfloat16", Path(spec)
+    reader: GPTReader | TransformersReader
+    if path.is_dir() and not is_transformers(path):
+        read_run(path, "lm")
+        own, opened = run_tokenizer(path, tokenizer), open_run(path, device)
+        opened.accept(own.identity())
+        reader = GPTReader(opened.model, own, low=low, chunk=settings.chunk)
+        identity, home = opened.identity, path
+    else:
+        place = str(model_home(path)) if path.is_dir() else spec
+        reader = transformers_reader(place, device=device, low=low, chunk=settings.chunk)
+        called = name or reader.name
+        identity = {
+            "run": called, "variant": "", "position": name or _position(reader.model.config) or called, "seed": 0,
+            "train_length": reader.limit, "step": 0,
+        }  # fmt: skip
+        home = RUNS / HOME / called
+    reader.forgetting = settings.way.apply(reader.model)
+    return reader, settings.way.named(identity), home
 
 
-def _apply_way(reader: Reader, identity: Record, evaluation: Evaluation) -> Record:
-    """Let a reader read as evaluation; what names it in rows."""
-    way = evaluation.settings.way
-    reader.forgetting = way.apply(reader.model)
-    return way.named(identity)
-
-
-def _measure_model(opened: _Opened, items: Sequence[Prepared], evaluation: Evaluation, log: Log) -> list[Record]:
-    settings = evaluation.settings
-    question = scoring.question(opened.known, evaluation.sources, settings)
-    question |= {"device": evaluation.device.type, "samples": [f"{i.sample.source}:{i.sample.number}" for i in items]}
-    key, name, store = scoring.key(question), str(opened.identity["run"]), ResultStore(opened.home / ROWS)
-    about = opened.identity | {
-        "key": key, "model": opened.known["size"], "parameters": opened.known["parameters"],
-        "precision": settings.precision, "device": evaluation.device.type, "template": settings.template,
-    }  # fmt: skip
-    opened.home.mkdir(parents=True, exist_ok=True)
-    with locks.locked(opened.home, "measured"), ProgressTable(unit="sample") as table:
+def _measure_model(
+    reader: Reader, items: Sequence[Prepared], settings: Settings, home: Path, question: Record, about: Record, log: Log
+) -> list[Record]:
+    name, store = str(about["run"]), ResultStore(home / ROWS)
+    home.mkdir(parents=True, exist_ok=True)
+    with locks.locked(home, "measured"), ProgressTable(unit="sample") as table:
         rows = scoring.evaluate(
-            opened.reader, items, settings, opened.home / HOME / key, question=question,
+            reader, items, settings, home / HOME / about["key"], question=question,
             progress=lambda done, total: table.show(name, done, total),
         )  # fmt: skip
         table.remove(name)
         results = [about | row for row in scoring.summarise(rows)]
         store.append(*store.missing(results))
-    _log_rows(name, results, log)
+    for row in results:
+        match = f", match {100 * row['match']:.1f}%" if "match" in row else ""
+        log(
+            f"{name}: {row['task']} at {row['length']:,}: NLL {row['nll']:.3f} ({row['nll_low']:.3f} … "
+            f"{row['nll_high']:.3f}){match}, {row['samples']} sample{'s' * (row['samples'] != 1)}"
+        )
     return results
 
 
-def _position(reader: TransformersReader) -> str | None:
+def _position(config: Any) -> str | None:
     """The scheme of a model with gates of ours; None for others, which do not say it."""
-    config = reader.model.config
     # A model that gates were put into says it among its gates, ours as one of its sizes.
     settings = getattr(config, "gape", None) or vars(config)
     position = settings.get("position") if config.model_type.startswith("gape_") else None
     return position if isinstance(position, str) else None
-
-
-def _log_rows(name: str, rows: Sequence[Record], log: Log) -> None:
-    for row in rows:
-        place = f"{name}: {row['task']} at {row['length']:,}"
-        match = f", match {100 * row['match']:.1f}%" if "match" in row else ""
-        log(
-            f"{place}: NLL {row['nll']:.3f} ({row['nll_low']:.3f} … {row['nll_high']:.3f}){match}, "
-            f"{row['samples']} sample{'s' * (row['samples'] != 1)}"
-        )

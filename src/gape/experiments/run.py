@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -20,7 +21,8 @@ from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.tasks.niah import VOCAB_SIZE, NIAHConfig
 from gape.tasks.perplexity import Protocol
-from gape.train.config import REMOVED, TrainConfig
+from gape.train.config import TrainConfig
+from gape.utils.jsonl import Record
 from gape.utils.settings import Settings, parse_value, refuse_unknown, section, to_lists
 from gape.utils.validation import invalid_argument, suggestion, whole
 
@@ -28,12 +30,11 @@ from gape.utils.validation import invalid_argument, suggestion, whole
 DEFAULT_KIND = "niah"
 #: Bytes of a run's name; file systems take 255 at most.
 LONGEST_NAME = 200
-_KINDS: dict[str, type[Run]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run. A subclass per kind of experiment adds its sections, `task` among them.
+    """One training run. A subclass per kind of experiment adds its sections, which are dataclasses, `task` among them.
 
     Attributes:
         name: unique within the recipe; a directory name.
@@ -47,9 +48,6 @@ class Run:
 
     #: What a recipe calls this kind of experiment.
     kind: ClassVar[str] = ""
-    #: Keys outside the sections, and the classes of the sections.
-    top: ClassVar[Mapping[str, type[Any]]] = {"seed": int, "device": str, "batch_size": int}
-    sections: ClassVar[Mapping[str, type[Any]]] = {}
 
     name: str
     variant: str = ""
@@ -60,14 +58,27 @@ class Run:
     model: GPTConfig
     train: TrainConfig
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        _KINDS[cls.kind] = cls
-
     def __post_init__(self) -> None:
         directory_name("name", self.name)
         whole("batch_size", self.batch_size)
         buildable(self.model)
+
+    @property
+    def identity(self) -> Record:
+        """What names the run in rows and analyses."""
+        return {
+            "run": self.name, "variant": self.variant, "position": self.model.position, "seed": self.seed,
+            "train_length": self.task.length,
+        }  # fmt: skip
+
+    @classmethod
+    @functools.cache
+    def keys(cls) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The types of the keys outside the sections, and the classes of the sections."""
+        hints = typing.get_type_hints(cls)
+        own = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in ("name", "variant")}
+        sections = {name: kind for name, kind in own.items() if dataclasses.is_dataclass(kind)}
+        return {name: kind for name, kind in own.items() if name not in sections}, sections
 
     @classmethod
     def taken(cls, task: Any, seed: int) -> dict[str, Settings]:
@@ -81,17 +92,14 @@ class Run:
 
     @classmethod
     def build(cls, name: str, variant: str, settings: Mapping[str, Any]) -> Self:
-        """Check settings against the classes of the sections and make a run of them.
-
-        Raises:
-            ValueError: an unknown or missing key, or a value that is refused.
-        """
-        refuse_unknown("", settings, [*cls.top, *cls.sections])
-        top = {key: parse_value(key, kind, settings[key]) for key, kind in cls.top.items() if key in settings}
-        task = section("task", cls.sections["task"], settings.get("task", {}))
+        """Check settings against the classes of the sections and make a run of them."""
+        plain, sections = cls.keys()
+        refuse_unknown("", settings, [*plain, *sections])
+        top = {key: parse_value(key, kind, settings[key]) for key, kind in plain.items() if key in settings}
+        task = section("task", sections["task"], settings.get("task", {}))
         taken, defaults = cls.taken(task, top.get("seed", 0)), cls.defaults(task)
         others = {}
-        for key, kind in cls.sections.items():
+        for key, kind in sections.items():
             table = settings.get(key, {})
             if isinstance(table, Mapping):
                 table = {**defaults.get(key, {}), **table}
@@ -102,26 +110,19 @@ class Run:
     def to_dict(self) -> Settings:
         """Every setting with its value, in the types JSON has; :meth:`from_dict` reads it."""
         settings: Settings = {} if self.kind == DEFAULT_KIND else {"kind": self.kind}
-        settings |= {name: getattr(self, name) for name in ("name", "variant", *self.top)}
+        settings |= {name: getattr(self, name) for name in ("name", "variant", *self.keys()[0])}
         taken = self.taken(self.task, self.seed)
-        for key in self.sections:
+        for key in self.keys()[1]:
             values = to_lists(dataclasses.asdict(getattr(self, key)))
             settings[key] = {name: value for name, value in values.items() if name not in taken.get(key, {})}
         return settings
 
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> Run:
-        """The run, of whatever kind, that :meth:`to_dict` described.
-
-        Raises:
-            ValueError: an unknown kind, an unknown or missing key, or a value that is refused.
-        """
+        """The run, of whatever kind, that :meth:`to_dict` described."""
         rest = {key: value for key, value in settings.items() if key not in ("name", "variant", "kind")}
-        kind = kind_of(settings.get("kind", DEFAULT_KIND))
-        if isinstance(rest.get("train"), Mapping):
-            rest["train"] = {key: value for key, value in rest["train"].items() if key not in REMOVED}
         name, variant = (parse_value(key, str, settings.get(key, "")) for key in ("name", "variant"))
-        return kind.build(name, variant, rest)
+        return kind_of(settings.get("kind", DEFAULT_KIND)).build(name, variant, rest)
 
 
 def directory_name(key: str, name: str) -> None:
@@ -131,14 +132,11 @@ def directory_name(key: str, name: str) -> None:
 
 
 def kind_of(name: Any) -> type[Run]:
-    """The class of runs that a recipe's `kind` names.
-
-    Raises:
-        ValueError: there is none; says which there are.
-    """
-    if not isinstance(name, str) or name not in _KINDS:
-        raise invalid_argument("kind", name, f"one of {', '.join(_KINDS)}{suggestion(str(name), _KINDS, before=', ')}")
-    return _KINDS[name]
+    """The class of runs that a recipe's `kind` names."""
+    kinds: dict[Any, type[Run]] = {kind.kind: kind for kind in (NeedleRun, LanguageRun)}
+    if not isinstance(name, str) or name not in kinds:
+        raise invalid_argument("kind", name, f"one of {', '.join(kinds)}{suggestion(str(name), kinds, before=', ')}")
+    return kinds[name]
 
 
 @functools.lru_cache
@@ -200,20 +198,9 @@ class NeedleAnalysis:
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleRun(Run):
-    """A run on the needle task.
-
-    Attributes:
-        task, model, train, evaluation, analysis: the sections.
-    """
+    """A run on the needle task."""
 
     kind: ClassVar[str] = "niah"
-    sections: ClassVar[Mapping[str, type[Any]]] = {
-        "task": NIAHConfig,
-        "model": GPTConfig,
-        "train": TrainConfig,
-        "evaluation": NeedleEvaluation,
-        "analysis": NeedleAnalysis,
-    }
 
     task: NIAHConfig
     evaluation: NeedleEvaluation
@@ -228,6 +215,11 @@ class NeedleRun(Run):
     def taken(cls, task: NIAHConfig, seed: int) -> dict[str, Settings]:
         """The vocabulary and the training length are the task's, the seed is the run's."""
         return {**super().taken(task, seed), "model": {"vocab_size": VOCAB_SIZE, "context_length": task.length}}
+
+    @property
+    def identity(self) -> Record:
+        """Also the needle that is asked for."""
+        return super().identity | {"target": self.task.target}
 
     @property
     def switched(self) -> GPTConfig | None:
@@ -299,11 +291,7 @@ class LanguageEvaluation:
             self.at(context)
 
     def at(self, context: int) -> Protocol:
-        """The protocol at one context.
-
-        Raises:
-            ValueError: a value that it refuses.
-        """
+        """The protocol at one context."""
         return Protocol(context=context, last=self.last, align=self.align)
 
 
@@ -328,22 +316,11 @@ class LanguageAnalysis:
 class LanguageRun(Run):
     """A run of a language model.
 
-    Attributes:
-        data: directory of the corpus, as `gape data prepare` writes it; "" while it is not said.
-        task, recall, model, train, evaluation, analysis: the sections. The model's `context_length` is the task's
-            length unless it is set.
+    `data` is the directory of the corpus, as `gape data prepare` writes it; "" while it is not said. The model's
+    `context_length` is the task's length unless it is set.
     """
 
     kind: ClassVar[str] = "lm"
-    top: ClassVar[Mapping[str, type[Any]]] = {**Run.top, "data": str}
-    sections: ClassVar[Mapping[str, type[Any]]] = {
-        "task": TextTask,
-        "recall": RecallConfig,
-        "model": GPTConfig,
-        "train": TrainConfig,
-        "evaluation": LanguageEvaluation,
-        "analysis": LanguageAnalysis,
-    }
 
     data: str = ""
     task: TextTask = field(default_factory=TextTask)

@@ -11,7 +11,7 @@ from gape.report.results import Results, refuse_same_seed
 from gape.report.schemes import by_scheme, group_by, name
 from gape.report.statistics import verdict
 from gape.report.tables import Table, interval
-from gape.tasks.perplexity_rows import Floats, weighted_interval
+from gape.tasks.perplexity import Floats, weighted_interval
 from gape.utils.jsonl import Record
 
 #: The model that ablations are measured against.

@@ -11,7 +11,7 @@ import numpy as np
 
 from gape.report.results import Results, far_back_question, unpack_hits
 from gape.report.schemes import base_of, by_scheme, group_by, label, name, scheme_order
-from gape.tasks.perplexity_rows import RESAMPLES, Floats, weighted_interval
+from gape.tasks.perplexity import RESAMPLES, Floats, weighted_interval
 from gape.utils.jsonl import Record
 from gape.utils.validation import invalid_argument
 

@@ -23,12 +23,10 @@ import torch
 from torch import Tensor
 
 from gape.models.gpt import GPT
-from gape.tasks.perplexity import window_losses
-from gape.tasks.perplexity_rows import weighted_interval
+from gape.tasks.perplexity import weighted_interval, window_losses
 from gape.utils.validation import invalid_argument, whole
 
 Ids = npt.NDArray[np.int64]
-Losses = npt.NDArray[np.float64]
 
 KINDS = ("ngram", "names", "planted")
 #: Tokens of the document before the first copy of a planted passage.
@@ -189,26 +187,17 @@ def measure(
         tokens = torch.from_numpy(ids).to(next(model.parameters()).device)
         losses = window_losses(model, tokens[None], len(ids) - 1, chunk=config.chunk)[0]
         control = short_losses(model, tokens, short, chunk=config.chunk)
-        long_losses, short_context = (each.double().cpu().numpy() for each in (losses, control))
+        both = [each.double().cpu().numpy() for each in (losses, control)]
         for kind, distances in away.items():
-            sums += _bin_losses(kind, distances[1:], long_losses, short_context, config)
+            for distance in config.bins:
+                chosen = (distances[1:] >= distance) & (distances[1:] < 2 * distance)
+                if chosen.any():
+                    totals = (float(each[chosen].sum()) for each in both)
+                    sums.append(Sums(kind, distance, config.context, int(chosen.sum()), *totals))
     if "planted" in config.kinds and passage is not None:
-        sums += [_planted(model, ids, passage, distance, config) for distance in config.bins if _fits(distance, config)]
+        fitting = [distance for distance in config.bins if LEAD + distance <= config.context]
+        sums += [_planted(model, ids, passage, distance, config) for distance in fitting]
     return sums
-
-
-def _bin_losses(kind: str, away: Ids, losses: Losses, short: Losses, config: FarBackConfig) -> list[Sums]:
-    sums = []
-    for distance in config.bins:
-        chosen = (away >= distance) & (away < 2 * distance)
-        if chosen.any():
-            nll, control = float(losses[chosen].sum()), float(short[chosen].sum())
-            sums.append(Sums(kind, distance, config.context, int(chosen.sum()), nll, control))
-    return sums
-
-
-def _fits(distance: int, config: FarBackConfig) -> bool:
-    return LEAD + distance <= config.context
 
 
 def _planted(model: GPT, host: Ids, passage: Ids, distance: int, config: FarBackConfig) -> Sums:

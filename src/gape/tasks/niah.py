@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,14 +117,6 @@ class Haystack(NamedTuple):
     needles: Tensor
 
 
-class LanguageModel(Protocol):
-    """As much of :class:`gape.GPT` as an evaluation needs."""
-
-    def __call__(self, ids: Tensor, /, *, logits_to_keep: int = 0) -> Any:
-        """Return an object with `logits` (B, logits_to_keep, vocabulary)."""
-        ...
-
-
 def sample(
     config: NIAHConfig,
     batch: int,
@@ -207,7 +199,7 @@ class NIAHSource:
 
 @torch.no_grad()
 def hits(
-    model: LanguageModel,
+    model: Callable[..., Any],
     config: NIAHConfig,
     *,
     samples: int = 1000,
@@ -220,7 +212,7 @@ def hits(
     """Which samples the model answers, judged by the largest of the ten digits' logits at the query.
 
     Args:
-        model: takes ids (B, L) and `logits_to_keep=1`; put it into eval mode first.
+        model: as :class:`gape.GPT` takes ids (B, L) and `logits_to_keep=1`; put it into eval mode first.
         config: the haystack.
         samples, seed, split: how many sequences, and which; the same ones for every model.
         batch: sequences at a time; None means as many as make 2¹⁷ tokens. It does not change the samples.
@@ -228,7 +220,7 @@ def hits(
         check: called before every batch; may raise to stop.
 
     Returns:
-        bool (samples,) on the CPU. A sample with a logit that is NaN is wrong.
+        bool (samples,) on the CPU; wrong where a logit is NaN.
 
     Raises:
         ValueError: samples or batch below 1, or more samples than there are.
@@ -248,6 +240,6 @@ def hits(
     return torch.cat(correct).cpu()
 
 
-def accuracy(model: LanguageModel, config: NIAHConfig, **options: Any) -> float:
+def accuracy(model: Callable[..., Any], config: NIAHConfig, **options: Any) -> float:
     """The share of samples answered, from 0 to 1 (chance is 0.1); options and errors are those of :func:`hits`."""
     return float(hits(model, config, **options).double().mean())

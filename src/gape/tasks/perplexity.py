@@ -2,20 +2,25 @@
 
 A window of length L reads L tokens of one document and predicts the token after each; its last K tokens are scored. No
 token is put in front of it. Windows end every K tokens, so that their scored tokens tile the document. Only documents
-that fill a window are read. At equal seed and documents the same tokens are scored at every context.
+that fill a window are read. At equal seed and documents the same tokens are scored at every context. Windows are scored
+batch by batch into a file from which a run resumes; rows have intervals over documents.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gape.utils import jsonl
+from gape.utils.jsonl import Record
 from gape.utils.random import key, words64
 from gape.utils.validation import invalid_argument, whole
 
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
 MOST_WINDOWS = 8000
 #: Tokens of a batch of short windows.
 BATCH_TOKENS = 2**16
+RESAMPLES = 2000
+#: Numbers of a table of resampled weights that exist at once.
+_NUMBERS = 2**22
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -110,8 +118,7 @@ def plan(
 ) -> Plan:
     """Cut the documents of a split, and of a stratum if one is named, into the windows of a protocol.
 
-    Where there are more than `max_windows`, so many are drawn. A window is drawn or not by where it ends, so contexts
-    share the tokens that they score as far as they can.
+    Of more than `max_windows` so many are drawn, by where they end: contexts share scored tokens as far as they can.
 
     Raises:
         ValueError: no document is long enough, or max_windows is out of range.
@@ -125,10 +132,8 @@ def plan(
     numbers = np.repeat(np.arange(len(chosen)), [len(cut) for cut in cuts])
     windows = np.column_stack([numbers, np.concatenate(cuts)])
     drawn = _drawn(windows, np.array([document.index for document in chosen]), max_windows, seed)
-    return Plan(
-        protocol=protocol, documents=tuple(chosen), windows=windows[drawn],
-        left_out=tuple(document for document in documents if document.length < protocol.min_tokens), of=len(windows),
-    )  # fmt: skip
+    too_short = tuple(document for document in documents if document.length < protocol.min_tokens)
+    return Plan(protocol=protocol, documents=tuple(chosen), windows=windows[drawn], left_out=too_short, of=len(windows))
 
 
 def fits(corpus: Corpus, protocol: Protocol, *, split: str = "heldout", stratum: str | None = None) -> None:
@@ -160,7 +165,7 @@ def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:
 
 @torch.no_grad()
 def window_losses(
-    model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, new_cache: Callable[[int], Any] | None = None
+    model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, forgetting: Callable[[], Any] | None = None
 ) -> Tensor:
     """The loss of the last `scored` tokens of some windows, (B, scored) in float32 (float64 beside float64).
 
@@ -170,11 +175,14 @@ def window_losses(
     Args:
         model: in eval mode.
         ids: int64 (B, L + 1): what is read, and the token after it.
-        new_cache: makes an empty cache with room for so many tokens; the model's own by default.
+        forgetting: makes an empty cache that evicts; the model's own does not.
     """
     inputs, targets = ids[:, :-1], ids[:, 1:]
     length = inputs.size(1)
-    cache = (new_cache or model.new_cache)(length) if length > chunk else None
+    if forgetting is not None and length <= chunk:
+        # Tokens of one chunk see each other, whatever is evicted: a text of one chunk comes in eighths.
+        chunk = max(1, length // 8)
+    cache = None if length <= chunk else model.new_cache(length) if forgetting is None else forgetting()
     losses = []
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
@@ -185,27 +193,109 @@ def window_losses(
     return torch.cat(losses, dim=1)
 
 
-def eviction_chunk(length: int, chunk: int) -> int:
-    """Tokens of a text that go through an evicting cache at once, where `chunk` may go through the model.
-
-    Tokens of one chunk see each other, whatever is evicted. So a text of one chunk comes in eighths.
-    """
-    return chunk if length > chunk else max(1, length // 8)
-
-
-def scores(
-    model: GPT, corpus: Corpus, plan: Plan, *, first: int = 0, chunk: int = 16384,
-    new_cache: Callable[[int], Any] | None = None,
-) -> Iterator[list[float]]:  # fmt: skip
-    """The summed loss of each window, batch by batch from number `first` on; as :func:`window_losses` scores them."""
+def scores(model: GPT, corpus: Corpus, plan: Plan, *, first: int = 0, **options: Any) -> Iterator[list[float]]:
+    """The summed loss of each window, batch by batch from number `first` on; options as :func:`window_losses`."""
     device = next(model.parameters()).device
     for batch in plan.batches()[first:]:
-        rows = [_tokens(corpus, plan, window) for window in plan.windows[batch].tolist()]
+        rows = [
+            np.asarray(corpus.tokens(plan.documents[document], start, start + length + 1), dtype=np.int64)
+            for document, start, length, _ in plan.windows[batch].tolist()
+        ]
         ids = torch.from_numpy(np.stack(rows)).to(device)
-        losses = window_losses(model, ids, plan.protocol.last, chunk=chunk, new_cache=new_cache)
+        losses = window_losses(model, ids, plan.protocol.last, **options)
         yield losses.double().cpu().numpy().sum(1).tolist()
 
 
-def _tokens(corpus: Corpus, plan: Plan, window: list[int]) -> Ints:
-    document, start, length, _ = window
-    return np.asarray(corpus.tokens(plan.documents[document], start, start + length + 1), dtype=np.int64)
+def score_all(
+    model: GPT,
+    corpus: Corpus,
+    plan: Plan,
+    *,
+    store: Path,
+    of: str,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    **options: Any,
+) -> Floats:
+    """The summed loss (W,) of every window of a plan, resuming after the batches that the file `store` has.
+
+    `of` says what the scores depend on besides the plan: weights, precision. A file of something else is overwritten;
+    the caller deletes it when the result is stored. `progress` is called with windows done and in all; options are
+    those of :func:`window_losses`.
+    """
+    header: Record = {"plan": plan.identity(), "of": of}
+    stored = jsonl.read_lines(store) if store.is_file() else []
+    if stored[:1] != [header]:
+        store.unlink(missing_ok=True)
+        jsonl.append(store, header)
+        stored = [header]
+    sums = [value for line in stored[1:] for value in line["sums"]]
+    progress(len(sums), len(plan.windows))
+    for new in scores(model, corpus, plan, first=len(stored) - 1, **options):
+        jsonl.append(store, {"sums": new})
+        sums += new
+        progress(len(sums), len(plan.windows))
+    return np.array(sums)
+
+
+def rows(plan: Plan, sums: Floats, seed: int = 0) -> list[Record]:
+    """What is stored of a plan's scores: a row for each stratum where there are several, and last one over all.
+
+    Raises:
+        ValueError: a loss that is not finite.
+    """
+    broken = int((~np.isfinite(sums)).sum())
+    if broken:
+        raise ValueError(f"loss: got one that is not finite in {broken} of {len(sums)} windows, expected numbers")
+    strata = np.array([document.stratum or "" for document in plan.documents])[plan.windows[:, 0]]
+    names = sorted(set(strata.tolist()) - {""}, key=lambda name: (len(name), name))
+    rows = [_row(plan, sums, strata == name, seed) | {"stratum": name} for name in names if len(names) > 1]
+    return [*rows, _row(plan, sums, np.ones(len(strata), dtype=bool), seed) | {"stratum": None}]
+
+
+def _row(plan: Plan, losses: Floats, chosen: npt.NDArray[np.bool_], seed: int) -> Record:
+    sums, counts = losses[chosen], plan.windows[chosen, 3].astype(np.float64)
+    sources = plan.windows[chosen, 0]
+    each = sums / counts
+    interval = weighted_interval(sums, counts, sources, seed)
+    nll = float(sums.sum() / counts.sum())
+    return {
+        "plan": plan.identity(), "documents": len(np.unique(sources)), "too_short": len(plan.left_out),
+        "windows": int(chosen.sum()), "of_windows": plan.of, "tokens": int(counts.sum()), "nll": nll,
+        "perplexity": math.exp(nll), "std": float(each.std(ddof=1)) if len(each) > 1 else 0.0,
+        "low": interval.low, "high": interval.high, "resampled": interval.over,
+        "window_nll": [round(value, 5) for value in each.tolist()],
+        "window_document": np.unique(sources, return_inverse=True)[1].tolist(),
+        "window_tokens": plan.protocol.last,
+    }  # fmt: skip
+
+
+class Interval(NamedTuple):
+    """A 95% interval, and what was resampled for it: "documents", or "windows" where all are of one document."""
+
+    low: float
+    high: float
+    over: str
+
+
+def weighted_interval(sums: Floats, counts: Floats, documents: Ints, seed: int = 0) -> Interval:
+    """The 95% interval of Σ sums / Σ counts, by drawing documents (with all their windows) with replacement.
+
+    Windows of one book are not independent, so it is books that are drawn. Where there is one document only, windows
+    are drawn instead, and the interval says nothing about other documents. All arguments are (W,): the summed loss
+    of each window, or a difference of two such; its tokens; which document it is from.
+    """
+    units, of = np.unique(documents, return_inverse=True)
+    over = "documents"
+    if len(units) == 1:
+        of, over = np.arange(len(sums)), "windows"
+    size = int(of.max()) + 1
+    totals, tokens = np.bincount(of, sums, size), np.bincount(of, counts, size)
+    generator = np.random.Generator(np.random.PCG64(seed))
+    means: list[Floats] = []
+    block = max(1, _NUMBERS // size)
+    for first in range(0, RESAMPLES, block):
+        shape = (min(block, RESAMPLES - first), size)
+        drawn = generator.integers(size, size=shape)
+        means.append(totals[drawn].sum(1) / tokens[drawn].sum(1))
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    return Interval(float(low), float(high), over)

@@ -13,8 +13,6 @@ from gape.utils.validation import finite, flag, invalid_argument, positive_numbe
 MAY_CHANGE = frozenset(
     {"max_steps", "log_every", "check_every", "checkpoint_every", "keep_last", "progress", "shard", "context_parallel"}
 )
-# Keys that runs of earlier versions stored; no weight depends on them.
-REMOVED = frozenset({"tensorboard"})
 _AT_LEAST = {
     "max_steps": 1,
     "warmup_steps": 0,

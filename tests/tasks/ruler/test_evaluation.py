@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from gape.data import load_tokenizer
-from gape.tasks.ruler import evaluation, prompts
-from gape.tasks.ruler.evaluation import SAMPLES, Settings
-from gape.tasks.ruler.prompts import Prepared
+from gape.tasks.ruler import evaluation
+from gape.tasks.ruler.evaluation import SAMPLES, Prepared, Settings
 from gape.tasks.ruler.readers import GPTReader
 from gape.tasks.ruler.sources import Source, read
 from tests.tasks import text
@@ -29,7 +28,7 @@ def reader() -> GPTReader:
 def items(tmp_path: Path, reader: GPTReader) -> list[Prepared]:
     records = [small.record(n, task="qa_2" if n > 4 else "vt") for n in range(7)]
     samples, _ = read([str(small.write_samples(tmp_path / "mixed.jsonl", *records))])
-    return prompts.prepare(reader, samples)
+    return evaluation.prepare(reader, samples)
 
 
 def score(reader: GPTReader, items: list[Prepared], home: Path, **more: object) -> list[dict[str, object]]:
@@ -55,7 +54,7 @@ def test_samples_of_another_budget_are_read_apart(reader: GPTReader, tmp_path: P
     """Each has room for its own budget, but not for that of another."""
     records = [small.record(n, budget=6 + n) for n in range(2)]
     samples, _ = read([str(small.write_samples(tmp_path / "vt.jsonl", *records))])
-    assert len(evaluation.batches(prompts.prepare(reader, samples), 10**6)) == 2
+    assert len(evaluation.batches(evaluation.prepare(reader, samples), 10**6)) == 2
 
 
 def test_batches_hold_one_task_and_no_more_tokens_than_the_limit(items: list[Prepared]) -> None:
@@ -127,7 +126,7 @@ def test_a_loss_that_is_no_number_is_named(reader: GPTReader, items: list[Prepar
 
 def test_summaries_count_and_average(reader: GPTReader, tmp_path: Path) -> None:
     samples, _ = read([str(small.write_samples(tmp_path / "vt.jsonl", *(small.record(n) for n in range(5))))])
-    rows = score(reader, prompts.prepare(reader, samples), tmp_path / "out")
+    rows = score(reader, evaluation.prepare(reader, samples), tmp_path / "out")
     (row,) = evaluation.summarise(rows)
     losses = [row["nll"] for row in rows]
     assert row["samples"] == 5

@@ -15,7 +15,7 @@ import pytest
 
 from gape.data import Tokenizer, load_tokenizer
 from gape.tasks.ruler.builders import Room, TooShortError
-from gape.tasks.ruler.generator import Generator, samples
+from gape.tasks.ruler.generator import Generator, lm_eval_samples
 from gape.tasks.ruler.ingredients import Ingredients, Text
 from gape.tasks.ruler.sources import sample
 from gape.tasks.ruler.tasks import TASKS
@@ -234,20 +234,20 @@ def test_a_search_ends_below_the_room(cost: int) -> None:
 
 def test_the_wording_of_lm_eval_has_a_shortest_length_of_its_own() -> None:
     with pytest.raises(ValueError, match="length: got int 2048"):
-        samples("vt", 2048, "bytes", 1)
+        lm_eval_samples("vt", 2048, "bytes", 1)
 
 
 @pytest.mark.slow
 def test_rulers_own_wording_from_lm_eval(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     folder = small.random_gpt2(tmp_path)
-    drawn = samples("fwe", 4096, str(folder), 2, seed=0)
+    drawn = lm_eval_samples("fwe", 4096, str(folder), 2, seed=0)
     assert len(drawn) == 2
     actual = sample(drawn[0], place="here", source="s", number=1)
     assert (actual.task, actual.length, actual.budget) == ("fwe", 4096, 50)
     assert actual.prefix.startswith(" Answer:")
     assert all(output in actual.input for output in actual.outputs)
     with pytest.raises(ValueError, match="length: got int 1024, expected at least 4096 for the wording of lm-eval"):
-        samples("fwe", 1024, str(folder), 2)
+        lm_eval_samples("fwe", 1024, str(folder), 2)
     with pytest.raises(ValueError, match="cwe: lm-eval cannot make it"):
-        samples("cwe", 4096, "nowhere/at-all", 2)
+        lm_eval_samples("cwe", 4096, "nowhere/at-all", 2)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gape.data import load_tokenizer
-from gape.experiments.open_reader import transformers_reader
-from gape.tasks.ruler import prompts
+from gape.experiments.open_model import transformers_reader
+from gape.tasks.ruler import evaluation
 from gape.tasks.ruler.readers import GPTReader, Ids, TransformersReader
 from gape.tasks.ruler.sources import Sample
 from tests.tasks import text
@@ -127,14 +127,14 @@ def sample(**fields: object) -> Sample:
 
 def test_white_space_before_an_answer_is_the_answers() -> None:
     reader = ours()
-    (item,) = prompts.prepare(reader, [sample()])
+    (item,) = evaluation.prepare(reader, [sample()])
     assert reader.decode(item.prompt.tolist()) == "The text. Q? It is:"
     assert reader.decode(item.answer.tolist()) == " AB CD"
 
 
 def test_an_answer_has_the_tokens_it_has_behind_its_prompt(gpt2: Path) -> None:
     reader = transformers_reader(str(gpt2))
-    (item,) = prompts.prepare(reader, [sample()])
+    (item,) = evaluation.prepare(reader, [sample()])
     whole = reader.encode("The text. Q? It is: AB CD")
     assert [*item.prompt, *item.answer] == whole
 
@@ -142,25 +142,25 @@ def test_an_answer_has_the_tokens_it_has_behind_its_prompt(gpt2: Path) -> None:
 def test_a_chat_template_is_the_models_own(gpt2: Path) -> None:
     reader = transformers_reader(str(gpt2))
     with pytest.raises(ValueError, match="template: got 'chat'"):
-        prompts.prepare(reader, [sample()], template="chat")
+        evaluation.prepare(reader, [sample()], template="chat")
     reader.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<bot>"
-    assert prompts.render(reader, sample(), "chat") == "<user>The text. Q?</><bot>It is:"
+    assert evaluation.render(reader, sample(), "chat") == "<user>The text. Q?</><bot>It is:"
     # The end of a chat template is the model's, also where it is a line break and no prefix follows.
     reader.tokenizer.chat_template += "{{ '\\n' }}"
-    (item,) = prompts.prepare(reader, [sample(prefix="")], template="chat")
+    (item,) = evaluation.prepare(reader, [sample(prefix="")], template="chat")
     assert reader.decode(item.prompt.tolist()) == "<user>The text. Q?</><bot>\n"
     assert reader.decode(item.answer.tolist()) == "AB CD"
     with pytest.raises(ValueError, match="this model knows no chat"):
-        prompts.prepare(ours(), [sample()], template="chat")
+        evaluation.prepare(ours(), [sample()], template="chat")
 
 
 def test_samples_that_are_too_long_are_an_error() -> None:
     reader, samples = ours(), [sample(), sample(input="x" * 60, number=2)]
     with pytest.raises(ValueError, match=r"1 of 2 samples are longer than the 60 tokens .* needs 87 with its answer"):
-        prompts.prepare(reader, samples, max_length=60)
-    assert len(prompts.prepare(reader, samples, max_length=87)) == 2
+        evaluation.prepare(reader, samples, max_length=60)
+    assert len(evaluation.prepare(reader, samples, max_length=87)) == 2
     with pytest.raises(ValueError, match="template: got str 'bsae'"):
-        prompts.prepare(reader, samples, template="bsae")
+        evaluation.prepare(reader, samples, template="bsae")
 
 
 def test_a_limit_comes_from_the_model(gpt2: Path) -> None:

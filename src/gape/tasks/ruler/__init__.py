@@ -1,9 +1,8 @@
 """RULER: long-context tasks for models of any size. `docs/guide/ruler.md` has the tasks, formats and rules."""
 
-from gape.tasks.ruler.evaluation import Settings, evaluate, summarise
+from gape.tasks.ruler.evaluation import Settings, evaluate, prepare, summarise
 from gape.tasks.ruler.generator import Generator
 from gape.tasks.ruler.ingredients import Ingredients
-from gape.tasks.ruler.prompts import prepare
 from gape.tasks.ruler.readers import GPTReader, TransformersReader
 from gape.tasks.ruler.sources import Sample, read
 from gape.tasks.ruler.tasks import TASKS, Task, score

@@ -92,10 +92,10 @@ _KINDS = {"numbers": "number", "uuids": "code"}
 
 def needles(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients) -> Draft:
     """Values of names hidden in noise, in prose, or among values of other names."""
-    queries, kind = task.settings["queries"], _KINDS[task.settings["values"]]
-    keys = _keys(task, rng, ingredients, task.settings["needles"])
-    values = [_values(task, rng, task.settings["each"]) for _ in keys]
-    chosen = rng.sample(range(len(keys)), queries)
+    settings, kind = task.settings, _KINDS[task.settings["values"]]
+    keys = _draw(settings["keys"], rng, ingredients, settings["needles"])
+    values = [_draw(settings["values"], rng, ingredients, settings["each"]) for _ in keys]
+    chosen = rng.sample(range(len(keys)), settings["queries"])
     outputs = [value for number in chosen for value in values[number]]
     lines = [f"The secret {kind} of {key} is {value}." for key, own in zip(keys, values, strict=True) for value in own]
     depths = [rng.random() for _ in lines]
@@ -106,10 +106,10 @@ def needles(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients
     tail = f"\n\nWhat {are} the secret {kind}{each} of {names} that the text gave?"
     prefix = f"\nThe secret {kind}{each} of {names} {'is' if len(outputs) == 1 else 'are'}"
     room = room_for(task.join(outputs))
-    if task.settings["haystack"] == "needle":
+    if settings["haystack"] == "needle":
         context = _among_needles(task, rng, room, ingredients, lines, depths, (head, tail + prefix))
     else:
-        text = ingredients.noise if task.settings["haystack"] == "noise" else ingredients.text
+        text = ingredients.noise if settings["haystack"] == "noise" else ingredients.text
         start = text.start(rng)
         count = room.fill(lambda n: head + text.hide(start, n, lines, depths) + tail + prefix, most=room.room)
         context = text.hide(start, count, lines, depths)
@@ -127,8 +127,8 @@ def _among_needles(
 ) -> str:
     """Whole lines about other names, and some words of noise behind them where no further line fits."""
     most = room.room // _LEAST_LINE
-    keys = _keys(task, rng, ingredients, most)
-    values = _values(task, rng, most)
+    keys = _draw(task.settings["keys"], rng, ingredients, most)
+    values = _draw(task.settings["values"], rng, ingredients, most)
     kind = _KINDS[task.settings["values"]]
     starts = ((f"The secret {kind} of {key} is ", value) for key, value in zip(keys, values, strict=True))
     # A key of the question has no second value.
@@ -146,21 +146,14 @@ def _among_needles(
     return context(count, words)
 
 
-def _keys(task: Task, rng: Random, ingredients: Ingredients, count: int) -> list[str]:
-    if task.settings["keys"] == "uuids":
-        return [_uuid(rng) for _ in range(count)]
+def _draw(kind: str, rng: Random, ingredients: Ingredients, count: int) -> list[str]:
+    """Some keys or values of a kind: uuids, numbers, or words."""
+    if kind == "uuids":
+        return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(count)]
+    if kind == "numbers":
+        return [str(number) for number in rng.sample(range(10**6, 10**7), count)]
     names = ingredients.names
     return [names.key(number) for number in rng.sample(range(names.keys), count)]
-
-
-def _values(task: Task, rng: Random, count: int) -> list[str]:
-    if task.settings["values"] == "uuids":
-        return [_uuid(rng) for _ in range(count)]
-    return [str(number) for number in rng.sample(range(10**6, 10**7), count)]
-
-
-def _uuid(rng: Random) -> str:
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 def _join_names(names: Sequence[str]) -> str:

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gape.tasks.perplexity_rows import weighted_interval
-from gape.tasks.ruler.prompts import Prepared
-from gape.tasks.ruler.readers import Reader
-from gape.tasks.ruler.sources import Source
+from gape.tasks.perplexity import weighted_interval
+from gape.tasks.ruler.readers import Ids, Reader
+from gape.tasks.ruler.sources import Sample, Source
 from gape.tasks.ruler.tasks import clean_output, score, task
 from gape.tasks.ways import DENSE, Way
 from gape.utils import files, jsonl
@@ -23,15 +22,18 @@ from gape.utils.run_info import manifest
 from gape.utils.validation import invalid_argument, whole
 
 SAMPLES, MANIFEST = "samples.jsonl", "manifest.json"
+#: The input with the answer's prefix behind it, and the same as a turn of the model's own chat.
+TEMPLATES = ("base", "chat")
+#: Characters before an answer that decide how it is split into tokens.
+_BEFORE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How samples are read and scored.
 
-    `template` and `max_length` are as :func:`gape.tasks.ruler.prompts.prepare` takes them. With `generate` answers are
-    generated and matched, besides the likelihood of the right ones. Short samples come
-    in batches of `batch_tokens`.
+    `template` and `max_length` are as :func:`prepare` takes them. With `generate` answers are generated and matched,
+    besides the likelihood of the right ones. Short samples come in batches of `batch_tokens`.
     """
 
     template: str = "base"
@@ -47,6 +49,75 @@ class Settings:
         whole("chunk", self.chunk)
         if self.max_length is not None:
             whole("max_length", self.max_length, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A sample as a model reads it: the SHA-256 of the prompt's text, and the ids of prompt and answer."""
+
+    sample: Sample
+    digest: str
+    prompt: Ids
+    answer: Ids
+
+
+def render(reader: Reader, sample: Sample, template: str) -> str:
+    """The text of a prompt, without white space at its end, which belongs to what follows; that of a chat stays."""
+    if template == "chat":
+        return reader.chat(sample.input) + sample.prefix.strip()
+    return (sample.input + sample.prefix).rstrip()
+
+
+def _answer_ids(reader: Reader, prompt: str, answer: str) -> list[int]:
+    """The ids of an answer where it stands, behind a prompt and a space; none where the prompt ends with white space.
+
+    Text before it and the answer are encoded together and apart: tokenizers that mark beginnings of words would
+    otherwise take the answer for the beginning of a text. Where the two do not meet, the answer's own ids are taken.
+    """
+    before, placed = prompt[-_BEFORE:], answer if prompt[-1:].isspace() else f" {answer}"
+    head, both = reader.encode(before), reader.encode(before + placed)
+    if len(both) > len(head) and both[: len(head)] == head:
+        return both[len(head) :]
+    return reader.encode(placed, start=False)
+
+
+def prepare(
+    reader: Reader,
+    samples: Sequence[Sample],
+    *,
+    template: str = "base",
+    max_length: int | None = None,
+    generate: bool = True,
+) -> list[Prepared]:
+    """Encode samples for a reader, and find those that are too long before any is read.
+
+    `max_length` is a limit of prompt and answer together in place of the reader's; with `generate` the whole budget
+    must fit, else the answer alone.
+
+    Raises:
+        ValueError: an unknown template, or samples that are too long.
+    """
+    if template not in TEMPLATES:
+        raise invalid_argument("template", template, f"one of {', '.join(TEMPLATES)}")
+    limit = reader.limit if max_length is None else max_length
+    prepared, long = [], []
+    for sample in samples:
+        text = render(reader, sample, template)
+        prompt = np.array(reader.encode(text, start=template != "chat"), dtype=np.int64)
+        answer = np.array(_answer_ids(reader, text, sample.answer), dtype=np.int64)
+        if not len(prompt) or not len(answer):
+            raise ValueError(f"tokenizer: makes no tokens of {sample.source}, sample {sample.number}")
+        prepared.append(Prepared(sample=sample, digest=files.sha256(text.encode()), prompt=prompt, answer=answer))
+        needed = len(prompt) + max(len(answer), sample.budget if generate else 0)
+        if limit is not None and needed > limit:
+            long.append((sample, needed))
+    if long:
+        one, needed = long[0]
+        raise ValueError(
+            f"{len(long)} of {len(samples)} samples are longer than the {limit:,} tokens that the model may read "
+            f"(the first, {one.source} {one.number}, needs {needed:,} with its answer); --max-length sets another limit"
+        )
+    return prepared
 
 
 def question(identity: Mapping[str, Any], sources: Iterable[Source], settings: Settings) -> Record:
@@ -85,13 +156,13 @@ def evaluate(
     question: Record,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
-    """Score all samples, resuming after those that the directory holds; a row for each sample, in their order.
+    """Score all samples, resuming after those that the directory has; a row for each sample, in their order.
 
     `directory` is of this question alone and gets manifest.json and samples.jsonl; `progress` is called with samples
     done and in all.
 
     Raises:
-        ValueError: the directory holds an evaluation of something else, or a loss is not finite.
+        ValueError: the directory has an evaluation of something else, or a loss is not finite.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _claim(directory, reader, items, question)
@@ -109,56 +180,18 @@ def evaluate(
     return [done[number] for number in range(len(items))]
 
 
-def summarise(rows: Sequence[Record], seed: int = 0) -> list[Record]:
-    """A record for each task and length: mean, deviation and interval of the loss per token, and of the match.
-
-    Loss and match of every sample are in it, in the samples' order, so that models are compared on the same samples;
-    `plan` is equal where these are, in as many tokens.
-    """
-    groups: dict[tuple[str, int], list[Record]] = {}
-    for row in rows:
-        groups.setdefault((row["task"], row["length"]), []).append(row)
-    records = []
-    for (name, length), own in groups.items():
-        record: Record = {
-            "task": name, "length": length, "data": sorted({row["source"] for row in own}), "samples": len(own),
-            "plan": files.sha256("\n".join(_signature(row) for row in own).encode())[:16],
-            "answer_tokens": sum(row["answer_tokens"] for row in own) / len(own),
-        }  # fmt: skip
-        record |= _statistics([row["nll"] for row in own], "nll", seed)
-        if "score" in own[0]:
-            record |= _statistics([row["score"] for row in own], "match", seed)
-        records.append(record)
-    return records
-
-
-def _signature(row: Record) -> str:
-    """What must be equal for the losses of two models to be comparable: prompt, answer and its tokens."""
-    # The 0 is of tokens that were once cut out of long prompts: hashes of stored rows have it.
-    return f"{row['prompt_sha256']} 0 {row['answer_tokens']} {row['answer']}"
-
-
-def _statistics(values: Sequence[float], name: str, seed: int) -> Record:
-    each = np.array(values, dtype=np.float64)
-    interval = weighted_interval(each, np.ones_like(each), np.arange(len(each)), seed)
-    return {
-        name: float(each.mean()), f"{name}_std": float(each.std(ddof=1)) if len(each) > 1 else 0.0,
-        f"{name}_low": interval.low, f"{name}_high": interval.high,
-        f"sample_{name}": [round(value, 5) for value in each.tolist()],
-    }  # fmt: skip
-
-
 def _claim(directory: Path, reader: Reader, items: Sequence[Prepared], question: Record) -> None:
     """Write the manifest, or make sure that the one there is of the same question."""
     path = directory / MANIFEST
-    prompts = files.sha256("".join(item.digest for item in items).encode())
-    if path.is_file():
-        before = read_object(path)
-        if before.get("question") != files.plain(question) or before.get("prompts_sha256") != prompts:
-            raise invalid_argument("out", str(directory), "a directory of the same evaluation, or an empty one")
-        return
-    more = {"question": question, "prompts_sha256": prompts, "samples": len(items)}
-    files.replace(path, files.to_json(manifest(reader.device, seed=0, more=more)))
+    about = {
+        "question": files.plain(question),
+        "prompts_sha256": files.sha256("".join(i.digest for i in items).encode()),
+    }
+    before = read_object(path)
+    if before and {name: before.get(name) for name in about} != about:
+        raise invalid_argument("out", str(directory), "a directory of the same evaluation, or an empty one")
+    if not before:
+        files.replace(path, files.to_json(manifest(reader.device, seed=0, more=about | {"samples": len(items)})))
 
 
 def _read_samples(path: Path, items: Sequence[Prepared]) -> dict[int, Record]:
@@ -170,23 +203,20 @@ def _read_samples(path: Path, items: Sequence[Prepared]) -> dict[int, Record]:
     return {row["sample"]: row for row in rows if row.get("prompt_sha256") == digests.get(row["sample"], "")}
 
 
-def _about(number: int, item: Prepared) -> Record:
-    sample = item.sample
-    return {
-        "sample": number, "source": sample.source, "number": sample.number, "task": sample.task,
-        "length": sample.length, "prompt_sha256": item.digest, "prompt_tokens": len(item.prompt),
-        "answer": sample.answer, "answer_tokens": len(item.answer), "references": list(sample.outputs),
-    }  # fmt: skip
-
-
 def _score_batch(reader: Reader, items: Sequence[Prepared], batch: Sequence[int], generate: bool) -> list[Record]:
     chosen = [items[number] for number in batch]
+    rows = []
     losses = reader.losses([item.prompt for item in chosen], [item.answer for item in chosen])
-    rows = [_about(number, items[number]) for number in batch]
-    for row, loss in zip(rows, losses, strict=True):
-        row["nll"] = float(loss.mean())
-        if not math.isfinite(row["nll"]):
-            raise ValueError(f"loss: got {row['nll']} for {row['source']} sample {row['number']}, expected a number")
+    for number, item, loss in zip(batch, chosen, losses, strict=True):
+        sample, nll = item.sample, float(loss.mean())
+        if not math.isfinite(nll):
+            raise ValueError(f"loss: got {nll} for {sample.source} sample {sample.number}, expected a number")
+        row: Record = {
+            "sample": number, "source": sample.source, "number": sample.number, "task": sample.task,
+            "length": sample.length, "prompt_sha256": item.digest, "prompt_tokens": len(item.prompt),
+            "answer": sample.answer, "answer_tokens": len(item.answer), "references": list(sample.outputs), "nll": nll,
+        }  # fmt: skip
+        rows.append(row)
     if generate:
         outputs = reader.complete([item.prompt for item in chosen], chosen[0].sample.budget)
         for row, ids in zip(rows, outputs, strict=True):
@@ -194,3 +224,39 @@ def _score_batch(reader: Reader, items: Sequence[Prepared], batch: Sequence[int]
             row["parsed"] = clean_output(row["output"])
             row["score"] = score(row["output"], row["references"], task(row["task"]).match)
     return rows
+
+
+def summarise(rows: Sequence[Record], seed: int = 0) -> list[Record]:
+    """A record for each task and length: mean, deviation and interval of the loss per token, and of the match.
+
+    Loss and match of every sample are in it, in the samples' order, so that models are compared on the same samples;
+    `plan` is equal where these are, in as many tokens.
+    """
+    groups: dict[tuple[str, int], list[Record]] = {}
+    for row in rows:
+        groups.setdefault((row["task"], row["length"]), []).append(row)
+    records = []
+    for (name, length), own in groups.items():
+        # What must be equal for losses to be comparable. The 0 is of tokens once cut out of long prompts: hashes of
+        # stored rows have it.
+        signatures = [f"{row['prompt_sha256']} 0 {row['answer_tokens']} {row['answer']}" for row in own]
+        record: Record = {
+            "task": name, "length": length, "data": sorted({row["source"] for row in own}), "samples": len(own),
+            "plan": files.sha256("\n".join(signatures).encode())[:16],
+            "answer_tokens": sum(row["answer_tokens"] for row in own) / len(own),
+        }  # fmt: skip
+        record |= _statistics([row["nll"] for row in own], "nll", seed)
+        if "score" in own[0]:
+            record |= _statistics([row["score"] for row in own], "match", seed)
+        records.append(record)
+    return records
+
+
+def _statistics(values: Sequence[float], name: str, seed: int) -> Record:
+    each = np.array(values, dtype=np.float64)
+    interval = weighted_interval(each, np.ones_like(each), np.arange(len(each)), seed)
+    return {
+        name: float(each.mean()), f"{name}_std": float(each.std(ddof=1)) if len(each) > 1 else 0.0,
+        f"{name}_low": interval.low, f"{name}_high": interval.high,
+        f"sample_{name}": [round(value, 5) for value in each.tolist()],
+    }  # fmt: skip

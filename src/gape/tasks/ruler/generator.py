@@ -12,7 +12,7 @@ import numpy as np
 
 from gape.tasks.ruler.builders import BUILDERS, Draft, Room, TooShortError
 from gape.tasks.ruler.ingredients import Ingredients
-from gape.tasks.ruler.tasks import Task, task
+from gape.tasks.ruler.tasks import task
 from gape.utils.random import key
 from gape.utils.validation import invalid_argument, whole
 
@@ -26,7 +26,7 @@ _NAMES = {"vt": "ruler_vt", "cwe": "ruler_cwe", "fwe": "ruler_fwe", "qa_1": "rul
 LM_EVAL = "lm-eval"
 
 
-def samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+def lm_eval_samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Samples of a task as `lm-eval` makes them, in our fields. It makes 500 of them and may want the network.
 
     The length is at least 4,096; `tokenizer` is a folder or a name that `transformers` can load.
@@ -126,23 +126,19 @@ class Generator:
             # The length is no part of it: as far as the draws allow the question is the same at every length.
             rng = Random(key("ruler", WORDING, self.name, self.seed, number, attempt))
             try:
-                return self._to_record(BUILDERS[own.family](own, rng, self._room_for(own), self.ingredients), number)
+                return self._to_record(BUILDERS[own.family](own, rng, self._room_for, self.ingredients), number)
             except TooShortError as error:
                 needed = str(error)
         raise invalid_argument("length", self.length, f"a longer one: {self.name} does not fit, it has {needed}")
 
-    def _room_for(self, own: Task) -> Any:
-        def room_for(answer: str) -> Room:
-            tokens = len(self.tokenizer.encode(f" {answer}"))
-            room = self.length - self.tokenizer.before - own.budget_at(self.length, tokens)
-            return Room(self.tokenizer, room, tokens, slack=self.length // 200)
-
-        return room_for
+    def _room_for(self, answer: str) -> Room:
+        tokens = len(self.tokenizer.encode(f" {answer}"))
+        room = self.length - self.tokenizer.before - task(self.name).budget_at(self.length, tokens)
+        return Room(self.tokenizer, room, tokens, slack=self.length // 200)
 
     def _to_record(self, draft: Draft, number: int) -> dict[str, Any]:
         own = task(self.name)
-        answer = len(self.tokenizer.encode(f" {own.join(draft.outputs)}"))
-        budget = own.budget_at(self.length, answer)
+        budget = own.budget_at(self.length, len(self.tokenizer.encode(f" {own.join(draft.outputs)}")))
         length = self.tokenizer.before + len(self.tokenizer.encode(draft.input + draft.prefix)) + budget
         if not self.least <= length <= self.length:
             raise invalid_argument(

@@ -6,7 +6,6 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -65,27 +64,18 @@ class Text:
         return " ".join(parts + words[before:])
 
 
-def noise() -> Text:
-    """The same few sentences over and over."""
-    return Text(NOISE)
+def _read_bytes(path: Path) -> bytes:
+    with open_decompressed(path) as file:
+        return file.read()
 
 
-def read_text(path: Path) -> Text:
-    """A haystack of any text file, also `.gz` and `.xz`.
-
-    Raises:
-        ValueError: it is no UTF-8 text.
-    """
+def _read_text(path: Path) -> Text:
+    """A haystack of any text file, also `.gz` and `.xz`."""
     data = _read_bytes(path)
     try:
         return Text(data.decode("utf-8"), path.name, sha256(data))
     except UnicodeDecodeError as error:
         raise ValueError(f"haystack: {path} is no UTF-8 text: {error}") from error
-
-
-def _read_bytes(path: Path) -> bytes:
-    with open_decompressed(path) as file:
-        return file.read()
 
 
 class Question(NamedTuple):
@@ -96,8 +86,7 @@ class Question(NamedTuple):
     gold: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Questions:
+class Questions(NamedTuple):
     """Questions, and all documents they and others are about, each once, sorted; of a file of that name and SHA-256."""
 
     name: str
@@ -106,40 +95,8 @@ class Questions:
     items: tuple[Question, ...]
 
 
-def read_questions(path: Path, kind: str) -> Questions:
-    """Questions of a file of JSON or JSON lines, also `.gz` and `.xz`; `kind` is "squad" or "hotpotqa".
-
-    Raises:
-        ValueError: the file is not of that format, or has no question with an answer.
-    """
-    data = _read_bytes(path)
-    try:
-        entries = list(_READERS[kind](_parse_json(data)))
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{kind}: {path} is no {kind} file, {_FORMATS[kind]}: {type(error).__name__} {error}"
-        ) from error
-    documents = sorted({document for _, _, gold, others in entries for document in (*gold, *others)})
-    number = {document: place for place, document in enumerate(documents)}
-    items = tuple(
-        Question(question, answers, tuple(number[document] for document in dict.fromkeys(gold)))
-        for question, answers, gold, _ in entries
-        if answers
-    )
-    if not items:
-        raise ValueError(f"{kind}: {path} has no question with an answer")
-    return Questions(name=path.name, digest=sha256(data), documents=tuple(documents), items=items)
-
-
 #: question, answers, documents that are needed, other documents.
 _Entry = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
-
-
-def _parse_json(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except json.JSONDecodeError:
-        return [json.loads(line) for line in data.splitlines() if line.strip()]
 
 
 def _squad(value: Any) -> Iterable[_Entry]:
@@ -173,11 +130,35 @@ def _hotpotqa(value: Any) -> Iterable[_Entry]:
         yield row["question"].strip(), (row["answer"].strip(),), gold, tuple(titled.values())
 
 
-_READERS: dict[str, Callable[[Any], Iterable[_Entry]]] = {"squad": _squad, "hotpotqa": _hotpotqa}
-_FORMATS = {
-    "squad": "a tree of data, paragraphs and qas, or lines with context, question and answer",
-    "hotpotqa": "a list of objects with question, answer and context (pairs of a title and sentences)",
+#: By kind of file: what reads it, and what it should be.
+_FORMATS: dict[str, tuple[Callable[[Any], Iterable[_Entry]], str]] = {
+    "squad": (_squad, "a tree of data, paragraphs and qas, or lines with context, question and answer"),
+    "hotpotqa": (_hotpotqa, "a list of objects with question, answer and context (pairs of a title and sentences)"),
 }
+
+
+def _read_questions(path: Path, kind: str) -> Questions:
+    """Questions of a file of JSON or JSON lines, also `.gz` and `.xz`."""
+    read, expected = _FORMATS[kind]
+    data = _read_bytes(path)
+    try:
+        try:
+            value = json.loads(data)
+        except json.JSONDecodeError:
+            value = [json.loads(line) for line in data.splitlines() if line.strip()]
+        entries = list(read(value))
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{kind}: {path} is no {kind} file, {expected}: {type(error).__name__} {error}") from error
+    documents = sorted({document for _, _, gold, others in entries for document in (*gold, *others)})
+    number = {document: place for place, document in enumerate(documents)}
+    items = tuple(
+        Question(question, answers, tuple(number[document] for document in dict.fromkeys(gold)))
+        for question, answers, gold, _ in entries
+        if answers
+    )
+    if not items:
+        raise ValueError(f"{kind}: {path} has no question with an answer")
+    return Questions(name=path.name, digest=sha256(data), documents=tuple(documents), items=items)
 
 
 class Names(NamedTuple):
@@ -199,24 +180,6 @@ class Names(NamedTuple):
         return len(self.nouns) * len(self.adjectives)
 
 
-def names() -> Names:
-    """The word lists of the package `wonderwords`, those RULER uses; read as files, with no private name of it.
-
-    Raises:
-        ImportError: it is missing; says how to install it.
-    """
-    try:
-        folder = resources.files("wonderwords") / "assets"
-    except ImportError as error:
-        raise ImportError("word lists need the package wonderwords: pip install 'gape[ruler]'") from error
-    data = [(folder / f"{kind}list.txt").read_bytes() for kind in ("noun", "adjective", "verb")]
-    # A word with spaces in it would not be one entry of a list.
-    nouns, adjectives, verbs = (
-        sorted({word for line in part.decode().splitlines() if (word := line.strip()).isalpha()}) for part in data
-    )
-    return Names(nouns, adjectives, verbs, sha256(b"\n".join(data)))
-
-
 class Ingredients:
     """The texts, word lists and questions that samples are made of, each read when a task first needs it.
 
@@ -231,8 +194,21 @@ class Ingredients:
 
     @cached_property
     def names(self) -> Names:
-        """The word lists."""
-        return names()
+        """The word lists of the package `wonderwords`, those RULER uses; read as files, with no private name of it.
+
+        Raises:
+            ImportError: it is missing; says how to install it.
+        """
+        try:
+            folder = resources.files("wonderwords") / "assets"
+        except ImportError as error:
+            raise ImportError("word lists need the package wonderwords: pip install 'gape[ruler]'") from error
+        data = [(folder / f"{kind}list.txt").read_bytes() for kind in ("noun", "adjective", "verb")]
+        # A word with spaces in it would not be one entry of a list.
+        nouns, adjectives, verbs = (
+            sorted({word for line in part.decode().splitlines() if (word := line.strip()).isalpha()}) for part in data
+        )
+        return Names(nouns, adjectives, verbs, sha256(b"\n".join(data)))
 
     @cached_property
     def words(self) -> list[str]:
@@ -242,12 +218,12 @@ class Ingredients:
     @cached_property
     def noise(self) -> Text:
         """Repeated sentences."""
-        return noise()
+        return Text(NOISE)
 
     @cached_property
     def text(self) -> Text:
         """Prose."""
-        return self.noise if self._text is None else read_text(self._text)
+        return self.noise if self._text is None else _read_text(self._text)
 
     def questions(self, kind: str) -> Questions:
         """Questions of a kind.
@@ -258,7 +234,7 @@ class Ingredients:
         if kind not in self._files:
             raise ValueError(f"{kind}: got no file, expected one of that format for tasks that ask questions")
         if kind not in self._questions:
-            self._questions[kind] = read_questions(self._files[kind], kind)
+            self._questions[kind] = _read_questions(self._files[kind], kind)
         return self._questions[kind]
 
     def identity(self, task: Task) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gape.tasks.perplexity import eviction_chunk, window_losses
+from gape.tasks.perplexity import window_losses
 
 if TYPE_CHECKING:
     from gape.data import Tokenizer
@@ -75,19 +75,14 @@ class Reader(ABC):
         """The model with the interface of :class:`gape.GPT`."""
         return self.model
 
-    def precision(self) -> torch.autocast:
-        """The context in which the model is read."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low)
-
     def losses(self, prompts: Sequence[Ids], answers: Sequence[Ids]) -> list[Floats]:
         """The loss in nats of every token of each answer behind its prompt."""
         ids = pad([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], left=False)
-        first, length, make = min(len(prompt) for prompt in prompts) - 1, ids.shape[1] - 1, self.forgetting
-        with self.precision():
+        first = min(len(prompt) for prompt in prompts) - 1
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.low):
             losses = window_losses(
-                self.language_model(), torch.from_numpy(ids).to(self.device), length - first,
-                chunk=self.chunk if make is None else eviction_chunk(length, self.chunk),
-                new_cache=None if make is None else lambda capacity: make(),
+                self.language_model(), torch.from_numpy(ids).to(self.device), ids.shape[1] - 1 - first,
+                chunk=self.chunk, forgetting=self.forgetting,
             )  # fmt: skip
         each = losses.double().cpu().numpy()
         starts = [len(prompt) - 1 - first for prompt in prompts]
@@ -122,10 +117,11 @@ class GPTReader(Reader):
         cache = self.model.new_cache(ids.size(1) + budget) if self.forgetting is None else self.forgetting()
         ends = set() if self.tokenizer.end_of_text is None else {self.tokenizer.end_of_text}
         new: list[Tensor] = []
-        with self.precision():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.low):
             for start in range(0, ids.size(1), self.chunk):
                 part = slice(start, start + self.chunk)
-                x = self.model.hidden(ids[:, part], _part(positions, part), _part(documents, part), cache=cache)
+                own = (None if each is None else each[:, part] for each in (positions, documents))
+                x = self.model.hidden(ids[:, part], *own, cache=cache)
             while True:
                 new.append(self.model.logits(x[:, -1:])[:, -1].argmax(-1, keepdim=True))
                 rows = torch.cat(new, dim=1).tolist()
@@ -182,23 +178,35 @@ class TransformersReader(Reader):
 
         return LanguageModel(self.model)
 
-    @torch.no_grad()
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that end a text."""
+        end = self.model.generation_config.eos_token_id
+        return {end} if isinstance(end, int) else set(end or ())
+
     def complete(self, prompts: Sequence[Ids], budget: int) -> list[list[int]]:
         """See :class:`Reader`."""
+        options: dict[str, Any] = {"do_sample": False}
+        if self.forgetting is not None:
+            options["past_key_values"] = self.forgetting()
+        ends = self.ends
+        return [_until(row, ends) for row in self.generate(prompts, budget, **options)]
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int] | Ids], budget: int, **options: Any) -> list[list[int]]:
+        """The next tokens of each prompt; behind an end of text come pads. Options are those of transformers."""
         ids = torch.from_numpy(pad(prompts, left=True)).to(self.device)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             mask[row, ids.size(1) - len(prompt) :] = 1
-        end = self.model.generation_config.eos_token_id
-        ends = {end} if isinstance(end, int) else set(end or ())
-        options: dict[str, Any] = {"prefill_chunk_size": self.chunk} if ids.size(1) > self.chunk else {}
-        if self.forgetting is not None:
-            options["past_key_values"] = self.forgetting()
+        if ids.size(1) > self.chunk:
+            options["prefill_chunk_size"] = self.chunk
         generated = self.model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=budget, do_sample=False, num_beams=1,
-            pad_token_id=next(iter(ends), 0), **options,
+            input_ids=ids, attention_mask=mask, max_new_tokens=budget, num_beams=1,
+            pad_token_id=next(iter(self.ends), 0), **options,
         )  # fmt: skip
-        return [_until(row, ends) for row in generated[:, ids.size(1) :].tolist()]
+        new: list[list[int]] = generated[:, ids.size(1) :].tolist()
+        return new
 
     def identity(self) -> dict[str, Any]:
         """See :class:`Reader`."""
@@ -229,7 +237,7 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def pad(rows: Sequence[Ids], *, left: bool) -> Ids:
+def pad(rows: Sequence[Sequence[int] | Ids], *, left: bool) -> Ids:
     """Rows as one array (B, N), with zeros before or behind the shorter ones."""
     ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
     for place, row in enumerate(rows):
@@ -243,10 +251,6 @@ def _left_pad_positions(ids: Tensor, lengths: Tensor) -> tuple[Tensor | None, Te
         return None, None
     places = torch.arange(ids.size(1), device=ids.device) - (ids.size(1) - lengths)[:, None]
     return places.clamp(min=0), (places >= 0).to(torch.uint8)
-
-
-def _part(values: Tensor | None, part: slice) -> Tensor | None:
-    return None if values is None else values[:, part]
 
 
 def _until(ids: list[int], ends: set[int]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,23 +63,17 @@ def read(specs: Iterable[str]) -> tuple[list[Sample], list[Source]]:
     """
     samples: list[Sample] = []
     sources: list[Source] = []
-    for spec in specs:
-        for loaded, source in _open(str(spec)):
+    for path in map(Path, specs):
+        files = sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
+            raise ValueError(f"data: got {str(path)!r}, expected a file of JSON lines, or a folder of them")
+        for file in files:
+            loaded, source = _file(file, file.relative_to(path).as_posix() if path.is_dir() else file.name)
             if source.name in (other.name for other in sources):
                 raise ValueError(f"data: two sources are called {source.name}; give them other names")
             samples += loaded
             sources.append(source)
     return samples, sources
-
-
-def _open(spec: str) -> Iterator[tuple[list[Sample], Source]]:
-    path = Path(spec)
-    files = sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise ValueError(f"data: got {spec!r}, expected a file of JSON lines, or a folder of them")
-    for file in files:
-        name = file.relative_to(path).as_posix() if path.is_dir() else file.name
-        yield _file(file, name)
 
 
 def _file(path: Path, name: str) -> tuple[list[Sample], Source]:
@@ -117,8 +111,8 @@ def sample(record: Any, *, place: str, source: str, number: int, named: Sequence
         raise ValueError(f"{place} is not a JSON object")
     name, nominal = _task_and_length(record, named, place)
     outputs = _outputs(record, place)
-    budget = next((record[key] for key in _BUDGETS if isinstance(record.get(key), int)), None)
-    prefix = next((record[key] for key in _PREFIXES if isinstance(record.get(key), str)), "")
+    budget = _first(record, _BUDGETS, int)
+    prefix = _first(record, _PREFIXES, str) or ""
     text = _prompt(record, place)
     if prefix and not prefix[0].isspace() and not text[-1].isspace():
         # Files of other harnesses have it stripped.
@@ -133,14 +127,18 @@ def sample(record: Any, *, place: str, source: str, number: int, named: Sequence
     )  # fmt: skip
 
 
+def _first(record: Mapping[str, Any], fields: Iterable[str], kind: type[Any]) -> Any:
+    """The value of the first field of that type, None where there is none."""
+    return next((record[field] for field in fields if isinstance(record.get(field), kind)), None)
+
+
 def _prompt(record: Mapping[str, Any], place: str) -> str:
-    field = next((key for key in _PROMPTS if isinstance(record.get(key), str)), None)
-    if field is None or not record[field].strip():
+    text, question = _first(record, _PROMPTS, str), record.get("question")
+    if text is None or not text.strip():
         raise ValueError(f"{place} has no text in {', '.join(_PROMPTS[:-1])} or {_PROMPTS[-1]}")
-    text, question = str(record[field]), record.get("question")
     if isinstance(question, str) and question.strip() and question.strip() not in text:
         text += ("" if text[-1].isspace() else "\n") + question
-    return text
+    return str(text)
 
 
 def _outputs(record: Mapping[str, Any], place: str) -> tuple[str, ...]:
@@ -157,14 +155,13 @@ def _outputs(record: Mapping[str, Any], place: str) -> tuple[str, ...]:
 def _task_and_length(record: Mapping[str, Any], named: Sequence[str], place: str) -> tuple[str, int]:
     """The task and the nominal length of a record."""
     own = record.get("task")
-    stated = [own] if isinstance(own, str) else []
-    parsed = [pair for name in (*stated, *named) if (pair := _parse(name)) is not None]
-    if own is not None and (not stated or _parse(stated[0]) is None):
+    if own is not None and (not isinstance(own, str) or _parse(own) is None):
         raise ValueError(f"{place} is of task {own!r}, which is none of RULER's")
+    names = named if own is None else (own, *named)
+    parsed = [pair for name in names if (pair := _parse(name)) is not None]
     if not parsed:
         raise ValueError(f"{place} names no task, and neither does its file; call it TASK_LENGTH.jsonl")
-    length = next((record[key] for key in _LENGTHS if isinstance(record.get(key), int)), None)
-    nominal = length or next((size for _, size in parsed if size), None)
+    nominal = _first(record, _LENGTHS, int) or next((size for _, size in parsed if size), None)
     if nominal is None and isinstance(record.get("length"), int):
         # Samples stop short of the length they were made for, which is a power of two.
         nominal = 2 ** (max(record["length"], 1) - 1).bit_length()

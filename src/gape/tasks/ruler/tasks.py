@@ -20,8 +20,7 @@ class Task:
         family: which builder makes it: needles, variables, common, frequent or questions.
         budget: tokens that RULER lets a model answer with.
         match: "all": the share of references in the answer; "part": 1 where one of them is in it.
-        findable: whether every answer stands word for word in its prompt. Questions of HotpotQA may be answered by
-            yes or no.
+        findable: whether every answer stands word for word in its prompt; HotpotQA has answers of yes and no.
         join: references as the one text whose likelihood is measured.
         settings: of the builder.
     """
@@ -39,13 +38,11 @@ class Task:
         return max(answer_tokens, min(self.budget, length // _SHARE))
 
 
-def numbered_list(outputs: Sequence[str]) -> str:
-    """1. first 2. second …, as word lists are answered."""
+def _numbered(outputs: Sequence[str]) -> str:
     return " ".join(f"{place}. {word}" for place, word in enumerate(outputs, 1))
 
 
-def first(outputs: Sequence[str]) -> str:
-    """The first of several references that mean the same."""
+def _first(outputs: Sequence[str]) -> str:
     return outputs[0]
 
 
@@ -70,11 +67,11 @@ _ALL = (
     _needles("niah_multivalue", "text", each=4),
     _needles("niah_multiquery", "text", needles=4, queries=4),
     Task(name="vt", family="variables", budget=30, join=" ".join, settings={"hops": 4}),
-    Task(name="cwe", family="common", budget=120, join=numbered_list, settings={"words": 10}),
+    Task(name="cwe", family="common", budget=120, join=_numbered, settings={"words": 10}),
     Task(name="fwe", family="frequent", budget=50, settings={"words": 3, "exponent": 2.0}),
-    Task(name="qa_1", family="questions", budget=32, match="part", join=first, settings={"questions": "squad"}),
+    Task(name="qa_1", family="questions", budget=32, match="part", join=_first, settings={"questions": "squad"}),
     Task(
-        name="qa_2", family="questions", budget=32, match="part", findable=False, join=first,
+        name="qa_2", family="questions", budget=32, match="part", findable=False, join=_first,
         settings={"questions": "hotpotqa"},
     ),
 )  # fmt: skip
@@ -110,21 +107,8 @@ def clean_output(output: str) -> str:
     return _CONTROL.sub("\n", output.strip()).strip()
 
 
-def match_all(output: str, references: Sequence[str]) -> float:
-    """The share of the references that are in the answer, whatever their case."""
-    text = output.lower()
-    return sum(reference.lower() in text for reference in references) / len(references)
-
-
-def match_part(output: str, references: Sequence[str]) -> float:
-    """1 where one of the references is in the answer, whatever its case, else 0."""
-    text = output.lower()
-    return float(any(reference.lower() in text for reference in references))
-
-
-MATCHES: dict[str, Callable[[str, Sequence[str]], float]] = {"all": match_all, "part": match_part}
-
-
 def score(output: str, references: Sequence[str], match: str) -> float:
-    """The score of a raw answer from 0 to 1; `match` is "all" or "part", as a task says."""
-    return MATCHES[match](clean_output(output), references)
+    """The score of a raw answer from 0 to 1, whatever its case; `match` is "all" or "part", as a task says."""
+    text = clean_output(output).lower()
+    matches = [reference.lower() in text for reference in references]
+    return float(any(matches)) if match == "part" else sum(matches) / len(matches)
