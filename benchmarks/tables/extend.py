@@ -83,7 +83,7 @@ def defaults(root: Path = ROOT) -> str:
     one = _summary(root).get("ours")
     if one is None:
         return NONE
-    lengths = _lengths({"ours": one}, "needles")
+    lengths = _lengths({"ours": one}, "cache_share")
     lines = [["perplexity", *(_value(one, "perplexity", length, digits=1) for length in lengths)]]
     lines += [[task, *(_value(one, "needles", length, task) for length in lengths)] for task in TASKS]
     lines += [["cache of a full one", *(_value(one, "cache_share", length) for length in lengths)]]
