@@ -28,6 +28,7 @@ from gape.experiments.extend_settings import LONG, SCORED_TEXTS, Phase, Settings
 from gape.experiments.open_model import MODEL, SETTINGS, base_of, load_transformers, transformers_reader
 from gape.experiments.result_store import ResultStore
 from gape.hf import extension
+from gape.hf.centering import center_keys
 from gape.hf.floors import FloorPlan
 from gape.hf.gates import has_gates
 from gape.hf.heads import head_scores, sizes
@@ -54,7 +55,7 @@ TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1")
 LAST = 512
 #: Tokens on which logits are measured.
 LOGIT_TOKENS = 8192
-#: Texts that sinks are measured on, and tokens of each.
+#: Texts that sinks and means of keys are measured on, and tokens of each.
 SINK_TEXTS, SINK_TOKENS = 16, 1024
 #: Answers to each prompt of those that are tuned on, and tokens of each.
 KEPT_ANSWERS, KEPT_TOKENS = 4, 128
@@ -274,6 +275,9 @@ class Job:
         landmarks = self._landmarks(model) if settings.method == "ours" and settings.sinks else None
         torch.manual_seed(settings.seed)
         self._put_in(model.cpu(), plan, landmarks)
+        if settings.method == "ours":
+            center_keys(model.to(self.device), self._passages())
+            model.cpu()
         model.config.gape_from = base_of(settings.model)
         finetune.save(model, settings.model, start)
 
@@ -293,11 +297,15 @@ class Job:
         return extension.floor_plan(model, scores, self.free(model), ids, **self.settings.plan)
 
     def _landmarks(self, model: Any) -> SinkLandmarks:
-        """Landmark gates that keep sinks in view, by passages of training text."""
-        length = min(SINK_TOKENS, self.settings.window(self.native))
-        landmarks = sink_landmarks(model, measures.passages(self.corpus, SINK_TEXTS, length).to(self.device))
+        """Landmark gates that keep sinks in view."""
+        landmarks = sink_landmarks(model, self._passages())
         self.progress.log(f"sinks: kept in view by {landmarks.heads} of {landmarks.bias.numel()} key heads")
         return landmarks
+
+    def _passages(self) -> torch.Tensor:
+        """Beginnings of passages of training text (B, N), on the device."""
+        length = min(SINK_TOKENS, self.settings.window(self.native))
+        return measures.passages(self.corpus, SINK_TEXTS, length).to(self.device)
 
     def _scores(self, model: Any) -> torch.Tensor:
         """The retrieval score of every key head, on recall texts of training documents, stored."""

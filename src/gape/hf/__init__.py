@@ -15,6 +15,7 @@ except ImportError as error:
     raise ImportError("gape.hf needs transformers: pip install 'gape[hf]'") from error
 
 from gape.hf.adapters import load_adapter, lora_config
+from gape.hf.centering import center_keys
 from gape.hf.families import Layout
 from gape.hf.floors import FloorPlan, plan_floors
 from gape.hf.formats import read_gguf, read_llama2c
@@ -45,6 +46,7 @@ __all__ = [
     "LanguageModel",
     "Layout",
     "ModelPlan",
+    "center_keys",
     "explain",
     "extend",
     "extend_positions",

@@ -174,8 +174,10 @@ class InjectedAttention(Skips):
         )  # fmt: skip
 
     def project(self, x: Tensor, queries: int | None = None) -> QKV:
-        """q, k and v as the family projects (and norms) them; all tokens have queries."""
-        return self.gape_wiring.family.layout.project(self, x)
+        """q, k and v as the family projects (and norms) them, keys about their mean; all tokens have queries."""
+        q, k, v = self.gape_wiring.family.layout.project(self, x)
+        center = getattr(self.gape, "key_center", None)
+        return q, k if center is None else k - center[:, None].to(k.dtype), v
 
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor, x: Tensor, embeddings: Embeddings, past: Side = None

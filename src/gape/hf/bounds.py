@@ -97,7 +97,9 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, Limits]] = WeakKeyDictionary(
 def injected_limits(model: Any, layers: Sequence[InjectedLayer]) -> list[Limits]:
     """Bounds on the queries of layers of a model, worked out once for weights as they are."""
     own = _own_stretch(model)
-    weights = [[x for m in (layer.module, *_norms(layer.parent)) for x in m.parameters()] for layer in layers]
+    weights = [
+        [x for m in (layer.module, *_norms(layer.parent)) for x in (*m.parameters(), *m.buffers())] for layer in layers
+    ]
     limits = []
     for layer, contents in zip(layers, _contents(weights), strict=True):
         module, spec = layer.module, layer.spec
@@ -145,6 +147,8 @@ def _limits(layer: InjectedLayer, stretch: float, evenly: bool) -> Limits:
         # Normed behind the projection, so nothing before it matters. A norm over all heads may leave one alone.
         width = module.gape_wiring.family.layout.sizes(module)[2]
         query, key = (_norm_of_heads(getattr(module, name), width) for name in ("q_norm", "k_norm"))
+        if spec.gates.key_center is not None:
+            key = key + spec.gates.key_center.double().norm(dim=-1).max().cpu()
         reach = spec.scale * stretch * query * torch.ones(spec.n_heads, dtype=torch.float64)
         product = reach * stretch * key
         return Limits(rate=least_rates(spec), reach=reach, own=product, jitter=product)
@@ -211,9 +215,9 @@ def _maps(module: Any, gain: Tensor, shift: Tensor) -> tuple[tuple[Tensor, Tenso
         twin.double()
     a, b = _projected(twin, shift[None])
     # A weight in half precision would vanish beside a bias that is added to it.
-    for name, parameter in twin.named_parameters():
-        if name.endswith("bias"):
-            parameter.zero_()
+    for name, constant in (*twin.named_parameters(), *twin.named_buffers()):
+        if name.endswith(("bias", "key_center")):
+            constant.zero_()
     A, B = _projected(twin, torch.diag(gain))
     return (A.transpose(1, 2), a[:, 0]), (B.transpose(1, 2), b[:, 0])
 
@@ -222,5 +226,5 @@ def _projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """q and k (H, N, D) in float64 that a layer makes of x (N, E)."""
     like = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
     with torch.autocast(like.device.type, enabled=False):
-        q, k, _ = module.gape_wiring.family.layout.project(module, x.to(like)[None])
+        q, k, _ = module.project(x.to(like)[None])
     return q[0].cpu().double(), k[0].cpu().double()

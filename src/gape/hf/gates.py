@@ -51,6 +51,7 @@ class Settings:
         softcap: whether capped logits stay capped; False only where the model's implementation did not cap them.
         learn: which parameters learn, "gates", "gates+qk" or "all".
         native: the model's own `max_position_embeddings`, where the scheme makes it longer; None elsewhere.
+        centered: whether the gates have a mean that keys are without; see :mod:`gape.hf.centering`.
 
     Raises:
         ValueError: a value out of range; names it.
@@ -65,6 +66,7 @@ class Settings:
     softcap: bool = True
     learn: str = "all"
     native: int | None = None
+    centered: bool = False
 
     def __post_init__(self) -> None:
         if self.context_length is None:
@@ -151,7 +153,7 @@ class RetrofitGates(GAPEGates):
     which is the paper's Γ = 1.
 
     Beside the parameters, T and hashes of the injection's settings are saved in `settings`. Loading a state with others
-    is an error, also that of an adapter.
+    is an error, also that of an adapter. `key_center` (Hk, D) is what keys are moved by before gates read them, or None.
 
     Args:
         n_heads, head_dim, n_kv_heads: as in :class:`gape.GAPEGates`.
@@ -163,6 +165,7 @@ class RetrofitGates(GAPEGates):
     """
 
     settings: Tensor
+    key_center: Tensor | None
 
     def __init__(self, n_heads: int, head_dim: int, n_kv_heads: int, injection: Settings, **options: Any) -> None:
         super().__init__(n_heads, head_dim, n_kv_heads, **options)
@@ -170,6 +173,7 @@ class RetrofitGates(GAPEGates):
         self.strength = nn.Parameter(torch.full((n_heads,), float(injection.start == "paper")))
         # Integers, so that casting a model to half precision leaves them alone.
         self.register_buffer("settings", torch.tensor(injection.fingerprint()))
+        self.register_buffer("key_center", torch.zeros(n_kv_heads, head_dim) if injection.centered else None)
 
     def reset_parameters(self) -> None:
         """Draw the projections again and set everything else to its start."""
@@ -185,8 +189,22 @@ class RetrofitGates(GAPEGates):
         # Not through the parent's property, which a compiler cannot follow.
         return strength * sign * F.softplus(raw)
 
+    @torch.no_grad()
+    def move_keys(self, by: Tensor) -> None:
+        """Move all keys by −`by`, (Hk, D), on top of what they are moved by; landmarks stay what they are."""
+        # Of few bits, so that it is the same number in every dtype of keys.
+        device = self.strength.device
+        old = torch.zeros_like(by) if self.key_center is None else self.key_center.to(by)
+        new = (old + by).bfloat16().to(by)
+        self.register_buffer("key_center", new.to(device, torch.float32))
+        if self.landmark_projection is not None:
+            weight, bias = self.landmark_projection.weight, self.landmark_projection.bias
+            bias.add_((weight.to(by) * (new - old)).sum(-1).to(bias))
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         refuse_other_settings(state_dict.get(f"{prefix}settings"), self.injection, prefix)
+        if self.key_center is None and f"{prefix}key_center" in state_dict:
+            self.register_buffer("key_center", torch.zeros(self.n_kv_heads, self.head_dim, device=self.strength.device))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
