@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gape import positions as schemes
-from gape.ops.decode_prologue import decode_prologue, prologue_runs
 from gape.ops.paged import PAGE
+from gape.ops.prologue import decode_prologue, prologue_runs
 from gape.positions.gated import step_under
 from tests.ops.test_paged import DEVICE, cached
 
@@ -132,22 +132,6 @@ def test_without_a_page_nothing_is_written() -> None:
     decode_prologue(q, k, v, step, given.pages, scale=SCALE)
     assert all((slab == 255).all() for slab in given.slabs)
     assert not given.pages.key_norm.any()
-
-
-BAD: dict[str, Any] = {
-    "q: ": lambda q, k, v: (q[:, :3], k, v),
-    "k: ": lambda q, k, v: (q, k[..., 1:], v),
-    "v: ": lambda q, k, v: (q, k, v.repeat(1, 1, 2, 1)),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-@torch.no_grad()
-def test_bad_arguments(message: str) -> None:
-    pages, step = cached(LENGTHS, D, D_V, torch.float16).pages, built("rope+gape").step(EACH.to(DEVICE))
-    assert step is not None
-    with pytest.raises(ValueError, match=rf"^{message}"):
-        decode_prologue(*BAD[message](*projected(torch.float16)), step, pages, scale=SCALE)
 
 
 def test_runs_on_a_gpu_for_one_token() -> None:

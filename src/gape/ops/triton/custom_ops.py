@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,17 +18,28 @@ from gape.ops.limits import MOST_PROGRAMS
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str, batched: int = 0, *, by_head: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Register a function that launches kernels; it tells shapes by itself, with tensors that hold nothing.
 
     A compiler sees through it down to the kernels. In the interpreter it is a closed box.
+
+    Args:
+        name: of the operator.
+        batched: its first so many arguments, tensors (B, H, …) or None, are cut where a launch does not take B samples.
+        by_head: whether a launch has a program for each head of a sample, and not one for each sample.
     """
 
     def register(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def cut(*arguments: Any) -> Any:
+            sizes = arguments[0].shape[: 1 + by_head]
+            return in_parts(function, arguments[:batched], *sizes, constants=arguments[batched:])
+
+        whole = cut if batched else function
         if not INTERPRETED:
-            return torch.library.triton_op(name, mutates_args={})(function)
-        box = torch.library.custom_op(name, mutates_args=())(function)
-        box.register_fake(function)
+            return torch.library.triton_op(name, mutates_args={})(whole)
+        box = torch.library.custom_op(name, mutates_args=())(whole)
+        box.register_fake(whole)
         return box
 
     return register
@@ -37,16 +49,17 @@ def in_parts(
     launch: Callable[..., tuple[Tensor, ...]],
     batched: Sequence[Tensor | None],
     batch: int,
-    programs: int,
-    *constants: Any,
-) -> Any:
+    programs: int = 1,
+    *,
+    constants: Sequence[Any],
+) -> tuple[Tensor, ...]:
     """What `launch(*batched, *constants)` returns, with no more samples at a time than a launch takes.
 
     Args:
         launch: returns tensors whose first axis goes through the samples.
         batched: tensors with a first axis of samples; None stays None.
         batch: how many samples there are.
-        programs: along the second axis for each of them.
+        programs: along the second axis of a launch for each of them.
         constants: the same for all samples.
     """
     if batch * programs <= MOST_PROGRAMS:

@@ -1,4 +1,4 @@
-"""The kernel behind :mod:`gape.ops.decode_prologue`: a token's gates, rotation and place in its page in one launch.
+"""The kernel of :func:`gape.ops.prologue.decode_prologue`: a token's gates, rotation and place in its page.
 
 A program has one head of q, or one head of k and v. The rotation is that of
 :meth:`gape.positions.rotary.Rotary.rotate`, bit for bit; gates are summed in another order, so that they may differ in
@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gape.ops.decode_prologue import Reading, Step
 from gape.ops.paged import Pages
-from gape.ops.prologue import tables_of
+from gape.ops.prologue import Reading, Step, tables_of
 from gape.ops.triton.custom_ops import direct
 from gape.ops.triton.paged import DTYPES, PAGE, integers, room_of, slot_addresses, tile_widths
 from gape.ops.triton.split_bias import sigmoid, softplus
@@ -146,7 +145,7 @@ def decode_prologue(
     scale: float,
     measured: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`gape.ops.decode_prologue.decode_prologue`, which checks what comes in."""
+    """:func:`gape.ops.prologue.decode_prologue`."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, _, d = q.shape
     key_heads, room = room_of(pages)
