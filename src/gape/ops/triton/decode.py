@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gape.ops.inputs import Problem, learning
-from gape.ops.triton.configs import multiprocessors, power_of_two
+from gape.ops.inputs import Problem
+from gape.ops.triton.configs import multiprocessors, power_of_two, width_kind
 from gape.ops.triton.custom_ops import direct, operator, traceable
 from gape.ops.triton.decode_kernels import _combine_kernel, _decode_kernel
 from gape.ops.triton.tiles import LOG2E
-from gape.utils.validation import invalid_argument
 
 #: Steps of merging up to which the last program to finish takes them; above, a second kernel shares them out.
 MERGE_STEPS = 8
@@ -75,24 +74,6 @@ class Call(NamedTuple):
     context_length: float
 
 
-class Plan(NamedTuple):
-    """How the work of a call is divided.
-
-    Attributes:
-        splits: programs along the keys.
-        row_tiles: programs along the rows of a key head.
-        merge_steps: in which the parts of all rows of a program are merged.
-        arguments: of the kernel, after its buffers.
-        flags: of the kernel by name, launch options among them.
-    """
-
-    splits: int
-    row_tiles: int
-    merge_steps: int
-    arguments: list[Any]
-    flags: dict[str, Any]
-
-
 def run(problem: Problem, *, splits: int | None = None) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of a few queries over many keys, without gradients.
 
@@ -102,15 +83,8 @@ def run(problem: Problem, *, splits: int | None = None) -> tuple[Tensor, Tensor]
 
     Returns:
         (B, Hq, Nq, Dv) in q's dtype and float32 (B, Hq, Nq), natural logarithms; zero and −inf for an empty row.
-
-    Raises:
-        ValueError: float64, or something that needs a gradient; names the argument.
     """
-    if problem.q.dtype == torch.float64:
-        raise invalid_argument("q", problem.q, "bfloat16, float16 or float32 for the decode kernel")
     call = as_call(problem)
-    if learning(*call[:6]):
-        raise ValueError("q: something needs a gradient, expected none for the decode kernel: use torch.no_grad()")
     if torch.compiler.is_compiling() or isinstance(call.q, FakeTensor):
         traced: tuple[Tensor, Tensor] = torch.ops.gape.decode(*call, splits)
         return traced
@@ -121,22 +95,10 @@ def run(problem: Problem, *, splits: int | None = None) -> tuple[Tensor, Tensor]
 
 @operator("gape::decode")
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    landmark: Tensor,
-    amplitude: Tensor,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    q_documents: Tensor | None,
-    k_documents: Tensor | None,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    context_length: float,
-    splits: int | None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, landmark: Tensor, amplitude: Tensor,
+    q_positions: Tensor | None, k_positions: Tensor | None, q_documents: Tensor | None, k_documents: Tensor | None,
+    mask: Tensor | None, causal: bool, scale: float, context_length: float, splits: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`run` as compilers see it."""
     call = Call(
         q, k, v, gate, landmark, amplitude, q_positions, k_positions, q_documents, k_documents, mask, causal, scale,
@@ -166,61 +128,48 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs and log-sum-exps by kernels in a `form` to launch; a second one merges the parts without tickets."""
     q = call.q
-    batch, n_heads, n_q, _ = q.shape
-    n_key_heads, n_k, d_v = call.k.size(1), call.k.size(2), call.v.size(3)
+    (batch, n_heads, n_q, d), (_, n_key_heads, n_k, d_v) = q.shape, call.v.shape
     out = torch.empty(batch, n_heads, n_q, d_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, n_heads, n_q, dtype=torch.float32, device=q.device)
     if out.numel() == 0 or n_k == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    plan = planned(call, splits)
-    parts = torch.empty(batch * n_heads * n_q, plan.splits, d_v, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(batch * n_heads * n_q, plan.splits, dtype=torch.float32, device=q.device)
-    merge = tickets and plan.merge_steps <= MERGE_STEPS
+    tile, rows = _tile_for(call), n_heads // n_key_heads * n_q
+    block_m = min(tile.rows, max(16, power_of_two(rows)))
+    row_tiles, tiles = -(-rows // block_m), -(-n_k // tile.keys)
+    if splits is None:
+        # As many as fill the device without becoming too short. Rounded down: a last wave of a few programs would
+        # double the time of short ones.
+        wanted = tile.programs * multiprocessors(q.device) // (batch * n_key_heads * row_tiles)
+        splits = max(1, min(wanted, tiles // LEAST_TILES))
+    span = -(-tiles // splits) * tile.keys
+    merge = tickets and min(rows, block_m) * -(-splits // PARTS) <= MERGE_STEPS
+    splits = -(-n_k // span)
+    parts = torch.empty(batch * n_heads * n_q, splits, d_v, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(batch * n_heads * n_q, splits, dtype=torch.float32, device=q.device)
     # A pointer that is never followed stands in for tickets that are not there.
-    ticket = stream_tickets(batch * n_key_heads * plan.row_tiles, q.device) if merge else lse
-    form(_decode_kernel)[(plan.splits, batch * n_key_heads, plan.row_tiles)](
-        parts, part_lse, ticket, out, lse, *plan.arguments, **plan.flags, MERGE=merge
-    )
+    ticket = stream_tickets(batch * n_key_heads * row_tiles, q.device) if merge else lse
+    width, value_width = (max(16, power_of_two(x)) for x in (d, d_v))
+    form(_decode_kernel)[(splits, batch * n_key_heads, row_tiles)](
+        # Logits are in base 2.
+        parts, part_lse, ticket, out, lse, span, n_key_heads, n_k, d, d_v,
+        call.scale * LOG2E, LOG2E / call.context_length, 1 / LOG2E, *_arguments(call), n_heads // n_key_heads, n_q,
+        CAUSAL=call.causal, HAS_POSITIONS=call.q_positions is not None, HAS_DOCUMENTS=call.q_documents is not None,
+        HAS_MASK=call.mask is not None, PARTIAL_D=d != width, PARTIAL_V=d_v != value_width, MERGE=merge, PARTS=PARTS,
+        BLOCK_M=block_m, BLOCK_N=tile.keys, BLOCK_D=width, BLOCK_V=value_width,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     if not merge:
         form(_combine_kernel)[(batch * n_heads * n_q,)](
-            parts, part_lse, out, lse, plan.splits, d_v, 1 / LOG2E,
-            PARTS=PARTS, BLOCK_V=plan.flags["BLOCK_V"], num_warps=4,
-        )  # fmt: skip
+            parts, part_lse, out, lse, splits, d_v, 1 / LOG2E, PARTS=PARTS, BLOCK_V=value_width, num_warps=4
+        )
     return out, lse
 
 
-def planned(call: Call, splits: int | None = None) -> Plan:
-    """How a call is divided: into `splits` parts, or as many as fill the device without becoming too short."""
-    q, k, v = call.q, call.k, call.v
-    d, d_v, groups = q.size(3), v.size(3), q.size(1) // k.size(1)
-    width, value_width = (max(16, power_of_two(x)) for x in (d, d_v))
-    rows = groups * q.size(2)
-    tile = _tile_for(q.dtype, max(width, value_width))
+def _tile_for(call: Call) -> Tile:
+    kind = "float32" if call.q.dtype == torch.float32 else width_kind(call.q.size(3), call.v.size(3))
     # Where pairs lie in a mask, each takes registers of its own.
-    keys = tile.keys if call.mask is None else max(16, tile.keys // 2)
-    block_m = min(tile.rows, max(16, power_of_two(rows)))
-    row_tiles = -(-rows // block_m)
-    tiles = -(-k.size(2) // keys)
-    if splits is None:
-        # Rounded down: a last wave of a few programs would double the time of short ones.
-        wanted = tile.programs * multiprocessors(q.device) // (q.size(0) * k.size(1) * row_tiles)
-        splits = max(1, min(wanted, tiles // LEAST_TILES))
-    span = -(-tiles // splits) * keys
-    # Logits are in base 2.
-    units = (call.scale * LOG2E, LOG2E / call.context_length, 1 / LOG2E)
-    return Plan(
-        splits=-(-k.size(2) // span),
-        row_tiles=row_tiles,
-        merge_steps=min(rows, block_m) * -(-splits // PARTS),
-        arguments=[span, k.size(1), k.size(2), d, d_v, *units, *_arguments(call), groups, q.size(2)],
-        flags={
-            "CAUSAL": call.causal, "HAS_POSITIONS": call.q_positions is not None,
-            "HAS_DOCUMENTS": call.q_documents is not None, "HAS_MASK": call.mask is not None,
-            "PARTIAL_D": d != width, "PARTIAL_V": d_v != value_width, "PARTS": PARTS,
-            "BLOCK_M": block_m, "BLOCK_N": keys, "BLOCK_D": width, "BLOCK_V": value_width,
-            "num_warps": tile.warps, "num_stages": tile.stages,
-        },
-    )  # fmt: skip
+    tile = TILES[kind]
+    return tile if call.mask is None else tile._replace(keys=max(16, tile.keys // 2))
 
 
 def _arguments(call: Call) -> list[Any]:
@@ -231,11 +180,6 @@ def _arguments(call: Call) -> list[Any]:
     strides += (0, 0, 0, 0) if call.mask is None else call.mask.stride()
     # A pointer that is never followed stands in for what is not there.
     return [*(call.q if x is None else x for x in call[:11]), *strides]
-
-
-def _tile_for(dtype: torch.dtype, widest: int) -> Tile:
-    kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
-    return TILES["float32" if dtype == torch.float32 else kind]
 
 
 _tickets: dict[tuple[torch.device, int], Tensor] = {}

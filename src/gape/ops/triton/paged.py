@@ -25,12 +25,11 @@ from torch import Tensor
 from gape.ops import paged
 from gape.ops.limits import DECODE_QUERIES
 from gape.ops.paged import PageLayout, Pages
-from gape.ops.triton.configs import multiprocessors, power_of_two
+from gape.ops.triton.configs import multiprocessors, power_of_two, width_kind
 from gape.ops.triton.custom_ops import Launch, direct
 from gape.ops.triton.decode import MERGE_STEPS, stream_tickets
 from gape.ops.triton.decode_kernels import last_to_finish, load_tile, merge_row, store_part, weigh
 from gape.ops.triton.tiles import LOG2E, SLACK, same_in_all, single
-from gape.utils.validation import invalid_argument
 
 #: Keys of a page.
 PAGE = tl.constexpr(paged.PAGE)
@@ -505,14 +504,7 @@ def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def room_of(pages: Pages) -> tuple[int, int]:
-    """Key heads of a row and pages that each has room for.
-
-    Raises:
-        ValueError: what the kernels read is not contiguous.
-    """
-    for name in ("addresses", "lengths", "key_norm"):
-        if not getattr(pages, name).is_contiguous():
-            raise invalid_argument(f"pages.{name}", getattr(pages, name), "a contiguous tensor")
+    """Key heads of a row and pages that each has room for."""
     _, key_heads, room = pages.addresses.shape
     return key_heads, room
 
@@ -541,9 +533,8 @@ def tile_widths(layout: PageLayout) -> dict[str, int]:
 def _sizes(pages: Pages, rows: int) -> tuple[dict[str, Any], int]:
     """Sizes and launch options of the attention for so many rows of a sequence, and the tiles of them."""
     widths = tile_widths(pages.layout)
-    widest = max(widths["BLOCK_D"], widths["BLOCK_V"])
-    kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
-    tile = TILES["float32" if pages.layout.dtype == torch.float32 else kind]
+    kind = "float32" if pages.layout.dtype == torch.float32 else width_kind(widths["BLOCK_D"], widths["BLOCK_V"])
+    tile = TILES[kind]
     block_m = min(tile.rows, max(16, power_of_two(rows)))
     warps = min(4, tile.warps) if block_m <= FEW_ROWS else tile.warps
     options = {"BLOCK_M": block_m, "BLOCK_N": tile.keys, "STEPS": paged.PAGE // tile.keys}
