@@ -20,8 +20,7 @@ from torch import Tensor
 
 from gape.cache.bounds import Limits
 from gape.ops.api import Plan, explain, gated_attention
-from gape.ops.causal import causal_attention, causal_in_kernels
-from gape.ops.paged import paged_attention, runs_in_kernels, write_keys
+from gape.ops.paged import causal_attention, causal_in_kernels, paged_attention, runs_in_kernels, write_keys
 from gape.ops.plain import attention
 from gape.ops.prologue import GateReading, Step, decode_prologue, projected_attention, projects, prologue_runs
 

@@ -84,14 +84,7 @@ class Call:
             return "unknown"
         with self._backends():
             choice = choose(
-                self.q,
-                self.k,
-                self.v,
-                self.mask,
-                0.0,
-                self.kind == "causal",
-                scale=self.scale,
-                enable_gqa=self.grouped,
+                self.q, self.k, self.v, self.mask, 0.0, self.kind == "causal", scale=self.scale, enable_gqa=self.grouped
             )
         return _NAMES.get(int(choice), "unknown")
 

@@ -60,7 +60,7 @@ def answer(problem: Problem, eps: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
 def causal_answer(
     q: Tensor, k: Tensor, v: Tensor, rate: Tensor, exposure: Tensor, *, scale: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp of tokens in index order: :func:`gape.ops.causal.causal_attention`."""
+    """Output and natural log-sum-exp of tokens in index order: :func:`gape.ops.paged.causal_attention`."""
     wide = (_whole_pieces(x) for x in (q, k, v))
     out, lse, *_ = torch.ops.gape.attention_fwd(*wide, rate, exposure, *CAUSAL, scale, eps)
     return out[..., : v.size(-1)], lse / LOG2E

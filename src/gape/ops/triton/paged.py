@@ -27,8 +27,15 @@ from gape.ops.limits import DECODE_QUERIES
 from gape.ops.paged import PageLayout, Pages
 from gape.ops.triton.configs import multiprocessors, power_of_two, width_kind
 from gape.ops.triton.custom_ops import Launch, direct
-from gape.ops.triton.decode import MERGE_STEPS, stream_tickets
-from gape.ops.triton.decode_kernels import last_to_finish, load_tile, merge_row, store_part, weigh
+from gape.ops.triton.decode import (
+    MERGE_STEPS,
+    last_to_finish,
+    load_tile,
+    merge_row,
+    store_part,
+    stream_tickets,
+    weigh,
+)
 from gape.ops.triton.tiles import LOG2E, SLACK, same_in_all, single
 
 #: Keys of a page.
