@@ -125,7 +125,7 @@ def test_a_scheme_that_does_more_than_rotate_and_read_gates_has_no_step() -> Non
 def test_without_a_page_nothing_is_written() -> None:
     given, scheme = cached(LENGTHS, D, D_V, torch.float16, way="kernel"), built("rope+gape")
     q, k, v = projected(torch.float16)
-    given.pages.lengths.fill_(given.pages.table.size(-1) * PAGE)
+    given.pages.lengths.fill_(given.pages.addresses.size(-1) * PAGE)
     given.pages.lengths[0, 0], given.pages.addresses[0, 0, 0] = 5, 0
     step = scheme.step(EACH.to(DEVICE))
     assert step is not None

@@ -56,7 +56,7 @@ def cached(
     addresses = begin[table // count] + table % count * layout.nbytes
     slab = slabs[0] if len(slabs) == 1 else slabs[0][:0]
     pages = Pages(
-        layout, slab, table, addresses, torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        layout, slab, addresses, torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         torch.zeros(rows, heads, device=DEVICE),
     )  # fmt: skip
     k, v = (torch.randn(rows, heads, most, dim, dtype=torch.float64).to(DEVICE, dtype) for dim in (key_dim, value_dim))
@@ -176,13 +176,13 @@ def test_reads_what_was_written(name: str) -> None:
     given = cached([[5, 0], [100, 64]], 58, 44, dtype, way=way)
     pages, n = given.pages, 40
     k, v, exposure = given.k[:, :, :n], given.v[:, :, :n], given.exposure[:, :, :n]
-    slots = torch.stack([torch.randperm(pages.table.size(-1) * PAGE)[:n] for _ in range(4)]).view(2, 2, n)
+    slots = torch.stack([torch.randperm(pages.addresses.size(-1) * PAGE)[:n] for _ in range(4)]).view(2, 2, n)
     slots = slots.int().to(DEVICE)
-    slots[0, 1, ::3], slots[1, 0, 7] = -1, PAGE * pages.table.size(-1)
-    pages.table[0, 0, 1], pages.addresses[0, 0, 1] = -1, 0
+    slots[0, 1, ::3], slots[1, 0, 7] = -1, PAGE * pages.addresses.size(-1)
+    pages.addresses[0, 0, 1] = 0
     write, read = (kernels.write_keys, kernels.read_keys) if way == "kernel" else (paged.plain_write, paged.plain_read)
     write(pages, k, v, exposure, torch.arange(n, device=DEVICE), slots)
-    there = (slots >= 0) & (slots < PAGE * pages.table.size(-1))
+    there = (slots >= 0) & (slots < PAGE * pages.addresses.size(-1))
     there[0, 0] &= slots[0, 0] // PAGE != 1
     got_k, got_v, got_u, got_j = read(pages, slots)
     assert torch.equal(got_k[..., :58], k * there.unsqueeze(-1))
@@ -306,7 +306,7 @@ def test_sizes_beyond_31_bits_on_a_gpu() -> None:
     assert slab.numel() > 2**31
     table = torch.randperm(count, device=DEVICE).int().view(rows, heads, 2)
     pages = Pages(
-        layout, slab, table, slab.data_ptr() + table.long() * layout.nbytes,
+        layout, slab, slab.data_ptr() + table.long() * layout.nbytes,
         torch.full((rows, heads), 65, dtype=torch.int32, device=DEVICE), torch.zeros(rows, heads, device=DEVICE),
     )  # fmt: skip
     k = torch.randn(rows, heads, 65, 64, device=DEVICE).bfloat16()

@@ -81,16 +81,14 @@ class Pages(NamedTuple):
 
     Attributes:
         layout: of a page.
-        slab: uint8 (P, layout.nbytes), pages by number. Empty where they lie in several slabs, which only kernels read.
-        table: int32 (B, Hk, W), page numbers, −1 where there is none.
-        addresses: int64 (B, Hk, W), the same pages as addresses in the memory of their device, 0 where there is none.
+        slab: uint8 (P, layout.nbytes), all pages. Empty where they lie in several slabs, which only kernels read.
+        addresses: int64 (B, Hk, W), where each page begins in the memory of its device, 0 where there is none.
         lengths: int32 (B, Hk), keys of each sequence.
         key_norm: float32 (B, Hk), no cached key of a sequence has a larger norm.
     """
 
     layout: PageLayout
     slab: Tensor
-    table: Tensor
     addresses: Tensor
     lengths: Tensor
     key_norm: Tensor
@@ -137,7 +135,7 @@ def paged_attention(
         Output (B, Hq, n, value_width) in q's dtype and natural log-sum-exp (B, Hq, n) in float32 (float64 beside
         float64). A query without any key gets zeros and −inf.
     """
-    if runs_in_kernels(pages.layout, pages.table.device):
+    if runs_in_kernels(pages.layout, pages.addresses.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
         return paged.paged_attention(
@@ -159,7 +157,7 @@ def write_keys(
         slots: int32 (B, Hk, n), each key's place in its sequence; None: behind those that are there. Keys are left out
             whose place is negative or has no page.
     """
-    if runs_in_kernels(pages.layout, pages.table.device):
+    if runs_in_kernels(pages.layout, pages.addresses.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
         paged.write_keys(pages, k, v, exposure, positions, slots)
@@ -177,7 +175,7 @@ def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     Returns:
         Keys (B, Hk, m, key_width), values (B, Hk, m, value_width), exposures (B, Hk, m) and positions int32 (B, Hk, m).
     """
-    if runs_in_kernels(pages.layout, pages.table.device):
+    if runs_in_kernels(pages.layout, pages.addresses.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
         return paged.read_keys(pages, slots)
@@ -238,7 +236,7 @@ def plain_attention(
     prior: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`paged_attention` in PyTorch, on any device and in any dtype; reads all pages."""
-    lengths = (pages.lengths + new).clamp(max=pages.table.size(-1) * PAGE)
+    lengths = (pages.lengths + new).clamp(max=pages.addresses.size(-1) * PAGE)
     slots = torch.arange(int(lengths.max()) if lengths.numel() else 0, dtype=torch.int32, device=q.device)
     valid = slots < lengths.unsqueeze(-1)
     k, v, u, j = plain_read(pages, torch.where(valid, slots, -1))
@@ -332,11 +330,12 @@ def _parts(pages: Pages) -> _Parts:
 
 def _numbers(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
     """The page of each slot (B, Hk, m), 0 where there is none, and whether there is one."""
-    room = pages.table.size(-1)
+    room = pages.addresses.size(-1)
     column = (slots // PAGE).long()
     inside = (slots >= 0) & (column < room)
     if not room:
         return torch.zeros_like(column), inside
-    number = pages.table.gather(-1, column.masked_fill(~inside, 0)).long()
-    valid = inside & (number >= 0)
+    address = pages.addresses.gather(-1, column.masked_fill(~inside, 0))
+    valid = inside & (address != 0)
+    number = (address - pages.slab.data_ptr()) // pages.layout.nbytes
     return number.masked_fill(~valid, 0), valid
