@@ -64,7 +64,7 @@ def test_the_operator_runs_what_is_explained(
     if dtype == torch.float16:
         impls += ["triton"] + ["decode"] * (layout == "one query" and not gradient)
     for impl in impls:
-        for eps in (0.0, 1e-2):
+        for eps in (0.0, 1e-2)[: 2 if impl in ("auto", "triton") else 1]:
             plan = gape.explain(**tensors, **case.options, impl=impl, eps=eps)
             gape.gated_attention(**tensors, **case.options, impl=impl, eps=eps)
             assert log.pop() == (plan.impl, "steps")

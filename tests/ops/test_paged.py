@@ -214,7 +214,7 @@ def test_keys_follow_those_that_are_there(name: str) -> None:
     assert torch.equal(given.pages.lengths, before)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_skipped_pages_hold_no_more_than_eps(splits: int) -> None:
     """Values of pages that need not be read are not a number: read, they would show."""
     eps, given = 1e-3, cached([[320, 64 * 20 + 5]], 16, 16, torch.float32, way="kernel")

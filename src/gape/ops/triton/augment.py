@@ -21,11 +21,11 @@ from gape.ops.triton.split_bias import loss_gradient, rate_gradient, split_bias,
 
 #: Coordinates of the content that one program copies, and its warps: a thread has four loads of 16 bytes under way. The
 #: interpreter takes as long for a program whatever it has.
-COPIED = 2**18 if INTERPRETED else 4096
+COPIED = 2**15 if INTERPRETED else 4096
 WARPS = 4
 
 #: Tokens of a program of the backward pass, which reads 12 bytes of each.
-BACKWARD_TOKENS = 4096 if INTERPRETED else 128
+BACKWARD_TOKENS = 1024 if INTERPRETED else 128
 
 
 @triton.jit
