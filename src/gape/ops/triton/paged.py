@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from torch import Tensor
 from gape.ops import paged
 from gape.ops.limits import DECODE_QUERIES
 from gape.ops.paged import PageLayout, Pages
-from gape.ops.triton.configs import multiprocessors, power_of_two, width_kind
+from gape.ops.triton.configs import Tile, multiprocessors, power_of_two, width_kind
 from gape.ops.triton.custom_ops import Launch, direct
 from gape.ops.triton.decode import (
     MERGE_STEPS,
@@ -61,22 +61,7 @@ MERGED = 4096
 TOKENS = 32
 
 
-class Tile(NamedTuple):
-    """How one program of the attention works.
-
-    Attributes:
-        rows: queries that it has at most.
-        keys: that it takes at once, at most those of a page.
-        warps, stages: launch options.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-#: Half precision with heads of up to 64, of up to 128, wider, and float32.
+#: Half precision with heads of up to 64, of up to 128, wider, and float32. Keys are at most those of a page.
 TILES = {
     "narrow": Tile(64, 64, 4, 3),
     "wide": Tile(128, 64, 8, 3),
@@ -544,7 +529,7 @@ def _sizes(pages: Pages, rows: int) -> tuple[dict[str, Any], int]:
     tile = TILES[kind]
     block_m = min(tile.rows, max(16, power_of_two(rows)))
     warps = min(4, tile.warps) if block_m <= FEW_ROWS else tile.warps
-    options = {"BLOCK_M": block_m, "BLOCK_N": tile.keys, "STEPS": paged.PAGE // tile.keys}
+    options = {"BLOCK_M": block_m, "BLOCK_N": tile.columns, "STEPS": paged.PAGE // tile.columns}
     options |= {"num_warps": warps, "num_stages": tile.stages}
     return widths | options, -(-rows // block_m)
 
