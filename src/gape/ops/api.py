@@ -198,15 +198,9 @@ def explain(
 
 
 def explain_fused(
-    chosen: FusedChoice,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Angles | None,
-    reading: GateReading | None,
-    *,
+    chosen: FusedChoice, q: Tensor, k: Tensor, v: Tensor, angles: Angles | None, reading: GateReading | None, *,
     scale: float,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The plan of what `chosen.fused` would run; arguments are those of its functions."""
     call = chosen.fused.call
     calls = None if call is None else [call(q, k, v, angles, reading, scale=scale)]

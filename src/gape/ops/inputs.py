@@ -251,16 +251,9 @@ def gate_values(gate: Tensor, landmark: Tensor, amplitude: Tensor) -> None:
 
 
 def visibility(
-    q: Tensor,
-    k: Tensor,
-    *,
-    q_positions: Any = None,
-    k_positions: Any = None,
-    q_documents: Any = None,
-    k_documents: Any = None,
-    attn_mask: Any = None,
-    is_causal: Any = True,
-) -> Visibility:
+    q: Tensor, k: Tensor, *, q_positions: Any = None, k_positions: Any = None, q_documents: Any = None,
+    k_documents: Any = None, attn_mask: Any = None, is_causal: Any = True,
+) -> Visibility:  # fmt: skip
     """Check everything that says who sees whom, fill in defaults."""
     batch, n_q, n_k, device = q.size(0), q.size(2), k.size(2), q.device
     k_positions = positions("k_positions", k_positions, batch, n_k, device)

@@ -104,17 +104,9 @@ class _Parts(NamedTuple):
 
 
 def paged_attention(
-    q: Tensor,
-    rate: Tensor,
-    positions: Tensor,
-    pages: Pages,
-    *,
-    scale: float,
-    new: int = 0,
-    prior: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-    tickets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, rate: Tensor, positions: Tensor, pages: Pages, *, scale: float, new: int = 0,
+    prior: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, tickets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of queries over all cached keys of their sequences, without gradients.
 
     Args:
@@ -226,15 +218,9 @@ def causal_attention(
 
 @torch.no_grad()
 def plain_attention(
-    q: Tensor,
-    rate: Tensor,
-    positions: Tensor,
-    pages: Pages,
-    *,
-    scale: float,
-    new: int = 0,
+    q: Tensor, rate: Tensor, positions: Tensor, pages: Pages, *, scale: float, new: int = 0,
     prior: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`paged_attention` in PyTorch, on any device and in any dtype; reads all pages."""
     lengths = (pages.lengths + new).clamp(max=pages.addresses.size(-1) * PAGE)
     slots = torch.arange(int(lengths.max()) if lengths.numel() else 0, dtype=torch.int32, device=q.device)

@@ -306,15 +306,9 @@ def prologue_runs(q: Tensor, k: Tensor, v: Tensor, layout: PageLayout) -> bool:
 
 
 def decode_prologue(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    step: Step,
-    pages: Pages,
-    *,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, step: Step, pages: Pages, *, scale: float,
     measured: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Read gates off q and k, rotate both, and write the token behind the cached keys; in one launch.
 
     Decoding has one token a row, so its time goes by launches: steps of torch would be some thirty for each layer. Key,

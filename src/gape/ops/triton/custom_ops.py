@@ -46,13 +46,9 @@ def operator(name: str, batched: int = 0, *, by_head: bool = False) -> Callable[
 
 
 def in_parts(
-    launch: Callable[..., tuple[Tensor, ...]],
-    batched: Sequence[Tensor | None],
-    batch: int,
-    programs: int = 1,
-    *,
+    launch: Callable[..., tuple[Tensor, ...]], batched: Sequence[Tensor | None], batch: int, programs: int = 1, *,
     constants: Sequence[Any],
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """What `launch(*batched, *constants)` returns, with no more samples at a time than a launch takes.
 
     Args:

@@ -136,15 +136,9 @@ def _decode_prologue_kernel(
 
 
 def decode_prologue(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    step: Step,
-    pages: Pages,
-    *,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, step: Step, pages: Pages, *, scale: float,
     measured: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`gape.ops.prologue.decode_prologue`."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, _, d = q.shape

@@ -391,18 +391,10 @@ def _read_kv_kernel(
 
 
 def paged_attention(
-    q: Tensor,
-    rate: Tensor,
-    positions: Tensor,
-    pages: Pages,
-    *,
-    scale: float,
-    new: int = 0,
-    prior: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-    tickets: Tensor | None = None,
+    q: Tensor, rate: Tensor, positions: Tensor, pages: Pages, *, scale: float, new: int = 0,
+    prior: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, tickets: Tensor | None = None,
     splits: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`gape.ops.paged.paged_attention` by kernels; `splits` programs at most for a sequence and tile of rows."""
     batch, heads, n, d = q.shape
     key_heads, room = room_of(pages)
@@ -457,12 +449,9 @@ def write_keys(
 
 @functools.lru_cache(maxsize=256)
 def _write_launch(
-    layout: PageLayout,
-    room: int,
-    device: torch.device,
-    forms: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...],
-    has_slots: bool,
-) -> Launch:
+    layout: PageLayout, room: int, device: torch.device,
+    forms: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...], has_slots: bool,
+) -> Launch:  # fmt: skip
     """The launch of :func:`write_keys` for tensors of these shapes, strides and dtypes; `device` tells them apart."""
     (shape, k_strides, _), (v_shape, v_strides, _), (_, exposure, _), (of_positions, strides, _), (_, slots, _) = forms
     batch, heads, n, width = shape
