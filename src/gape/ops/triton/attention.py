@@ -19,27 +19,7 @@ from gape.ops.triton import attention_bwd, attention_fwd
 from gape.ops.triton.configs import tiles_for
 from gape.ops.triton.custom_ops import Launch, in_parts, operator, traceable
 from gape.ops.triton.prologue import bounded_launch, bounded_tables, side_by_side
-from gape.ops.triton.tiles import LOG2E, SLACK, bounds
-
-
-class Layout(NamedTuple):
-    """Who sees whom, as the kernels take it: tensors or None, and a flag."""
-
-    q_positions: Tensor | None
-    k_positions: Tensor | None
-    q_documents: Tensor | None
-    k_documents: Tensor | None
-    mask: Tensor | None
-    causal: bool
-
-    @property
-    def plain(self) -> bool:
-        """Whether the order is that of the tensors and causality is all there is: where tiles may be skipped."""
-        return self.causal and all(x is None for x in self[:5])
-
-
-#: Tokens in index order.
-CAUSAL = Layout(None, None, None, None, None, causal=True)
+from gape.ops.triton.tiles import CAUSAL, LOG2E, SLACK, Layout, bounds, layout_of, strides_of
 
 
 def run(problem: Problem, eps: float = 0.0) -> Tensor:
@@ -68,7 +48,7 @@ def causal_answer(
 
 def _run_fwd(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What :func:`fwd` returns; nothing is skipped but tokens in index order."""
-    layout = _layout_of(problem)
+    layout = layout_of(problem)
     q, k, v = (_whole_pieces(x) for x in (problem.q, problem.k, problem.v))
     out, *others = torch.ops.gape.attention_fwd(
         q, k, v, problem.rate, problem.exposure, *layout, problem.scale, eps if layout.plain else 0.0
@@ -160,22 +140,6 @@ def _whole_pieces(x: Tensor) -> Tensor:
     """
     spare = -x.size(-1) % PIECE
     return F.pad(x, (0, spare)) if spare else x
-
-
-def _layout_of(problem: Problem) -> Layout:
-    """The problem's visibility in the form that the kernels take."""
-    visibility, batch = problem.visibility, problem.q.size(0)
-    mask = visibility.attn_mask
-    if mask is not None:
-        mask = mask.expand(batch, problem.q.size(1), visibility.n_q, visibility.n_k)
-    positions = (visibility.q_positions, visibility.k_positions)
-    documents = (visibility.q_documents, visibility.k_documents)
-    return Layout(
-        *(None if x is None else x.expand(batch, -1) for x in positions),
-        *(None if x is None else x.contiguous() for x in documents),
-        mask=mask,
-        causal=visibility.is_causal,
-    )
 
 
 @operator("gape::attention_fwd", batched=10, by_head=True)
@@ -274,15 +238,15 @@ def _visible_tiles(q: Tensor, k: Tensor, v: Tensor) -> int:
 
 
 def _tensors(q: Tensor, k: Tensor, v: Tensor, c: Tensor, u: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+    documents = (None if x is None else x.contiguous() for x in layout[2:4])
     # A pointer that is never followed stands in for what is not there: kernels do arithmetic on all of them.
-    optional = (q if x is None else x for x in layout[:5])
+    optional = (q if x is None else x for x in (*layout[:2], *documents, layout.mask))
     return (q, k, v, (c * LOG2E).contiguous(), u.contiguous(), *optional)
 
 
 def _strides(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[int, ...]:
-    positions = ((0, 0) if x is None else x.stride() for x in layout[:2])
-    mask = (0, 0, 0, 0) if layout.mask is None else layout.mask.stride()
-    return (*q.stride(), *k.stride(), *v.stride(), *(stride for pair in positions for stride in pair), *mask)
+    positions, mask = strides_of(*layout[:2]), strides_of(layout.mask, axes=4)
+    return (*q.stride(), *k.stride(), *v.stride(), *positions, *mask)
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -291,11 +255,8 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
     tile = tiles_for(q, v, "fwd", skip=eps > 0)
-    return {
-        "CAUSAL": layout.causal, "HAS_POSITIONS": layout.q_positions is not None,
-        "HAS_DOCUMENTS": layout.q_documents is not None, "HAS_MASK": layout.mask is not None,
-        "PARTIAL_D": q.size(3) != tile["BLOCK_D"], "PARTIAL_V": v.size(3) != tile["BLOCK_V"], "SKIP": eps > 0,
-    }  # fmt: skip
+    partial = {"PARTIAL_D": q.size(3) != tile["BLOCK_D"], "PARTIAL_V": v.size(3) != tile["BLOCK_V"]}
+    return layout.flags | partial | {"SKIP": eps > 0}
 
 
 def _fwd_launch(

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gape.ops.inputs import Problem
 from gape.ops.triton.configs import multiprocessors, power_of_two, width_kind
 from gape.ops.triton.custom_ops import direct, operator, traceable
-from gape.ops.triton.tiles import LOG2E
+from gape.ops.triton.tiles import LOG2E, Layout, layout_of, strides_of
 
 #: Steps of merging up to which the last program to finish takes them; above, a second kernel shares them out.
 MERGE_STEPS = 8
@@ -61,25 +61,6 @@ TILES = {
     "widest": Tile(32, 4, 2, 2),
     "float32": Tile(16, 4, 2, 3, rows=16),
 }
-
-
-class Call(NamedTuple):
-    """A problem as the operator of torch takes it, every tensor expanded to its full sizes."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor
-    landmark: Tensor
-    amplitude: Tensor
-    q_positions: Tensor | None
-    k_positions: Tensor | None
-    q_documents: Tensor | None
-    k_documents: Tensor | None
-    mask: Tensor | None
-    causal: bool
-    scale: float
-    context_length: float
 
 
 @triton.jit
@@ -302,13 +283,14 @@ def run(problem: Problem, *, splits: int | None = None) -> tuple[Tensor, Tensor]
     Returns:
         (B, Hq, Nq, Dv) in q's dtype and float32 (B, Hq, Nq), natural logarithms; zero and −inf for an empty row.
     """
-    call = as_call(problem)
-    if torch.compiler.is_compiling() or isinstance(call.q, FakeTensor):
-        traced: tuple[Tensor, Tensor] = torch.ops.gape.decode(*call, splits)
+    tensors = (problem.q, problem.k, problem.v, problem.gate, problem.landmark, problem.amplitude)
+    layout, numbers = layout_of(problem), (problem.scale, problem.context_length, splits)
+    if torch.compiler.is_compiling() or isinstance(problem.q, FakeTensor):
+        traced: tuple[Tensor, Tensor] = torch.ops.gape.decode(*tensors, *layout, *numbers)
         return traced
     # A captured graph may run beside others: it cannot count on tickets that outlive a call.
-    capturing = call.q.is_cuda and torch.cuda.is_current_stream_capturing()
-    return _launch(call, splits, direct, tickets=not capturing)
+    capturing = problem.q.is_cuda and torch.cuda.is_current_stream_capturing()
+    return _launch(direct, tensors, layout, *numbers, tickets=not capturing)
 
 
 @operator("gape::decode")
@@ -318,40 +300,22 @@ def decode(
     mask: Tensor | None, causal: bool, scale: float, context_length: float, splits: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`run` as compilers see it."""
-    call = Call(
-        q, k, v, gate, landmark, amplitude, q_positions, k_positions, q_documents, k_documents, mask, causal, scale,
-        context_length,
-    )  # fmt: skip
-    return _launch(call, splits, traceable, tickets=False)
-
-
-def as_call(problem: Problem) -> Call:
-    """The problem as the operator of torch takes it."""
-    visibility, q = problem.visibility, problem.q
-
-    def full(side: Tensor | None, *sizes: int) -> Tensor | None:
-        return None if side is None else side.expand(q.size(0), *sizes)
-
-    return Call(
-        q, problem.k, problem.v, problem.gate, problem.landmark, problem.amplitude,
-        full(visibility.q_positions, -1), full(visibility.k_positions, -1),
-        full(visibility.q_documents, -1), full(visibility.k_documents, -1),
-        full(visibility.attn_mask, q.size(1), visibility.n_q, visibility.n_k), visibility.is_causal,
-        problem.scale, problem.context_length,
-    )  # fmt: skip
+    layout = Layout(q_positions, k_positions, q_documents, k_documents, mask, causal)
+    return _launch(traceable, (q, k, v, gate, landmark, amplitude), layout, scale, context_length, splits)
 
 
 def _launch(
-    call: Call, splits: int | None, form: Callable[[Any], Any], *, tickets: bool
+    form: Callable[[Any], Any], tensors: tuple[Tensor, ...], layout: Layout, scale: float, context_length: float,
+    splits: int | None, *, tickets: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs and log-sum-exps by kernels in a `form` to launch; a second one merges the parts without tickets."""
-    q = call.q
-    (batch, n_heads, n_q, d), (_, n_key_heads, n_k, d_v) = q.shape, call.v.shape
+    q, v = tensors[0], tensors[2]
+    (batch, n_heads, n_q, d), (_, n_key_heads, n_k, d_v) = q.shape, v.shape
     out = torch.empty(batch, n_heads, n_q, d_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, n_heads, n_q, dtype=torch.float32, device=q.device)
     if out.numel() == 0 or n_k == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    tile, rows = _tile_for(call), n_heads // n_key_heads * n_q
+    tile, rows = _tile_for(q, v, layout), n_heads // n_key_heads * n_q
     block_m = min(tile.rows, max(16, power_of_two(rows)))
     row_tiles, tiles = -(-rows // block_m), -(-n_k // tile.keys)
     if splits is None:
@@ -364,15 +328,16 @@ def _launch(
     splits = -(-n_k // span)
     parts = torch.empty(batch * n_heads * n_q, splits, d_v, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(batch * n_heads * n_q, splits, dtype=torch.float32, device=q.device)
-    # A pointer that is never followed stands in for tickets that are not there.
+    # A pointer that is never followed stands in for what is not there.
     ticket = stream_tickets(batch * n_key_heads * row_tiles, q.device) if merge else lse
     width, value_width = (max(16, power_of_two(x)) for x in (d, d_v))
     form(_decode_kernel)[(splits, batch * n_key_heads, row_tiles)](
         # Logits are in base 2.
         parts, part_lse, ticket, out, lse, span, n_key_heads, n_k, d, d_v,
-        call.scale * LOG2E, LOG2E / call.context_length, 1 / LOG2E, *_arguments(call), n_heads // n_key_heads, n_q,
-        CAUSAL=call.causal, HAS_POSITIONS=call.q_positions is not None, HAS_DOCUMENTS=call.q_documents is not None,
-        HAS_MASK=call.mask is not None, PARTIAL_D=d != width, PARTIAL_V=d_v != value_width, MERGE=merge, PARTS=PARTS,
+        scale * LOG2E, LOG2E / context_length, 1 / LOG2E, *tensors, *(q if x is None else x for x in layout[:5]),
+        *(stride for x in tensors for stride in x.stride()), *strides_of(*layout[:4]),
+        *strides_of(layout.mask, axes=4), n_heads // n_key_heads, n_q,
+        **layout.flags, PARTIAL_D=d != width, PARTIAL_V=d_v != value_width, MERGE=merge, PARTS=PARTS,
         BLOCK_M=block_m, BLOCK_N=tile.keys, BLOCK_D=width, BLOCK_V=value_width,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -383,21 +348,10 @@ def _launch(
     return out, lse
 
 
-def _tile_for(call: Call) -> Tile:
-    kind = "float32" if call.q.dtype == torch.float32 else width_kind(call.q.size(3), call.v.size(3))
+def _tile_for(q: Tensor, v: Tensor, layout: Layout) -> Tile:
+    tile = TILES["float32" if q.dtype == torch.float32 else width_kind(q.size(3), v.size(3))]
     # Where pairs lie in a mask, each takes registers of its own.
-    tile = TILES[kind]
-    return tile if call.mask is None else tile._replace(keys=max(16, tile.keys // 2))
-
-
-def _arguments(call: Call) -> list[Any]:
-    """Tensors and strides of a call in the order of the kernel."""
-    strides = [s for x in call[:6] for s in x.stride()]
-    for side in (call.q_positions, call.k_positions, call.q_documents, call.k_documents):
-        strides += (0, 0) if side is None else side.stride()
-    strides += (0, 0, 0, 0) if call.mask is None else call.mask.stride()
-    # A pointer that is never followed stands in for what is not there.
-    return [*(call.q if x is None else x for x in call[:11]), *strides]
+    return tile if layout.mask is None else tile._replace(keys=max(16, tile.keys // 2))
 
 
 _tickets: dict[tuple[torch.device, int], Tensor] = {}
