@@ -113,11 +113,14 @@ def _calls(
     drawn = bias is not None or rates is not None or sdpa.draws_mask(visibility, q)
     for start, stop in sdpa.chunks(visibility.n_q, sdpa.MASK_ROWS if drawn else None):
         part = visibility.rows(start, stop)
-        values = None
+        values, rows, keys = None, slice(start, stop), slice(part.n_k)
         if bias is not None or rates is not None:
-            rows, keys = slice(start, stop), slice(part.n_k)
-            i, j = (x[..., some] for x, some in zip(visibility.positions(), (rows, keys), strict=True))
-            values = bias(i, j) if bias is not None else rate_bias(rates[0][..., rows], rates[1][..., keys], i, j)
+            i, j = visibility.positions()
+            i, j = i[..., rows], j[..., keys]
+            if bias is not None:
+                values = bias(i, j)
+            elif rates is not None:
+                values = rate_bias(rates[0][..., rows], rates[1][..., keys], i, j)
         yield sdpa.prepare(q[:, :, start:stop], k[:, :, : part.n_k], v[:, :, : part.n_k], part, scale, values)
 
 

@@ -122,14 +122,14 @@ def _plan(
     stretches = (LOG2E / context_length, scale * LOG2E * SLACK, SLACK)
     shapes, prologue = bounded_launch(q, k, columns, by_head, content, stretches, tile)
     numbers = [torch.empty(shape, device="meta") for shape in shapes]
-    rotated = (torch.empty(x.shape, dtype=dtype, device="meta") for x in (q, k))
+    rotated_q, rotated_k = (torch.empty(x.shape, dtype=dtype, device="meta") for x in (q, k))
     out, *outs = _blank(q, v, eps)
     parts, room = [], 0
     for x in (*numbers, *outs):
         parts.append((tuple(x.shape), x.stride(), room))
         # Each begins where loads of 128 bytes may begin.
         room += -(-x.numel() // 32) * 32
-    attention = Launch(attention_fwd._fwd_kernel, *_fwd_launch(*rotated, v, CAUSAL, scale, eps))
+    attention = Launch(attention_fwd._fwd_kernel, *_fwd_launch(rotated_q, rotated_k, v, CAUSAL, scale, eps))
     return _Plan(prologue, attention, out.shape, room, parts)
 
 

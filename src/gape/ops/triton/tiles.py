@@ -61,11 +61,14 @@ CAUSAL = Layout(None, None, None, None, None, causal=True)
 def layout_of(problem: Problem) -> Layout:
     """The problem's visibility in the form that the kernels take, expanded to its full sizes."""
     visibility, batch = problem.visibility, problem.q.size(0)
-    sides = (visibility.q_positions, visibility.k_positions, visibility.q_documents, visibility.k_documents)
+    q_positions, k_positions, q_documents, k_documents = (
+        None if x is None else x.expand(batch, -1)
+        for x in (visibility.q_positions, visibility.k_positions, visibility.q_documents, visibility.k_documents)
+    )
     mask = visibility.attn_mask
     if mask is not None:
         mask = mask.expand(batch, problem.q.size(1), visibility.n_q, visibility.n_k)
-    return Layout(*(None if x is None else x.expand(batch, -1) for x in sides), mask=mask, causal=visibility.is_causal)
+    return Layout(q_positions, k_positions, q_documents, k_documents, mask, visibility.is_causal)
 
 
 def strides_of(*tensors: Tensor | None, axes: int = 2) -> list[int]:
