@@ -335,11 +335,10 @@ class Evictor:
         """The new keys of a layer that have to be stored, bool (B, Hk, n), for queries from positions `first` (B,) on.
 
         Args:
-            layer: its number.
+            layer, first: a number, and int64.
             k, exposure: (B, Hk, n, D) and (B, Hk, n).
             positions: integer (n,) or (B, n).
             keep: bool (B, Hk, n), False for pads.
-            first: int64 (B,).
         """
         chosen = self._of_layer[layer]
         if not chosen.numel():
@@ -357,12 +356,12 @@ class Evictor:
         """Evict keys that queries from positions `first` (B,) on can do without: of one layer, or of all.
 
         Args:
-            first: int64 (B,).
+            first: int64.
             incoming: keys that come before the next eviction, for which a budget leaves room.
-            layer: its number; None evicts from all.
+            layer: its number; None for all.
         """
-        storage = self._storage
-        for group in self._groups() if layer is None else [[layer]]:
+        storage, groups = self._storage, self._groups() if layer is None else [[layer]]
+        for group in groups:
             chosen = torch.cat([self._of_layer[number] for number in group])
             if chosen.numel():
                 self._evict(chosen, first, incoming)

@@ -106,14 +106,11 @@ class Projection:
     """What a layer is about to project: enough to say whether one pass can make its q and k ready.
 
     Attributes:
-        device: of x.
-        on_gpu: whether x is on a GPU.
+        device, on_gpu, tokens: of x.
         dtype: of q, k and v as they will be projected, autocast included.
-        tokens: N.
-        n_heads: query heads.
+        n_heads, gated: of the layer: query heads, and whether there are gates.
         content: coordinates of q and k, C.
         width: of a head, which is that of values.
-        gated: whether there are gates.
         learns: whether a gradient will be asked of x, the projection or the scheme.
         bare: whether the projection is its weights and nothing more.
     """
