@@ -15,7 +15,7 @@ from torch import Tensor
 from gape.ops.paged import Pages
 from gape.ops.prologue import Reading, Step, tables_of
 from gape.ops.triton.custom_ops import direct
-from gape.ops.triton.paged import DTYPES, PAGE, integers, room_of, slot_addresses, tile_widths
+from gape.ops.triton.paged import DTYPES, PAGE, integers, slot_addresses, tile_widths
 from gape.ops.triton.split_bias import sigmoid, softplus
 from gape.ops.triton.tiles import single
 
@@ -142,7 +142,7 @@ def decode_prologue(
     """:func:`gape.ops.prologue.decode_prologue`."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, _, d = q.shape
-    key_heads, room = room_of(pages)
+    _, key_heads, room = pages.addresses.shape
     out = torch.empty(batch, heads, 1, d, dtype=pages.layout.dtype, device=q.device)
     rate = torch.empty(batch, heads, 1, dtype=torch.float32, device=q.device)
     # What is never read stands in for what is not there.

@@ -397,7 +397,7 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`gape.ops.paged.paged_attention` by kernels; `splits` programs at most for a sequence and tile of rows."""
     batch, heads, n, d = q.shape
-    key_heads, room = room_of(pages)
+    _, key_heads, room = pages.addresses.shape
     out = torch.empty(batch, heads, n, pages.layout.value_width, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, n, dtype=torch.float32, device=q.device)
     if not lse.numel():
@@ -406,7 +406,10 @@ def paged_attention(
     flags, row_tiles = _sizes(pages, rows)
     count, per_step = batch * key_heads * row_tiles, MERGED // flags["BLOCK_V"]
     splits = _splits(count, room, n, per_step, q.device) if splits is None else splits
-    parts, part_lse = _workspace(out, splits)
+    # No room where there is one part.
+    in_parts = lse.numel() if splits > 1 else 0
+    parts = torch.empty(in_parts, splits, out.size(-1), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(in_parts, splits, dtype=torch.float32, device=q.device)
     few = splits > 1 and min(rows, flags["BLOCK_M"]) * -(-splits // per_step) <= MERGE_STEPS
     tickets = _tickets(count, q.device, tickets) if few else None
     visit = torch.empty(count, room, dtype=torch.int64, device=q.device) if eps else lse
@@ -436,7 +439,7 @@ def write_keys(
     """:func:`gape.ops.paged.write_keys` in one launch."""
     if not k.shape[:3].numel():
         return
-    _, room = room_of(pages)
+    room = pages.addresses.size(-1)
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     positions = integers(positions)
     # What is never read stands in for slots that are not there.
@@ -469,7 +472,7 @@ def _write_launch(
 
 def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`gape.ops.paged.read_keys` in one launch."""
-    layout, (batch, heads, m), (_, room) = pages.layout, slots.shape, room_of(pages)
+    layout, (batch, heads, m), room = pages.layout, slots.shape, pages.addresses.size(-1)
     k = torch.empty(*slots.shape, layout.key_width, dtype=layout.dtype, device=slots.device)
     v = torch.empty(*slots.shape, layout.value_width, dtype=layout.dtype, device=slots.device)
     exposure = torch.empty(slots.shape, dtype=torch.float32, device=slots.device)
@@ -482,19 +485,6 @@ def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
             heads, m, room, tiles, T=tokens, **tile_widths(pages.layout), num_warps=4,
         )  # fmt: skip
     return k, v, exposure, positions
-
-
-def room_of(pages: Pages) -> tuple[int, int]:
-    """Key heads of a row and pages that each has room for."""
-    _, key_heads, room = pages.addresses.shape
-    return key_heads, room
-
-
-def _workspace(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Room for parts of outputs (B, Hq, n, Dv) and for their log-sum-exps; nothing where there is one part."""
-    rows = out.shape[:3].numel() if splits > 1 else 0
-    parts = torch.empty(rows, splits, out.size(-1), dtype=torch.float32, device=out.device)
-    return parts, torch.empty(rows, splits, dtype=torch.float32, device=out.device)
 
 
 def integers(positions: Tensor) -> Tensor:
