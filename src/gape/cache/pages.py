@@ -74,7 +74,7 @@ class PagedStorage:
         # Layers whose number of keys is being copied from the device, the copy, and the event that ends it.
         self._pending_counts: list[tuple[int, Tensor, Any]] = []
         self._slabs: list[Tensor] = []
-        self._addresses = np.zeros(0, dtype=np.int64)
+        self._locate_pages()
         self._free = np.zeros(0, dtype=np.int64)
         # Of each layer, until a table or a slab takes the place of another.
         self._views: list[Pages] = []
@@ -91,7 +91,7 @@ class PagedStorage:
         for name in ("counts", "_owned", "_table", "_free"):
             setattr(clone, name, getattr(self, name).copy())
         clone._pending_counts, clone._views = [], []
-        clone._addresses = np.concatenate([clone._page_addresses(slab) for slab in clone._slabs] or [self._addresses])
+        clone._locate_pages()
         clone._upload()
         return clone
 
@@ -149,7 +149,10 @@ class PagedStorage:
             return False
         if int(wanted.max()) > self.width:
             self._widen(int(wanted.max()))
-        numbers = self._take(int(missing.sum()))
+        count = int(missing.sum())
+        if count > self._free.size:
+            self._grow(count - self._free.size)
+        numbers, self._free = self._free[:count], self._free[count:]
         # Of sequence s the places from owned[s] to owned[s] + missing[s].
         places = np.arange(self.width)
         new = (places >= owned[..., None]) & (places < (owned + missing)[..., None])
@@ -267,13 +270,6 @@ class PagedStorage:
         self._forget_pages()
         self._upload()
 
-    def _take(self, count: int) -> Any:
-        """Numbers of free pages, taken off the free list."""
-        if count > self._free.size:
-            self._grow(count - self._free.size)
-        numbers, self._free = self._free[:count], self._free[count:]
-        return numbers
-
     def _grow(self, missing: int) -> None:
         total = self._addresses.size
         first = _FIRST_PAGES * int(np.prod(self.shape))
@@ -288,14 +284,15 @@ class PagedStorage:
                 slab[:total] = self._slabs[0]
                 self._slabs = [slab]
         self._views = []
-        self._addresses = np.concatenate([self._page_addresses(each) for each in self._slabs])
+        self._locate_pages()
         self._free = np.concatenate([self._free, np.arange(total, total + pages)])
         if len(self._slabs) == 1:
             # It may have taken the place of another.
             self._upload()
 
-    def _page_addresses(self, slab: Tensor) -> Any:
-        return slab.data_ptr() + self.layout.nbytes * np.arange(slab.size(0), dtype=np.int64)
+    def _locate_pages(self) -> None:
+        each = [slab.data_ptr() + self.layout.nbytes * np.arange(slab.size(0)) for slab in self._slabs]
+        self._addresses = np.concatenate(each) if each else np.zeros(0, dtype=np.int64)
 
     def _widen(self, width: int) -> None:
         """Room for so many pages in the block tables, and some more."""
