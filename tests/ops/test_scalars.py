@@ -54,12 +54,10 @@ def compiled(kernel, told):
 
 
 for kernel in (attention_fwd._fwd_kernel, attention_bwd._bwd_dq_kernel, attention_bwd._bwd_dkv_kernel):
-    for skips in (False, True):
-        compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS)
+    compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": True} | BLOCKS)
 for kernel in (tiles._query_norms_kernel, tiles._key_bounds_kernel):
     compiled(kernel, {"BLOCK": 64} | BLOCKS)
-for merge in (False, True):
-    compiled(decode._decode_kernel, dict.fromkeys(FLAGS, False) | {"MERGE": merge, "PARTS": 16} | BLOCKS)
+compiled(decode._decode_kernel, dict.fromkeys(FLAGS, False) | {"MERGE": True, "PARTS": 16} | BLOCKS)
 compiled(decode._combine_kernel, {"PARTS": 16} | BLOCKS)
 for name in ("_prologue_fwd_kernel", "_prologue_bwd_kernel", "_prologue_bounded_kernel"):
     text = compiled(getattr(prologue_kernels, name), PROLOGUE)
