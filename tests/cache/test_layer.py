@@ -64,8 +64,8 @@ def check_promise(seed: int, length: int) -> int:
 
 
 def test_no_query_loses_more_than_eps() -> None:
-    evicted = [check_promise(seed, 13) for seed in range(6)]
-    assert sum(each < 0 for each in evicted) > 4
+    evicted = [check_promise(seed, 13) for seed in range(4)]
+    assert sum(each < 0 for each in evicted) > 2
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_queries_of_a_new_kind_lose_no_more_than_is_realised(bounds: str) -> Non
 
 
 def test_a_key_goes_at_its_horizon_and_not_before() -> None:
-    gpt = model(n_kv_head=4, options={"gate_floor": 48.0, "init_landmark_bias": -40.0})
+    gpt = model(n_layer=1, n_kv_head=4, options={"gate_floor": 48.0, "init_landmark_bias": -40.0})
     cache, eps = ForgettingCache(gpt, eps=2e-3), 1e-3
     with witnessed(cache) as witnesses:
         read(gpt, cache, tokens(1, 200), [1] * 200)
@@ -143,7 +143,9 @@ def test_rounding_is_allowed_for(dtype: torch.dtype, bounds: str) -> None:
     assert max(max(keys) for keys in cache.num_keys) < 300
 
 
-@pytest.mark.parametrize(("budget", "floor"), [({"max_keys": 128}, 24.0), ({"max_bytes": 200_000}, 0.0)])
+@pytest.mark.parametrize(
+    ("budget", "floor"), [pytest.param({"max_keys": 128}, 24.0, marks=pytest.mark.slow), ({"max_bytes": 200_000}, 0.0)]
+)
 def test_what_a_budget_costs_is_realised(budget: dict[str, int], floor: float) -> None:
     gpt = model(options={"gate_floor": floor, "init_landmark_bias": -2.0}, n_layer=1)
     cache = ForgettingCache(gpt, **budget)

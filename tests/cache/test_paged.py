@@ -114,10 +114,10 @@ def test_local_heads_take_no_more_bytes_as_tokens_come() -> None:
 @pytest.mark.parametrize(
     ("budget", "sizes"),
     [
-        ({"max_keys": 128}, [100, *[1] * 60]),
+        pytest.param({"max_keys": 128}, [100, *[1] * 60], marks=pytest.mark.slow),
         ({"max_keys": 128}, [600, 7, 7, 7, 1, 300]),
         ({"max_bytes": 500_000}, [200, 1, 40, 100, 1, 1]),
-        ({"max_bytes": 500_000}, [127, *[9] * 40]),
+        pytest.param({"max_bytes": 500_000}, [127, *[9] * 40], marks=pytest.mark.slow),
     ],
 )
 @torch.no_grad()

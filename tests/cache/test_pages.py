@@ -99,7 +99,7 @@ class Both:
             assert positions[at][there].tolist() == [self.positions[each] for each in cached]
             longest = float(k[at][there].norm(dim=-1).amax()) if cached else 0.0
             assert float(storage.key_norm[place]) >= longest * (1 - 1e-6)
-        owned = storage.table[storage.table >= 0].tolist()
+        owned = storage.addresses[storage.addresses != 0].tolist()
         assert len(owned) == len(set(owned))
         assert storage.nbytes == len(owned) * storage.layout.nbytes <= storage.reserved_bytes
         assert storage.room() >= 0

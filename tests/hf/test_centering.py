@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 import gape.hf
 from gape.cache.eviction import EvictionRule

@@ -103,11 +103,7 @@ def test_padding_side_does_not_matter() -> None:
         positions = torch.arange(63)[None] - pads[0]
         real = (positions >= 0) & (positions < 40)
         out = gape.gated_attention(
-            **padded,
-            **alone.options,
-            q_positions=positions,
-            k_positions=positions,
-            attn_mask=real[:, None, None],
+            **padded, **alone.options, q_positions=positions, k_positions=positions, attn_mask=real[:, None, None]
         )
         torch.testing.assert_close(out[:, :, real[0]], expected, atol=1e-12, rtol=1e-12, msg=side)
 

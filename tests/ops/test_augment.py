@@ -95,9 +95,16 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
 
 
-@pytest.mark.parametrize("learns", [False, True], ids=["inference", "training"])
+#: Of these also with one anchor among the quick tests.
+ONE_ANCHOR = ("one token", "odd width", "blocks", "rates that saturate")
+
+
+@pytest.mark.parametrize(
+    ("name", "learns"),
+    [pytest.param(name, False, marks=[pytest.mark.slow] * (name not in ONE_ANCHOR)) for name in SHAPES]
+    + [(name, True) for name in SHAPES],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SHAPES)
 def test_numbers_are_those_of_torch(
     name: str, dtype: torch.dtype, learns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +127,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=[pytest.mark.slow] * (x in ("token first", "every other token"))) for x in LAYOUTS]
+)
 def test_any_strides(layout: str) -> None:
     given = problem((2, 4, 2, 20, 20, 24), torch.float16)
     q, k = (LAYOUTS[layout](*x.shape) for x in (given.q, given.k))
@@ -224,7 +233,14 @@ def test_split_is_the_same_without_triton(name: str, learns: bool, monkeypatch: 
         assert_close(got, want, REPEATED)
 
 
-@pytest.mark.parametrize(("dim", "heads"), [(64, (2, 2)), (80, (2, 1)), (96, (2, 2)), (112, (3, 1)), (128, (2, 1))])
+@pytest.mark.parametrize(
+    ("dim", "heads"),
+    [
+        (80, (2, 1)),
+        (112, (3, 1)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((64, (2, 2)), (96, (2, 2)), (128, (2, 1)))),
+    ],
+)
 def test_errors_are_those_of_plain_attention(dim: int, heads: tuple[int, int]) -> None:
     """At most twice as far from float64, over a thousand tokens of steep gates."""
     case = random_case(

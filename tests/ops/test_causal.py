@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gape.cache.gpt import gpt_specs
 from gape.cache.layer import gate_readings
-from gape.ops.causal import causal_attention, projected_attention
+from gape.ops.paged import causal_attention
+from gape.ops.prologue import projected_attention
 from tests.models.tiny import model
 
 pytest.importorskip("triton")

@@ -205,14 +205,12 @@ def test_no_keys_give_zeros() -> None:
     assert (lse == -torch.inf).all()
 
 
-def test_refuses_what_it_cannot() -> None:
-    case = random_case(n_q=1, n_k=9)
-    with pytest.raises(ValueError, match=r"^q: .*float64"):
-        decode.run(problem(case, torch.float64))
-    learning = problem(case, torch.float32)
-    learning.gate.requires_grad_()
-    with pytest.raises(ValueError, match=r"^q: .*no_grad"):
-        decode.run(learning)
+@pytest.mark.parametrize(("dtype", "learns", "why"), [(torch.float64, False, "float64"), (None, True, "backward")])
+def test_refuses_what_it_cannot(dtype: torch.dtype | None, learns: bool, why: str) -> None:
+    tensors = random_case(n_q=1, n_k=9, dtype=dtype or torch.float32).tensors
+    tensors["gate"].requires_grad_(learns)
+    with pytest.raises(ValueError, match=rf"^impl: .*{why}"):
+        gated_attention(**tensors, context_length=32, impl="decode")
 
 
 @pytest.mark.gpu

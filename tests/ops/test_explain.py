@@ -64,7 +64,7 @@ def test_queries_too_far_apart_are_explained_and_refused() -> None:
 
 def test_explain_refuses_what_the_operator_refuses() -> None:
     case = random_case()
-    with pytest.raises(ValueError, match=r"^dropout: "):
+    with pytest.raises(TypeError, match="dropout"):
         gape.explain(**case.tensors, **case.options, dropout=0.1)
     for name in ("fast", "flex", "anchored"):
         with pytest.raises(ValueError, match=r"^impl: "):

@@ -56,7 +56,7 @@ def cached(
     addresses = begin[table // count] + table % count * layout.nbytes
     slab = slabs[0] if len(slabs) == 1 else slabs[0][:0]
     pages = Pages(
-        layout, slab, table, addresses, torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        layout, slab, addresses, torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         torch.zeros(rows, heads, device=DEVICE),
     )  # fmt: skip
     k, v = (torch.randn(rows, heads, most, dim, dtype=torch.float64).to(DEVICE, dtype) for dim in (key_dim, value_dim))
@@ -176,13 +176,13 @@ def test_reads_what_was_written(name: str) -> None:
     given = cached([[5, 0], [100, 64]], 58, 44, dtype, way=way)
     pages, n = given.pages, 40
     k, v, exposure = given.k[:, :, :n], given.v[:, :, :n], given.exposure[:, :, :n]
-    slots = torch.stack([torch.randperm(pages.table.size(-1) * PAGE)[:n] for _ in range(4)]).view(2, 2, n)
+    slots = torch.stack([torch.randperm(pages.addresses.size(-1) * PAGE)[:n] for _ in range(4)]).view(2, 2, n)
     slots = slots.int().to(DEVICE)
-    slots[0, 1, ::3], slots[1, 0, 7] = -1, PAGE * pages.table.size(-1)
-    pages.table[0, 0, 1], pages.addresses[0, 0, 1] = -1, 0
+    slots[0, 1, ::3], slots[1, 0, 7] = -1, PAGE * pages.addresses.size(-1)
+    pages.addresses[0, 0, 1] = 0
     write, read = (kernels.write_keys, kernels.read_keys) if way == "kernel" else (paged.plain_write, paged.plain_read)
     write(pages, k, v, exposure, torch.arange(n, device=DEVICE), slots)
-    there = (slots >= 0) & (slots < PAGE * pages.table.size(-1))
+    there = (slots >= 0) & (slots < PAGE * pages.addresses.size(-1))
     there[0, 0] &= slots[0, 0] // PAGE != 1
     got_k, got_v, got_u, got_j = read(pages, slots)
     assert torch.equal(got_k[..., :58], k * there.unsqueeze(-1))
@@ -214,7 +214,7 @@ def test_keys_follow_those_that_are_there(name: str) -> None:
     assert torch.equal(given.pages.lengths, before)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_skipped_pages_hold_no_more_than_eps(splits: int) -> None:
     """Values of pages that need not be read are not a number: read, they would show."""
     eps, given = 1e-3, cached([[320, 64 * 20 + 5]], 16, 16, torch.float32, way="kernel")
@@ -262,37 +262,6 @@ def test_one_function_for_every_device() -> None:
     assert all(torch.equal(*pair) for pair in zip(paged.read_keys(given.pages, slots), some, strict=True))
 
 
-BAD: dict[str, Any] = {
-    "q: ": lambda x, q, c, i: paged.paged_attention(q[:, :3], c, i, x.pages, scale=1.0),
-    "q: .*as the pages": lambda x, q, c, i: paged.paged_attention(q.float(), c, i, x.pages, scale=1.0),
-    "rate: ": lambda x, q, c, i: paged.paged_attention(q, c[:, :1], i, x.pages, scale=1.0),
-    "positions: ": lambda x, q, c, i: paged.paged_attention(q, c, i.double(), x.pages, scale=1.0),
-    "prior: ": lambda x, q, c, i: paged.paged_attention(q, c, i, x.pages, scale=1.0, prior=(q[:1], c)),
-    "eps: .*without prior": lambda x, q, c, i: paged.paged_attention(q, c, i, x.pages, scale=1.0, eps=0.1),
-    "pages.slab: ": lambda x, q, c, i: paged.paged_attention(
-        q, c, i, x.pages._replace(slab=x.pages.slab[:0]), scale=1.0
-    ),
-    "k: ": lambda x, q, c, i: paged.write_keys(x.pages, x.k[:1], x.v, x.exposure, x.positions),
-    "v: ": lambda x, q, c, i: paged.write_keys(x.pages, x.k, x.v[:, :, :1], x.exposure, x.positions),
-    "exposure: ": lambda x, q, c, i: paged.write_keys(x.pages, x.k, x.v, x.exposure[0], x.positions),
-    "slots: ": lambda x, q, c, i: paged.read_keys(x.pages, x.positions),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_arguments(message: str) -> None:
-    given = cached(RAGGED, 16, 16, torch.float64)
-    with pytest.raises(ValueError, match=rf"^{message}"):
-        BAD[message](given, *queries(given, 2, 3))
-
-
-def test_kernels_want_contiguous_tables() -> None:
-    given = cached(RAGGED, 16, 16, torch.float32, way="kernel")
-    pages = given.pages._replace(addresses=given.pages.addresses[:, :, ::2])
-    with pytest.raises(ValueError, match=r"^pages.addresses: .*contiguous"):
-        kernels.paged_attention(*queries(given, 1, 1), pages, scale=SCALE)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("groups", "n"), [(1, 1), (4, 1), (2, 3), (3, 200)])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 80), (256, 256)], ids=str)
@@ -337,7 +306,7 @@ def test_sizes_beyond_31_bits_on_a_gpu() -> None:
     assert slab.numel() > 2**31
     table = torch.randperm(count, device=DEVICE).int().view(rows, heads, 2)
     pages = Pages(
-        layout, slab, table, slab.data_ptr() + table.long() * layout.nbytes,
+        layout, slab, slab.data_ptr() + table.long() * layout.nbytes,
         torch.full((rows, heads), 65, dtype=torch.int32, device=DEVICE), torch.zeros(rows, heads, device=DEVICE),
     )  # fmt: skip
     k = torch.randn(rows, heads, 65, 64, device=DEVICE).bfloat16()

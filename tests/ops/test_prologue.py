@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -109,7 +109,7 @@ def test_writes_what_the_steps_write(base: str, n: int, width: int, dtype: torch
     ("base", "n", "heads", "dtype"),
     [
         ("rope", 33, (4, 2), torch.bfloat16),
-        ("nope", 20, (3, 1), torch.float16),
+        pytest.param("nope", 20, (3, 1), torch.float16, marks=pytest.mark.slow),
         ("mixed", 18, (6, 3), torch.float16),
     ],
     ids=str,
@@ -156,24 +156,17 @@ def test_without_gates_it_only_turns() -> None:
         torch.testing.assert_close(x, scheme.base.queries(y, torch.arange(20, device=DEVICE))[0])
 
 
-def test_refuses_what_does_not_fit() -> None:
+def test_refuses_angles_that_do_not_fit() -> None:
     scheme = layer("rope")
     q, k = projected(scheme, 8, torch.float16)
-    with pytest.raises(ValueError, match=r"^q: "):
-        prologue.prologue(q.double(), k, None, None, scale=SCALE)
-    with pytest.raises(ValueError, match=r"^k: "):
-        prologue.prologue(q, k[:, :, :4], None, None, scale=SCALE)
     cos, sin = angles(scheme, 8)
-    for wrong in (angles(scheme, 9), (cos[:, :12], sin[:, :12]), (cos, sin[:, :13])):
-        with pytest.raises(ValueError, match=r"^angles: "):
-            prologue.prologue(q, k, wrong, None, scale=SCALE)
-    reading = scheme.reading(q.device)
-    with pytest.raises(ValueError, match=r"^reading: "):
-        prologue.prologue(q, k, None, reading, scale=SCALE)
-    wide = [prologue.spread(x, WIDTH) for x in (q, k)]
-    for other in ({"gate_weight": reading.gate_weight[:2]}, {"floor": reading.floor.double()}):
-        with pytest.raises(ValueError, match=rf"^reading.{next(iter(other))}: "):
-            prologue.prologue(*wide, None, replace(reading, **other), scale=SCALE)
+    for wrong in (angles(scheme, 9), (cos[:, :12], sin[:, :12]), (cos, sin[:, :13]), (cos.double(), sin)):
+        for attend in (prologue.prologue, partial(prologue.projected_attention, v=k, eps=0.1)):
+            with pytest.raises(ValueError, match=r"^angles: "):
+                attend(q, k, angles=wrong, reading=None, scale=SCALE)
+    wide = [torch.stack([x, x]) for x in (cos, sin)]
+    with pytest.raises(ValueError, match=r"^angles: rows"):
+        prologue.prologue(q, k, (*wide, torch.zeros(5, dtype=torch.int32)), None, scale=SCALE)
 
 
 def test_angles_are_kept_for_the_next_layer_and_only_where_they_last() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,28 +12,33 @@ import gape
 from gape.models.skipping import skip
 from gape.ops import prologue
 from gape.positions.gated import Gated
-from tests.ops.test_prologue import DEVICE, SCALE, angles, layer, projected
+from tests.ops.test_prologue import DEVICE, SCALE, WIDTH, angles, layer, projected
 
 pytest.importorskip("triton")
-from gape.ops.triton import attention
+from gape.ops.triton.attention import attend_projected
+from gape.ops.triton.configs import tiles_for
+from gape.ops.triton.prologue import bounded_launch, bounded_tables
+from gape.ops.triton.tiles import LOG2E, SLACK
 
 FLOORS = [0.0, 1.0, 2.0, 0.5]
-NAMES = ("q", "k", "v", "rate", "exposure", "reach", "k_reach", "u_least")
 
 
 def prepared(scheme: Gated, q: Tensor, k: Tensor, width: int) -> dict[str, Tensor]:
-    """What the kernel is given, rows brought into the order of the steps."""
-    given: list[Tensor] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "fwd_bounded", lambda *told: (given.extend(told[:8]), told[:4])[1])
-        wide = (prologue.spread(x, width) for x in (q, k))
-        attention.projected(*wide, k, angles(scheme, q.size(2)), scheme.reading(q.device), scale=SCALE, eps=0.1)
+    """What attention is given, rows brought into the order of the steps. What is never written is not a number."""
+    q, k = (prologue.spread(x, width) for x in (q, k))
+    turns, reading = angles(scheme, q.size(2)), scheme.reading(q.device)
+    columns, by_head = (None, False) if turns is None else (turns[0].size(-1), len(turns) == 3)
+    stretches, tile = (LOG2E / scheme.context_length, SCALE * LOG2E * SLACK, SLACK), tiles_for(q, k, "fwd", skip=True)
+    shapes, launch = bounded_launch(q, k, columns, by_head, scheme.head_dim, stretches, tile["BLOCK_N"])
+    rows = [torch.full(x.shape, torch.nan, dtype=x.dtype, device=DEVICE) for x in (q, k)]
+    numbers = [torch.full(shape, torch.nan, device=DEVICE) for shape in shapes]
+    launch(q, k, *bounded_tables(q, turns, reading), *rows, *numbers)
     low, edge = scheme.head_dim // 2, width // 2
     order = [*range(low), *range(edge, edge + low)]
-    for x in given[:2]:
+    for x in rows:
         assert not x[..., [m for m in range(width) if m not in order]].any()
-    given[:2] = (x[..., order] for x in given[:2])
-    return dict(zip(NAMES, given, strict=True))
+    given = [*(x[..., order] for x in rows), *numbers]
+    return dict(zip(("q", "k", "rate", "exposure", "reach", "k_reach", "u_least"), given, strict=True))
 
 
 def by_steps(scheme: Gated, q: Tensor, k: Tensor) -> dict[str, Tensor]:
@@ -60,7 +64,7 @@ def test_makes_what_the_steps_make(base: str, n: int, heads: tuple[int, int], wi
     got, want = prepared(scheme, q, k, width), by_steps(scheme, q, k)
     for name in ("q", "k"):
         torch.testing.assert_close(got[name], want[name])
-    rate = want["amplitude"][:, None] * want["gate"] / scheme.context_length * attention.LOG2E
+    rate = want["amplitude"][:, None] * want["gate"] / scheme.context_length * LOG2E
     torch.testing.assert_close(got["rate"], rate, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got["exposure"], 1 - want["landmark"], rtol=1e-5, atol=1e-6)
 
@@ -74,9 +78,9 @@ def test_bounds_are_those_of_the_rows_that_attention_reads(n: int, dtype: torch.
     q, k = (torch.linalg.vector_norm(got[name].double(), dim=-1) for name in ("q", "k"))
     tiles = [slice(start, start + 64) for start in range(0, n, 64)]
     longest = torch.stack([k[..., tile].amax(-1) for tile in tiles], -1)
-    for name, norms in {"reach": q * SCALE * attention.LOG2E, "k_reach": longest}.items():
+    for name, norms in {"reach": q * SCALE * LOG2E, "k_reach": longest}.items():
         assert (got[name].double() >= norms).all(), name
-        torch.testing.assert_close(got[name].double(), norms * attention.SLACK, rtol=2e-6, atol=0)
+        torch.testing.assert_close(got[name].double(), norms * SLACK, rtol=2e-6, atol=0)
     assert torch.equal(got["u_least"], torch.stack([got["exposure"][..., tile].amin(-1) for tile in tiles], -1))
 
 
@@ -92,13 +96,15 @@ def test_attends_and_skips_as_the_steps_do(n: int, eps: float) -> None:
     want = gape.detailed_attention(**by_steps(scheme, q, k), v=v, **told)
     wide = [prologue.spread(x, 32) for x in (q, k)]
     given = (*wide, v, angles(scheme, n), scheme.reading(q.device))
-    out, lse, _, visits, _ = attention.projected(*given, scale=SCALE, eps=eps)
-    torch.testing.assert_close(out, want.out, rtol=0, atol=2e-3)
-    torch.testing.assert_close(lse / attention.LOG2E, want.lse, rtol=0, atol=2e-3)
+    got = prologue.projected_attention(*given, scale=SCALE, eps=eps)
+    torch.testing.assert_close(got.out, want.out, rtol=0, atol=2e-3)
+    torch.testing.assert_close(got.lse, want.lse, rtol=0, atol=2e-3)
     if eps:
         assert want.visited < 0.8
-        assert abs(float(visits.sum()) / attention._visible_tiles(*wide, v) - float(want.visited)) < 0.05
-    assert torch.equal(prologue.bounded_attention(*given, scale=SCALE, eps=eps), out)
+        visits, size = attend_projected(*given, scale=SCALE, eps=eps)[-1], tiles_for(q, v, "fwd", skip=True)
+        rows, columns = size["BLOCK_M"], size["BLOCK_N"]
+        visible = sum(-(-min(start + rows, n) // columns) for start in range(0, n, rows))
+        assert abs(float(visits.sum(-1).mean()) / visible - float(want.visited)) < 0.05
 
 
 @torch.no_grad()
@@ -114,49 +120,12 @@ def test_what_is_not_a_number_keeps_its_tile() -> None:
 @torch.no_grad()
 def test_samples_that_one_launch_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     scheme, found = layer("rope"), []
-    for most in (65_535, 1):
+    q, k = (prologue.spread(x, WIDTH) for x in projected(scheme, 20, torch.float16))
+    given = (q, k, k, angles(scheme, 20), scheme.reading(q.device))
+    for most in (65_535, scheme.n_heads):
         monkeypatch.setattr("gape.ops.triton.custom_ops.MOST_PROGRAMS", most)
-        found.append(prepared(scheme, *projected(scheme, 20, torch.float16), 32))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in NAMES)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [[(1, 20), (1, 33), (1, 47)], pytest.param([(2, 20), (3, 20), (5, 20)], marks=pytest.mark.slow)],
-    ids=["length", "batch"],
-)
-@torch.no_grad()
-def test_compiles_in_one_graph_for_all_sizes(sizes: list[tuple[int, int]]) -> None:
-    from torch._dynamo.testing import CompileCounter
-
-    torch._dynamo.reset()
-    scheme, counter = layer("rope"), CompileCounter()
-    width = prologue.whole_rows(scheme.head_dim, 4, scheme.head_dim)
-
-    def attended(q: Tensor, k: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        return prologue.bounded_attention(q, k, k, turns, scheme.reading(q.device), scale=SCALE, eps=0.1)
-
-    compiled = torch.compile(attended, backend=counter, fullgraph=True)
-    for batch, n in sizes:
-        q, k = (x[:1].repeat(batch, 1, 1, 1) for x in projected(scheme, n, torch.float16))
-        given = (prologue.spread(q, width), prologue.spread(k, width), angles(scheme, n))
-        torch.testing.assert_close(compiled(*given), attended(*given))
-    assert counter.frame_count <= 2
-
-
-def test_refuses_what_does_not_fit() -> None:
-    scheme = layer("rope")
-    q, k = projected(scheme, 8, torch.float16)
-    reading, told = scheme.reading(q.device), {"scale": SCALE, "eps": 0.1}
-    with pytest.raises(ValueError, match=r"^q: "):
-        prologue.bounded_attention(q.double(), k, k, None, reading, **told)
-    for v, eps, name in ((k[:, :, 1:], 0.1, "v"), (k.float(), 0.1, "v"), (k, 1.0, "eps")):
-        with pytest.raises(ValueError, match=rf"^{name}: "):
-            prologue.bounded_attention(q, k, v, None, reading, scale=SCALE, eps=eps)
-    with pytest.raises(ValueError, match=r"^reading: .*up to 24"):
-        prologue.bounded_attention(q[..., :24], k[..., :24], k, None, reading, **told)
-    with pytest.raises(ValueError, match=r"^reading.floor: "):
-        prologue.bounded_attention(q, k, k, None, replace(reading, floor=reading.floor[:2]), **told)
+        found.append(prologue.projected_attention(*given, scale=SCALE, eps=0.1))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def attention_layer(**changed: object) -> gape.GAPEAttention:
@@ -198,15 +167,19 @@ OTHERS = {
     "hooks on a gate": lambda one: one.gates.gate_projection.register_forward_hook(lambda module, given, out: out * 2),
     "landmarks are kept": lambda one: setattr(one, "keep_landmark", True),
     "others listen": lambda one: setattr(one, "stepwise", True),
+    "compiled": None,
 }
 
 
 @pytest.mark.parametrize("prepare", OTHERS.values(), ids=OTHERS)
 def test_others_go_step_by_step(
-    prepare: Callable[[gape.GAPEAttention], object], monkeypatch: pytest.MonkeyPatch
+    prepare: Callable[[gape.GAPEAttention], object] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = attention_layer()
-    prepare(one)
+    if prepare is None:
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    else:
+        prepare(one)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert one.explain(tokens(20)).prologue == "steps"
 

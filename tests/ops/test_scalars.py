@@ -17,7 +17,7 @@ import sys
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from gape.ops.triton import attention_bwd, attention_fwd, decode_kernels, prologue_kernels, tiles
+from gape.ops.triton import attention_bwd, attention_fwd, decode, prologue_kernels, tiles
 
 FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "stretch", "factor", "q_stretch", "k_stretch")
 HALVES = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
@@ -54,13 +54,11 @@ def compiled(kernel, told):
 
 
 for kernel in (attention_fwd._fwd_kernel, attention_bwd._bwd_dq_kernel, attention_bwd._bwd_dkv_kernel):
-    for skips in (False, True):
-        compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": skips} | BLOCKS)
+    compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": True} | BLOCKS)
 for kernel in (tiles._query_norms_kernel, tiles._key_bounds_kernel):
     compiled(kernel, {"BLOCK": 64} | BLOCKS)
-for merge in (False, True):
-    compiled(decode_kernels._decode_kernel, dict.fromkeys(FLAGS, False) | {"MERGE": merge, "PARTS": 16} | BLOCKS)
-compiled(decode_kernels._combine_kernel, {"PARTS": 16} | BLOCKS)
+compiled(decode._decode_kernel, dict.fromkeys(FLAGS, False) | {"MERGE": True, "PARTS": 16} | BLOCKS)
+compiled(decode._combine_kernel, {"PARTS": 16} | BLOCKS)
 for name in ("_prologue_fwd_kernel", "_prologue_bwd_kernel", "_prologue_bounded_kernel"):
     text = compiled(getattr(prologue_kernels, name), PROLOGUE)
     print(sum("f64" in line for line in text.splitlines() if "tt.func" not in line))

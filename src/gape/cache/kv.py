@@ -45,14 +45,14 @@ class KVCache:
     """
 
     def __init__(self, capacity: int = 0) -> None:
-        self._stores: dict[str, _Store] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._capacity = capacity
         self.length = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is cached, room to grow left out."""
-        return sum(store.view(self.length).nbytes for store in self._stores.values())
+        return sum(self._part(x).nbytes for x in self._buffers.values())
 
     @property
     def side(self) -> Tensor | None:
@@ -79,31 +79,24 @@ class KVCache:
                 side on one part only, positions left out after explicit ones).
         """
         batch, added = k.size(0), k.size(2)
-        if positions is None and "positions" in self._stores:
+        if positions is None and "positions" in self._buffers:
             raise ValueError("positions: got None, expected positions, since cached tokens have explicit ones")
-        stores = dict(self._stores)
+        buffers = dict(self._buffers)
         if positions is not None:
             positions = positions.to(torch.int64).expand(batch, added)
-            if self.length and "positions" not in stores:
+            if self.length and "positions" not in buffers:
                 counted = torch.arange(self.length, device=k.device).expand(batch, -1)
-                stores["positions"] = _Store(counted, self._capacity)
-                stores["positions"].write(0, counted)
+                buffers["positions"] = _written(None, 0, counted, self._capacity)
         parts = {"k": k, "v": v, "side": side, "positions": positions, "documents": documents}
         for name, part in parts.items():
-            self._check(name, part, stores.get(name))
+            self._check(name, part, buffers.get(name))
         for name, part in parts.items():
             if part is not None:
-                if name not in stores:
-                    stores[name] = _Store(part, self._capacity)
-                stores[name].write(self.length, part)
+                buffers[name] = _written(buffers.get(name), self.length, part, self._capacity)
         # Nothing counts before this: a call that breaks off above leaves the cache as it was.
-        self._stores, self.length = stores, self.length + added
+        self._buffers, self.length = buffers, self.length + added
         return CachedKeys(
-            k=stores["k"].view(self.length),
-            v=stores["v"].view(self.length),
-            side=self._view("side"),
-            positions=self._view("positions"),
-            documents=self._view("documents"),
+            self._part(buffers["k"]), self._part(buffers["v"]), *map(self._view, ("side", "positions", "documents"))
         )
 
     def truncate(self, length: int) -> None:
@@ -116,19 +109,23 @@ class KVCache:
             raise invalid_argument("length", length, f"a whole number from 0 to {self.length}, the tokens cached")
         if length == 0:
             # An empty cache goes with anything: other sizes, explicit positions or none.
-            self._stores = {}
+            self._buffers = {}
         self.length = length
 
-    def _view(self, name: str) -> Tensor | None:
-        store = self._stores.get(name)
-        return None if store is None else store.view(self.length)
+    def _part(self, buffer: Tensor) -> Tensor:
+        """What counts of a buffer."""
+        return buffer.narrow(_axis(buffer), 0, self.length)
 
-    def _check(self, name: str, part: Tensor | None, store: _Store | None) -> None:
-        if self.length and (store is None) != (part is None):
+    def _view(self, name: str) -> Tensor | None:
+        buffer = self._buffers.get(name)
+        return None if buffer is None else self._part(buffer)
+
+    def _check(self, name: str, part: Tensor | None, buffer: Tensor | None) -> None:
+        if self.length and (buffer is None) != (part is None):
             given = "given" if part is not None else "left out"
             raise ValueError(f"{name}: {given}, expected as for the {self.length} tokens already cached")
-        if store is not None and part is not None and not store.fits(part):
-            raise invalid_argument(name, part, f"to go on from {described(store.view(self.length))}")
+        if buffer is not None and part is not None and not _fits(buffer, part):
+            raise invalid_argument(name, part, f"to go on from {described(self._part(buffer))}")
 
 
 class ModelCache:
@@ -195,41 +192,35 @@ class ModelCache:
             layer.truncate(length)
 
 
-class _Store:
-    """A tensor that grows along the dimension of its tokens: the third, or the second of (B, N).
+def _axis(x: Tensor) -> int:
+    """Along which tokens come: the third, or the second of (B, N)."""
+    return 1 if x.dim() == 2 else 2
 
-    Args:
-        like: what is to be stored, for its sizes, dtype and device.
-        capacity: tokens to make room for.
-    """
 
-    def __init__(self, like: Tensor, capacity: int) -> None:
-        self._dim = 1 if like.dim() == 2 else 2
-        self.buffer = self._empty(like, max(capacity, like.size(self._dim)))
+def _fits(buffer: Tensor, part: Tensor) -> bool:
+    """Whether a part may be written to a buffer, but for the room there is."""
+    ours, theirs = list(buffer.shape), list(part.shape)
+    ours[_axis(buffer)] = theirs[_axis(buffer)] = 0
+    return ours == theirs and buffer.dtype == part.dtype
 
-    @property
-    def room(self) -> int:
-        return self.buffer.size(self._dim)
 
-    def view(self, length: int) -> Tensor:
-        return self.buffer.narrow(self._dim, 0, length)
+def _written(buffer: Tensor | None, start: int, part: Tensor, capacity: int) -> Tensor:
+    """The buffer with a part from token `start` on, or a larger one with what it had before."""
+    axis = _axis(part)
+    stop = start + part.size(axis)
+    if buffer is None:
+        buffer = _empty(part, max(capacity, stop))
+    elif stop > buffer.size(axis):
+        grown = _empty(buffer, max(stop, 2 * buffer.size(axis)))
+        grown.narrow(axis, 0, start).copy_(buffer.narrow(axis, 0, start))
+        buffer = grown
+    buffer.narrow(axis, start, stop - start).copy_(part.detach())
+    return buffer
 
-    def fits(self, part: Tensor) -> bool:
-        ours, theirs = list(self.buffer.shape), list(part.shape)
-        ours[self._dim] = theirs[self._dim] = 0
-        return ours == theirs and self.buffer.dtype == part.dtype
 
-    def write(self, start: int, part: Tensor) -> None:
-        stop, room = start + part.size(self._dim), self.room
-        if stop > room:
-            grown = self._empty(self.buffer, max(stop, 2 * room))
-            grown.narrow(self._dim, 0, start).copy_(self.view(start))
-            self.buffer = grown
-        self.buffer.narrow(self._dim, start, stop - start).copy_(part.detach())
-
-    def _empty(self, like: Tensor, size: int) -> Tensor:
-        shape = list(like.shape)
-        shape[self._dim] = size
-        # Room made under inference_mode could not be written to outside of it.
-        with torch.inference_mode(False):
-            return like.new_empty(shape)
+def _empty(like: Tensor, tokens: int) -> Tensor:
+    shape = list(like.shape)
+    shape[_axis(like)] = tokens
+    # Room made under inference_mode could not be written to outside of it.
+    with torch.inference_mode(False):
+        return like.new_empty(shape)

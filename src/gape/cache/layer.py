@@ -20,11 +20,9 @@ from torch import Tensor
 
 from gape.cache.bounds import Limits
 from gape.ops.api import Plan, explain, gated_attention
-from gape.ops.causal import causal_attention, causal_in_kernels, projected_attention, projects
-from gape.ops.decode_prologue import Step, decode_prologue, prologue_runs
-from gape.ops.paged import paged_attention, runs_in_kernels, write_keys
+from gape.ops.paged import causal_attention, causal_in_kernels, paged_attention, runs_in_kernels, write_keys
 from gape.ops.plain import attention
-from gape.ops.prologue import GateReading
+from gape.ops.prologue import GateReading, Step, decode_prologue, projected_attention, projects, prologue_runs
 
 if TYPE_CHECKING:
     from gape.cache.paged import PagedCache
@@ -94,16 +92,9 @@ class PagedLayer:
         self.index, self.spec, self.length, self.stored = index, spec, 0, 0
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor,
-        rotate: Callable[[], Rotated],
-        *,
-        step: Step | None = None,
-        real: Tensor | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotate: Callable[[], Rotated], *,
+        step: Step | None = None, real: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Add tokens and attend to them and to everything cached.
 
         Args:
@@ -150,16 +141,9 @@ class PagedLayer:
         return Run("causal", fused=False, kernels=causal_in_kernels(q.to(layout.dtype), v), cached=cached)
 
     def explain(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor,
-        rotate: Callable[[], Rotated],
-        *,
-        step: Step | None = None,
-        real: Tensor | None = None,
-    ) -> Plan:
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotate: Callable[[], Rotated], *,
+        step: Step | None = None, real: Tensor | None = None,
+    ) -> Plan:  # fmt: skip
         """Say what :meth:`attend` would run for these arguments; nothing is added."""
         run, width = self._choose(q, k, v, step, real), (k.size(-1), v.size(-1))
         prologue = "fused" if run.fused else "steps"
@@ -182,15 +166,9 @@ class PagedLayer:
         )  # fmt: skip
 
     def _decode(
-        self,
-        run: Run,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor,
-        rotate: Callable[[], Rotated],
+        self, run: Run, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotate: Callable[[], Rotated],
         step: Step | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Write one token and attend to all pages. The token is counted later."""
         cache, scale = self._cache, self.spec.scale
         storage = cache.storage
@@ -215,16 +193,9 @@ class PagedLayer:
         return q.to(layout.dtype), k.to(layout.dtype), rate, landmark
 
     def _prefill(
-        self,
-        run: Run,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor,
-        rotate: Callable[[], Rotated],
-        step: Step | None,
-        real: Tensor | None,
-    ) -> Tensor:
+        self, run: Run, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotate: Callable[[], Rotated],
+        step: Step | None, real: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """Attend among new tokens and to the pages, and store the new keys."""
         cache = self._cache
         if run.fused and step is not None:

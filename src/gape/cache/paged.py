@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gape.cache.eviction import EvictionRule
-from gape.cache.evictor import Evictor
+from gape.cache.eviction import EvictionRule, Evictor
 from gape.cache.layer import LayerSpec, PagedLayer, gate_readings
 from gape.cache.pages import PagedStorage, idle_pages, park
 from gape.ops.inputs import working_dtype

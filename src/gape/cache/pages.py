@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gape.ops.paged import PAGE, PageLayout, Pages, plain_write, read_keys, runs_in_kernels, write_keys
+from gape.ops.paged import PAGE, PageLayout, Pages, read_keys, runs_in_kernels, write_keys
 
 #: Pages of the first slab for each sequence, and the share of all pages that a further slab adds.
 _FIRST_PAGES = 2
@@ -74,7 +74,7 @@ class PagedStorage:
         # Layers whose number of keys is being copied from the device, the copy, and the event that ends it.
         self._pending_counts: list[tuple[int, Tensor, Any]] = []
         self._slabs: list[Tensor] = []
-        self._addresses = np.zeros(0, dtype=np.int64)
+        self._locate_pages()
         self._free = np.zeros(0, dtype=np.int64)
         # Of each layer, until a table or a slab takes the place of another.
         self._views: list[Pages] = []
@@ -85,13 +85,13 @@ class PagedStorage:
         clone.graph = None
         self._take_counts()
         with torch.inference_mode(False):
-            for name in ("lengths", "key_norm", "next_position", "query_range", "tickets", "table", "addresses"):
+            for name in ("lengths", "key_norm", "next_position", "query_range", "tickets", "addresses"):
                 setattr(clone, name, getattr(self, name).clone())
             clone._slabs = [slab.clone() for slab in self._slabs]
         for name in ("counts", "_owned", "_table", "_free"):
             setattr(clone, name, getattr(self, name).copy())
         clone._pending_counts, clone._views = [], []
-        clone._addresses = np.concatenate([clone._page_addresses(slab) for slab in clone._slabs] or [self._addresses])
+        clone._locate_pages()
         clone._upload()
         return clone
 
@@ -114,15 +114,14 @@ class PagedStorage:
     def pages(self, layer: int) -> Pages:
         """The pages of a layer as attention reads them."""
         if not self._views:
-            parts, slab = (self.table, self.addresses, self.lengths, self.key_norm), self._slab
+            parts, slab = (self.addresses, self.lengths, self.key_norm), self._slab
             self._views = [Pages(self.layout, slab, *views) for views in zip(*parts, strict=True)]
         return self._views[layer]
 
     def _pages_of(self, sequences: Tensor) -> Pages:
         """The pages of some sequences, int64 (s,), as those of s rows with one key head."""
-        parts = (self.table, self.addresses, self.lengths, self.key_norm)
-        table, addresses, lengths, key_norm = (x.flatten(0, 2)[sequences].unsqueeze(1) for x in parts)
-        return Pages(self.layout, self._slab, table, addresses, lengths, key_norm)
+        parts = (x.flatten(0, 2)[sequences].unsqueeze(1) for x in (self.addresses, self.lengths, self.key_norm))
+        return Pages(self.layout, self._slab, *parts)
 
     @property
     def _slab(self) -> Tensor:
@@ -150,7 +149,10 @@ class PagedStorage:
             return False
         if int(wanted.max()) > self.width:
             self._widen(int(wanted.max()))
-        numbers = self._take(int(missing.sum()))
+        count = int(missing.sum())
+        if count > self._free.size:
+            self._grow(count - self._free.size)
+        numbers, self._free = self._free[:count], self._free[count:]
         # Of sequence s the places from owned[s] to owned[s] + missing[s].
         places = np.arange(self.width)
         new = (places >= owned[..., None]) & (places < (owned + missing)[..., None])
@@ -167,11 +169,7 @@ class PagedStorage:
             exposure: (B, Hk, n).
             positions: integer (n,) or (B, n).
         """
-        if self.in_kernels:
-            from gape.ops.triton.paged import write_keys as write  # noqa: PLC0415
-        else:
-            write = plain_write
-        write(self.pages(layer), k, v, exposure, positions)
+        write_keys(self.pages(layer), k, v, exposure, positions)
 
     def advance(self, tokens: int) -> None:
         """Count so many keys more in every sequence."""
@@ -272,13 +270,6 @@ class PagedStorage:
         self._forget_pages()
         self._upload()
 
-    def _take(self, count: int) -> Any:
-        """Numbers of free pages, taken off the free list."""
-        if count > self._free.size:
-            self._grow(count - self._free.size)
-        numbers, self._free = self._free[:count], self._free[count:]
-        return numbers
-
     def _grow(self, missing: int) -> None:
         total = self._addresses.size
         first = _FIRST_PAGES * int(np.prod(self.shape))
@@ -288,17 +279,20 @@ class PagedStorage:
                 slab = torch.empty(pages, self.layout.nbytes, dtype=torch.uint8, device=self.device)
                 self._slabs.append(slab)
             else:
-                # PyTorch reads pages by number, from one tensor.
+                # PyTorch reads pages of one tensor.
                 slab = torch.empty(total + pages, self.layout.nbytes, dtype=torch.uint8, device=self.device)
                 slab[:total] = self._slabs[0]
                 self._slabs = [slab]
         self._views = []
-        addresses = self._addresses if self.in_kernels else self._addresses[:0]
-        self._addresses = np.concatenate([addresses, self._page_addresses(slab)])
+        self._locate_pages()
         self._free = np.concatenate([self._free, np.arange(total, total + pages)])
+        if len(self._slabs) == 1:
+            # It may have taken the place of another.
+            self._upload()
 
-    def _page_addresses(self, slab: Tensor) -> Any:
-        return slab.data_ptr() + self.layout.nbytes * np.arange(slab.size(0), dtype=np.int64)
+    def _locate_pages(self) -> None:
+        each = [slab.data_ptr() + self.layout.nbytes * np.arange(slab.size(0)) for slab in self._slabs]
+        self._addresses = np.concatenate(each) if each else np.zeros(0, dtype=np.int64)
 
     def _widen(self, width: int) -> None:
         """Room for so many pages in the block tables, and some more."""
@@ -307,25 +301,20 @@ class PagedStorage:
         table[..., :old] = self._table
         self._table, self.width, self._views = table, width, []
         with torch.inference_mode(False):
-            self.table = torch.full(table.shape, -1, dtype=torch.int32, device=self.device)
             self.addresses = torch.zeros(table.shape, dtype=torch.int64, device=self.device)
         if old:
             self._upload()
 
     def _upload(self, layer: int | None = None) -> None:
-        """Bring the block table of a layer, or those of all, to the device."""
+        """Bring the block table of a layer, or those of all, to the device, without waiting for it."""
         part = _part(layer)
         numbers = self._table[part]
-        self._copy(numbers.astype(np.int32), self.table[part])
-        if self._addresses.size:
-            self._copy(np.where(numbers >= 0, self._addresses[np.maximum(numbers, 0)], 0), self.addresses[part])
-        else:
+        if not self._addresses.size:
             self.addresses[part].zero_()
-
-    def _copy(self, numbers: Any, target: Tensor) -> None:
-        """Bring numbers to the device without waiting for it."""
-        source = torch.from_numpy(numbers)
-        target.copy_(source.pin_memory() if self.device.type == "cuda" else source, non_blocking=True)
+            return
+        source = torch.from_numpy(np.where(numbers >= 0, self._addresses[np.maximum(numbers, 0)], 0))
+        source = source.pin_memory() if self.device.type == "cuda" else source
+        self.addresses[part].copy_(source, non_blocking=True)
 
 
 def _part(layer: int | None) -> slice:

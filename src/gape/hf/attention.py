@@ -30,8 +30,8 @@ from gape.hf.paged import PagesForTransformers
 from gape.hf.save_load import rebuild
 from gape.models.attention_steps import QKV, AttentionLayer, Embeddings, attend_layer
 from gape.models.skipping import Skips
-from gape.ops.decode_prologue import Step
 from gape.ops.inputs import working_dtype
+from gape.ops.prologue import Step
 from gape.positions.angles import share_angles, shares_angles
 from gape.positions.base import Scheme, Side
 from gape.positions.gated import step_under

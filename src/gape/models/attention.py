@@ -19,10 +19,9 @@ from gape.models.attention_steps import QKV, Embeddings, attend_layer, last, tak
 from gape.models.skipping import Skips
 from gape.ops import Plan, available_implementations, explain, inputs, prologue
 from gape.ops.api import explain_fused
-from gape.ops.decode_prologue import Step
 from gape.ops.implementations import FusedChoice, choose_fused
 from gape.ops.inputs import learning, working_dtype
-from gape.ops.prologue import OnePass, Projection
+from gape.ops.prologue import OnePass, Projection, Step
 from gape.positions.base import Side, counted
 from gape.utils import validation
 from gape.utils.validation import invalid_argument

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gape.cache.kv import CachedKeys
 from gape.cache.layer import PagedLayer, Rotated
-from gape.ops.decode_prologue import Step
+from gape.ops.prologue import Step
 from gape.positions.base import Side
 
 QKV = tuple[Tensor, Tensor, Tensor]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from typing import Any
 
 import torch
@@ -154,9 +153,10 @@ def detailed_attention(
 
     Raises:
         ValueError: as :func:`gated_attention`, and for an implementation that does not know these things.
+        TypeError: for an argument that the operator does not have.
     """
     with leave_autocast(q, k, v) as (q, k, v):
-        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(visibility))
+        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **visibility)
         eps = validation.weight("eps", eps)
         details = IMPLEMENTATIONS[implementations.choose(problem, eps, impl, details=True).name].details
         assert details is not None
@@ -186,9 +186,10 @@ def explain(
 
     Raises:
         ValueError: as the operator would without `strict`; whether that would refuse is the plan's `quadratic`.
+        TypeError: for an argument that the operator does not have.
     """
     with leave_autocast(q, k, v) as (q, k, v):
-        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **_known(visibility))
+        problem = _problem(q, k, v, gate, landmark, amplitude, context_length, scale, check, **visibility)
         eps = validation.weight("eps", eps)
         choice = implementations.choose(problem, eps, impl)
         calls = IMPLEMENTATIONS[choice.name].calls
@@ -197,15 +198,9 @@ def explain(
 
 
 def explain_fused(
-    chosen: FusedChoice,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Angles | None,
-    reading: GateReading | None,
-    *,
+    chosen: FusedChoice, q: Tensor, k: Tensor, v: Tensor, angles: Angles | None, reading: GateReading | None, *,
     scale: float,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The plan of what `chosen.fused` would run; arguments are those of its functions."""
     call = chosen.fused.call
     calls = None if call is None else [call(q, k, v, angles, reading, scale=scale)]
@@ -229,18 +224,6 @@ def _plan(choice: Choice, pairs: str, q: Tensor, v: Tensor, calls: Iterable[sdpa
     )  # fmt: skip
 
 
-#: Arguments that say who sees whom.
-_VISIBILITY = frozenset(signature(inputs.visibility).parameters) - {"q", "k"}
-
-
-def _known(visibility: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, if they say no more than who sees whom."""
-    unknown = set(visibility) - _VISIBILITY
-    if unknown:
-        raise ValueError(f"{sorted(unknown)[0]}: not an argument, expected one of {sorted(_VISIBILITY)}")
-    return visibility
-
-
 # Asking torch which devices have autocast would break a compiled graph in torch 2.11 and earlier.
 _AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 
@@ -260,20 +243,11 @@ def leave_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    landmark: Tensor,
-    amplitude: Tensor,
-    context_length: float,
-    scale: float | None,
-    check: bool,
-    **pairs: Any,
-) -> Problem:
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, landmark: Tensor, amplitude: Tensor, context_length: float,
+    scale: float | None, check: bool, **pairs: Any,
+) -> Problem:  # fmt: skip
     inputs.heads(q, k, v)
-    batch, n_heads, n_q, width = q.shape
-    _, n_kv_heads, n_k, _ = k.shape
+    (batch, n_heads, n_q, width), (_, n_kv_heads, n_k, _) = q.shape, k.shape
     inputs.floats("gate", gate, (batch, n_heads, n_q), q.device, "(B, Hq, Nq)")
     inputs.floats("landmark", landmark, (batch, n_kv_heads, n_k), q.device, "(B, Hk, Nk)")
     inputs.floats("amplitude", amplitude, (n_heads,), q.device, "(Hq,)")
@@ -284,13 +258,8 @@ def _problem(
         inputs.position_values("k_positions", visibility.k_positions)
     dtype = bias_dtype(q.dtype)
     return Problem(
-        q=q,
-        k=k,
-        v=v,
-        gate=gate.to(dtype),
-        landmark=landmark.to(dtype),
-        amplitude=amplitude.to(dtype),
+        q=q, k=k, v=v, gate=gate.to(dtype), landmark=landmark.to(dtype), amplitude=amplitude.to(dtype),
         context_length=validation.positive_number("context_length", context_length),
         scale=width**-0.5 if scale is None else validation.positive_number("scale", scale),
         visibility=visibility,
-    )
+    )  # fmt: skip

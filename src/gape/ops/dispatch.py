@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import get_type_hints
 
 from gape.ops.inputs import Problem
 from gape.utils.validation import invalid_argument
@@ -56,11 +57,6 @@ class Rule:
         return same and meant and width <= self.dim_at_most and problem.visibility.n_k >= self.length_at_least
 
 
-_EXAMPLE = Rule(
-    device="", dtype="", gradient=False, eps=False, dim_at_most=0, length_at_least=0, impl="", reason=""
-)  # fmt: skip
-
-
 def load(path: Path, names: Collection[str]) -> tuple[Rule, ...]:
     """The rules of a table.
 
@@ -76,7 +72,7 @@ def load(path: Path, names: Collection[str]) -> tuple[Rule, ...]:
         entries = tomllib.loads(path.read_text(encoding="utf-8")).get("rule", [])
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"GAPE_DISPATCH: cannot read {path}, expected a table of rules: {error}") from error
-    types = {field.name: type(getattr(_EXAMPLE, field.name)) for field in fields(Rule)}
+    types = get_type_hints(Rule)
     needed = {field.name for field in fields(Rule) if field.default is MISSING}
     for entry in entries:
         wrong = sorted((set(entry) - set(types)) | (needed - set(entry)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,12 +104,7 @@ class Visibility:
             parts.append((self.q_documents.unsqueeze(-1) == self.k_documents.unsqueeze(-2))[:, None])
         if self.attn_mask is not None:
             parts.append(self.attn_mask)
-        if not parts:
-            return None
-        mask = parts[0]
-        for part in parts[1:]:
-            mask = mask & part
-        return mask
+        return functools.reduce(torch.logical_and, parts) if parts else None
 
 
 def _cut(mask: Tensor | None, dim: int, start: int, stop: int) -> Tensor | None:
@@ -171,15 +167,9 @@ class Problem:
             q_positions, k_positions = visibility.positions()
             visibility = replace(visibility, q_positions=q_positions, k_positions=k_positions)
         visibility = visibility.rows(start, stop)
-        return replace(
-            self,
-            q=self.q[:, :, start:stop],
-            k=self.k[:, :, : visibility.n_k],
-            v=self.v[:, :, : visibility.n_k],
-            gate=self.gate[:, :, start:stop],
-            landmark=self.landmark[:, :, : visibility.n_k],
-            visibility=visibility,
-        )
+        q, gate = (x[:, :, start:stop] for x in (self.q, self.gate))
+        k, v, landmark = (x[:, :, : visibility.n_k] for x in (self.k, self.v, self.landmark))
+        return replace(self, q=q, k=k, v=v, gate=gate, landmark=landmark, visibility=visibility)
 
     @property
     def rate(self) -> Tensor:
@@ -210,15 +200,14 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FURTHEST = 2**46
 
 
-def floats(name: str, x: Any, shape: tuple[int, ...] | None, device: torch.device, what: str) -> Tensor:
-    """A floating tensor on `device`, of `shape` when one is given."""
+def floats(name: str, x: Any, shape: tuple[int, ...], device: torch.device, what: str) -> None:
+    """A floating tensor of `shape` on `device`."""
     if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.layout != torch.strided:
         raise invalid_argument(name, x, f"a dense floating tensor {what}")
-    if shape is not None and x.shape != shape:
+    if x.shape != shape:
         raise invalid_argument(name, x, f"shape {what} = {shape}")
     if x.device != device:
         raise invalid_argument(name, x, f"a tensor on {device}, where q is")
-    return x
 
 
 def heads(q: Any, k: Any, v: Any) -> None:
@@ -242,25 +231,17 @@ def heads(q: Any, k: Any, v: Any) -> None:
 
 def gate_values(gate: Tensor, landmark: Tensor, amplitude: Tensor) -> None:
     """The ranges of the gates; reads the data, which waits for the device."""
-    if not bool(((gate >= 0) & gate.isfinite()).all()):
-        raise invalid_argument("gate", gate, "values that are finite and not negative")
+    for name, x in (("gate", gate), ("amplitude", amplitude)):
+        if not bool(((x >= 0) & x.isfinite()).all()):
+            raise invalid_argument(name, x, "values that are finite and not negative")
     if not bool(((landmark >= 0) & (landmark <= 1)).all()):
         raise invalid_argument("landmark", landmark, "values between 0 and 1")
-    if not bool(((amplitude >= 0) & amplitude.isfinite()).all()):
-        raise invalid_argument("amplitude", amplitude, "values that are finite and not negative")
 
 
 def visibility(
-    q: Tensor,
-    k: Tensor,
-    *,
-    q_positions: Any = None,
-    k_positions: Any = None,
-    q_documents: Any = None,
-    k_documents: Any = None,
-    attn_mask: Any = None,
-    is_causal: Any = True,
-) -> Visibility:
+    q: Tensor, k: Tensor, *, q_positions: Any = None, k_positions: Any = None, q_documents: Any = None,
+    k_documents: Any = None, attn_mask: Any = None, is_causal: Any = True,
+) -> Visibility:  # fmt: skip
     """Check everything that says who sees whom, fill in defaults."""
     batch, n_q, n_k, device = q.size(0), q.size(2), k.size(2), q.device
     k_positions = positions("k_positions", k_positions, batch, n_k, device)
@@ -275,16 +256,11 @@ def visibility(
         missing = "k_documents" if k_documents is None else "q_documents"
         raise ValueError(f"{missing}: got None, expected ids, since the other side's documents are given")
     return Visibility(
-        n_q=n_q,
-        n_k=n_k,
-        device=device,
-        q_positions=q_positions,
-        k_positions=k_positions,
+        n_q=n_q, n_k=n_k, device=device, q_positions=q_positions, k_positions=k_positions,
         q_documents=documents("q_documents", q_documents, batch, n_q, device),
         k_documents=documents("k_documents", k_documents, batch, n_k, device),
-        attn_mask=mask(attn_mask, (batch, q.size(1), n_q, n_k), device),
-        is_causal=flag("is_causal", is_causal),
-    )
+        attn_mask=mask(attn_mask, (batch, q.size(1), n_q, n_k), device), is_causal=flag("is_causal", is_causal),
+    )  # fmt: skip
 
 
 def positions(name: str, x: Any, batch: int, n: int, device: torch.device) -> Tensor | None:

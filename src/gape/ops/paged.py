@@ -2,7 +2,8 @@
 
 A page has room for 64 keys of one sequence, one key head of one row. Each key is stored as it enters the dot product,
 with its value, its exposure u = 1 − landmark and its position. Queries come later than every cached key, so there is no
-causality and no mask here: query i sees all keys of its sequence under the bias −c_i·u_j·(i − j).
+causality and no mask here: query i sees all keys of its sequence under the bias −c_i·u_j·(i − j). The tokens of a
+prompt attend to each other first, :func:`causal_attention`, and both parts are merged.
 
 Here stands the contract and an implementation in plain PyTorch for any device and dtype. Kernels of
 :mod:`gape.ops.triton.paged` run on a GPU in half precision and float32.
@@ -15,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gape.ops.inputs import INTEGERS, bias_dtype
-from gape.ops.limits import HALVES, HAS_TRITON, TRITON_WIDTH
-from gape.utils.validation import invalid_argument, weight, whole
+from gape.ops.inputs import bias_dtype
+from gape.ops.limits import HALVES, HAS_TRITON, TRITON_WIDTH, triton_cannot
 
 #: Keys of a page.
 PAGE = 64
@@ -67,8 +67,7 @@ class PageLayout(NamedTuple):
 
 def page_layout(key_dim: int, value_dim: int, dtype: torch.dtype) -> PageLayout:
     """The layout for keys and values of these widths, each rounded up to a multiple of 8."""
-    wide = [-(-whole(name, x) // 8) * 8 for name, x in (("key_dim", key_dim), ("value_dim", value_dim))]
-    return PageLayout(wide[0], wide[1], dtype)
+    return PageLayout(-(-key_dim // 8) * 8, -(-value_dim // 8) * 8, dtype)
 
 
 def runs_in_kernels(layout: PageLayout, device: torch.device) -> bool:
@@ -82,16 +81,14 @@ class Pages(NamedTuple):
 
     Attributes:
         layout: of a page.
-        slab: uint8 (P, layout.nbytes), pages by number. Empty where they lie in several slabs, which only kernels read.
-        table: int32 (B, Hk, W), page numbers, −1 where there is none.
-        addresses: int64 (B, Hk, W), the same pages as addresses in the memory of their device, 0 where there is none.
+        slab: uint8 (P, layout.nbytes), all pages. Empty where they lie in several slabs, which only kernels read.
+        addresses: int64 (B, Hk, W), where each page begins in the memory of its device, 0 where there is none.
         lengths: int32 (B, Hk), keys of each sequence.
         key_norm: float32 (B, Hk), no cached key of a sequence has a larger norm.
     """
 
     layout: PageLayout
     slab: Tensor
-    table: Tensor
     addresses: Tensor
     lengths: Tensor
     key_norm: Tensor
@@ -107,17 +104,9 @@ class _Parts(NamedTuple):
 
 
 def paged_attention(
-    q: Tensor,
-    rate: Tensor,
-    positions: Tensor,
-    pages: Pages,
-    *,
-    scale: float,
-    new: int = 0,
-    prior: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-    tickets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, rate: Tensor, positions: Tensor, pages: Pages, *, scale: float, new: int = 0,
+    prior: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, tickets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of queries over all cached keys of their sequences, without gradients.
 
     Args:
@@ -137,13 +126,8 @@ def paged_attention(
     Returns:
         Output (B, Hq, n, value_width) in q's dtype and natural log-sum-exp (B, Hq, n) in float32 (float64 beside
         float64). A query without any key gets zeros and −inf.
-
-    Raises:
-        ValueError: tensors that do not fit together, or several slabs where no kernel runs; names the argument.
     """
-    _check_queries(q, rate, positions, pages, prior, weight("eps", eps))
-    new = whole("new", new, at_least=0)
-    if runs_in_kernels(pages.layout, pages.table.device):
+    if runs_in_kernels(pages.layout, pages.addresses.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
         return paged.paged_attention(
@@ -164,12 +148,8 @@ def write_keys(
         positions: integer (n,), (B, n) or (B, Hk, n).
         slots: int32 (B, Hk, n), each key's place in its sequence; None: behind those that are there. Keys are left out
             whose place is negative or has no page.
-
-    Raises:
-        ValueError: tensors that do not fit together; names the argument.
     """
-    _check_keys(pages, k, v, exposure, positions, slots)
-    if runs_in_kernels(pages.layout, pages.table.device):
+    if runs_in_kernels(pages.layout, pages.addresses.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
         paged.write_keys(pages, k, v, exposure, positions, slots)
@@ -186,31 +166,63 @@ def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
     Returns:
         Keys (B, Hk, m, key_width), values (B, Hk, m, value_width), exposures (B, Hk, m) and positions int32 (B, Hk, m).
-
-    Raises:
-        ValueError: slots of another shape or dtype.
     """
-    _check_slots(pages, slots, None)
-    if runs_in_kernels(pages.layout, pages.table.device):
+    if runs_in_kernels(pages.layout, pages.addresses.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
         return paged.read_keys(pages, slots)
     return plain_read(pages, slots)
 
 
+def causal_in_kernels(q: Tensor, v: Tensor) -> bool:
+    """Whether :func:`causal_attention` runs in a kernel, and not in PyTorch."""
+    return q.is_cuda and triton_cannot(q, v) is None
+
+
+@torch.no_grad()
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, rate: Tensor, exposure: Tensor, *, scale: float, eps: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Attention of tokens in index order, each to itself and to those before it, without gradients.
+
+    Args:
+        q, k, v: (B, Hq, n, D), (B, Hk, n, D) and (B, Hk, n, Dv), rotated.
+        rate: c_i of each query, (B, Hq, n) in float32 or float64.
+        exposure: 1 − landmark, (B, Hk, n).
+        scale: the softmax scale.
+        eps: attention that a query may lose to tiles that are not read; only kernels skip.
+
+    Returns:
+        Output (B, Hq, n, Dv) in q's dtype and natural log-sum-exp (B, Hq, n) in float32 (float64 beside float64).
+    """
+    if causal_in_kernels(q, v):
+        from gape.ops.triton.attention import causal_answer  # noqa: PLC0415
+
+        return causal_answer(q, k, v, rate, exposure, scale=scale, eps=eps)
+    dtype, n, groups = exposure.dtype, q.size(2), q.size(1) // k.size(1)
+    k, v = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (k, v))
+    exposure = exposure.repeat_interleave(groups, dim=1)
+    places = torch.arange(n, device=q.device)
+    at_once = max(1, _LOGITS // max(1, q.size(0) * q.size(1) * n))
+    outs, lses = [], []
+    for start in range(0, n, at_once):
+        rows = slice(start, start + at_once)
+        distance = places[rows, None] - places
+        logits = scale * (q[:, :, rows].to(dtype) @ k.mT)
+        logits = logits - rate[:, :, rows, None].to(dtype) * exposure.unsqueeze(2) * distance
+        logits = logits.masked_fill(distance < 0, -torch.inf)
+        lses.append(logits.logsumexp(-1))
+        outs.append(logits.softmax(-1) @ v)
+    return torch.cat(outs, dim=2).to(q.dtype), torch.cat(lses, dim=2)
+
+
 @torch.no_grad()
 def plain_attention(
-    q: Tensor,
-    rate: Tensor,
-    positions: Tensor,
-    pages: Pages,
-    *,
-    scale: float,
-    new: int = 0,
+    q: Tensor, rate: Tensor, positions: Tensor, pages: Pages, *, scale: float, new: int = 0,
     prior: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`paged_attention` in PyTorch, on any device and in any dtype; reads all pages."""
-    lengths = (pages.lengths + new).clamp(max=pages.table.size(-1) * PAGE)
+    lengths = (pages.lengths + new).clamp(max=pages.addresses.size(-1) * PAGE)
     slots = torch.arange(int(lengths.max()) if lengths.numel() else 0, dtype=torch.int32, device=q.device)
     valid = slots < lengths.unsqueeze(-1)
     k, v, u, j = plain_read(pages, torch.where(valid, slots, -1))
@@ -273,12 +285,7 @@ def plain_read(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def _dense(
-    q: Tensor,
-    rate: Tensor,
-    positions: Tensor,
-    keys: tuple[Tensor, Tensor, Tensor, Tensor],
-    valid: Tensor,
-    scale: float,
+    q: Tensor, rate: Tensor, positions: Tensor, keys: tuple[Tensor, Tensor, Tensor, Tensor], valid: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over keys (B, Hk, N, …) of which (B, Hk, N) are there, in the dtype of exposures."""
     k, v, u, j = keys
@@ -297,8 +304,6 @@ def _dense(
 
 def _parts(pages: Pages) -> _Parts:
     layout, slab = pages.layout, pages.slab
-    if not slab.size(0) and pages.table.numel() and bool((pages.table >= 0).any()):
-        raise invalid_argument("pages.slab", slab, "all pages in one slab: only kernels read several")
     if not slab.size(0):
         # A page that nobody's table names.
         slab = slab.new_zeros(1, layout.nbytes)
@@ -311,57 +316,12 @@ def _parts(pages: Pages) -> _Parts:
 
 def _numbers(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
     """The page of each slot (B, Hk, m), 0 where there is none, and whether there is one."""
-    room = pages.table.size(-1)
+    room = pages.addresses.size(-1)
     column = (slots // PAGE).long()
     inside = (slots >= 0) & (column < room)
     if not room:
         return torch.zeros_like(column), inside
-    number = pages.table.gather(-1, column.masked_fill(~inside, 0)).long()
-    valid = inside & (number >= 0)
+    address = pages.addresses.gather(-1, column.masked_fill(~inside, 0))
+    valid = inside & (address != 0)
+    number = (address - pages.slab.data_ptr()) // pages.layout.nbytes
     return number.masked_fill(~valid, 0), valid
-
-
-def _check_queries(
-    q: Tensor, rate: Tensor, positions: Tensor, pages: Pages, prior: tuple[Tensor, Tensor] | None, eps: float
-) -> None:
-    layout, (rows, key_heads, _) = pages.layout, pages.table.shape
-    if q.dim() != 4 or q.size(0) != rows or q.size(1) % max(1, key_heads) or q.size(3) > layout.key_width:
-        expected = f"({rows}, a multiple of {key_heads} heads, n, up to {layout.key_width})"
-        raise invalid_argument("q", q, expected)
-    if q.dtype != layout.dtype:
-        raise invalid_argument("q", q, f"{layout.dtype} as the pages")
-    if rate.shape != q.shape[:3]:
-        raise invalid_argument("rate", rate, f"one number for each query, {tuple(q.shape[:3])}")
-    _check_positions(positions, ((q.size(2),), (rows, q.size(2))))
-    if prior is None:
-        if eps:
-            raise invalid_argument("eps", eps, "0 without prior")
-        return
-    out, lse = prior
-    if out.shape[:3] != q.shape[:3] or out.dim() != 4 or out.size(3) > layout.value_width or lse.shape != q.shape[:3]:
-        shape = tuple(q.shape[:3])
-        raise invalid_argument("prior", out, f"output ({shape}, up to {layout.value_width}) and log-sum-exp {shape}")
-
-
-def _check_keys(pages: Pages, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, slots: Tensor | None) -> None:
-    (rows, heads, _), n = pages.table.shape, k.size(2) if k.dim() == 4 else 0
-    for name, x, width in (("k", k, pages.layout.key_width), ("v", v, pages.layout.value_width)):
-        if x.dim() != 4 or x.shape[:3] != (rows, heads, n) or x.size(3) > width:
-            raise invalid_argument(name, x, f"({rows}, {heads}, n, up to {width})")
-    if exposure.shape != k.shape[:3]:
-        raise invalid_argument("exposure", exposure, f"one number for each key, {tuple(k.shape[:3])}")
-    _check_positions(positions, ((n,), (rows, n), (rows, heads, n)))
-    if slots is not None:
-        _check_slots(pages, slots, n)
-
-
-def _check_positions(positions: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
-    if positions.dtype not in INTEGERS or positions.shape not in shapes:
-        raise invalid_argument("positions", positions, f"integers of shape {' or '.join(map(str, shapes))}")
-
-
-def _check_slots(pages: Pages, slots: Tensor, n: int | None) -> None:
-    rows, heads, _ = pages.table.shape
-    shaped = slots.dim() == 3 and slots.shape[:2] == (rows, heads) and (n is None or slots.size(2) == n)
-    if slots.dtype != torch.int32 or not shaped:
-        raise invalid_argument("slots", slots, f"int32 ({rows}, {heads}, {'m' if n is None else n})")

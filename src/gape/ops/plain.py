@@ -63,15 +63,9 @@ def attention(
     with leave_autocast(q, k, v) as (q, k, v):
         inputs.heads(q, k, v)
         visibility = inputs.visibility(
-            q,
-            k,
-            q_positions=q_positions,
-            k_positions=k_positions,
-            q_documents=q_documents,
-            k_documents=k_documents,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-        )
+            q, k, q_positions=q_positions, k_positions=k_positions, q_documents=q_documents, k_documents=k_documents,
+            attn_mask=attn_mask, is_causal=is_causal,
+        )  # fmt: skip
         if bias is not None and not callable(bias):
             raise validation.invalid_argument("bias", bias, "a function of query and key positions")
         validation.flag("strict", strict)
@@ -119,14 +113,14 @@ def _calls(
     drawn = bias is not None or rates is not None or sdpa.draws_mask(visibility, q)
     for start, stop in sdpa.chunks(visibility.n_q, sdpa.MASK_ROWS if drawn else None):
         part = visibility.rows(start, stop)
-        values = None
-        if bias is not None:
+        values, rows, keys = None, slice(start, stop), slice(part.n_k)
+        if bias is not None or rates is not None:
             i, j = visibility.positions()
-            values = bias(i[..., start:stop], j[..., : part.n_k])
-        elif rates is not None:
-            i, j = visibility.positions()
-            of_queries, of_keys = rates[0][..., start:stop], rates[1][..., : part.n_k]
-            values = rate_bias(of_queries, of_keys, i[..., start:stop], j[..., : part.n_k])
+            i, j = i[..., rows], j[..., keys]
+            if bias is not None:
+                values = bias(i, j)
+            elif rates is not None:
+                values = rate_bias(rates[0][..., rows], rates[1][..., keys], i, j)
         yield sdpa.prepare(q[:, :, start:stop], k[:, :, : part.n_k], v[:, :, : part.n_k], part, scale, values)
 
 

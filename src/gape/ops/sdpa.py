@@ -84,14 +84,7 @@ class Call:
             return "unknown"
         with self._backends():
             choice = choose(
-                self.q,
-                self.k,
-                self.v,
-                self.mask,
-                0.0,
-                self.kind == "causal",
-                scale=self.scale,
-                enable_gqa=self.grouped,
+                self.q, self.k, self.v, self.mask, 0.0, self.kind == "causal", scale=self.scale, enable_gqa=self.grouped
             )
         return _NAMES.get(int(choice), "unknown")
 
@@ -101,14 +94,9 @@ class Call:
             # Backends divide nothing by nothing; without keys every row sees nothing.
             return (self.q[..., :1] * 0).expand(-1, -1, -1, self.value_width)
         with self._backends():
+            mask = _lower_right(self.q.size(2), self.k.size(2)) if self.bare_triangle else self.mask
             out = F.scaled_dot_product_attention(
-                self.q,
-                self.k,
-                self.v,
-                attn_mask=_lower_right(self.q.size(2), self.k.size(2)) if self.bare_triangle else self.mask,
-                is_causal=self.kind == "causal",
-                scale=self.scale,
-                enable_gqa=self.grouped,
+                self.q, self.k, self.v, mask, is_causal=self.kind == "causal", scale=self.scale, enable_gqa=self.grouped
             )
         if out.requires_grad and out.is_cuda:
             out = SameLayout.apply(out)  # type: ignore[no-untyped-call]
@@ -300,10 +288,8 @@ def _refuse_or_warn(call: Call, strict: bool) -> None:
     backend = call.backend()
     if backend not in QUADRATIC or call.q.numel() == 0 or call.k.numel() == 0:
         return
-    what = (
-        f"q {tuple(call.q.shape)}, k {tuple(call.k.shape)}, v {tuple(call.v.shape)}, {call.q.dtype}, "
-        f"{call.q.device.type}, {call.kind} pairs"
-    )
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", call.q), ("k", call.k), ("v", call.v)))
+    what = f"{shapes}, {call.q.dtype}, {call.q.device.type}, {call.kind} pairs"
     if strict:
         raise ValueError(f"strict: the quadratic {backend} backend would run for {what}")
     key = (call.q.dtype, call.q.device.type, call.q.size(-1), call.v.size(-1), call.kind, call.grouped)

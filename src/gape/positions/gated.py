@@ -9,8 +9,7 @@ from torch import Tensor
 
 from gape.gates import GAPEGates, HeadProjection
 from gape.ops import gated_attention
-from gape.ops.decode_prologue import Reading, Step
-from gape.ops.prologue import Angles, GateReading, OnePass
+from gape.ops.prologue import Angles, GateReading, OnePass, Reading, Step
 from gape.positions.base import Scheme, Side
 from gape.positions.rotary import NoPE
 from gape.utils.validation import invalid_argument

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from gape.ops.columns import COLUMNS, significand_bits
 from gape.ops.triton.configs import power_of_two
-from gape.ops.triton.custom_ops import INTERPRETED, in_parts, operator, traceable
+from gape.ops.triton.custom_ops import INTERPRETED, operator, traceable
 from gape.ops.triton.split_bias import loss_gradient, rate_gradient, split_bias, steepest_rate, with_three
 
 #: Coordinates of the content that one program copies, and its warps: a thread has four loads of 16 bytes under way. The
 #: interpreter takes as long for a program whatever it has.
-COPIED = 2**18 if INTERPRETED else 4096
+COPIED = 2**15 if INTERPRETED else 4096
 WARPS = 4
 
 #: Tokens of a program of the backward pass, which reads 12 bytes of each.
-BACKWARD_TOKENS = 4096 if INTERPRETED else 128
+BACKWARD_TOKENS = 1024 if INTERPRETED else 128
 
 
 @triton.jit
@@ -145,19 +145,11 @@ def _augment_bwd_kernel(
         )  # fmt: skip
 
 
-@operator("gape::augment")
+@operator("gape::augment", batched=4)
 def augment(
-    q: Tensor,
-    k: Tensor,
-    rate: Tensor,
-    exposure: Tensor,
-    factor: float,
-    anchors: int,
-    first: int,
-    middle: int,
-    apart: int,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, rate: Tensor, exposure: Tensor, factor: float, anchors: int, first: int, middle: int,
+    apart: int, offset: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q and k with the columns of the bias behind their content, then zeros up to a multiple of eight.
 
     Args:
@@ -170,16 +162,6 @@ def augment(
     Returns:
         (B, Hq, Nq, W) and (B, Hk, Nk, W) in their dtype, contiguous.
     """
-    outputs: tuple[Tensor, Tensor] = in_parts(
-        _augment, (q, k, rate, exposure), q.size(0), 1, factor, anchors, first, middle, apart, offset
-    )
-    return outputs
-
-
-def _augment(
-    q: Tensor, k: Tensor, rate: Tensor, exposure: Tensor, factor: float, anchors: int, first: int, middle: int,
-    apart: int, offset: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     dim = q.size(-1)
     width = -(-(dim + COLUMNS) // 8) * 8
@@ -199,32 +181,12 @@ def _augment(
     return outs[0], outs[1]
 
 
-@operator("gape::augment_backward")
+@operator("gape::augment_backward", batched=4)
 def augment_backward(
-    q_grad: Tensor,
-    k_grad: Tensor,
-    rate: Tensor,
-    exposure: Tensor,
-    dim: int,
-    factor: float,
-    anchors: int,
-    first: int,
-    middle: int,
-    apart: int,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of rate and exposure, contiguous in float32, from those of the rows of :func:`augment`."""
-    outputs: tuple[Tensor, Tensor] = in_parts(
-        _augment_backward, (q_grad, k_grad, rate, exposure), rate.size(0), 1,
-        dim, factor, anchors, first, middle, apart, offset,
-    )  # fmt: skip
-    return outputs
-
-
-def _augment_backward(
     q_grad: Tensor, k_grad: Tensor, rate: Tensor, exposure: Tensor, dim: int, factor: float, anchors: int, first: int,
     middle: int, apart: int, offset: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of rate and exposure, contiguous in float32, from those of the rows of :func:`augment`."""
     rate, exposure = rate.contiguous(), exposure.contiguous()
     drate, dexposure = torch.empty_like(rate), torch.empty_like(exposure)
     if rate.numel() + exposure.numel():

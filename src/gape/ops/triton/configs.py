@@ -53,8 +53,7 @@ def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[
 @functools.cache
 def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool) -> dict[str, int]:
     width, value_width = (max(16, power_of_two(x)) for x in (width, value_width))
-    widest = max(width, value_width)
-    kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
+    kind = width_kind(width, value_width)
     if single or (skip and kind == "widest"):
         kind = "small"
     elif skip:
@@ -63,6 +62,12 @@ def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool) 
     cap = {} if tile.registers is None else {"maxnreg": tile.registers}
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": width, "BLOCK_V": value_width}
     return sizes | {"num_warps": tile.warps, "num_stages": tile.stages} | cap
+
+
+def width_kind(width: int, value_width: int) -> str:
+    """By which tiles are chosen in half precision: heads of up to 64, up to 128, and wider."""
+    widest = max(width, value_width)
+    return "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
 
 
 def power_of_two(n: int) -> int:

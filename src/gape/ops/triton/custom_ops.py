@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,36 +18,44 @@ from gape.ops.limits import MOST_PROGRAMS
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str, batched: int = 0, *, by_head: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Register a function that launches kernels; it tells shapes by itself, with tensors that hold nothing.
 
     A compiler sees through it down to the kernels. In the interpreter it is a closed box.
+
+    Args:
+        name: of the operator.
+        batched: its first so many arguments, tensors (B, H, …) or None, are cut where a launch does not take B samples.
+        by_head: whether a launch has a program for each head of a sample, and not one for each sample.
     """
 
     def register(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def cut(*arguments: Any) -> Any:
+            sizes = arguments[0].shape[: 1 + by_head]
+            return in_parts(function, arguments[:batched], *sizes, constants=arguments[batched:])
+
+        whole = cut if batched else function
         if not INTERPRETED:
-            return torch.library.triton_op(name, mutates_args={})(function)
-        box = torch.library.custom_op(name, mutates_args=())(function)
-        box.register_fake(function)
+            return torch.library.triton_op(name, mutates_args={})(whole)
+        box = torch.library.custom_op(name, mutates_args=())(whole)
+        box.register_fake(whole)
         return box
 
     return register
 
 
 def in_parts(
-    launch: Callable[..., tuple[Tensor, ...]],
-    batched: Sequence[Tensor | None],
-    batch: int,
-    programs: int,
-    *constants: Any,
-) -> Any:
+    launch: Callable[..., tuple[Tensor, ...]], batched: Sequence[Tensor | None], batch: int, programs: int = 1, *,
+    constants: Sequence[Any],
+) -> tuple[Tensor, ...]:  # fmt: skip
     """What `launch(*batched, *constants)` returns, with no more samples at a time than a launch takes.
 
     Args:
         launch: returns tensors whose first axis goes through the samples.
         batched: tensors with a first axis of samples; None stays None.
         batch: how many samples there are.
-        programs: along the second axis for each of them.
+        programs: along the second axis of a launch for each of them.
         constants: the same for all samples.
     """
     if batch * programs <= MOST_PROGRAMS:
@@ -59,39 +68,52 @@ def in_parts(
     return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
 
+class _Form:
+    """A kernel in another form to launch: form[grid](*arguments, **flags)."""
+
+    def __init__(self, launch: Callable[..., None], kernel: Any) -> None:
+        self._launch, self._kernel = launch, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, self._kernel, grid)
+
+
 def traceable(kernel: Any) -> Any:
     """The kernel in a form that operators launch."""
     if not isinstance(kernel, JITFunction):
-        return _Interpreted(kernel)
+        return _Form(_interpret, kernel)
     form = torch.library.wrap_triton(kernel)
     # Where nothing is traced, torch gives the kernel itself back.
-    return _OnItsDevice(form if form is kernel and torch.version.cuda else _Uncapped(form))
+    return _Form(_launch if form is kernel and torch.version.cuda else _launch_uncapped, form)
 
 
 def direct(kernel: Any) -> Any:
     """The kernel in a form for launches outside operators, where torch would keep a record of each traceable one."""
-    return _OnItsDevice(kernel)
+    return _Form(_launch, kernel)
 
 
-class _OnItsDevice:
-    """A kernel that runs where its first argument lies: left alone, Triton takes the current device and its stream.
+def _interpret(kernel: Any, grid: tuple[int, ...], *arguments: Any, **flags: Any) -> None:
+    """Tensors that hold nothing are left alone."""
+    if not any(isinstance(x, FakeTensor) for x in arguments if isinstance(x, Tensor)):
+        kernel[grid](*arguments, **flags)
 
-    Triton looks at every argument of every launch, which takes longer than the launch. What it has compiled for the
-    same arguments is looked up here.
+
+def _launch_uncapped(kernel: Any, grid: tuple[int, ...], *arguments: Any, **flags: Any) -> None:
+    """Without a cap of registers, which other GPUs than NVIDIA's do not have, and with products and sums fused as the
+    compiler likes: neither choice is passed on where launches are traced.
     """
+    for name in ("maxnreg", "enable_fp_fusion"):
+        flags.pop(name, None)
+    kernel[grid](*arguments, **flags)
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, **flags: Any) -> None:
-            if torch.cuda.device_count() > 1:
-                with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
-                    _launch(self.kernel, grid, arguments, flags)
-            else:
-                _launch(self.kernel, grid, arguments, flags)
-
-        return launch
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **flags: Any) -> None:
+    """Where the first argument lies: left alone, Triton takes the current device and its stream."""
+    if torch.cuda.device_count() > 1:
+        with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
+            _launch_here(kernel, grid, arguments, flags)
+    else:
+        _launch_here(kernel, grid, arguments, flags)
 
 
 #: Compiled kernels by kernel, device, launch options and arguments, and how many are remembered: sizes differ.
@@ -99,7 +121,10 @@ _COMPILED: dict[tuple[Any, ...], Any] = {}
 _MOST_COMPILED = 10_000
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], flags: dict[str, Any]) -> None:
+def _launch_here(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], flags: dict[str, Any]) -> None:
+    """Triton looks at every argument of every launch, which takes longer than the launch: what it has compiled for the
+    same arguments is looked up.
+    """
     if not isinstance(kernel, JITFunction):
         kernel[grid](*arguments, **flags)
         return
@@ -170,34 +195,3 @@ class Launch:
         if isinstance(self.kernel, JITFunction):
             names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
             self._compiled[alignment] = kernel[self.grid], (*self.numbers, *(self.flags[name] for name in names))
-
-
-class _Uncapped:
-    """A kernel without a cap of registers, which other GPUs than NVIDIA's do not have, and with products and sums fused
-    as the compiler likes: neither choice is passed on where launches are traced.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, **flags: Any) -> None:
-            for name in ("maxnreg", "enable_fp_fusion"):
-                flags.pop(name, None)
-            self.kernel[grid](*arguments, **flags)
-
-        return launch
-
-
-class _Interpreted:
-    """A kernel of the interpreter, which leaves tensors alone that hold nothing."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, **flags: Any) -> None:
-            if not any(isinstance(x, FakeTensor) for x in arguments if isinstance(x, Tensor)):
-                self.kernel[grid](*arguments, **flags)
-
-        return launch

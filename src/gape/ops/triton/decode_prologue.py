@@ -1,4 +1,4 @@
-"""The kernel behind :mod:`gape.ops.decode_prologue`: a token's gates, rotation and place in its page in one launch.
+"""The kernel of :func:`gape.ops.prologue.decode_prologue`: a token's gates, rotation and place in its page.
 
 A program has one head of q, or one head of k and v. The rotation is that of
 :meth:`gape.positions.rotary.Rotary.rotate`, bit for bit; gates are summed in another order, so that they may differ in
@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gape.ops.decode_prologue import Reading, Step
 from gape.ops.paged import Pages
-from gape.ops.prologue import tables_of
+from gape.ops.prologue import Reading, Step, tables_of
 from gape.ops.triton.custom_ops import direct
-from gape.ops.triton.paged import DTYPES, PAGE, integers, room_of, slot_addresses, tile_widths
+from gape.ops.triton.paged import DTYPES, PAGE, integers, slot_addresses, tile_widths
 from gape.ops.triton.split_bias import sigmoid, softplus
 from gape.ops.triton.tiles import single
 
@@ -137,19 +136,13 @@ def _decode_prologue_kernel(
 
 
 def decode_prologue(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    step: Step,
-    pages: Pages,
-    *,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, step: Step, pages: Pages, *, scale: float,
     measured: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """:func:`gape.ops.decode_prologue.decode_prologue`, which checks what comes in."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """:func:`gape.ops.prologue.decode_prologue`."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, _, d = q.shape
-    key_heads, room = room_of(pages)
+    _, key_heads, room = pages.addresses.shape
     out = torch.empty(batch, heads, 1, d, dtype=pages.layout.dtype, device=q.device)
     rate = torch.empty(batch, heads, 1, dtype=torch.float32, device=q.device)
     # What is never read stands in for what is not there.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -25,12 +25,18 @@ from torch import Tensor
 from gape.ops import paged
 from gape.ops.limits import DECODE_QUERIES
 from gape.ops.paged import PageLayout, Pages
-from gape.ops.triton.configs import multiprocessors, power_of_two
+from gape.ops.triton.configs import Tile, multiprocessors, power_of_two, width_kind
 from gape.ops.triton.custom_ops import Launch, direct
-from gape.ops.triton.decode import MERGE_STEPS, stream_tickets
-from gape.ops.triton.decode_kernels import last_to_finish, load_tile, merge_row, store_part, weigh
+from gape.ops.triton.decode import (
+    MERGE_STEPS,
+    last_to_finish,
+    load_tile,
+    merge_row,
+    store_part,
+    stream_tickets,
+    weigh,
+)
 from gape.ops.triton.tiles import LOG2E, SLACK, same_in_all, single
-from gape.utils.validation import invalid_argument
 
 #: Keys of a page.
 PAGE = tl.constexpr(paged.PAGE)
@@ -55,22 +61,7 @@ MERGED = 4096
 TOKENS = 32
 
 
-class Tile(NamedTuple):
-    """How one program of the attention works.
-
-    Attributes:
-        rows: queries that it has at most.
-        keys: that it takes at once, at most those of a page.
-        warps, stages: launch options.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-#: Half precision with heads of up to 64, of up to 128, wider, and float32.
+#: Half precision with heads of up to 64, of up to 128, wider, and float32. Keys are at most those of a page.
 TILES = {
     "narrow": Tile(64, 64, 4, 3),
     "wide": Tile(128, 64, 8, 3),
@@ -400,21 +391,13 @@ def _read_kv_kernel(
 
 
 def paged_attention(
-    q: Tensor,
-    rate: Tensor,
-    positions: Tensor,
-    pages: Pages,
-    *,
-    scale: float,
-    new: int = 0,
-    prior: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-    tickets: Tensor | None = None,
+    q: Tensor, rate: Tensor, positions: Tensor, pages: Pages, *, scale: float, new: int = 0,
+    prior: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, tickets: Tensor | None = None,
     splits: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`gape.ops.paged.paged_attention` by kernels; `splits` programs at most for a sequence and tile of rows."""
     batch, heads, n, d = q.shape
-    key_heads, room = room_of(pages)
+    _, key_heads, room = pages.addresses.shape
     out = torch.empty(batch, heads, n, pages.layout.value_width, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, n, dtype=torch.float32, device=q.device)
     if not lse.numel():
@@ -423,7 +406,10 @@ def paged_attention(
     flags, row_tiles = _sizes(pages, rows)
     count, per_step = batch * key_heads * row_tiles, MERGED // flags["BLOCK_V"]
     splits = _splits(count, room, n, per_step, q.device) if splits is None else splits
-    parts, part_lse = _workspace(out, splits)
+    # No room where there is one part.
+    in_parts = lse.numel() if splits > 1 else 0
+    parts = torch.empty(in_parts, splits, out.size(-1), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(in_parts, splits, dtype=torch.float32, device=q.device)
     few = splits > 1 and min(rows, flags["BLOCK_M"]) * -(-splits // per_step) <= MERGE_STEPS
     tickets = _tickets(count, q.device, tickets) if few else None
     visit = torch.empty(count, room, dtype=torch.int64, device=q.device) if eps else lse
@@ -453,7 +439,7 @@ def write_keys(
     """:func:`gape.ops.paged.write_keys` in one launch."""
     if not k.shape[:3].numel():
         return
-    _, room = room_of(pages)
+    room = pages.addresses.size(-1)
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     positions = integers(positions)
     # What is never read stands in for slots that are not there.
@@ -466,12 +452,9 @@ def write_keys(
 
 @functools.lru_cache(maxsize=256)
 def _write_launch(
-    layout: PageLayout,
-    room: int,
-    device: torch.device,
-    forms: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...],
-    has_slots: bool,
-) -> Launch:
+    layout: PageLayout, room: int, device: torch.device,
+    forms: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...], has_slots: bool,
+) -> Launch:  # fmt: skip
     """The launch of :func:`write_keys` for tensors of these shapes, strides and dtypes; `device` tells them apart."""
     (shape, k_strides, _), (v_shape, v_strides, _), (_, exposure, _), (of_positions, strides, _), (_, slots, _) = forms
     batch, heads, n, width = shape
@@ -489,7 +472,7 @@ def _write_launch(
 
 def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`gape.ops.paged.read_keys` in one launch."""
-    layout, (batch, heads, m), (_, room) = pages.layout, slots.shape, room_of(pages)
+    layout, (batch, heads, m), room = pages.layout, slots.shape, pages.addresses.size(-1)
     k = torch.empty(*slots.shape, layout.key_width, dtype=layout.dtype, device=slots.device)
     v = torch.empty(*slots.shape, layout.value_width, dtype=layout.dtype, device=slots.device)
     exposure = torch.empty(slots.shape, dtype=torch.float32, device=slots.device)
@@ -502,26 +485,6 @@ def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
             heads, m, room, tiles, T=tokens, **tile_widths(pages.layout), num_warps=4,
         )  # fmt: skip
     return k, v, exposure, positions
-
-
-def room_of(pages: Pages) -> tuple[int, int]:
-    """Key heads of a row and pages that each has room for.
-
-    Raises:
-        ValueError: what the kernels read is not contiguous.
-    """
-    for name in ("addresses", "lengths", "key_norm"):
-        if not getattr(pages, name).is_contiguous():
-            raise invalid_argument(f"pages.{name}", getattr(pages, name), "a contiguous tensor")
-    _, key_heads, room = pages.addresses.shape
-    return key_heads, room
-
-
-def _workspace(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Room for parts of outputs (B, Hq, n, Dv) and for their log-sum-exps; nothing where there is one part."""
-    rows = out.shape[:3].numel() if splits > 1 else 0
-    parts = torch.empty(rows, splits, out.size(-1), dtype=torch.float32, device=out.device)
-    return parts, torch.empty(rows, splits, dtype=torch.float32, device=out.device)
 
 
 def integers(positions: Tensor) -> Tensor:
@@ -541,12 +504,11 @@ def tile_widths(layout: PageLayout) -> dict[str, int]:
 def _sizes(pages: Pages, rows: int) -> tuple[dict[str, Any], int]:
     """Sizes and launch options of the attention for so many rows of a sequence, and the tiles of them."""
     widths = tile_widths(pages.layout)
-    widest = max(widths["BLOCK_D"], widths["BLOCK_V"])
-    kind = "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
-    tile = TILES["float32" if pages.layout.dtype == torch.float32 else kind]
+    kind = "float32" if pages.layout.dtype == torch.float32 else width_kind(widths["BLOCK_D"], widths["BLOCK_V"])
+    tile = TILES[kind]
     block_m = min(tile.rows, max(16, power_of_two(rows)))
     warps = min(4, tile.warps) if block_m <= FEW_ROWS else tile.warps
-    options = {"BLOCK_M": block_m, "BLOCK_N": tile.keys, "STEPS": paged.PAGE // tile.keys}
+    options = {"BLOCK_M": block_m, "BLOCK_N": tile.columns, "STEPS": paged.PAGE // tile.columns}
     options |= {"num_warps": warps, "num_stages": tile.stages}
     return widths | options, -(-rows // block_m)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gape.ops.columns import significand_bits
+from gape.ops.prologue import Angles, GateReading, tables_of
 from gape.ops.triton import prologue_kernels
-from gape.ops.triton.custom_ops import Launch, in_parts, operator, traceable
-
-#: Cosines, sines, the row of each head in them, and the gates' parameters in the operators' order.
-Tables = tuple[Tensor | None, ...]
+from gape.ops.triton.custom_ops import Launch, operator, traceable
 
 
 class Tile(NamedTuple):
@@ -37,25 +34,13 @@ class Tile(NamedTuple):
 TILES = {"fwd": Tile(16, 4, 2), "bwd": Tile(16, 1, 2, parts=4), "bounded": Tile(16, 4, 2)}
 
 
-@operator("gape::prepare")
+@operator("gape::prepare", batched=2)
 def prepare(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rows: Tensor | None,
-    gate_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    amplitude: Tensor | None,
-    floor: Tensor | None,
-    landmark_weight: Tensor | None,
-    landmark_bias: Tensor | None,
-    factor: float,
-    anchors: int,
-    first: int,
-    middle: int,
-    apart: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None, rows: Tensor | None,
+    gate_weight: Tensor | None, gate_bias: Tensor | None, amplitude: Tensor | None, floor: Tensor | None,
+    landmark_weight: Tensor | None, landmark_bias: Tensor | None,
+    factor: float, anchors: int, first: int, middle: int, apart: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Turn q and k and write the bias's coordinates into their gaps.
 
     Args:
@@ -74,74 +59,29 @@ def prepare(
     Returns:
         q and k, their shapes, in their dtype, contiguous.
     """
-    parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
-    outputs: tuple[Tensor, Tensor] = in_parts(
-        _prepare, (q, k), q.size(0), 1, (cos, sin, rows, *parameters), factor, anchors, first, middle, apart
-    )
-    return outputs
-
-
-def _prepare(
-    q: Tensor, k: Tensor, tables: Tables, factor: float, anchors: int, first: int, middle: int, apart: int
-) -> tuple[Tensor, Tensor]:
-    q, k = _rows(q), _rows(k)
-    cos, _, rows, gate_weight = tables[:4]
+    q, k = side_by_side(q), side_by_side(k)
     outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if q.numel():
         tile = _tile("fwd", gate_weight)
-        flags = _flags_of(q, cos, rows, gate_weight, tile) | _split_flags(q, gate_weight, anchors)
+        flags = _split_flags(q, cos, rows, gate_weight, tile, anchors)
         flags |= {"Q_HEADS": _heads(q.size(1), tile), "K_HEADS": _heads(k.size(1), tile), "BITS": significand_bits(q)}
+        tables = (cos, sin, rows, gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
         traceable(prologue_kernels._prologue_fwd_kernel)[_grid(q.shape, k.size(1), tile)](
-            q, k, *_given(q, *tables), *outs, *q.stride()[:3], *k.stride()[:3],
+            q, k, *_given(q, tables), *outs, *q.stride()[:3], *k.stride()[:3],
             q.size(1), k.size(1), q.size(2), first, middle, apart, factor, **flags,
         )  # fmt: skip
     return outs[0], outs[1]
 
 
-@operator("gape::prepare_backward")
+@operator("gape::prepare_backward", batched=4)
 def prepare_backward(
-    q_grad: Tensor,
-    k_grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rows: Tensor | None,
-    gate_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    amplitude: Tensor | None,
-    floor: Tensor | None,
-    landmark_weight: Tensor | None,
-    landmark_bias: Tensor | None,
-    factor: float,
-    anchors: int,
-    first: int,
-    middle: int,
-    apart: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q_grad: Tensor, k_grad: Tensor, q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None, rows: Tensor | None,
+    gate_weight: Tensor | None, gate_bias: Tensor | None, amplitude: Tensor | None, floor: Tensor | None,
+    landmark_weight: Tensor | None, landmark_bias: Tensor | None,
+    factor: float, anchors: int, first: int, middle: int, apart: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q and k, (B, H, N, W), and the sums (blocks, Hq + Hk, C + 2) over tokens for the parameters."""
-    parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
-    outputs: tuple[Tensor, Tensor, Tensor] = in_parts(
-        _prepare_backward, (q_grad, k_grad, q, k), q.size(0), 1, (cos, sin, rows, *parameters),
-        factor, anchors, first, middle, apart,
-    )  # fmt: skip
-    return outputs
-
-
-def _prepare_backward(
-    q_grad: Tensor,
-    k_grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    tables: Tables,
-    factor: float,
-    anchors: int,
-    first: int,
-    middle: int,
-    apart: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q_grad, k_grad, q, k = (_rows(x) for x in (q_grad, k_grad, q, k))
-    cos, _, rows, gate_weight = tables[:4]
+    q_grad, k_grad, q, k = (side_by_side(x) for x in (q_grad, k_grad, q, k))
     (batch, q_heads, n, width), k_heads = q.shape, k.size(1)
     dq, dk = (torch.empty(batch, n, heads, width, dtype=q.dtype, device=q.device) for heads in (q_heads, k_heads))
     tile = _tile("bwd", gate_weight)
@@ -150,10 +90,10 @@ def _prepare_backward(
     sums = torch.empty(blocks, q_heads + k_heads, columns, dtype=torch.float32, device=q.device)
     if q.numel():
         strides = (stride for x in (q_grad, k_grad, q, k) for stride in x.stride()[:3])
-        flags = _flags_of(q, cos, rows, gate_weight, tile) | _split_flags(q, gate_weight, anchors)
-        flags |= {"PARTS": tile.parts}
+        flags = _split_flags(q, cos, rows, gate_weight, tile, anchors) | {"PARTS": tile.parts}
+        tables = (cos, sin, rows, gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
         traceable(prologue_kernels._prologue_bwd_kernel)[_grid(q.shape, k_heads, tile)](
-            q_grad, k_grad, q, k, *_given(q, *tables), dq, dk, sums, *strides,
+            q_grad, k_grad, q, k, *_given(q, tables), dq, dk, sums, *strides,
             q_heads, k_heads, n, first, middle, apart, factor, **flags,
         )  # fmt: skip
     return dq.transpose(1, 2), dk.transpose(1, 2), sums
@@ -180,109 +120,47 @@ def _backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Any, ...]:
 prepare.register_autograd(_backward, setup_context=_setup)
 
 
-@operator("gape::prepare_bounded")
-def prepare_bounded(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rows: Tensor | None,
-    gate_weight: Tensor,
-    gate_bias: Tensor,
-    amplitude: Tensor,
-    floor: Tensor,
-    landmark_weight: Tensor,
-    landmark_bias: Tensor,
-    factor: float,
-    q_stretch: float,
-    k_stretch: float,
-    columns: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Turn q and k, read the gates, and measure what tiles of keys are judged by. Without a gradient.
-
-    Args:
-        q, k, cos, sin, rows, gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias: as
-            :func:`prepare` has them; with as many coordinates as the weights have there are no gaps.
-        factor: times which amplitude · gate is the rate.
-        q_stretch, k_stretch: times which a norm is a reach.
-        columns: keys of a tile, a power of two; 0 to measure nothing.
-
-    Returns:
-        q and k, their shapes, in their dtype, zeros in the gaps; in float32 the rate (B, Hq, N) and the exposure
-        (B, Hk, N), each query's reach (B, Hq, N), each tile's largest (B, Hk, tiles) and its least exposure, these
-        three empty where nothing is measured. All contiguous.
-    """
-    parameters = (gate_weight, gate_bias, amplitude, floor, landmark_weight, landmark_bias)
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = in_parts(
-        _prepare_bounded, (q, k), q.size(0), 1, (cos, sin, rows, *parameters), factor, q_stretch, k_stretch, columns
-    )
-    return outputs
-
-
-def _prepare_bounded(
-    q: Tensor, k: Tensor, tables: Tables, factor: float, q_stretch: float, k_stretch: float, columns: int
-) -> tuple[Tensor, ...]:
-    q, k, (cos, _, by_head, gate_weight, *_) = _rows(q), _rows(k), tables
-    assert gate_weight is not None
-    # A compiler's sizes are symbols, which cannot be looked up.
-    sizes = _bounded_sizes if all(type(size) is int for size in q.shape) else _bounded_sizes.__wrapped__
-    shapes, grid, flags = sizes(
-        TILES["bounded"], q.shape, k.size(1), columns, None if cos is None else cos.size(-1), by_head is not None,
-        gate_weight.size(1),
-    )  # fmt: skip
-    rows = (torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device))
-    numbers = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
-    if q.numel():
-        traceable(prologue_kernels._prologue_bounded_kernel)[grid](
-            q, k, *_given(q, *tables), *rows, *numbers, *bounded_numbers(q, k), factor, q_stretch, k_stretch, **flags
-        )
-    return (*rows, *numbers)
-
-
 def bounded_launch(
-    q: Tensor, k: Tensor, angles: int | None, by_head: bool, content: int, factors: tuple[float, float, float, int]
+    q: Tensor, k: Tensor, angles: int | None, by_head: bool, content: int, stretches: tuple[float, ...], columns: int
 ) -> tuple[list[tuple[int, ...]], Launch]:
-    """Shapes of the numbers that :func:`prepare_bounded` returns behind q and k, and the launch that gives all.
+    """Shapes of the numbers beside q and k that the bounded kernel writes, and its launch.
 
     Args:
         q, k: like those that are to come.
         angles: columns of cosines; None turns nothing.
         by_head: whether heads are turned in several ways.
         content: coordinates that gates read.
-        factors: the last four arguments of :func:`prepare_bounded`.
+        stretches: times which amplitude · gate is the rate, and norms of q and of k are reaches.
+        columns: keys of a tile that is judged, a power of two; 0 to measure nothing.
 
-    The launch takes q, k, what :func:`_given` makes of the tables, and what it writes.
+    The launch takes q, k, :func:`bounded_tables`, and what it writes, contiguous: q and k, turned, zeros in the gaps;
+    in float32 the rate (B, Hq, N) and the exposure (B, Hk, N), each query's reach (B, Hq, N), each tile's largest
+    (B, Hk, tiles) and its least exposure, these three empty where nothing is measured.
     """
-    *stretches, columns = factors
-    shapes, grid, flags = _bounded_sizes(TILES["bounded"], q.shape, k.size(1), columns, angles, by_head, content)
-    numbers = (*bounded_numbers(q, k), *stretches)
-    return shapes, Launch(prologue_kernels._prologue_bounded_kernel, grid, numbers, flags)
-
-
-def bounded_numbers(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """Strides and sizes as the kernel of :func:`prepare_bounded` takes them."""
-    return *q.stride()[:3], *k.stride()[:3], q.size(1), k.size(1), q.size(2)
-
-
-@functools.lru_cache(maxsize=64)
-def _bounded_sizes(
-    tile: Tile, shape: torch.Size, k_heads: int, columns: int, angles: int | None, by_head: bool, content: int
-) -> tuple[list[tuple[int, ...]], tuple[int, int], dict[str, Any]]:
-    """Shapes of the numbers that :func:`prepare_bounded` returns, grid and flags of its launch."""
-    tile, (batch, q_heads, n, width) = _of_tokens(tile, columns), shape
+    tile, (batch, q_heads, n, width), k_heads = TILES["bounded"], q.shape, k.size(1)
+    # A tile of as many tokens as one of attention's keys, if not fewer than it has, leaves as much to each thread.
+    times = max(1, columns // tile.tokens)
+    tile = tile._replace(tokens=tile.tokens * times, warps=tile.warps * times)
     tiles = _blocks(n, tile) if columns else 0
     sizes = ((q_heads, n), (k_heads, n), (q_heads, n if columns else 0), (k_heads, tiles), (k_heads, tiles))
     flags = _flags(width, n, angles, by_head, content, tile) | {"BOUNDED": columns > 0}
     flags |= {"Q_HEADS": _heads(q_heads, tile), "K_HEADS": _heads(k_heads, tile)}
-    return [(batch, *size) for size in sizes], _grid(shape, k_heads, tile), flags
+    numbers = (*q.stride()[:3], *k.stride()[:3], q_heads, k_heads, n, *stretches)
+    launch = Launch(prologue_kernels._prologue_bounded_kernel, _grid(q.shape, k_heads, tile), numbers, flags)
+    return [(batch, *size) for size in sizes], launch
 
 
-def _rows(x: Tensor) -> Tensor:
+def bounded_tables(q: Tensor, angles: Angles | None, reading: GateReading) -> list[Tensor]:
+    """What the launch of :func:`bounded_launch` takes after q and k."""
+    return _given(q, (*tables_of(angles), *reading.parameters))
+
+
+def side_by_side(x: Tensor) -> Tensor:
     """x with neighbouring coordinates side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _given(stand_in: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+def _given(stand_in: Tensor, tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
     """Contiguous tensors; one that is never read stands in for what is not there."""
     return [stand_in if x is None else x.contiguous() for x in tensors]
 
@@ -290,12 +168,6 @@ def _given(stand_in: Tensor, *tensors: Tensor | None) -> list[Tensor]:
 def _tile(kernel: str, gate_weight: Tensor | None) -> Tile:
     tile = TILES[kernel]
     return tile if gate_weight is not None else tile._replace(parts=1)
-
-
-def _of_tokens(tile: Tile, tokens: int) -> Tile:
-    """A tile of so many tokens, if not fewer than it has, that leaves as much to each thread."""
-    times = max(1, tokens // tile.tokens)
-    return tile._replace(tokens=tile.tokens * times, warps=tile.warps * times)
 
 
 def _blocks(n: int, tile: Tile) -> int:
@@ -315,11 +187,13 @@ def _grid(shape: torch.Size, k_heads: int, tile: Tile) -> tuple[int, int]:
     return groups * _blocks(shape[2], tile), shape[0]
 
 
-def _flags_of(
-    q: Tensor, cos: Tensor | None, rows: Tensor | None, gate_weight: Tensor | None, tile: Tile
+def _split_flags(
+    q: Tensor, cos: Tensor | None, rows: Tensor | None, gate_weight: Tensor | None, tile: Tile, anchors: int
 ) -> dict[str, Any]:
+    """Flags of the two kernels that know the bias's coordinates."""
     angles, content = (None if x is None else x.size(-1) for x in (cos, gate_weight))
-    return _flags(q.size(-1), q.size(2), angles, rows is not None, content, tile)
+    flags = _flags(q.size(-1), q.size(2), angles, rows is not None, content, tile)
+    return flags | {"GATED": gate_weight is not None, "ANCHORS": anchors, "LIMIT": torch.finfo(q.dtype).max / 2}
 
 
 def _flags(width: int, n: int, angles: int | None, by_head: bool, content: int | None, tile: Tile) -> dict[str, Any]:
@@ -331,7 +205,3 @@ def _flags(width: int, n: int, angles: int | None, by_head: bool, content: int |
         "T": tile.tokens, "HALF": half, "EVEN": half == edge and not n % (tile.tokens * tile.parts),
         "num_warps": max(1, tile.warps * half // 32),
     }  # fmt: skip
-
-
-def _split_flags(q: Tensor, gate_weight: Tensor | None, anchors: int) -> dict[str, Any]:
-    return {"GATED": gate_weight is not None, "ANCHORS": anchors, "LIMIT": torch.finfo(q.dtype).max / 2}

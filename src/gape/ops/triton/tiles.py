@@ -1,14 +1,16 @@
-"""What forward and backward kernels share: rows of a tile, visibility inside it, and which tiles may be skipped."""
+"""What kernels of attention share: who sees whom, rows of a tile, and which tiles may be skipped."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gape.ops.inputs import Problem
 from gape.ops.triton.configs import tiles_for
 from gape.ops.triton.custom_ops import traceable
 
@@ -25,6 +27,53 @@ NEAR_BITS = tl.constexpr(23)
 #: Neighbouring tiles that are judged at once, a bit of one number each: the more, the longer the runs of tiles whose
 #: loads are pipelined.
 GROUP = tl.constexpr(32)
+
+
+class Layout(NamedTuple):
+    """Who sees whom, as the kernels take it: tensors or None, and a flag."""
+
+    q_positions: Tensor | None
+    k_positions: Tensor | None
+    q_documents: Tensor | None
+    k_documents: Tensor | None
+    mask: Tensor | None
+    causal: bool
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """What kernels are compiled for."""
+        positions, documents = self.q_positions is not None, self.q_documents is not None
+        return {
+            "CAUSAL": self.causal, "HAS_POSITIONS": positions, "HAS_DOCUMENTS": documents,
+            "HAS_MASK": self.mask is not None,
+        }  # fmt: skip
+
+    @property
+    def plain(self) -> bool:
+        """Whether the order is that of the tensors and causality is all there is: where tiles may be skipped."""
+        return self.causal and all(x is None for x in self[:5])
+
+
+#: Tokens in index order.
+CAUSAL = Layout(None, None, None, None, None, causal=True)
+
+
+def layout_of(problem: Problem) -> Layout:
+    """The problem's visibility in the form that the kernels take, expanded to its full sizes."""
+    visibility, batch = problem.visibility, problem.q.size(0)
+    q_positions, k_positions, q_documents, k_documents = (
+        None if x is None else x.expand(batch, -1)
+        for x in (visibility.q_positions, visibility.k_positions, visibility.q_documents, visibility.k_documents)
+    )
+    mask = visibility.attn_mask
+    if mask is not None:
+        mask = mask.expand(batch, problem.q.size(1), visibility.n_q, visibility.n_k)
+    return Layout(q_positions, k_positions, q_documents, k_documents, mask, visibility.is_causal)
+
+
+def strides_of(*tensors: Tensor | None, axes: int = 2) -> list[int]:
+    """Strides of tensors with so many axes, zeros for those that are not there."""
+    return [stride for x in tensors for stride in ((0,) * axes if x is None else x.stride())]
 
 
 @triton.jit
