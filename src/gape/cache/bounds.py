@@ -82,8 +82,8 @@ def limits_of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
 
 
 def limits_of_maps(
-    attention: GAPEAttention | LayerSpec, queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], *, stretch: float = 1.0,
-    evenly: bool = True,
+    attention: GAPEAttention | LayerSpec, queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], *,
+    stretch: float = 1.0, evenly: bool = True,
 ) -> Limits:  # fmt: skip
     """Limits of a layer with q = A·z + a and k = B·z + b before any rotation, for all z of norm √E at most.
 

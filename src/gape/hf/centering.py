@@ -70,5 +70,5 @@ def _unturned(module: Any, k: Tensor) -> Tensor:
         turns = scheme is None and module.gape_wiring.family.layout.rotary and not module.without_rotation
         return torch.full((heads, width), not turns, device=k.device)
     basis = torch.eye(width, dtype=torch.float64, device=k.device).expand(1, heads, width, width)
-    turned = scheme.keys(basis, torch.ones(width, dtype=torch.int64, device=k.device))[0]
+    turned: Tensor = scheme.keys(basis, torch.ones(width, dtype=torch.int64, device=k.device))[0]
     return (turned == basis).all(-1)[0]

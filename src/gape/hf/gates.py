@@ -153,7 +153,7 @@ class RetrofitGates(GAPEGates):
     which is the paper's Γ = 1.
 
     Beside the parameters, T and hashes of the injection's settings are saved in `settings`. Loading a state with others
-    is an error, also that of an adapter. `key_center` (Hk, D) is what is taken from keys before gates read them, or None.
+    is an error, also that of an adapter. `key_center` (Hk, D), if there, is taken from keys before gates read them.
 
     Args:
         n_heads, head_dim, n_kv_heads: as in :class:`gape.GAPEGates`.
