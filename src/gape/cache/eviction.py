@@ -370,7 +370,7 @@ class Evictor:
             counts = storage.counts.reshape(-1)[torch.cat(self._of_layer).cpu().numpy()]
             mean = int(np.mean(counts)) if counts.size else 0
             self.interval = max(_LEAST_INTERVAL, mean // _INTERVAL_SHARE // PAGE * PAGE)
-        storage.settle(self.interval, layer)
+        storage.settle(min(4 * PAGE, self.interval), layer)
 
     def _groups(self) -> list[list[int]]:
         """Layers in groups whose keys may be read at once."""

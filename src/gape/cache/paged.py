@@ -261,7 +261,7 @@ class PagedCache:
     @property
     def _room(self) -> int:
         """Keys that pages are reserved for where tokens come one by one."""
-        return 4 * PAGE if self._evictor is None else self._evictor.interval
+        return 4 * PAGE if self._evictor is None else min(4 * PAGE, self._evictor.interval)
 
     def end(self, layer: PagedLayer) -> None:
         """Count the tokens of a call for a layer that has written them; the last layer counts for all."""
