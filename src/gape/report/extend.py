@@ -142,7 +142,8 @@ def _figures(summary: Mapping[str, Record]) -> Iterable[str]:
 
 def _sentence(settings: Record, minutes: float | None) -> str:
     tuned = "" if minutes is None else f", tuned in {minutes:.1f} minutes"
-    return f"Method {settings['method']}, seed {settings['seed']}, {settings['steps']:,} updates{tuned}."
+    updates = f"{settings['steps']:,} updates and {settings['long_steps']:,} in long windows"
+    return f"Method {settings['method']}, seed {settings['seed']}, {updates}{tuned}."
 
 
 def _card(title: str, settings: Record, tables: Iterable[Table], minutes: float | None) -> str:
