@@ -78,6 +78,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "forgetting-needles-short": lambda: forgetting.needles(2048),
     "generate": generate.generation,
     "extend-defaults": extend.defaults,
+    "extend-centered": extend.centered,
     "extend-needles": extend.needles,
     "extend-differences": extend.differences,
     "extend-perplexity": extend.perplexity,

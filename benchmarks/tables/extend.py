@@ -90,6 +90,18 @@ def defaults(root: Path = ROOT) -> str:
     return table(["tokens", *(f"{int(length):,}" for length in lengths)], lines)
 
 
+def centered(root: Path = ROOT) -> str:
+    """What a forgetting cache holds with keys about their mean, and without."""
+    text = (root / HOME.parent / "centered.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    lines = [
+        ["centred" if row["centered"] else "as they are",
+         *(f"{row[name]:.3f}" for name in ("prefill_s", "cache_share", "keys_per_token"))]
+        for row in rows
+    ]  # fmt: skip
+    return table(["keys", "prefill, s", "cache of full", "keys cached, of all"], lines)
+
+
 def differences(root: Path = ROOT) -> str:
     """Needles of each method less YaRN's, on the same texts and seeds, with 95% intervals over texts."""
     path = root / HOME / "rows.jsonl"
