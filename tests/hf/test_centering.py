@@ -59,7 +59,8 @@ def test_logits_stay_and_keys_are_shorter(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "changes", "options"),
-    [("llama", {}, {}), ("gemma2", {}, {"position": "nope+gape"})],
+    # In transformers 4, sdpa does not cap logits.
+    [("llama", {}, {}), ("gemma2", {"implementation": "eager"}, {"position": "nope+gape"})],
     ids=["every coordinate turns", "capped logits"],
 )
 def test_a_model_stays_as_it_is_where_moved_keys_would_change_it(family: str, changes: Any, options: Any) -> None:

@@ -173,8 +173,9 @@ def _measure_context(opened: OpenModel, settings: Settings, question: Record, lo
     autocast = torch.autocast(settings.device.type, torch.bfloat16, enabled=settings.low)
     with ProgressTable(unit="window") as table, autocast:
         scored = perplexity.score_all(
-            opened.model, settings.corpus, plan, store=_scores(opened.directory, context), of=repr(sorted(about.items(), key=str)),
-            chunk=evaluation.chunk, forgetting=settings.way.apply(opened.model),
+            opened.model, settings.corpus, plan, store=_scores(opened.directory, context),
+            of=repr(sorted(about.items(), key=str)), chunk=evaluation.chunk,
+            forgetting=settings.way.apply(opened.model),
             progress=lambda done, total: table.show(label, done, total),
         )  # fmt: skip
         table.remove(label)
