@@ -61,8 +61,11 @@ def test_from_gpt2_to_perplexity(models: Path, capsys: pytest.CaptureFixture[str
     assert [row["context"] for row in rows] == [16, 32]
     assert all(f"{row['perplexity']:.2f}" in shown for row in rows)
     assert (rows[0]["run"], rows[0]["base"], rows[0]["position"], rows[0]["step"]) == ("run", "gpt2", "p-rope+gape", 4)
+    # What a death between the rows and its end would leave.
+    Path("run/.scores-16.jsonl").touch()
     assert gape_exits(*command, "--device", "cpu") == 0
     assert len(Path("run/perplexity.jsonl").read_text().splitlines()) == 2
+    assert not Path("run/.scores-16.jsonl").exists()
     _report_shows_them(capsys)
 
 

@@ -90,6 +90,9 @@ def measure(opened: OpenModel, settings: Settings, log: Log) -> list[Record]:
         refuse_length(opened.model, missing[-1]["context"])
     for question in missing:
         _measure_context(opened, settings, question, log)
+    for question in questions:
+        # Here also where a death came between the rows and this.
+        _scores(opened.directory, question["context"]).unlink(missing_ok=True)
     return [row for question in questions for row in rows.rows(question)]
 
 
@@ -167,25 +170,28 @@ def _measure_context(opened: OpenModel, settings: Settings, question: Record, lo
         ids = ", ".join(document.id for document in plan.left_out[:5]) + (", …" if len(plan.left_out) > 5 else "")
         short = f"{len(plan.left_out)} of {len(plan.left_out) + len(plan.documents)} documents"
         log(f"{about['run']}: {short} have fewer than {plan.protocol.min_tokens:,} tokens and are left out: {ids}")
-    # The scores until there are rows of them.
-    scores = opened.directory / f".scores-{context}.jsonl"
     autocast = torch.autocast(settings.device.type, torch.bfloat16, enabled=settings.low)
     with ProgressTable(unit="window") as table, autocast:
         scored = perplexity.score_all(
-            opened.model, settings.corpus, plan, store=scores, of=repr(sorted(about.items(), key=str)),
-            chunk=evaluation.chunk, forgetting=settings.way.apply(opened.model),
+            opened.model, settings.corpus, plan, store=_scores(opened.directory, context),
+            of=repr(sorted(about.items(), key=str)), chunk=evaluation.chunk,
+            forgetting=settings.way.apply(opened.model),
             progress=lambda done, total: table.show(label, done, total),
         )  # fmt: skip
         table.remove(label)
     rows = [about | row for row in perplexity.rows(plan, scored, evaluation.seed)]
     store(opened.directory).append(*rows)
-    scores.unlink()
     last = rows[-1]
     plural = "s" * (last["documents"] != 1)
     log(
         f"{label}: perplexity {last['perplexity']:.2f}, loss {last['nll']:.4f} ({last['low']:.4f} … {last['high']:.4f} "
         f"over {last['resampled']}), {last['tokens']:,} tokens of {last['documents']} document{plural}"
     )
+
+
+def _scores(directory: Path, context: int) -> Path:
+    """The file of the scores until there are rows of them."""
+    return directory / f".scores-{context}.jsonl"
 
 
 def tables(runs: Sequence[Sequence[Record]]) -> list[Table]:

@@ -90,6 +90,12 @@ def load_adapter(base: Any, name: Any, **options: Any) -> Any:
             base, context_length=settings.context_length, position=settings.position, layers=settings.layers,
             learn="gates", gates=settings.gates, **settings.options,
         )  # fmt: skip
+        if settings.centered:
+            # Room for the mean keys of the adapter.
+            base.config.gape["centered"] = True
+            for module in base.modules():
+                if isinstance(module, RetrofitGates):
+                    module.move_keys()
     return peft.PeftModel.from_pretrained(base, name, **options)
 
 
@@ -135,7 +141,7 @@ def _exclude_pattern(settings: Settings, others: Any = None) -> str:
     Its comment, at the end, holds the settings of the gates.
     """
     values = settings.to_dict()
-    words = json.dumps({name: values[name] for name in ("context_length", *HASHED)})
+    words = json.dumps({name: values[name] for name in ("context_length", *HASHED, "centered")})
     pattern = rf"(.*\.)?{MODULE}(\..*)?{_COMMENT}{words})"
     if others and not isinstance(others, str):
         others = rf"(.*\.)?({'|'.join(re.escape(name) for name in sorted(others))})"
@@ -160,6 +166,13 @@ def check(model: Any, configs: MutableMapping[str, Any]) -> None:
         settings = _settings_of(config)
         if settings is not None:
             refuse_other_settings(settings.fingerprint(), own, f"adapter {name!r}")
+            if settings.centered != own.centered and MODULE in (getattr(config, "modules_to_save", None) or ()):
+                words = ("as they are", "about their mean")
+                raise ValueError(
+                    f"centered: gates of adapter {name!r} read keys {words[settings.centered]}, expected "
+                    f"{words[own.centered]}, as those of the model; gape.hf.load_adapter gives a base without gates "
+                    "those of the adapter"
+                )
         elif hasattr(config, "exclude_modules"):
             configs[name] = copy.copy(config)
             configs[name].exclude_modules = _exclude_pattern(own, config.exclude_modules)

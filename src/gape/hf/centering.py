@@ -30,7 +30,7 @@ def center_keys(model: Any, ids: Tensor) -> int:
     The means are saved with the gates. Another call measures them anew, as training moves them.
 
     Args:
-        model: with gates of :func:`gape.hf.inject`.
+        model: with gates of :func:`gape.hf.inject`; adapters that have gates of their own come later.
         ids: (B, N) tokens of texts, N of 16 or more, on the model's device.
 
     Returns:
@@ -43,7 +43,8 @@ def center_keys(model: Any, ids: Tensor) -> int:
         raise invalid_argument("ids", ids, f"tokens (B, N), N of {2 * _FIRST} or more")
     layers = [m for m in model.modules() if isinstance(m, InjectedAttention) and isinstance(m.gates, RetrofitGates)]
     if not layers:
-        raise invalid_argument("model", type(model).__name__, "one that gape.hf.inject has put gates into")
+        expected = "one that gape.hf.inject has put gates into, without adapters that have their own"
+        raise invalid_argument("model", type(model).__name__, expected)
     means: dict[Any, Tensor] = {}
 
     def measure(module: Any, x: Tensor, _: Any) -> None:
@@ -52,14 +53,13 @@ def center_keys(model: Any, ids: Tensor) -> int:
             means[module] = k.double().mean((0, 2)) * _unturned(module, k)
 
     read_layers(model, ids, measure)
-    count = 0
-    for module, mean in means.items():
-        if mean.any():
-            module.gates.move_keys(mean)
-            count += int((module.gates.key_center != 0).sum())
-    if count:
-        model.config.gape["centered"] = True
-    return count
+    if not any(bool(mean.any()) for mean in means.values()):
+        return 0
+    for module in layers:
+        # All layers have a mean if one has, as a config says it for all of them.
+        module.gates.move_keys(means.get(module))
+    model.config.gape["centered"] = True
+    return sum(int((module.gates.key_center != 0).sum()) for module in layers)
 
 
 def _unturned(module: Any, k: Tensor) -> Tensor:

@@ -190,11 +190,12 @@ class RetrofitGates(GAPEGates):
         return strength * sign * F.softplus(raw)
 
     @torch.no_grad()
-    def move_keys(self, by: Tensor) -> None:
+    def move_keys(self, by: Tensor | None = None) -> None:
         """Move all keys by −`by`, (Hk, D), on top of what they are moved by; landmarks stay what they are."""
-        # Of few bits, so that it is the same number in every dtype of keys.
         device = self.strength.device
+        by = torch.zeros(self.n_kv_heads, self.head_dim, device=device) if by is None else by
         old = torch.zeros_like(by) if self.key_center is None else self.key_center.to(by)
+        # Of few bits, so that it is the same number in every dtype of keys.
         new = (old + by).bfloat16().to(by)
         self.register_buffer("key_center", new.to(device, torch.float32))
         if self.landmark_projection is not None:

@@ -285,10 +285,13 @@ class InjectedModel(GatedModel):
             adapters.warn_of_frozen(self, value)
         super().__setattr__(name, value)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # Peft adds the config of a second adapter to those it has set, and then loads its weights.
         adapters.check(self, getattr(self, "peft_config", {}))
-        super()._load_from_state_dict(*args)  # type: ignore[misc]
+        # Gates take the mean keys of a state that has some.
+        if any(name.startswith(prefix) and name.endswith(".key_center") for name in state_dict):
+            self.config.gape["centered"] = True
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """As in `transformers`; gates of an adapter that were trained under other settings are an error.

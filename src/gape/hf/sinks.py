@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gape.gates import GAPEGates
 from gape.hf.families import family_of
-from gape.hf.gates import MODULE
+from gape.hf.gates import MODULE, RetrofitGates
 from gape.hf.heads import read_layers
 from gape.utils.validation import invalid_argument
 
@@ -85,11 +84,17 @@ def _fitted(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def set_landmarks(model: Any, landmarks: SinkLandmarks) -> None:
-    """Give the landmark gates of an injected model, which must be learned ones, these weights and biases."""
-    layers = [module for module in model.modules() if isinstance(getattr(module, MODULE, None), GAPEGates)]
-    projections = [getattr(module, MODULE).landmark_projection for module in layers]
-    if not layers or None in projections:
+    """Give the landmark gates of an injected model, which must be learned ones, these weights and biases.
+
+    They are of keys as they are, also where the gates of the model read keys about their mean.
+    """
+    layers = [module for module in model.modules() if isinstance(getattr(module, MODULE, None), RetrofitGates)]
+    gates = [getattr(module, MODULE) for module in layers]
+    if not layers or any(each.landmark_projection is None for each in gates):
         raise invalid_argument("model", type(model).__name__, "one whose gates learn landmarks (learn_landmark=True)")
-    for module, projection in zip(layers, projections, strict=True):
-        projection.weight.copy_(landmarks.weight[module.layer_idx])
-        projection.bias.copy_(landmarks.bias[module.layer_idx])
+    for module, each in zip(layers, gates, strict=True):
+        weight, bias = each.landmark_projection.weight, each.landmark_projection.bias
+        weight.copy_(landmarks.weight[module.layer_idx])
+        bias.copy_(landmarks.bias[module.layer_idx])
+        if each.key_center is not None:
+            bias.add_((weight * each.key_center).sum(-1))
