@@ -18,7 +18,7 @@ from gape.distributed.forgotten import BLOCK
 from gape.models.config import GPTConfig
 from gape.models.cost import side_bytes
 from gape.models.gpt import GPT
-from gape.ops import columns
+from gape.ops import columns, rank2
 from gape.ops.inputs import bias_dtype
 from gape.positions import is_gated
 from gape.utils.validation import invalid_argument, whole
@@ -117,10 +117,17 @@ def _forward_flops(config: GPTConfig, tokens: int, pairs: float, dtype: torch.dt
     width, content = config.head_dim, config.head_dim - config.reserved
     projected = (config.n_head + config.kv_heads) * content + config.kv_heads * width + config.n_embd
     layers = 2 * tokens * config.n_embd * projected + 16 * tokens * config.n_embd**2
-    half = dtype in (torch.bfloat16, torch.float16)
-    added = columns.COLUMNS if half and is_gated(config.position) else 0
-    attention = 2 * pairs * config.n_head * (max(width, content + added) + width)
+    attention = 2 * pairs * config.n_head * (max(width, content + _columns(config, dtype)) + width)
     return config.n_layer * layers + 2 * tokens * config.n_embd * config.vocab_size, config.n_layer * attention
+
+
+def _columns(config: GPTConfig, dtype: torch.dtype) -> int:
+    """Coordinates that a bias adds to q and k."""
+    if config.position == "fox":
+        return 3
+    if config.position != "alibi" and not is_gated(config.position):
+        return 0
+    return columns.COLUMNS if dtype in (torch.bfloat16, torch.float16) else rank2.COLUMNS
 
 
 def parameter_count(config: GPTConfig) -> tuple[int, int]:
