@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --
 help:
 	@echo "make demo      train small models with and without gates, and see who finds the needle at four times the length"
 	@echo "make precision what each implementation loses in bfloat16 and float16"
-	@echo "make test      the tests of some six minutes on two cores"
+	@echo "make test      the tests of two to five minutes on two cores"
 	@echo "make test-all  the same and the slow ones, and gape.hf with both majors of transformers"
 	@echo "make docs      build the documentation site; check its links, commands and examples"
 	@echo "make lint      ruff, mypy and the import contracts"
