@@ -53,6 +53,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: Small files of a run that tell what happened.
 KEPT = (MARK, ROWS, SUMMARY, "README.md", "report.html", "plan.json", "heads.json")
+RUNS = "runs.jsonl"
+#: What is kept of the line with which a phase began.
+STARTED = ("started", "versions", "machine", "code", "data", "precision", "parameters")
 PHASES, LOGS = (SHORT, LONG), ("log.jsonl", "runtime.jsonl")
 #: Lengths at which everything is measured.
 LENGTHS = "1024,4096,8192,16384,32768,65536,131072"
@@ -109,15 +112,37 @@ def _collect(place: Path, target: Path) -> None:
 
 
 def gather(folders: Sequence[Path]) -> None:
-    """Add the rows of runs to results/extend/smollm2; rows of the same method, seed and stage are replaced."""
-    before = jsonl.read_lines(RESULTS / ROWS) if (RESULTS / ROWS).is_file() else []
-    added = [row for folder in folders for row in rows_of(folder)]
-    names = {(row["method"], row["seed"]) for row in added}
-    rows = [row for row in before if (row["method"], row["seed"]) not in names] + added
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    files.replace(RESULTS / ROWS, b"".join(files.to_json(row, indent=None) for row in rows))
+    """Add the rows and manifests of runs to results/extend/smollm2; those of the same method and seed are replaced."""
+    rows = _added(RESULTS / ROWS, [row for folder in folders for row in rows_of(folder)])
+    _added(RESULTS / RUNS, [manifest(folder) for folder in folders])
     files.replace(RESULTS / SUMMARY, files.to_json(summary(rows)))
     typer.echo(RESULTS / SUMMARY)
+
+
+def _added(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a file with others added or in their place, which are written."""
+    before = jsonl.read_lines(path) if path.is_file() else []
+    names = {(row["method"], row["seed"]) for row in rows}
+    together = [row for row in before if (row["method"], row["seed"]) not in names] + rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(path, b"".join(files.to_json(row, indent=None) for row in together))
+    return together
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """Settings of a run, its free heads, and where, by which code and on what data each phase of its tuning began."""
+    method, _, seed = folder.name.rpartition("-")
+    logs = {phase: folder / phase / "runtime.jsonl" for phase in PHASES}
+    started = {
+        phase: [
+            {key: row.get(key) for key in STARTED} for row in jsonl.read_lines(log) if row.get("event") == "started"
+        ]
+        for phase, log in logs.items()
+        if log.is_file()
+    }
+    free = jsonl.read_object(folder / "plan.json").get("free", [])
+    settings = jsonl.read_object(folder / MARK)
+    return {"method": method, "seed": int(seed), "settings": settings, "free": free, "started": started}
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

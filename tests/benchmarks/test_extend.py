@@ -29,6 +29,10 @@ def write_run(home: Path, method: str, seed: int, matches: list[int], perplexity
     (folder / "extend.json").write_text(json.dumps({"method": method, "steps": 300}))
     (folder / "summary.json").write_text(json.dumps({stage: {"minutes": 5.0 + seed}}))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if method == "ours":
+        (folder / "tuning").mkdir()
+        lines = [{"event": "started", "machine": {"name": "GPU"}}, {"event": "timing", "step": 10}]
+        (folder / "tuning/runtime.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
@@ -46,6 +50,9 @@ def test_runs_become_a_summary_and_tables(tmp_path: Path, monkeypatch: pytest.Mo
     before = (results / "rows.jsonl").read_text()
     extend.gather(folders[2:])
     assert (results / "rows.jsonl").read_text() == before
+    runs = [json.loads(line) for line in (results / "runs.jsonl").read_text().splitlines()]
+    assert [(run["method"], run["seed"]) for run in runs] == [("yarn", 0), ("ours", 0), ("ours", 1), ("plain", 0)]
+    assert [run["started"].get("tuning", [{}])[0].get("machine") for run in runs[:2]] == [None, {"name": "GPU"}]
     summary = json.loads((results / "summary.json").read_text())
     assert list(summary) == ["plain", "yarn", "ours"]
     ours = summary["ours"]
