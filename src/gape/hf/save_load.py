@@ -189,6 +189,8 @@ class _InjectedConfig(AutoMapped):
 def _rotation_in_4(values: Mapping[str, Any], base: type[Any]) -> dict[str, Any]:
     """`rope_parameters`, where transformers 5 keeps rotations, under the names that transformers 4 reads."""
     parameters = values.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise invalid_argument("rope_parameters", parameters, "settings of a rotation")
     full = parameters.get("full_attention", parameters)
     scaled = full.get("rope_type", "default") != "default"
     named = {
