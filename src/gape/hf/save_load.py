@@ -212,7 +212,7 @@ def config_class(base: type[Any]) -> type[Any]:
     model.config_class = config
     AutoModelForCausalLM.register(config, model, exist_ok=True)
     if not TRANSFORMERS_4:
-        _convert_alike(base.model_type, config.model_type)
+        _convert_alike(base.model_type, PREFIX + base.model_type)
         _convert_alike(model.gape_base.__name__, model.__name__)
     return config
 
