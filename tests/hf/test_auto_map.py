@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import gape.hf
@@ -74,6 +76,20 @@ def test_with_the_flag_a_model_of_an_unknown_type_loads(tmp_path, monkeypatch):
     loaded.save_pretrained(tmp_path / "again")
     # Nothing of this library was copied beside the file that imports it.
     assert [file.name for file in (tmp_path / "again").glob("*.py")] == ["load_gape.py"]
+
+
+def test_what_looks_the_architecture_up_in_transformers_finds_a_class_that_loads(tmp_path):
+    for name, model in (("llama", opened(tiny("llama"))), ("gpt", ours(position="p-rope+gape"))):
+        model.save_pretrained(tmp_path / name)
+        written = json.loads((tmp_path / name / "config.json").read_text())["architectures"]
+        assert written == [type(model).__name__]
+        # As `transformers serve` does.
+        config = AutoConfig.from_pretrained(tmp_path / name)
+        loaded = getattr(transformers, config.architectures[0]).from_pretrained(tmp_path / name).eval()
+        with torch.no_grad():
+            assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+        loaded.save_pretrained(tmp_path / name)
+        assert json.loads((tmp_path / name / "config.json").read_text())["architectures"] == written
 
 
 def test_without_the_flag_nothing_runs_and_the_message_says_what_to_pass(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import gape.hf
 from gape.hf import ForgettingCache, FullCache
-from gape.hf.families import TRANSFORMERS_4
+from gape.hf.families import CACHE_POSITIONS, TRANSFORMERS_4
 from tests.cache.witness import witnessed
 from tests.hf.tiny import FAMILIES, FLOOR, MIXTURES, broken_off, injected, made, ours, tiny, tokens
 
@@ -70,8 +70,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_settings_of_generate_change_nothing(name: str, kind: str, settings: dict[str, Any]) -> None:
     model, outputs = made(name).double(), []
-    # Transformers 4 counts pads as positions in all chunks of a prompt but the last, which is refused.
-    prompts = padded(28, pads=0 if TRANSFORMERS_4 and "prefill_chunk_size" in settings else 15)
+    # Before 5.4, pads count as positions in all chunks of a prompt but the last, which is refused.
+    prompts = padded(28, pads=0 if CACHE_POSITIONS and "prefill_chunk_size" in settings else 15)
     for cache in (CACHES[kind](model), DynamicCache()):
         torch.manual_seed(7)
         given = {"max_new_tokens": 8, "do_sample": False} | settings
@@ -91,9 +91,9 @@ def test_settings_of_generate_change_nothing(name: str, kind: str, settings: dic
 @each_model
 def test_assisted_decoding_takes_tokens_back(name: str) -> None:
     model, ids = made(name).double(), tokens(1, 40)
-    # Transformers 4 looks prompts up only where a text can end, and may go beyond the last token; 0 is a pad.
+    # Before 5.4 prompts are looked up only where a text can end, and may go beyond the last token; 0 is a pad.
     settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}
-    expected, most = model.generate(ids, **settings), 60 if TRANSFORMERS_4 else None
+    expected, most = model.generate(ids, **settings), 60 if CACHE_POSITIONS else None
     assert expected.size(1) == 60
     for more in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": made(name, **_other(name)).double()}):
         cache = FullCache(model)

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 import gape.hf
 from gape.hf.families import TRANSFORMERS_4
 from gape.hf.gates import freeze
-from tests.hf.tiny import each_family, opened, tiny, tokens
+from tests.hf.tiny import FAMILIES, MIXTURES, each_family, opened, tiny, tokens
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_gates_that_learned_too_little_to_act_are_said_once(strength, warnings, 
 
 
 def test_the_familys_own_class_refuses_it_and_names_what_reads_it(saved):
-    with pytest.raises(KeyError if TRANSFORMERS_4 else ValueError, match=r"gape\.hf"):
+    with pytest.raises((KeyError, ValueError), match=r"gape\.hf"):
         LlamaForCausalLM.from_pretrained(saved)
 
 
@@ -147,6 +147,41 @@ def test_no_keyword_lets_the_familys_own_class_load_it_without_gates(family, tmp
         assert activations_of(own) == activations
     loaded.save_pretrained(tmp_path)
     assert activations_of(base.from_pretrained(tmp_path).config) == activations
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt2"])
+def test_what_the_other_major_writes_of_rotations_is_read(family, tmp_path):
+    parts = {"partial_rotary_factor": 0.5} if family in ("phi", "stablelm", "gpt_neox") else {}
+    written = {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0, **parts}}
+    names = {"gpt_neox": {"rotary_emb_base": 777.0, "rotary_pct": 0.5}}
+    named = names.get(family, {"rope_theta": 777.0, **parts})
+    if family == "gemma3":
+        local = {"rope_type": "default", "rope_theta": 77.0}
+        written = {"rope_parameters": {"full_attention": written["rope_parameters"], "sliding_attention": local}}
+        named["rope_local_base_freq"] = 77.0
+    own, other = (named, written) if TRANSFORMERS_4 else (written, named)
+    model = opened(tiny(family, **own))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = {name: value for name, value in config.items() if name not in ("rope_scaling", *own)}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **other}))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(tokens()).logits
+        torch.testing.assert_close(logits, model(tokens()).logits)
+
+
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 has one form of each tensor")
+@pytest.mark.parametrize("family", [*MIXTURES, "gpt_neox"])
+def test_tensors_are_named_as_the_familys_own_are(family, tmp_path):
+    tiny(family).save_pretrained(tmp_path / "bare")
+    model = opened(tiny(family))
+    model.save_pretrained(tmp_path / "gated")
+    bare, gated = (load_file(tmp_path / name / "model.safetensors") for name in ("bare", "gated"))
+    assert sorted(bare) == [name for name in sorted(gated) if ".gape." not in name]
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "gated", output_loading_info=True)
+    assert not info["missing_keys"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
 def activations_of(config):

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gape.cache.kv import CachedKeys
-from gape.hf.families import TRANSFORMERS_4
+from gape.hf.families import CACHE_POSITIONS, TRANSFORMERS_4
 from gape.ops import inputs
 from gape.ops.columns import pieces
 from gape.ops.inputs import bias_dtype
@@ -100,7 +100,7 @@ class PackedKeys:
     Attributes:
         cache: of `transformers`.
         layer: its number.
-        cache_position: integer (N,), for caches of transformers 4.
+        cache_position: integer (N,), for caches of transformers before 5.4.
         key_width: the least width of a cached key; it is wider where its landmark and position take more.
         stores_positions: whether keys carry their positions without gates too.
     """
@@ -135,7 +135,7 @@ class PackedKeys:
         # Static layers of transformers 4 allocate values as wide as keys.
         cached_width = max(width, self.key_width, v.size(-1) if pads_values else 0)
         cached_v = F.pad(v, (0, cached_width - v.size(-1))) if pads_values else v
-        more = ({"cache_position": self.cache_position},) if TRANSFORMERS_4 else ()
+        more = ({"cache_position": self.cache_position},) if CACHE_POSITIONS else ()
         keys, values = cache.update(F.pad(packed, (0, cached_width - width)), cached_v, layer, *more)
         if first:
             # Nothing was cached before, so gradients need not pass the packing.

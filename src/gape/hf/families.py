@@ -9,6 +9,7 @@ Shapes: B batch, N tokens, E width, Hq / Hk query / key heads, D head dim.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 
 from gape.utils.validation import invalid_argument
 
-#: In transformers 4, blocks of GPT-2 get no positions, caches get `cache_position`, and `sdpa` does not cap logits.
+#: In transformers 4, blocks of GPT-2 get no positions, and configs keep rotations under other names.
 TRANSFORMERS_4 = int(transformers.__version__.split(".")[0]) < 5
+#: Before transformers 5.4 caches are handed `cache_position`.
+CACHE_POSITIONS = "cache_position" in inspect.signature(transformers.DynamicCache.get_mask_sizes).parameters
 QKV = tuple[Tensor, Tensor, Tensor]
 #: Called as rotation(q, k, cos, sin).
 Rotation = Callable[..., tuple[Tensor, Tensor]]

@@ -55,7 +55,7 @@ def read_gguf(path: str | Path) -> tuple[Any, Any]:
         raise ValueError(f"path: {path} cannot be read: {error}") from error
     # It counts as quantised and could not be saved, though its weights are plain numbers by now.
     for name in ("hf_quantizer", "quantization_method"):
-        delattr(model, name)
+        vars(model).pop(name, None)
     model.is_quantized = False
     del model.config.quantization_config
     return model.eval(), tokenizer

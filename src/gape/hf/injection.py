@@ -196,8 +196,11 @@ def _checked(
     )  # fmt: skip
     if settings.gates and not settings.gated:
         raise invalid_argument("gates", dict(settings.gates), f"none, since {position} has no gates")
-    if supported_name(model.config._attn_implementation) == "sdpa" and TRANSFORMERS_4:
-        # There, sdpa does not cap logits, and the model stays as it was.
+    caps = getattr(model.config, "attn_logit_softcapping", None) is not None
+    if supported_name(model.config._attn_implementation) == "sdpa" and (
+        TRANSFORMERS_4 or (caps and model._supports_sdpa)
+    ):
+        # There, sdpa does not cap logits, and the model stays as it was. Later versions say that it does not run them.
         settings = replace(settings, softcap=False)
     _refuse_model(model, family, settings, learn)
     if _factor(_scheme(family, settings, model, 0), settings) > 1:

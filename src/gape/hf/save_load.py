@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gape.hf import adapters, implementations
 from gape.hf.card import write_card
-from gape.hf.families import ATTENTION, SEPARATE, Layout
+from gape.hf.families import ATTENTION, SEPARATE, TRANSFORMERS_4, Layout
 from gape.hf.gates import MODULE, RetrofitGates, Settings, freeze, refuse_other_settings, warn_of_idle
 from gape.utils import files
 from gape.utils.validation import invalid_argument
@@ -137,6 +138,9 @@ class AutoMapped(LocalCode):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in `transformers`; the class is known now, so `auto_map` has done its part."""
         values = {name: value for name, value in config_dict.items() if name != "auto_map"}
+        # `transformers serve` takes the class of this name from `transformers`, which has none of ours. Saving a model
+        # writes its own.
+        values["architectures"] = [AutoModelForCausalLM.__name__]
         return super().from_dict(values, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -170,6 +174,8 @@ class _InjectedConfig(AutoMapped):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in `transformers`."""
         values = {key: value for key, value in config_dict.items() if value != MARKER}
+        if TRANSFORMERS_4:
+            values = {**_rotation_in_4(values, family_config(cls)), **values}
         for name in _ACTIVATIONS:
             if isinstance(values.get(name), str):
                 values[name] = values[name].removesuffix(f"; {MARKER}")
@@ -180,6 +186,23 @@ class _InjectedConfig(AutoMapped):
         return rebuild, (config_class, family_config(type(self))), vars(self)
 
 
+def _rotation_in_4(values: Mapping[str, Any], base: type[Any]) -> dict[str, Any]:
+    """`rope_parameters`, where transformers 5 keeps rotations, under the names that transformers 4 reads."""
+    parameters = values.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise invalid_argument("rope_parameters", parameters, "settings of a rotation")
+    full = parameters.get("full_attention", parameters)
+    scaled = full.get("rope_type", "default") != "default"
+    named = {
+        **dict.fromkeys(("rope_theta", "rotary_emb_base"), full.get("rope_theta")),
+        **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), full.get("partial_rotary_factor")),
+        "rope_local_base_freq": parameters.get("sliding_attention", {}).get("rope_theta"),
+        "rope_scaling": {key: value for key, value in full.items() if key != "rope_theta"} if scaled else None,
+    }
+    known = inspect.signature(base.__init__).parameters
+    return {name: value for name, value in named.items() if name in known and value is not None}
+
+
 @functools.cache
 def config_class(base: type[Any]) -> type[Any]:
     """The config class of models of `base` with gates; AutoModelForCausalLM knows it from then on."""
@@ -188,7 +211,19 @@ def config_class(base: type[Any]) -> type[Any]:
     model = model_class(MODEL_FOR_CAUSAL_LM_MAPPING[base])
     model.config_class = config
     AutoModelForCausalLM.register(config, model, exist_ok=True)
+    if not TRANSFORMERS_4:
+        _convert_alike(base.model_type, PREFIX + base.model_type)
+        _convert_alike(model.gape_base.__name__, model.__name__)
     return config
+
+
+def _convert_alike(name: str, own: str) -> None:
+    """Let transformers 5 rename and join saved tensors of our type or class as it does those of the family's."""
+    from transformers import conversion_mapping  # noqa: PLC0415
+
+    conversions = conversion_mapping.get_checkpoint_conversion_mapping(name)
+    if conversions is not None:
+        conversion_mapping.register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
 
 
 def family_config(own: type[Any]) -> type[Any]:
