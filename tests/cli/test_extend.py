@@ -43,7 +43,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Little to read and to answer.
     monkeypatch.setattr(extend_measures, "short_prompts", lambda: ["abc"] * 102)
     monkeypatch.setattr(extend, "KEPT_TOKENS", 4)
-    monkeypatch.setattr(extend, "KEPT_PASSAGES", 9)
     monkeypatch.setattr(extend, "SCORED_TEXTS", 3)
     monkeypatch.setattr(extend, "LOGIT_TOKENS", 64)
     monkeypatch.setattr(extend, "SINK_TOKENS", 64)
@@ -71,10 +70,6 @@ def test_from_a_model_to_a_longer_one(home: Path, capsys: pytest.CaptureFixture[
     assert '"kind": "curves"' in Path("out/report.html").read_text()
     config = json.loads(Path("out/model/config.json").read_text())
     assert (config["model_type"], config["max_position_embeddings"]) == ("gape_llama", TO)
-    # Two short prompts, four times each, and passages; all answers are of other texts or draws.
-    kept = json.loads(Path("out/kept.json").read_text())
-    assert len(kept) == 2 * 4 + 9
-    assert len({tuple(row[:-4]) for row in kept[8:]}) == 9
     plan = json.loads(Path("out/plan.json").read_text())
     assert sum(not any(row) for row in plan["gate_floor"]) <= 1
     before = {path: path.stat().st_mtime_ns for path in Path("out/model").iterdir()}

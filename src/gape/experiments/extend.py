@@ -57,10 +57,8 @@ LAST = 512
 LOGIT_TOKENS = 8192
 #: Texts that sinks and means of keys are measured on, and tokens of each.
 SINK_TEXTS, SINK_TOKENS = 16, 1024
-#: Answers to each short prompt of those that are tuned on, and tokens of an answer.
+#: Answers to each prompt of those that are tuned on, and tokens of each.
 KEPT_ANSWERS, KEPT_TOKENS = 4, 128
-#: Passages whose answers are tuned on, tokens of each, and answers that are made at once.
-KEPT_PASSAGES, PASSAGE_TOKENS, ANSWERED_AT_ONCE = 1600, 96, 512
 #: Characters of the haystack of prose.
 _HAYSTACK_CHARACTERS = 2_000_000
 
@@ -325,21 +323,19 @@ class Job:
         return torch.tensor(record["score"])
 
     def _kept(self) -> Sequence[Sequence[int]]:
-        """The original's own answers to short prompts and about passages, stored, to mix into the tuning."""
+        """The original's own answers to short prompts, stored, to mix into the tuning."""
         settings, path = self.settings, self.out / KEPT
         if not settings.keep:
             return ()
         if not path.is_file():
-            self.progress.log("answers of the original, to keep it what it was")
-            texts = measures.short_prompts()[measures.MEASURED_PROMPTS :] * KEPT_ANSWERS
-            # A few prompts alone would be learned by heart.
-            texts += measures.passage_prompts(
-                self.corpus, load_tokenizer(settings.model), KEPT_PASSAGES, min(PASSAGE_TOKENS, self.native // 4)
-            )
-            answers = measures.answer(
-                self._reader(settings.model), texts, KEPT_TOKENS, seed=settings.seed, batch=ANSWERED_AT_ONCE
-            )
-            rows = [ids.tolist() for ids, _ in answers]
+            self.progress.log("answers of the original to short prompts, to keep it what it was")
+            texts = measures.short_prompts()[measures.MEASURED_PROMPTS :]
+            reader = self._reader(settings.model)
+            rows = [
+                ids.tolist()
+                for turn in range(KEPT_ANSWERS)
+                for ids, _ in measures.answer(reader, texts, KEPT_TOKENS, seed=settings.seed + 1000 * turn)
+            ]
             files.replace(path, json.dumps(rows).encode())
         kept: list[list[int]] = json.loads(path.read_bytes())
         return kept

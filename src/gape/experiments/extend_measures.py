@@ -33,12 +33,6 @@ from gape.utils.validation import invalid_argument
 
 #: Stages of a model, as rows name them.
 BEFORE, AFTER = "before", "after"
-#: What is asked about a passage.
-PASSAGE_TASKS = (
-    "What is this passage about?", "Sum up this text in one sentence.", "Continue this text.",
-    "Who or what is named in this passage?", "Ask a question about this text and answer it.",
-    "Say this in simple words.", "Give this text a title.", "How does this passage feel, and why?",
-)  # fmt: skip
 #: Of the shipped prompts so many are measured on; the others may be tuned on.
 MEASURED_PROMPTS = 100
 #: Tokens of the original's answers to short prompts.
@@ -309,15 +303,6 @@ def passages(corpus: Corpus, count: int, length: int) -> Tensor:
         begin = number * length % (document.length - length + 1)
         rows.append(torch.from_numpy(corpus.tokens(document, begin, begin + length).astype("int64")))
     return torch.stack(rows)
-
-
-def passage_prompts(corpus: Corpus, tokenizer: Tokenizer, count: int, length: int) -> list[str]:
-    """Prompts that ask for something about passages of training documents, of `length` tokens each."""
-    texts = (
-        tokenizer.decode([token for token in row.tolist() if token != corpus.end_of_text]).strip()
-        for row in passages(corpus, count, length)
-    )
-    return [f"{PASSAGE_TASKS[number % len(PASSAGE_TASKS)]}\n\n{text}" for number, text in enumerate(texts)]
 
 
 def prose(corpus: Corpus, tokenizer: Tokenizer, characters: int) -> str:
