@@ -5,9 +5,8 @@
     gated-full    the model with gates, in a gape.hf.FullCache, which evicts nothing
     forgetting    the same in a gape.hf.ForgettingCache
 
-Each case is warmed up, then timed: `generate` of one new token is the prefill, `generate` of many less that is the time
-of the tokens behind the first. Prompts longer than --chunk are also read in chunks (`prefill_chunk_size`), for prefill
-and memory alone. A case that fails is a row with the reason.
+Each case is warmed up, then timed: one new token is the prefill, many less that is the time of the tokens behind it.
+Prompts longer than --chunk are also read in chunks, for prefill and memory alone. A failed case is a row too.
 """
 
 from __future__ import annotations
@@ -61,6 +60,8 @@ FLOORS = Path("results/hf/smollm2-forgetting/floors/floors14.json")
 GATES = {"learn_landmark": False, "init_landmark_bias": -9}
 CONTEXT_LENGTH = 8192
 
+#: Texts that keys are centred on, and tokens of each.
+CENTER_TEXTS = (16, 1024)
 #: New tokens that warm up the model without gates, which compiles nothing.
 WARM_TOKENS = 16
 #: The most characters of a reason.
@@ -118,22 +119,18 @@ class Settings:
     """What is measured.
 
     Attributes:
-        device: where.
         models: "shape", or directories of models with gates.
         base: directory of the model without gates that belongs to those directories.
-        floors: JSON file of floors for "shape".
+        floors, center: JSON file of floors for "shape"; whether keys of directories are centred on text of the corpus.
         corpus: directory of a corpus that prompts are cut from; None draws random tokens.
-        prompts: tokens of a prompt.
-        batches: prompts at once.
-        caches: names of caches.
+        prompts, batches, caches: tokens of a prompt, prompts at once, names of caches.
         eps, bounds: of the forgetting cache, each combination.
         new_tokens: tokens that the time of a token is the mean of.
-        repeats: calls of `generate` with one new token.
-        decode_repeats: calls with many.
+        repeats, decode_repeats: calls of `generate` with one new token, and with many.
         chunk: tokens of a chunk of the prompt; 0 never reads in chunks.
         most_tokens: cases with more tokens of all prompts together are left out; 0 for none.
         time_limit: seconds after which no further call begins.
-        dtype: of the weights, by name.
+        device, dtype: of the weights.
 
     Raises:
         ValueError: a value out of range; names it.
@@ -146,6 +143,7 @@ class Settings:
     models: Sequence[str]
     base: str | None
     floors: Path
+    center: bool
     corpus: Path | None
     prompts: Sequence[int]
     batches: Sequence[int]
@@ -180,6 +178,8 @@ class Settings:
             raise invalid_argument("dtype", self.dtype, f"one of {list(common.Settings.DTYPES)}")
         if self.base is None and any(model != SHAPE for model in self.models):
             raise invalid_argument("base", None, f"the model without gates beside {self.models}")
+        if self.center and (self.corpus is None or SHAPE in self.models):
+            raise invalid_argument("center", True, "directories of models with gates, and a corpus")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -209,7 +209,12 @@ def open_models(name: str, settings: Settings) -> Models:
     plain = load_transformers(str(model_home(Path(settings.base or ""))), dtype=settings.torch_dtype)
     gated = load_transformers(str(model_home(Path(name))), dtype=settings.torch_dtype)
     label = Path(name).resolve().parent.name if Path(name).name == "model" else Path(name).resolve().name
-    return Models(label, plain.to(settings.device).eval(), gated.to(settings.device).eval())
+    plain, gated = plain.to(settings.device).eval(), gated.to(settings.device).eval()
+    if settings.center:
+        if not gape.hf.center_keys(gated, prompt_ids(settings, gated.config.vocab_size, *CENTER_TEXTS)):
+            raise invalid_argument("center", True, f"a model with coordinates that do not turn; {name} has none")
+        label += "-centered"
+    return Models(label, plain, gated)
 
 
 def random_models(settings: Settings) -> Models:
@@ -359,6 +364,7 @@ def main(
     model: Annotated[str, typer.Option(metavar=NAMES, help="shape, or directories of models with gates.")] = SHAPE,
     base: Annotated[str | None, typer.Option(help="Directory of the model without gates beside a directory.")] = None,
     floors: Annotated[Path, typer.Option(help="JSON file with gate_floor by layer, for shape.")] = FLOORS,
+    center: Annotated[bool, typer.Option("--center", help="Center the keys of directories with gates first.")] = False,
     corpus: Annotated[Path | None, typer.Option(help="Corpus that prompts are cut from; else random tokens.")] = None,
     prompts: Annotated[str, typer.Option(metavar=INTS, help="Tokens of a prompt.")] = "8192,65536,131072",
     batches: Annotated[str, typer.Option(metavar=INTS, help="Prompts at once.")] = "1,8",
@@ -379,7 +385,8 @@ def main(
 ) -> None:
     """Time `generate` with gates and without, by length of the prompt, batch and cache."""
     settings = Settings(
-        device=pick_device(device), models=model.split(","), base=base, floors=floors, corpus=corpus,
+        device=pick_device(device), models=model.split(","), base=base, floors=floors, center=center,
+        corpus=corpus,
         prompts=numbers("prompts", prompts, int, "8192,65536"), batches=numbers("batches", batches, int, "1,8"),
         caches=Settings.CACHES if cache is None else cache.split(","), eps=numbers("eps", eps, float, "1e-2,1e-3"),
         bounds=bounds.split(","), new_tokens=new_tokens, repeats=repeats,

@@ -78,6 +78,24 @@ def test_models_in_directories_read_text_of_a_corpus() -> None:
     assert [(row["model"], row["text"], row["failed"]) for row in stored("generate")] == [("gated", "words", "")] * 2
 
 
+def test_keys_are_centred_where_coordinates_do_not_turn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "CENTER_TEXTS", (2, 16))
+    Path("text.jsonl").write_text(json.dumps({"text": "It rained. " * 20}) + "\n", encoding="utf-8")
+    prepare(PrepareConfig(inputs=("text.jsonl",), tokenizer="bytes"), Path("words"))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    model.save_pretrained("plain")
+    for position, code in (("nope+gape", 0), ("rope+gape", 2)):
+        gape.hf.inject(model, context_length=32, position=position, start="paper", gates={"gate_floor": 4.0})
+        model.save_pretrained("gated")
+        gape.hf.remove(model)
+        options = ["--model", "gated", "--base", "plain", "--corpus", "words", "--center"]
+        assert run(*TINY, "--prompts", "20", "--batches", "1", "--cache", "forgetting", *options) == code
+    assert [row["model"] for row in stored("generate")] == ["gated-centered"]
+    assert "do not turn; gated has none" in " ".join(capsys.readouterr().err.split())
+
+
 def test_no_case_begins_behind_the_time_limit() -> None:
     assert run(*TINY, "--prompts", "8", "--time-limit", "1e-9") == 1
     assert not common.DATA.exists()
@@ -90,6 +108,7 @@ def test_no_case_begins_behind_the_time_limit() -> None:
         (["--model", "gated"], "base: got NoneType None"),
         (["--prompts", "0"], "prompts: got int 0"),
         (["--eps", "1"], "eps: got float 1.0"),
+        (["--center"], "center: got bool True"),
     ],
 )
 def test_mistakes_end_with_two(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
