@@ -262,6 +262,30 @@ def test_one_function_for_every_device() -> None:
     assert all(torch.equal(*pair) for pair in zip(paged.read_keys(given.pages, slots), some, strict=True))
 
 
+BAD: dict[str, Any] = {
+    "q: ": lambda x, q, c, i: paged.paged_attention(q[:, :3], c, i, x.pages, scale=1.0),
+    "q: .*as the pages": lambda x, q, c, i: paged.paged_attention(q.float(), c, i, x.pages, scale=1.0),
+    "rate: ": lambda x, q, c, i: paged.paged_attention(q, c[:, :1], i, x.pages, scale=1.0),
+    "positions: ": lambda x, q, c, i: paged.paged_attention(q, c, i.double(), x.pages, scale=1.0),
+    "prior: ": lambda x, q, c, i: paged.paged_attention(q, c, i, x.pages, scale=1.0, prior=(q[:1], c)),
+    "eps: .*without prior": lambda x, q, c, i: paged.paged_attention(q, c, i, x.pages, scale=1.0, eps=0.1),
+    "pages.slab: ": lambda x, q, c, i: paged.paged_attention(
+        q, c, i, x.pages._replace(slab=x.pages.slab[:0]), scale=1.0
+    ),
+    "k: ": lambda x, q, c, i: paged.write_keys(x.pages, x.k[:1], x.v, x.exposure, x.positions),
+    "v: ": lambda x, q, c, i: paged.write_keys(x.pages, x.k, x.v[:, :, :1], x.exposure, x.positions),
+    "exposure: ": lambda x, q, c, i: paged.write_keys(x.pages, x.k, x.v, x.exposure[0], x.positions),
+    "slots: ": lambda x, q, c, i: paged.read_keys(x.pages, x.positions),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments(message: str) -> None:
+    given = cached(RAGGED, 16, 16, torch.float64)
+    with pytest.raises(ValueError, match=rf"^{message}"):
+        BAD[message](given, *queries(given, 2, 3))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("groups", "n"), [(1, 1), (4, 1), (2, 3), (3, 200)])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 80), (256, 256)], ids=str)

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gape.ops.inputs import bias_dtype
+from gape.ops.inputs import INTEGERS, bias_dtype
 from gape.ops.limits import HALVES, HAS_TRITON, TRITON_WIDTH, triton_cannot
+from gape.utils.validation import invalid_argument, weight
 
 #: Keys of a page.
 PAGE = 64
@@ -126,7 +127,11 @@ def paged_attention(
     Returns:
         Output (B, Hq, n, value_width) in q's dtype and natural log-sum-exp (B, Hq, n) in float32 (float64 beside
         float64). A query without any key gets zeros and −inf.
+
+    Raises:
+        ValueError: tensors that do not fit together, or several slabs where no kernel runs; names the argument.
     """
+    _check_queries(q, rate, positions, pages, prior, eps)
     if runs_in_kernels(pages.layout, pages.addresses.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
@@ -148,7 +153,11 @@ def write_keys(
         positions: integer (n,), (B, n) or (B, Hk, n).
         slots: int32 (B, Hk, n), each key's place in its sequence; None: behind those that are there. Keys are left out
             whose place is negative or has no page.
+
+    Raises:
+        ValueError: tensors that do not fit together; names the argument.
     """
+    _check_keys(pages, k, v, exposure, positions, slots)
     if runs_in_kernels(pages.layout, pages.addresses.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
@@ -166,7 +175,11 @@ def read_keys(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
     Returns:
         Keys (B, Hk, m, key_width), values (B, Hk, m, value_width), exposures (B, Hk, m) and positions int32 (B, Hk, m).
+
+    Raises:
+        ValueError: slots of another shape or dtype.
     """
+    _check_slots(pages, slots, None)
     if runs_in_kernels(pages.layout, pages.addresses.device):
         from gape.ops.triton import paged  # noqa: PLC0415
 
@@ -304,6 +317,8 @@ def _dense(
 
 def _parts(pages: Pages) -> _Parts:
     layout, slab = pages.layout, pages.slab
+    if not slab.size(0) and bool((pages.addresses != 0).any()):
+        raise invalid_argument("pages.slab", slab, "all pages in one slab: only kernels read several")
     if not slab.size(0):
         # A page that nobody's table names.
         slab = slab.new_zeros(1, layout.nbytes)
@@ -325,3 +340,50 @@ def _numbers(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
     valid = inside & (address != 0)
     number = (address - pages.slab.data_ptr()) // pages.layout.nbytes
     return number.masked_fill(~valid, 0), valid
+
+
+def _check_queries(
+    q: Tensor, rate: Tensor, positions: Tensor, pages: Pages, prior: tuple[Tensor, Tensor] | None, eps: float
+) -> None:
+    weight("eps", eps)
+    layout, (rows, key_heads, _) = pages.layout, pages.addresses.shape
+    if q.dim() != 4 or q.size(0) != rows or q.size(1) % max(1, key_heads) or q.size(3) > layout.key_width:
+        expected = f"({rows}, a multiple of {key_heads} heads, n, up to {layout.key_width})"
+        raise invalid_argument("q", q, expected)
+    if q.dtype != layout.dtype:
+        raise invalid_argument("q", q, f"{layout.dtype} as the pages")
+    if rate.shape != q.shape[:3]:
+        raise invalid_argument("rate", rate, f"one number for each query, {tuple(q.shape[:3])}")
+    _check_positions(positions, ((q.size(2),), (rows, q.size(2))))
+    if prior is None:
+        if eps:
+            raise invalid_argument("eps", eps, "0 without prior")
+        return
+    out, lse = prior
+    if out.shape[:3] != q.shape[:3] or out.dim() != 4 or out.size(3) > layout.value_width or lse.shape != q.shape[:3]:
+        shape = tuple(q.shape[:3])
+        raise invalid_argument("prior", out, f"output ({shape}, up to {layout.value_width}) and log-sum-exp {shape}")
+
+
+def _check_keys(pages: Pages, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, slots: Tensor | None) -> None:
+    (rows, heads, _), n = pages.addresses.shape, k.size(2) if k.dim() == 4 else 0
+    for name, x, width in (("k", k, pages.layout.key_width), ("v", v, pages.layout.value_width)):
+        if x.dim() != 4 or x.shape[:3] != (rows, heads, n) or x.size(3) > width:
+            raise invalid_argument(name, x, f"({rows}, {heads}, n, up to {width})")
+    if exposure.shape != k.shape[:3]:
+        raise invalid_argument("exposure", exposure, f"one number for each key, {tuple(k.shape[:3])}")
+    _check_positions(positions, ((n,), (rows, n), (rows, heads, n)))
+    if slots is not None:
+        _check_slots(pages, slots, n)
+
+
+def _check_positions(positions: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if positions.dtype not in INTEGERS or positions.shape not in shapes:
+        raise invalid_argument("positions", positions, f"integers of shape {' or '.join(map(str, shapes))}")
+
+
+def _check_slots(pages: Pages, slots: Tensor, n: int | None) -> None:
+    rows, heads, _ = pages.addresses.shape
+    shaped = slots.dim() == 3 and slots.shape[:2] == (rows, heads) and (n is None or slots.size(2) == n)
+    if slots.dtype != torch.int32 or not shaped:
+        raise invalid_argument("slots", slots, f"int32 ({rows}, {heads}, {'m' if n is None else n})")
