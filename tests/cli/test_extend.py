@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 import gape.hf
-from gape.experiments import extend, extend_measures
+from gape.experiments import extend, own_answers
 from tests.cli.test_commands import gape_exits
 from tests.cli.test_hf import with_words
 from tests.hf.tiny import tiny
@@ -41,7 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     books = [{"id": f"b{n}", "text": " ".join(sentences[120 * n : 120 * n + 120])} for n in range(10)]
     Path("books.jsonl").write_text("".join(json.dumps(book) + "\n" for book in books))
     # Little to read and to answer.
-    monkeypatch.setattr(extend_measures, "short_prompts", lambda: ["abc"] * 102)
+    monkeypatch.setattr(own_answers, "short_prompts", lambda: ["abc"] * 102)
     monkeypatch.setattr(extend, "KEPT_TOKENS", 4)
     monkeypatch.setattr(extend, "SCORED_TEXTS", 3)
     monkeypatch.setattr(extend, "LOGIT_TOKENS", 64)
@@ -101,7 +101,7 @@ def test_killed_anywhere_it_resumes_to_the_same_model(home: Path, monkeypatch: p
 
     places = (
         (extend.recall, "samples"), (extend.Job, "planned"), (extend, "sink_landmarks"), (extend.finetune, "save"),
-        (extend.measures, "answer"),
+        (extend.own_answers, "answer"),
         (extend.Path, "rename"), (extend.shutil, "rmtree"), (extend.report, "write"),
     )  # fmt: skip
     for owner, name in places:

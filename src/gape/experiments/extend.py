@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+import gape.hf
 from gape.data import Corpus, RecallSource, WindowSource, load_tokenizer
 from gape.experiments import extend_measures as measures
-from gape.experiments import finetune, ruler
+from gape.experiments import finetune, own_answers, ruler
 from gape.experiments.experiment import pick_device, wants_bfloat16
 from gape.experiments.extend_measures import AFTER, BEFORE, SHORTEST_CONTEXT, Measures
 from gape.experiments.extend_settings import LONG, SCORED_TEXTS, Phase, Settings
@@ -57,8 +58,10 @@ LAST = 512
 LOGIT_TOKENS = 8192
 #: Texts that sinks and means of keys are measured on, and tokens of each.
 SINK_TEXTS, SINK_TOKENS = 16, 1024
-#: Answers to each prompt of those that are tuned on, and tokens of each.
-KEPT_ANSWERS, KEPT_TOKENS = 4, 128
+#: Prompts that the original writes and answers, and tokens of a prompt and of an answer.
+KEPT_PROMPTS, PROMPT_TOKENS, KEPT_TOKENS = 4096, 64, 128
+#: Answers to each prompt that ships, for a model that writes none.
+KEPT_ANSWERS = 8
 #: Characters of the haystack of prose.
 _HAYSTACK_CHARACTERS = 2_000_000
 
@@ -323,19 +326,23 @@ class Job:
         return torch.tensor(record["score"])
 
     def _kept(self) -> Sequence[Sequence[int]]:
-        """The original's own answers to short prompts, stored, to mix into the tuning."""
+        """The original's own answers to prompts, stored, to mix into the tuning."""
         settings, path = self.settings, self.out / KEPT
         if not settings.keep:
             return ()
         if not path.is_file():
-            self.progress.log("answers of the original to short prompts, to keep it what it was")
-            texts = measures.short_prompts()[measures.MEASURED_PROMPTS :]
+            self.progress.log("answers of the original to prompts of its own, to keep it what it was")
             reader = self._reader(settings.model)
-            rows = [
-                ids.tolist()
-                for turn in range(KEPT_ANSWERS)
-                for ids, _ in measures.answer(reader, texts, KEPT_TOKENS, seed=settings.seed + 1000 * turn)
-            ]
+            if self.device.type == "cuda":
+                # Gates at identity change no logits, and steps of their caches are captured.
+                gape.hf.inject(reader.model, context_length=self.native)
+                reader.forgetting = partial(gape.hf.FullCache, reader.model)
+            options: dict[str, Any] = {
+                "seed": settings.seed, "batch": max(1, settings.update_tokens // (PROMPT_TOKENS + KEPT_TOKENS)),
+            }  # fmt: skip
+            texts = own_answers.written_prompts(reader, KEPT_PROMPTS, PROMPT_TOKENS, **options)
+            shipped = own_answers.short_prompts()[own_answers.MEASURED_PROMPTS :] * KEPT_ANSWERS
+            rows = [ids.tolist() for ids, _ in own_answers.answer(reader, texts or shipped, KEPT_TOKENS, **options)]
             files.replace(path, json.dumps(rows).encode())
         kept: list[list[int]] = json.loads(path.read_bytes())
         return kept

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 
 import gape.hf
 from gape.data import Corpus, Tokenizer
+from gape.experiments import own_answers
 from gape.experiments.result_store import ResultStore
 from gape.hf.gates import has_gates
 from gape.models.skipping import cannot_skip, skip
@@ -33,8 +33,6 @@ from gape.utils.validation import invalid_argument
 
 #: Stages of a model, as rows name them.
 BEFORE, AFTER = "before", "after"
-#: Of the shipped prompts so many are measured on; the others may be tuned on.
-MEASURED_PROMPTS = 100
 #: Tokens of the original's answers to short prompts.
 ANSWER_TOKENS = 32
 #: Tokens of the shortest context that is measured.
@@ -205,21 +203,15 @@ def _full_bytes(model: Any, length: int) -> int:
     return int(2 * config.num_hidden_layers * kv_heads * width * element * length)
 
 
-def short_prompts() -> list[str]:
-    """The prompts that ship: the first :data:`MEASURED_PROMPTS` to measure on, the others to tune on."""
-    text = (resources.files("gape.tasks") / "short_prompts.txt").read_text(encoding="utf-8")
-    return [line for line in text.splitlines() if line]
-
-
 def _answers(open_original: Callable[[], TransformersReader], prompts: int, reader: TransformersReader) -> Record:
     """How far a model's answers to short prompts are from the original's.
 
     The original answers greedily. `kl` is Σ p·log(p/q) in nats, p the original's distribution and q the model's, the
     mean over the tokens of these answers; `same` is the share of tokens on whose likeliest one both agree.
     """
-    original, chosen = open_original(), short_prompts()[:prompts]
+    original, chosen = open_original(), own_answers.short_prompts()[:prompts]
     divergences, agreements = list[Tensor](), list[Tensor]()
-    for ids, count in answer(original, chosen, ANSWER_TOKENS):
+    for ids, count in own_answers.answer(original, chosen, ANSWER_TOKENS):
         if not count:
             continue
         first, second = (_distribution(each, ids, count) for each in (original, reader))
@@ -235,29 +227,6 @@ def _distribution(reader: TransformersReader, ids: Tensor, count: int) -> Tensor
     model = gape.hf.LanguageModel(reader.model)
     logits = model.logits(model.hidden(ids[None, :-1].to(reader.device))[:, -count:])
     return logits[0].float().log_softmax(-1).cpu()
-
-
-def answer(
-    reader: TransformersReader, texts: Sequence[str], most: int, *, seed: int | None = None, batch: int = 128
-) -> list[tuple[Tensor, int]]:
-    """A model's answers of at most so many tokens to prompts, in its chat template where it has one.
-
-    A seed draws answers; None takes the likeliest token each time. `batch` prompts are read at once. For each prompt
-    ids (N,) on the CPU, prompt and answer, and how many of the last ones are the answer.
-    """
-    has_chat = bool(getattr(reader.tokenizer, "chat_template", None))
-    rows = [reader.encode(reader.chat(text) if has_chat else text, start=not has_chat) for text in texts]
-    ends, answers = reader.ends, []
-    for first in range(0, len(rows), batch):
-        own = rows[first : first + batch]
-        options: dict[str, Any] = {"do_sample": False}
-        if seed is not None:
-            torch.manual_seed(seed + first)
-            options = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0}
-        for row, new in zip(own, reader.generate(own, most, **options), strict=True):
-            stop = next((place + 1 for place, token in enumerate(new) if token in ends), len(new))
-            answers.append((torch.tensor(row + new[:stop]), stop))
-    return answers
 
 
 def _free(device: torch.device) -> None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from gape.data import RecallConfig
 from gape.data.recall import fraction
 from gape.data.recall_texts import MOST_FACTS
-from gape.experiments.extend_measures import MEASURED_PROMPTS
 from gape.experiments.open_model import base_of
+from gape.experiments.own_answers import MEASURED_PROMPTS
 from gape.hf.extension import METHODS
 from gape.train import TrainConfig
 from gape.utils import files

@@ -1,0 +1,93 @@
+"""A model's own answers, to prompts that ship and to prompts that it writes itself.
+
+`gape hf extend` measures by them how far a model has moved, and tunes on them so that it moves less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gape.tasks.ruler.readers import TransformersReader
+
+#: Of the shipped prompts so many are measured on; the others may be tuned on.
+MEASURED_PROMPTS = 100
+#: Stands for a user's text when a chat template is taken apart; no template has it.
+_MARK = "\0"
+
+
+def short_prompts() -> list[str]:
+    """The prompts that ship: the first :data:`MEASURED_PROMPTS` to measure on, the others to tune on."""
+    text = (resources.files("gape.tasks") / "short_prompts.txt").read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if line]
+
+
+def written_prompts(reader: TransformersReader, count: int, tokens: int, *, seed: int, batch: int) -> list[str]:
+    """Prompts that a model writes in the user's place of its chat template (Magpie, arXiv 2406.08464).
+
+    Args:
+        reader: the model; without a chat template it writes none.
+        count: prompts that are drawn; empty ones, those that do not end and those that came before are left out.
+        tokens: of a prompt at most.
+        seed, batch: as :func:`answer`.
+    """
+    if not _has_chat(reader):
+        return []
+    prefix = reader.encode(reader.chat(_MARK).split(_MARK)[0], start=False)
+    rows = _drawn(reader, [prefix] * count, tokens, seed=seed, batch=batch)
+    ended = [row[:stop] for row in rows if (stop := _length(row, reader.ends)) < len(row)]
+    return list(dict.fromkeys(text for row in ended if (text := reader.decode(row).strip())))
+
+
+def answer(
+    reader: TransformersReader, texts: Sequence[str], tokens: int, *, seed: int | None = None, batch: int = 128
+) -> list[tuple[Tensor, int]]:
+    """A model's answers to prompts, in its chat template where it has one.
+
+    Args:
+        reader: the model.
+        texts: the prompts.
+        tokens: of an answer at most.
+        seed: draws answers from the model's distribution; None takes the likeliest token each time.
+        batch: prompts that are read at once.
+
+    Returns:
+        For each prompt ids (N,) on the CPU, prompt and answer, and how many of the last ones are the answer.
+    """
+    chat = _has_chat(reader)
+    rows = [reader.encode(reader.chat(text) if chat else text, start=not chat) for text in texts]
+    answers = []
+    for row, new in zip(rows, _drawn(reader, rows, tokens, seed=seed, batch=batch), strict=True):
+        # The token that ends an answer is part of it.
+        stop = min(_length(new, reader.ends) + 1, len(new))
+        answers.append((torch.tensor(row + new[:stop]), stop))
+    return answers
+
+
+def _drawn(
+    reader: TransformersReader, rows: Sequence[list[int]], tokens: int, *, seed: int | None, batch: int
+) -> list[list[int]]:
+    """What a model writes behind each row."""
+    new: list[list[int]] = []
+    for first in range(0, len(rows), batch):
+        options: dict[str, Any] = {"do_sample": False}
+        if seed is not None:
+            torch.manual_seed(seed + first)
+            options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        if reader.forgetting is not None:
+            options["past_key_values"] = reader.forgetting()
+        new += reader.generate(rows[first : first + batch], tokens, **options)
+    return new
+
+
+def _has_chat(reader: TransformersReader) -> bool:
+    return bool(getattr(reader.tokenizer, "chat_template", None))
+
+
+def _length(row: Sequence[int], ends: set[int]) -> int:
+    """Tokens before the end of a text."""
+    return next((place for place, token in enumerate(row) if token in ends), len(row))
