@@ -296,16 +296,6 @@ def test_only_empty_documents_are_no_corpus(tmp_path: Path) -> None:
     make(tmp_path / "c", write_lines(tmp_path / "a.jsonl", [{"text": "Some."}]))
 
 
-def test_a_corpus_of_an_earlier_version_without_excerpts_is_the_same(tmp_path: Path, lines: Path) -> None:
-    made = make(tmp_path / "c", lines)
-    path = tmp_path / "c" / "prepare.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "excerpts": False}))
-    assert make(tmp_path / "c", lines).fingerprint() == made.fingerprint()
-    path.write_text(json.dumps({**json.loads(path.read_text()), "excerpts": True}))
-    with pytest.raises(ValueError, match="excerpts was True"):
-        make(tmp_path / "c", lines)
-
-
 def test_a_directory_is_never_taken_from_something_else(tmp_path: Path, lines: Path) -> None:
     make(tmp_path / "c", lines)
     before = contents(tmp_path / "c")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,17 +22,15 @@ def finish(config: PrepareConfig, settings: dict[str, Any], directory: Path, par
     """Write index and cards; `card.json` comes last and makes it a corpus."""
     with files.room("the index", directory, 0):
         left_out = _write_index(config, settings["end_of_text"], directory, parts)
-    shards = [shard for shard in parts.shards if shard["file"]]
     card = _description(config, settings, counts) | {
         "splits": _split_counts(config, directory, settings["end_of_text"]),
-        "shards": shards,
+        "shards": [shard for shard in parts.shards if shard["file"]],
         "index": _file_entry(directory / INDEX),
         "names": _file_entry(directory / NAMES),
     }
     card["left_out"]["train_documents_also_held_out"] = left_out
-    text, data = to_markdown(card).encode(), files.to_json(card)
-    files.replace(directory / TEXT, text)
-    files.replace(directory / CARD, data)
+    files.replace(directory / TEXT, to_markdown(card).encode())
+    files.replace(directory / CARD, files.to_json(card))
     parts.discard()
 
 
@@ -59,14 +54,14 @@ def _description(config: PrepareConfig, settings: dict[str, Any], counts: Counts
 
 
 def _write_index(config: PrepareConfig, end_of_text: bool, directory: Path, parts: Parts) -> int:
-    """Write the index and the names; returns how many training documents were left out for being held out too.
-
-    Only the hashes of held-out texts are in memory, so the size of the training split does not matter.
-    """
+    """Write the index and the names; returns how many training documents were left out for being held out too."""
     heldout = SPLITS.index("heldout")
     heldout_texts = {entry.sha256 for _, entries in parts.entries() for entry in entries if entry.split == heldout}
     left_out = 0
-    with _new_file(directory / INDEX) as index, _new_file(directory / NAMES) as names:
+    with (
+        files.replacing(directory / INDEX) as aside, files.replacing(directory / NAMES) as beside,
+        files.create(aside) as index, files.create(beside) as names,
+    ):  # fmt: skip
         for shard, entries in parts.entries():
             rows, offset = [], 0
             for entry in entries:
@@ -82,32 +77,15 @@ def _write_index(config: PrepareConfig, end_of_text: bool, directory: Path, part
     return left_out
 
 
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that gets its name once it is complete."""
-    aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    try:
-        with files.create(aside) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
 def _split_counts(config: PrepareConfig, directory: Path, end_of_text: bool) -> dict[str, Any]:
     """Documents, tokens and lengths of each split, and of each of its strata. Lengths do not count the end of text."""
     index: Records = np.asarray(np.memmap(directory / INDEX, RECORD, mode="r"))
     counts = {}
     for number, split in enumerate(SPLITS):
         here = index[index["split"] == number]
-        counts[split] = _statistics(here, end_of_text) | {
-            "strata": {
-                str(length): _statistics(here[here["stratum"] == at], end_of_text)
-                for at, length in enumerate(config.strata, start=1)
-            },
-        }
+        strata = {str(length): here[here["stratum"] == at] for at, length in enumerate(config.strata, start=1)}
+        each = {name: _statistics(chosen, end_of_text) for name, chosen in strata.items()}
+        counts[split] = _statistics(here, end_of_text) | {"strata": each}
     return counts
 
 

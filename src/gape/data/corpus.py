@@ -27,15 +27,10 @@ Tokens = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Document:
-    """A document.
+    """A document: its number in the corpus, its id and title as the input had them.
 
-    Attributes:
-        index: its number in the corpus.
-        id: as the input had it.
-        split: "train" or "heldout".
-        stratum: the length it stands for, such as "8192"; None where the corpus has no strata.
-        length: tokens, the end of text among them where the corpus has one.
-        title: as the input had it, or None.
+    `split` is "train" or "heldout", `stratum` the length it stands for, such as "8192", None where the corpus has no
+    strata, and `length` its tokens, the end of text among them.
     """
 
     index: int
@@ -122,9 +117,7 @@ class Corpus:
         length = int(record["length"])
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
-            raise ValueError(
-                f"start, stop: got {start} and {stop}, expected places in the {length} tokens of a document"
-            )
+            raise ValueError(f"start, stop: got {start} and {stop}, expected places in {length} tokens of a document")
         offset = int(record["offset"])
         return self.shard(int(record["shard"]))[offset + start : offset + stop]
 
@@ -189,15 +182,11 @@ class Corpus:
         room = sizes[np.minimum(records["shard"], len(sizes) - 1)]
         inside = (records["shard"] < len(sizes)) & (records["split"] < len(SPLITS))
         inside &= (records["stratum"] <= len(self.strata)) & (records["name"] < self.card["names"]["bytes"])
-        # Earlier versions could cut excerpts.
-        inside &= records["excerpt"] == 0
         # Unsigned numbers: a sum of two could pass their end and look small.
         inside &= (records["offset"] <= room) & (records["length"] <= room - np.minimum(records["offset"], room))
         if not inside.all():
-            place = f"document {int(np.argmin(inside))}"
-            raise ValueError(
-                f"corpus: {self.directory / INDEX}: {place} is outside the shards; prepare the corpus again"
-            )
+            place = f"{self.directory / INDEX}: document {int(np.argmin(inside))}"
+            raise ValueError(f"corpus: {place} is outside the shards; prepare the corpus again")
 
 
 def open_corpus(directory: str | Path) -> Corpus:

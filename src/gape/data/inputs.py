@@ -1,10 +1,7 @@
 """Inputs of a corpus: which files there are, identified before anything is read, and their documents, one at a time.
 
-A file is text, JSON lines or Parquet, plain or compressed, on this machine or on the Hugging Face hub.
-
-The library `datasets` would end a whole file at the first line that is not JSON or not Unicode, without that line's
-number; it refuses files whose other fields differ; it has no bound on the length of a line; and it keeps neither line
-numbers, of which ids are made, nor places in the file, by which progress is shown.
+A file is text, JSON lines or Parquet, plain or compressed, on this machine or on the Hugging Face hub. Not read by the
+library `datasets`: it ends a file at the first line that is not JSON, and keeps no line numbers, of which ids are made.
 """
 
 from __future__ import annotations
@@ -47,15 +44,10 @@ EMPTY = "empty document"
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """One file.
+    """One file, on this machine or on the hub, where `place` opens it and `revision` is the commit of its dataset.
 
-    Attributes:
-        name: what it is called in ids, messages and the card: a file's name, or its path from the folder given.
-        group: the number of the input as it was given; the files of a folder share it.
-        split: "train", "heldout", or None where each document's id decides.
-        size: bytes of the file.
-        place: the file, or what opens it on the hub.
-        revision: the commit of its dataset on the hub.
+    `name` is its name, or its path from the folder given. The files of a folder have the same `group`. A `split` of
+    None lets each document's id decide.
     """
 
     name: str
@@ -86,14 +78,9 @@ class Fields(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A line of JSON, a row, or a text file.
+    """A line of JSON, a row, or a text file: its number from 1, what is in it, and the bytes of the file read so far.
 
-    Attributes:
-        number: of the line or row, from 1.
-        id, title, text: of the document; empty where there is a problem.
-        position: bytes of the file read so far.
-        problem: why there is no document in it, or None.
-        named: whether the id is the input's own, and not made of its name and the number.
+    `problem` says why there is no document in it, `named` whether the id is the input's own and not made of the number.
     """
 
     number: int
@@ -151,11 +138,9 @@ def _local(spec: str, group: int, split: str | None) -> Iterator[Input]:
 
 def _hub_files(spec: str, group: int, split: str | None) -> Iterator[Input]:
     """The files of a dataset of the hub that match a pattern, by sorted path; the commit is fixed for a resume."""
-    match = _FORM.fullmatch(spec)
-    if match is None:
-        raise ValueError(
-            f"inputs: got {spec!r}, expected hf:DATASET[@REVISION]#FILES, such as hf:OWNER/NAME#data/*.jsonl"
-        )
+    if (match := _FORM.fullmatch(spec)) is None:
+        form = "hf:DATASET[@REVISION]#FILES, such as hf:OWNER/NAME#data/*.jsonl"
+        raise ValueError(f"inputs: got {spec!r}, expected {form}")
     dataset, commit = match["dataset"], revision(match["dataset"], match["revision"])
     system, root = filesystem(), f"datasets/{dataset}@{commit}/"
     matches = system.glob(f"{root}{match['files']}", detail=True)
@@ -197,8 +182,7 @@ def kind_of(file: str) -> str:
     """The kind of a file by its name; refuses what is of no kind that is read."""
     if kind := _kind(file):
         return kind
-    known = ", ".join(KINDS)
-    raise ValueError(f"inputs: got {file!r}, expected a name that ends in {known}, or one of these compressed")
+    raise ValueError(f"inputs: got {file!r}, expected a name that ends in {', '.join(KINDS)}, or one compressed")
 
 
 def _kind(file: str) -> str | None:

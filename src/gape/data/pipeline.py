@@ -59,14 +59,13 @@ class Job(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         """Everything the shards follow from."""
-        inputs = [source.identity for source in self.sources]
         return {
             "format": FORMAT,
             "tokenizer": self.tokenizer.identity(),
             "dtype": self.dtype,
             **self.config.shapes(),
             "end_of_text": self.end_of_text is not None,
-            "inputs": inputs,
+            "inputs": [source.identity for source in self.sources],
         }
 
 
@@ -78,12 +77,6 @@ def prepare(
     log: Callable[[str], None] = lambda _: None,
 ) -> Corpus:
     """Make a corpus, or resume one that was stopped; the same settings and inputs give the same bytes.
-
-    Args:
-        config: the settings.
-        directory: of the corpus; made when missing.
-        progress: called now and then.
-        log: called with messages.
 
     Raises:
         ValueError: before any work: an input, a field or the tokenizer that is not there, a vocabulary too large for
@@ -125,9 +118,6 @@ def claim(directory: Path, settings: dict[str, Any]) -> None:
     path = directory / SETTINGS
     if path.is_file():
         before, now = json.loads(path.read_bytes()), files.plain(settings)
-        # Earlier versions could cut excerpts; a corpus without them is the same as today's.
-        if before.get("excerpts") is False:
-            del before["excerpts"]
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if changed:
             lines = [f"{name} was {before.get(name)} and is now {now.get(name)}" for name in changed]
@@ -178,10 +168,7 @@ def _full(job: Job, counts: Counts, group: int) -> bool:
 
 
 def _batches(job: Job, cursor: Cursor, full: set[int]) -> Iterator[tuple[int, list[Record]]]:
-    """The records after the cursor in batches, each with the number of its input; none spans two inputs.
-
-    No more is read of an input that is in `full`.
-    """
+    """The records after the cursor in batches, each with the number of its input; no more of an input in `full`."""
     for number in range(cursor.source, len(job.sources)):
         batch: list[Record] = []
         group, size = job.sources[number].group, 0
@@ -216,7 +203,7 @@ def _check_counts(config: PrepareConfig, counts: Counts, *, final: bool) -> None
     if 0 < limit < 1:
         if counts.read < MANY_RECORDS and not final:
             return
-        limit = limit * counts.read
+        limit *= counts.read
     if final and not sum(counts.documents):
         read = f"{counts.read} read, {counts.empty} empty, {counts.bad} bad, {counts.outside} in no stratum"
         raise ValueError(f"inputs: no documents among the records: {read}")

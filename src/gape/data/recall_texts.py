@@ -117,10 +117,9 @@ _SENTENCE_ENDS = (".", "!", "?", "\n", '."', "!'", '?"', ".”", "?”", "!”")
 
 
 class RecallText(NamedTuple):
-    """A text of an exact length.
+    """A text of an exact length: int64 ids (N,), and the tokens of each answer and of the same value in its fact.
 
-    ids: int64 (N,). answers: the tokens of each answer, by their numbers, in the order of the questions. sources: the
-    tokens of the same value in its fact. A comma, an "and" or a full stop follows each answer.
+    Answers are in the order of the questions; a comma, an "and" or a full stop follows each.
     """
 
     ids: Ids
@@ -221,12 +220,11 @@ class RecallWriter:
 
     def shortest(self) -> int:
         """A number of tokens that nearly every text with one fact fits into: the longest name of each kind is tried."""
-        longest = 0
+        longest, values = 0, {"digits": "123456789", "letters": "WX-98765", "hex": "-".join(["0f1e"] * 5)}
         for form in FORMS:
             first, second, between = NAMES[form.names]
             name = max(first, key=len) + between + max(second, key=len)
-            value = {"digits": "123456789", "letters": "WX-98765", "hex": "-".join(["0f1e"] * 5)}.get(form.values)
-            fact = self._fact(form, name, value or "Zuvofa")
+            fact = self._fact(form, name, values.get(form.values, "Zuvofa"))
             for layout in _LAYOUTS:
                 longest = max(longest, len(fact.ids) + len(self._questions(form, layout, [[fact]])[0]))
         # Half of a text is its passage.

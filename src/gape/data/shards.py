@@ -89,7 +89,6 @@ class Parts:
 
         Shards are checked; what a killed process left behind them is deleted.
         """
-        self.shards = []
         cursor, counts, end = Cursor(), Counts(), False
         while not end and (part := self._valid(len(self.shards))) is not None:
             self.shards.append(part["shard"])
@@ -122,17 +121,20 @@ class Parts:
     def entries(self) -> Iterator[tuple[int, list[Entry]]]:
         """The documents of each sealed shard, with its number."""
         for number in range(len(self.shards)):
-            part = json.loads((self.records / f"{number:05d}.json").read_bytes())
-            yield number, [Entry(*entry) for entry in part["documents"]]
+            yield number, [Entry(*entry) for entry in self._part(number)["documents"]]
 
     def discard(self) -> None:
         """Remove the records, which the index replaces."""
         shutil.rmtree(self.records, ignore_errors=True)
 
+    def _part(self, number: int) -> dict[str, Any]:
+        part: dict[str, Any] = json.loads((self.records / f"{number:05d}.json").read_bytes())
+        return part
+
     def _valid(self, number: int) -> dict[str, Any] | None:
         """The record of a shard that is complete, or None."""
         try:
-            part: dict[str, Any] = json.loads((self.records / f"{number:05d}.json").read_bytes())
+            part = self._part(number)
             shard, _ = part["shard"], part["counts"]
         except (OSError, ValueError, KeyError):
             return None

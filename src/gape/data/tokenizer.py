@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -28,19 +29,15 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, nothing added; the name of a special token in the text is text like any other."""
-        ...
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, as :meth:`encode` gives them."""
-        ...
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids."""
-        ...
 
     def identity(self) -> dict[str, Any]:
         """kind, name, vocab_size, end_of_text and sha256: equal hashes mean equal ids for every text."""
-        ...
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
@@ -129,13 +126,8 @@ class LibraryTokenizer:
 
     def identity(self) -> dict[str, Any]:
         """See :class:`Tokenizer`."""
-        return {
-            "kind": self._kind,
-            "name": self._name,
-            "vocab_size": self.vocab_size,
-            "end_of_text": self.end_of_text,
-            "sha256": self._digest,
-        }
+        sizes = {"vocab_size": self.vocab_size, "end_of_text": self.end_of_text}
+        return {"kind": self._kind, "name": self._name, **sizes, "sha256": self._digest}
 
 
 def _from_folder(folder: Path) -> Tokenizer:
@@ -188,12 +180,11 @@ def _end_token(path: Path) -> str | None:
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file():
         return None
-    try:
+    with contextlib.suppress(ValueError, AttributeError):
         end = json.loads(beside.read_bytes()).get("eos_token")
-    except (ValueError, AttributeError):
-        return None
-    token = end.get("content") if isinstance(end, dict) else end
-    return token if isinstance(token, str) else None
+        token = end.get("content") if isinstance(end, dict) else end
+        return token if isinstance(token, str) else None
+    return None
 
 
 def _digest(*parts: bytes) -> str:

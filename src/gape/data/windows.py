@@ -42,7 +42,6 @@ class Source(Protocol):
 
         It neither reads nor changes the global random states: another call, also in another process, gives the same.
         """
-        ...
 
 
 Places = npt.NDArray[np.int64]
@@ -53,9 +52,8 @@ class WindowSource:
 
     A document of n tokens gives ⌊(n − 1) / length⌋ windows an epoch, one after the other from an offset drawn for the
     document and the epoch; each has `length` + 1 tokens, the last of which is the next one's first, so no token is a
-    target twice. An epoch takes every window once, in the order of a permutation drawn for it. The next one begins
-    where it ends, inside a batch if it so happens. Everything is a function of the seed and the window's number:
-    no state, and no random number generator whose stream a new version could change.
+    target twice. An epoch takes every window once, in an order drawn for it. Everything is a function of the seed and
+    the window's number alone.
 
     Args:
         corpus: what `gape.data.open_corpus` gives.

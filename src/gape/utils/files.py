@@ -21,31 +21,25 @@ MAX_DEPTH = 64
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class DiskFullError(OSError):
-    """Not enough room for a checkpoint or a log line. Earlier checkpoints are whole.
+class _PlaceError(OSError):
+    def __str__(self) -> str:
+        return str(self.strerror)
 
-    Attributes:
-        needed: bytes the write wanted.
-        free: bytes there were.
-    """
+
+class DiskFullError(_PlaceError):
+    """Not enough room for a checkpoint or a log line: `needed` and `free` bytes. Earlier checkpoints are whole."""
 
     def __init__(self, what: str, path: Path, needed: int, free: int) -> None:
         message = f"no room for {what} in {path}: {size(needed)} needed, {size(free)} free; make room and start again"
         super().__init__(errno.ENOSPC, message)
         self.needed, self.free = needed, free
 
-    def __str__(self) -> str:
-        return str(self.strerror)
 
-
-class LostDirectoryError(OSError):
+class LostDirectoryError(_PlaceError):
     """The directory of the work was moved or deleted while it went on."""
 
     def __init__(self, what: str, path: Path) -> None:
         super().__init__(errno.ENOENT, f"no place for {what}: {path} was there and is gone; put it back or start anew")
-
-    def __str__(self) -> str:
-        return str(self.strerror)
 
 
 def size(n: int) -> str:
@@ -58,18 +52,39 @@ def size(n: int) -> str:
     return f"{value:.1f} GiB"
 
 
+@contextlib.contextmanager
+def create(path: Path) -> Iterator[IO[bytes]]:
+    """A new file in the place of an old one, on the disk at the end; a link is removed, its target stays."""
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write(path: Path, data: bytes) -> None:
     """Write a new file and wait until the disk has it. Every file of a run but the logs goes through here."""
-    with create(path) as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
+    with create(path) as file:
+        file.write(data)
 
 
-def create(path: Path) -> IO[bytes]:
-    """A new file in the place of an old one; a link with its name is removed, its target stays."""
-    path.unlink(missing_ok=True)
-    return path.open("xb")
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name for what takes the place of `path` at the end: a reader sees the old file or the new one, whole."""
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Put data in the place of `path` at once; DiskFullError when there is no room, and the old file stays."""
+    with room(path.name, path.parent, len(data)):
+        with replacing(path) as temporary:
+            write(temporary, data)
+        settle(path.parent)
 
 
 def open_append(path: Path) -> FileIO:
@@ -78,9 +93,9 @@ def open_append(path: Path) -> FileIO:
     try:
         return FileIO(os.open(path, flags, 0o666), "ab")
     except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise ValueError(f"{path}: got a symbolic link, expected a file; remove it") from error
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path}: got a symbolic link, expected a file; remove it") from error
+        raise
 
 
 def open_decompressed(path: Path) -> IO[bytes]:
@@ -97,23 +112,6 @@ def foreign(directory: Path, mark: str) -> bool:
     # A death at the very start leaves the mark under a temporary name. File managers leave .DS_Store.
     ours = (f".tmp-{mark}", ".DS_Store")
     return not directory.is_dir() or any(not entry.name.startswith(ours) for entry in directory.iterdir())
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Put data in the place of `path` at once: a reader sees the old file or the new one, never a part.
-
-    Raises:
-        DiskFullError: when there is no room; the old file stays.
-    """
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    with room(f"{path.name}", path.parent, len(data)):
-        try:
-            write(temporary, data)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        settle(path.parent)
 
 
 def settle(directory: Path) -> None:
@@ -202,10 +200,10 @@ def from_json(data: bytes) -> dict[str, Any]:
     for _ in range(MAX_DEPTH):
         inside = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
         level = [each for each in inside if isinstance(each, (dict, list))]
-    if level:
-        # Recursive functions could not follow it.
-        raise ValueError("JSON nested too deeply")
-    return value
+        if not level:
+            return value
+    # Recursive functions could not follow it.
+    raise ValueError("JSON nested too deeply")
 
 
 def plain(value: Any) -> Any:

@@ -50,14 +50,11 @@ class JSONLines:
     def mend(self) -> None:
         """Drop an incomplete last line."""
         with self.path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) == 0:
-                return
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) == b"\n":
-                return
-            file.seek(0)
-            whole = file.read().rfind(b"\n") + 1
-        self.cut(whole)
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.seek(0)
+                    self.cut(file.read().rfind(b"\n") + 1)
 
     def close(self) -> None:
         """Close the file."""

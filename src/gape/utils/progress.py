@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, ClassVar
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -40,20 +40,14 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         if self.style == "bar":
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"),
-                TimeRemainingColumn(),
-            )
             with _harmless():
-                self._bar = Bars(*columns, console=self.console, transient=True)
+                note, left = TextColumn("{task.fields[note]}"), TimeRemainingColumn()
+                self._bar = Bars(*_columns(), note, left, console=self.console, transient=True)
                 self._bar.add_task(escape(self.label), total=self.total, note="")
                 self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             with _harmless():
                 self._bar.stop()
@@ -76,6 +70,10 @@ class Reporter:
             elif self.style == "plain" and (time.monotonic() - self._last >= TRAINING_LINE_SECONDS):
                 self._last = time.monotonic()
                 self.log(f"step {step}/{self.total}  {note}")
+
+
+def _columns() -> tuple[ProgressColumn, ...]:
+    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
 
 
 class SteadyConsole(Console):
@@ -128,10 +126,7 @@ class ProgressTable:
         self._bars: Bars | None = None if self._outer is None else self._outer._bars
         console = self._progress.console
         if self._outer is None and console.is_terminal and not console.is_dumb_terminal:
-            self._bars = Bars(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                console=console, transient=True, refresh_per_second=2,
-            )  # fmt: skip
+            self._bars = Bars(*_columns(), TimeElapsedColumn(), console=console, transient=True, refresh_per_second=2)
         self._tasks: dict[str, TaskID] = {}
         # By name: when the last line was written, and of which step.
         self._lines: dict[str, tuple[float, int]] = {}
@@ -142,7 +137,7 @@ class ProgressTable:
             self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         ProgressTable._open = self._outer
         for name in list(self._tasks):
             self.remove(name)

@@ -53,18 +53,16 @@ def device_name(device: torch.device) -> str:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """System, device and threads."""
-    described: dict[str, Any] = {
+    on_gpu = device.type == "cuda"
+    return {
         "system": platform.system(),
         "architecture": platform.machine(),
         "device": device.type,
-        "name": platform.processor() or platform.machine(),
+        "name": device_name(device) if on_gpu else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        **({"cuda": torch.version.cuda} if on_gpu else {}),
     }
-    if device.type == "cuda":
-        described["name"] = torch.cuda.get_device_name(device)
-        described["cuda"] = torch.version.cuda
-    return described
 
 
 def commit() -> str | None:

@@ -7,19 +7,15 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from types import FrameType, TracebackType
+from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(Exception):  # noqa: N818
-    """The work stopped because of a signal, after everything was saved.
-
-    Attributes:
-        code: what the process should exit with: 130 after SIGINT, 143 after SIGTERM.
-    """
+    """The work stopped because of a signal, after everything was saved; `code` is that to exit with, 130 or 143."""
 
     def __init__(self, code: int, message: str | None = None) -> None:
         super().__init__(message or f"stopped by {signal.Signals(code - 128).name}")
@@ -29,9 +25,8 @@ class Interrupted(Exception):  # noqa: N818
 class StopFlag:
     """Set by SIGINT or SIGTERM while entered; polled by whatever should stop in good order.
 
-    The first signal sets the flag. A second one ends the process at once, with the same code. Handlers do no I/O,
-    are installed in the main thread only, and the earlier ones come back on leaving; entering twice is harmless, so a
-    command can hold the flag around a trainer that uses it too.
+    A second signal ends the process at once, with the same code. Handlers are installed in the main thread only, and
+    the earlier ones come back on leaving; entering twice is harmless.
 
     >>> with StopFlag() as stop:
     ...     for batch in range(3):
@@ -71,11 +66,11 @@ class StopFlag:
                 self._install()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if _in_main_thread():
             self._depth -= 1
             if self._depth == 0:
-                self._restore()
+                _restore(self._before)
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
@@ -87,7 +82,7 @@ class StopFlag:
         self.check()
         installed = self._depth and _in_main_thread()
         if installed:
-            self._restore()
+            _restore(self._before)
         try:
             yield
         finally:
@@ -96,10 +91,6 @@ class StopFlag:
 
     def _install(self) -> None:
         self._before = {s: signal.signal(s, self._handle) for s in SIGNALS}
-
-    def _restore(self) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         # A forked worker inherits the handler and polls nothing: it should simply die.
@@ -112,10 +103,13 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+def _restore(handlers: Mapping[int, Any]) -> None:
+    for signum, handler in handlers.items():
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
 #: From the signal to the end of a process that does not come to its next line of Python.
 GRACE = 8.0
-
-
 #: Processes whose signals a thread watches: this one, while :func:`at_once` lasts.
 _WATCHED: list[int] = []
 
@@ -157,7 +151,7 @@ def at_once() -> Iterator[None]:
         received.append(signum)
         raise Stopped(signum)
 
-    before = {signum: signal.signal(signum, handle) for signum in SIGNALS}
+    before: dict[int, Any] = {signum: signal.signal(signum, handle) for signum in SIGNALS}
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
@@ -180,5 +174,4 @@ def at_once() -> Iterator[None]:
         _WATCHED.remove(owner)
         signal.set_wakeup_fd(wakeup)
         theirs.close()
-        for signum, handler in before.items():
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        _restore(before)
