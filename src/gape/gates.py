@@ -13,26 +13,18 @@ from gape.utils.validation import finite, flag, invalid_argument, whole
 
 
 class HeadProjection(nn.Module):
-    """One weight vector and one bias per head: (B, H, N, D) → (B, H, N), in float32 or float64.
+    """One weight vector and one bias per head: (B, H, N, D) → (B, H, N), in float32 or float64."""
 
-    Args:
-        n_heads: H.
-        head_dim: D.
-        init_bias: the bias at start.
-        std: standard deviation of the normal from which weights are drawn, as those of a GPT's linear layers.
-    """
-
-    def __init__(self, n_heads: int, head_dim: int, *, init_bias: float, std: float = 0.02) -> None:
+    def __init__(self, n_heads: int, head_dim: int, *, init_bias: float) -> None:
         super().__init__()
         self.init_bias = init_bias
-        self.std = std
         self.weight = nn.Parameter(torch.empty(n_heads, head_dim))
         self.bias = nn.Parameter(torch.empty(n_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew and set the bias back."""
-        nn.init.normal_(self.weight, std=self.std)
+        """Draw the weights as those of a GPT's linear layers and set the bias back."""
+        nn.init.normal_(self.weight, std=0.02)
         nn.init.constant_(self.bias, self.init_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,15 +46,13 @@ class GAPEGates(nn.Module):
     before rotation, and are float32 whatever the model's dtype (float64 beside float64).
 
     Args:
-        n_heads: query heads Hq, each with a gate and an amplitude.
-        head_dim: coordinates D of q and k.
+        n_heads, head_dim: query heads Hq, each with a gate and an amplitude, and coordinates D of q and k.
         n_kv_heads: key heads Hk, each with a landmark; n_heads when None.
         learn_gate: False fixes g at floor + softplus(init_gate_bias), the paper's ablation; no parameters then.
         learn_landmark: False fixes l at sigmoid(init_landmark_bias); no parameters then.
         init_gate_bias, init_landmark_bias: b_g and b_l at start.
         init_amplitude: γ at start, before the softplus; 0.5413 makes Γ = 1.
-        gate_floor: a number or one per head, ≥ 0. 0 is the paper; a positive floor bounds the rate from below,
-            which is what makes forgetting provable.
+        gate_floor: a number or one per head, ≥ 0; 0 is the paper. A positive one makes forgetting provable.
 
     Raises:
         ValueError: for sizes below 1, heads that do not divide, a negative floor or one of wrong length.
@@ -138,11 +128,6 @@ class GAPEGates(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """(gate, landmark) of unrotated q (B, Hq, Nq, D) and k (B, Hk, Nk, D)."""
         return self.gate(q), self.landmark(k)
-
-    @staticmethod
-    def landmark_penalty(landmark: Tensor) -> Tensor:
-        """The mean landmark, which `lambda_l1` weighs in the loss."""
-        return landmark.mean()
 
     def _check(self, name: str, x: Tensor, n_heads: int) -> None:
         if not isinstance(x, Tensor) or x.dim() != 4 or (x.size(1), x.size(3)) != (n_heads, self.head_dim):

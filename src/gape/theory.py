@@ -4,8 +4,7 @@ A query at position i sees keys at positions j ≤ i, its own key among them, wi
 
     a_ij = s_ij − rate · (1 − l_j) · (i − j).
 
-The own key pays nothing whatever its landmark, so a bound measured against it needs no assumption on l_i (the
-paper sets l_i = 1). Arguments, the same in every function:
+`docs/results/theory.md` has the statements, and where and why they differ from the paper's. Arguments:
 
     i, j, k, a, b     positions of the query and of keys, any numbers
     distance          i − k ≥ 0
@@ -19,9 +18,8 @@ paper sets l_i = 1). Arguments, the same in every function:
 
 Each is a Python number or a tensor of any shape, and they broadcast together. Python numbers alone give a
 Python number. Otherwise the result is a tensor of the broadcast shape: float64 when no argument is a floating
-tensor, else the floating tensors' promoted dtype, at least float32 because bfloat16 and float16 cannot hold a
-position (float32 holds them to 2²⁴; pass float64 beyond). Gradients flow. Every function raises ValueError for a
-value outside its argument's domain; that check waits for the device.
+tensor, else the floating tensors' promoted dtype, at least float32, which holds positions to 2²⁴. Gradients flow.
+Every function raises ValueError for a value outside its argument's domain; that check waits for the device.
 """
 
 import math
@@ -79,20 +77,15 @@ _DOMAINS: dict[str, Domain] = {
 def mask(i: Value, j: Value, rate: Value, landmark: Value) -> Value:
     """The paper's M = rate · (j·(1 − l) + i·l), non-negative for positions ≥ 0 (Proposition 1).
 
-    It exceeds `relative_mask` by rate·i, which is one number per query, so the two give the same attention.
-    That is exact in real arithmetic only: M grows with position, and low precision loses the small
-    differences that matter.
+    It exceeds `relative_mask` by rate·i, one number per query, so the two give the same attention in real arithmetic.
+    M grows with position, and low precision loses the differences that matter.
     """
     (i, j, rate, landmark), result = _operands(i=i, j=j, rate=rate, landmark=landmark)
     return result(rate * (j * (1 - landmark) + i * landmark))
 
 
 def relative_mask(i: Value, j: Value, rate: Value, landmark: Value) -> Value:
-    """The paper's M̂ = −rate · (1 − l) · (i − j), at most 0 for j ≤ i (Proposition 1).
-
-    It depends on i − j alone, hence Proposition 2 (translation invariance), provided that the gates do not see
-    positions: gates that read rotated queries or keys break the proposition's assumption.
-    """
+    """The paper's M̂ = −rate · (1 − l) · (i − j), at most 0 for j ≤ i (Propositions 1 and 2)."""
     (i, j, rate, landmark), result = _operands(i=i, j=j, rate=rate, landmark=landmark)
     return result(-rate * (1 - landmark) * (i - j))
 
@@ -100,9 +93,7 @@ def relative_mask(i: Value, j: Value, rate: Value, landmark: Value) -> Value:
 def landmark_threshold(i: Value, a: Value, b: Value, landmark_b: Value) -> Value:
     """Theorem 1: at positions a < b < i, M_ia > M_ib exactly when l_a exceeds this number.
 
-    The theorem needs rate > 0 and l_b < 1; at l_b = 1 the threshold is 1 and no landmark exceeds it. It
-    orders the masks, not the attention: the scores still take part. Its first half (M_ij = M_ii) holds at
-    l_j = 1 only, which a sigmoid never reaches: a key with l < 1 pays rate·(1 − l) per token for ever.
+    It needs rate > 0 and l_b < 1; at l_b = 1 the threshold is 1. It orders the masks, not the attention.
 
     Raises:
         ValueError: also for positions not in the order a < b < i.
@@ -116,14 +107,8 @@ def landmark_threshold(i: Value, a: Value, b: Value, landmark_b: Value) -> Value
 def unprotected_mass_bound(distances: Value, rate: Value, s_max: Value, landmark: Value = 0.0, dim: int = -1) -> Value:
     """Theorem 2: the attention on a set of keys is at most B = Σ exp(2·s_max − rate · (1 − l_k) · (i − k)).
 
-    Repaired: the paper proves this at l = 0 and states it for every l < 1, where it fails; here each key's
-    own 1 − l enters the exponent, and at landmark = 0 the bound is the paper's. The proof gives more than it
-    claims: the mass is at most B/(1 + B), which some head attains, so B itself is never attained and says
-    nothing once it reaches 1. In Corollary 1 the mass is the distance in total variation from attention on the
-    protected keys alone, so B bounds that as well.
-
-    All arguments broadcast first, then `dim`, which runs over the set's keys, is summed: one rate per query,
-    (Nq,), goes with distances (Nq, Nk) as rate[:, None].
+    It is at most B/(1 + B) even, which some head attains; B bounds the distance of Corollary 1 as well. All arguments
+    broadcast first, then `dim`, which runs over the set's keys, is summed.
 
     Returns:
         B, the broadcast shape without `dim`; 0 for an empty set, inf only where B exceeds the dtype.
@@ -137,8 +122,7 @@ def unprotected_mass_bound(distances: Value, rate: Value, s_max: Value, landmark
 def unprotected_mass_bound_simple(min_distance: Value, rate: Value, s_max: Value, n_unprotected: Value) -> Value:
     """Theorem 2, simple form: n keys at min_distance or beyond hold at most n · exp(2·s_max − rate·min_distance).
 
-    As stated by the paper this holds at l = 0. For keys with landmarks pass the smallest (1 − l_k)·(i − k) as
-    min_distance: what counts is the discounted distance.
+    For keys with landmarks pass the smallest (1 − l_k)·(i − k) as min_distance.
     """
     (min_distance, rate, s_max, n_unprotected), result = _operands(
         min_distance=min_distance, rate=rate, s_max=s_max, n_unprotected=n_unprotected
@@ -150,8 +134,7 @@ def unprotected_mass_bound_simple(min_distance: Value, rate: Value, s_max: Value
 def effective_context_length(rate: Value, s_max: Value, n_unprotected: Value, p: Value) -> Value:
     """Δ_eff = (2·s_max + log(n/p)) / rate: unprotected keys from this distance on hold at most p together.
 
-    Each of them holds at most p/n (both by Theorem 2). As stated by the paper this holds at l = 0; a key with
-    landmark l has the horizon Δ_eff / (1 − l), see `visible`. An empty set (n = 0) is treated as n = 1.
+    A key with landmark l has the horizon Δ_eff / (1 − l), see `visible`. n = 0 is treated as n = 1.
 
     Returns:
         The distance, > 0; inf where rate is 0.
@@ -165,10 +148,8 @@ def visible(
 ) -> bool | Tensor:
     """Visible up to p: (1 − l_j) · (i − j) · rate < 2·s_max + log(n/p). All other keys together hold at most p.
 
-    Repaired: the paper uses one horizon for every key not protected outright, and then a hidden key with
-    0 < l < 1 can hold nearly everything. Here a key has the horizon of its own landmark; l = 1 and the own key
-    are always visible. Keys after the query come out visible: leaving them out is the causal mask's work.
-    The promise needs n not below the number of keys hidden.
+    l = 1 and the own key are always visible, and so are keys after the query, which the causal mask has to hide. The
+    promise needs n not below the number of keys hidden.
 
     Returns:
         A bool, or a boolean tensor of the broadcast shape.
@@ -181,10 +162,7 @@ def visible(
 
 
 def logit_gap_bound(distance: Value, rate: Value, s_max: Value, landmark: Value = 0.0) -> Value:
-    """Theorem 3: a_ii − a_ij ≥ rate · (1 − l_j) · (i − j) − 2·s_max, and some head attains it.
-
-    Repaired: the paper's proof sets l_j = 0 although the theorem is stated for every l_j < 1.
-    """
+    """Theorem 3: a_ii − a_ij ≥ rate · (1 − l_j) · (i − j) − 2·s_max, and some head attains it."""
     (distance, rate, s_max, landmark), result = _operands(distance=distance, rate=rate, s_max=s_max, landmark=landmark)
     return result(rate * (1 - landmark) * distance - 2 * s_max)
 
@@ -194,10 +172,7 @@ def gate_to_eliminate(
 ) -> Value:
     """Theorem 3: every query gate above 2·s_max·T / (Γ · (i − j) · (1 − l_j)) puts a_ii above a_ij.
 
-    Repaired: the condition that the paper puts before it reads Δ < 2·s_max·T/(Γ·g) in the main text and Δ > …
-    in the appendix; neither is needed. The number is the least gate that serves all scores within s_max, not
-    the least for a given head. "Eliminate" means ranked below the own key, not removed: to remove keys use
-    `effective_context_length`. The limit 0 for far keys needs an s_max that does not grow with the context.
+    It is the least gate that serves all scores within s_max. "Eliminate" means ranked below the own key, not removed.
 
     Returns:
         The gate; inf where distance, amplitude or 1 − l is 0, since no gate suffices.
@@ -213,11 +188,8 @@ def log_partition_bound(
 ) -> Value:
     """Lemma 1: log Z_i ≤ s_max + rate·i + log(P + 1/(e^x − 1)), x = rate_min·(1 − max_landmark), Z_i under `mask`.
 
-    P = max_protected ≥ 1 bounds the number of keys with a landmark above max_landmark, the own key counted.
-    Repaired: the lemma assumes M_ik ≤ rate·k for unprotected keys, which fails for every l_k > 0 (and k < i).
-    With l_k ≤ max_landmark the geometric series runs at rate_min·(1 − max_landmark). The term rate·i belongs
-    to M and not to attention: under `relative_mask` the bound is the same with i = 0. The lemma takes
-    g ≥ ε > 0 for granted, which a softplus alone does not give, and keys at distinct integer positions.
+    P = max_protected ≥ 1 bounds the number of keys with a landmark above max_landmark, the own key counted. The term
+    rate·i belongs to M: under `relative_mask` the bound is the same with i = 0. Keys stand at distinct whole positions.
 
     Returns:
         The logarithm of the lemma's bound; inf where rate_min·(1 − max_landmark) is 0.
@@ -236,11 +208,7 @@ def log_partition_bound(
 
 
 def retrieval_margin(i: Value, k: Value, rate: Value, landmark: Value) -> Value:
-    """Proposition 3: a_ik > a_ii if and only if s_ik − s_ii exceeds this, rate · (i − k) · (1 − l_k).
-
-    The paper calls a_ik > a_ii retrieval. It compares the needle with the own key alone; the other keys may
-    still win.
-    """
+    """Proposition 3: a_ik > a_ii, the paper's retrieval, exactly if s_ik − s_ii exceeds rate · (i − k) · (1 − l_k)."""
     (i, k, rate, landmark), result = _operands(i=i, k=k, rate=rate, landmark=landmark)
     return result(rate * (i - k) * (1 - landmark))
 
@@ -248,9 +216,7 @@ def retrieval_margin(i: Value, k: Value, rate: Value, landmark: Value) -> Value:
 def elimination_distance(rate_min: Value, s_max: Value, landmark: Value = 0.0) -> Value:
     """Corollary 2: from the distance 2·s_max / (rate_min·(1 − l)) on, no score lifts a key above the own key.
 
-    The paper says "permanently eliminated from the attention distribution"; what holds is a_ik ≤ a_ii, and
-    many such keys together can outweigh the own key. Permanence needs the gate floor and one s_max for all
-    later queries.
+    Many such keys together can outweigh the own key. rate_min and s_max have to hold for all later queries.
 
     Returns:
         The distance; inf where rate_min·(1 − l) is 0.
@@ -262,8 +228,6 @@ def elimination_distance(rate_min: Value, s_max: Value, landmark: Value = 0.0) -
 def retrieval_limit(rate: Value, s_max: Value, depth: Value) -> Value:
     """Corollary 2: from the length 2·s_max / (rate·(1 − ρ)) on, a needle with l = 0 cannot beat the own key.
 
-    The paper writes g_i here and ε in the elimination distance, so this limit belongs to the query that asks.
-
     Returns:
         The length i; inf where rate is 0.
     """
@@ -274,12 +238,10 @@ def retrieval_limit(rate: Value, s_max: Value, depth: Value) -> Value:
 def required_landmark(i: Value, depth: Value, rate: Value, s_max: Value) -> Value:
     """Corollary 2: from `retrieval_limit` on, a needle needs l_k > 1 − 2·s_max / (rate · i · (1 − ρ)).
 
-    Repaired: the paper's expression is negative below the limit; here it is 0, for no landmark is needed
-    there. Necessary for beating the own key, sufficient only at the best score within s_max; for given scores
-    see `retrieval_margin`.
+    Necessary for beating the own key, sufficient only at the best score within s_max; see `retrieval_margin`.
 
     Returns:
-        The landmark to exceed, in [0, 1].
+        The landmark to exceed, in [0, 1]; 0 below the limit.
     """
     (i, depth, rate, s_max), result = _operands(i=i, depth=depth, rate=rate, s_max=s_max)
     _require("i", i, i >= 0, ">= 0")
@@ -289,17 +251,13 @@ def required_landmark(i: Value, depth: Value, rate: Value, s_max: Value) -> Valu
 def score_bound(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """S_max = scale · max‖q‖ · max‖k‖, so that |scale · qᵀRk| ≤ S_max for every rotation R.
 
-    Repaired: the paper writes max‖q‖‖k‖, without the 1/√d of its own logits; with 1/√d that is a bound still,
-    √d times too large. The vectors are those of the content, without the coordinates that carry the mask.
-
     Args:
-        q: queries (…, Nq, D), floating.
+        q: queries (…, Nq, D), floating, without the coordinates that carry the mask.
         k: keys (…, Nk, D), floating; leading dimensions broadcast with those of q.
         scale: softmax scale ≥ 0, usually 1/√(head dim, reserved coordinates included).
 
     Returns:
-        (…), at least float32, the maximum over all queries and keys. For one bound per query, (…, Nq), pass
-        q.unsqueeze(-2) and k.unsqueeze(-3).
+        (…), at least float32, the maximum over all queries and keys.
 
     Raises:
         ValueError: q or k without two dimensions, without rows or with different D, or a negative scale.

@@ -61,27 +61,10 @@ def test_p_rope(head_dim: int, theta: float, fraction: float) -> None:
 @pytest.mark.parametrize("factor", [1.0, 16.0])
 @pytest.mark.parametrize(("head_dim", "theta"), SIZES)
 def test_yarn(head_dim: int, theta: float, factor: float, truncate: bool) -> None:
+    both: dict[str, Any] = {"head_dim": head_dim, "theta": theta, "factor": factor, "truncate": truncate}
     for fast, slow, length in ((32, 1, LENGTH), (16, 2, 131072), (32, 1, 64)):
-        theirs = owner(
-            "yarn",
-            head_dim,
-            theta,
-            factor=factor,
-            beta_fast=fast,
-            beta_slow=slow,
-            original_max_position_embeddings=length,
-            truncate=truncate,
-        )
-        ours = spectrum(
-            "yarn",
-            head_dim,
-            theta,
-            context_length=length,
-            factor=factor,
-            fast_rotations=fast,
-            slow_rotations=slow,
-            truncate=truncate,
-        )
+        theirs = owner("yarn", beta_fast=fast, beta_slow=slow, original_max_position_embeddings=length, **both)
+        ours = spectrum("yarn", context_length=length, fast_rotations=fast, slow_rotations=slow, **both)
         same(ours, theirs)
 
 
@@ -89,17 +72,9 @@ def test_yarn(head_dim: int, theta: float, factor: float, truncate: bool) -> Non
 @pytest.mark.parametrize(("head_dim", "theta"), SIZES)
 def test_longrope(head_dim: int, theta: float, factor: float) -> None:
     factors = [1 + 0.3 * pair for pair in range(head_dim // 2)]
-    theirs = owner(
-        "longrope",
-        head_dim,
-        theta,
-        factor=factor,
-        short_factor=factors,
-        long_factor=factors,
-        original_max_position_embeddings=LENGTH,
-    )
-    ours = spectrum("longrope", head_dim, theta, context_length=LENGTH, factor=factor, factors=factors)
-    same(ours, theirs)
+    lists = {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": LENGTH}
+    theirs = owner("longrope", head_dim, theta, factor=factor, **lists)
+    same(spectrum("longrope", head_dim, theta, context_length=LENGTH, factor=factor, factors=factors), theirs)
     plain, _ = spectrum("longrope", head_dim, theta)
     torch.testing.assert_close(plain, spectrum("rope", head_dim, theta)[0])
 

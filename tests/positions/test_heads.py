@@ -98,14 +98,6 @@ def test_cached_steps_equal_the_full_pass(name: str) -> None:
     torch.testing.assert_close(stepwise(scheme, *tensors, positions, STEPS), want, rtol=1e-9, atol=1e-9)
 
 
-def test_gates_read_q_and_k_as_if_all_heads_rotated_alike() -> None:
-    mixed, plain = made("rope+gape", **MIXED), made("rope+gape")
-    q, k, _ = drawn()
-    positions = torch.arange(N) + 1000
-    assert torch.equal(mixed.queries(q, positions)[1], plain.queries(q, positions)[1])
-    assert torch.equal(mixed.keys(k, positions)[1], plain.keys(k, positions)[1])
-
-
 def test_layers_with_other_heads_share_angles() -> None:
     positions = torch.arange(5, 8)
     one = build("rope", **SIZES, head_positions=["rope", "hope"]).angles(positions)

@@ -8,24 +8,8 @@ import torch
 import gape
 from gape.positions import Gated, Rotary, Scheme, available, build, register, unregister
 
-BASES = [
-    "nope",
-    "rope",
-    "p-rope",
-    "hope",
-    "pi",
-    "ntk",
-    "yarn",
-    "longrope",
-    "alibi",
-    "kerple",
-    "fire",
-    "t5",
-    "fox",
-    "grape",
-    "swan",
-]
-TAKE_GATES = BASES[:8]
+TAKE_GATES = ["nope", "rope", "p-rope", "hope", "pi", "ntk", "yarn", "longrope"]
+BASES = [*TAKE_GATES, "alibi", "kerple", "fire", "t5", "fox", "grape", "swan"]
 
 
 def make(name: str, **arguments: object) -> Scheme:

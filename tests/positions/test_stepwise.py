@@ -94,22 +94,6 @@ def test_a_common_shift_changes_nothing(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["rope+gape", "alibi", "fox"])
-def test_scale_is_passed_on(name: str) -> None:
-    scheme, (q, k, v, x) = make(name), inputs()
-    want = full(scheme, q, k, v, x, torch.arange(N))
-    (q, q_side), (k, k_side) = scheme.queries(q, torch.arange(N), x), scheme.keys(k, torch.arange(N), x)
-    got = scheme.attend(q * SCALE, k, v, q_side, k_side, scale=1.0)
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-
-
-def test_gates_read_unrotated_tensors() -> None:
-    scheme, (q, k, _, _) = make("rope+gape"), inputs()
-    for positions in (torch.arange(N), torch.arange(N) + 999):
-        torch.testing.assert_close(scheme.queries(q, positions)[1], scheme.gates.gate(q))
-        torch.testing.assert_close(scheme.keys(k, positions)[1], scheme.gates.landmark(k))
-
-
 @pytest.mark.parametrize("name", available())
 def test_bfloat16_module_runs_and_keeps_dtype(name: str) -> None:
     scheme, tensors = make(name).bfloat16(), [tensor.bfloat16() for tensor in inputs()]

@@ -186,7 +186,7 @@ class GAPEAttention(Skips, nn.Module):
         q, gate = self.scheme.queries(q, last(positions, n), x if x.size(1) == n else x[:, x.size(1) - n :])
         k, side = self.scheme.keys(k, positions, x, past)
         if self.keep_landmark and side is not None and self.gates is not None:
-            self.landmark_mean = GAPEGates.landmark_penalty(side)
+            self.landmark_mean = side.mean()
         return q, k, gate, side
 
     def step(self, q: Tensor, positions: Tensor, embeddings: Embeddings = None) -> Step | None:

@@ -46,9 +46,8 @@ class Scheme(nn.Module):
     Positions are integers of any sign and order, (N,) for the whole batch or (B, N) for each row.
 
     Args:
-        n_heads: query heads, Hq.
+        n_heads, n_kv_heads: query heads Hq and key heads Hk; as many when None.
         head_dim: coordinates of q and k that carry content, D.
-        n_kv_heads: key heads, Hk; n_heads when None.
         context_length: the training length T; schemes that need it refuse None.
         n_embd: width E of the layer input, for schemes that read it.
 
@@ -123,10 +122,7 @@ class Scheme(nn.Module):
         return own.attend is not Scheme.attend or own.terms is not Scheme.terms
 
     def one_pass(self, n: int, device: torch.device) -> OnePass | None:
-        """What a fused pass over q and k of n tokens in index order has to do.
-
-        It takes the place of `queries` and `keys`; None where the scheme does more, or nothing.
-        """
+        """What a fused pass over n tokens in index order does in the place of `queries` and `keys`, or None."""
         return None
 
     def angles(self, positions: Tensor) -> Angles | None:

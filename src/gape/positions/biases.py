@@ -20,8 +20,7 @@ from gape.utils.validation import above, even, invalid_argument, positive_number
 class Biased(Scheme):
     """Leaves q and k unchanged and adds `bias(q_positions, k_positions)` to the logits.
 
-    The bias is dense, built for a slice of the queries at a time. It is computed in float32 (float64 where the
-    parameters are float64) whatever the dtype of q, under autocast too.
+    The bias is dense, for a slice of the queries at a time, in float32 (float64 where the parameters are float64).
     """
 
     refuses_gates: ClassVar[str | None] = (
@@ -73,10 +72,7 @@ class ALiBi(Scheme):
 
 
 def slopes(n_heads: int) -> list[float]:
-    """The paper's slopes: 2^(−8h/H) for h = 1 … H where H is a power of two.
-
-    Otherwise those of the largest power of two below, then every other slope of the next power.
-    """
+    """The paper's slopes 2^(−8h/H), h = 1 … H, of the power of two H below, and every other one of the next power."""
     power = 1 << (n_heads.bit_length() - 1)
     finer = [2.0 ** (-4 * step / power) for step in range(1, 2 * (n_heads - power), 2)]
     return [2.0 ** (-8 * head / power) for head in range(1, power + 1)] + finer
@@ -90,10 +86,8 @@ _MARGIN = 0.01
 class Kerple(Biased):
     """KERPLE (Chi et al., arXiv 2205.09921): adds a learned kernel of the distance.
 
-    −r1 · log(1 + r2·|i − j|) ("log") or −r1 · |i − j|^r2 ("power"), r1 and r2 learned per query head.
-
-    r1 and r2 are softplus of the parameters `raw_r1` and `raw_r2`, each (Hq,); the exponent of "power", which
-    must not exceed 2, is twice the sigmoid instead.
+    −r1 · log(1 + r2·|i − j|) ("log") or −r1 · |i − j|^r2 ("power"), r1 and r2 learned per query head: softplus of the
+    parameters `raw_r1` and `raw_r2`, each (Hq,). The exponent of "power" is twice the sigmoid, at most 2.
 
     Args:
         variant: "log" or "power".
@@ -114,10 +108,7 @@ class Kerple(Biased):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw r1 and r2 as the authors do: "log" from U(0, 2) and U(0, 1), "power" the other way round.
-
-        The draws keep 0.01 away from the ends, the authors' clamp, where the inverses are finite.
-        """
+        """Draw r1 and r2 as the authors do: U(0, 2) and U(0, 1), for "power" the other way round, 0.01 off the ends."""
         most_r1, most_r2 = _DRAWS[self.variant]
         self.raw_r1.copy_(inverse_softplus(torch.empty_like(self.raw_r1).uniform_(_MARGIN, most_r1 - _MARGIN)))
         r2 = torch.empty_like(self.raw_r2).uniform_(_MARGIN, most_r2 - _MARGIN)
@@ -145,13 +136,11 @@ class FIRE(Biased):
     """FIRE (Li et al., arXiv 2310.04418): adds MLP(ψ(|i − j|) / ψ(max(L, i))), with ψ(x) = log(c·x + 1).
 
     The MLP has one hidden layer and one output per query head. c and the threshold L are learned, shared by the
-    heads and kept positive by a softplus. The normaliser reads the query's own position, never the length at
-    hand, so a cached key needs no correction; being absolute, positions must count from 0.
+    heads and kept positive by a softplus. Positions must count from 0.
 
     Args:
         hidden: width of the hidden layer.
-        init_c: c at start.
-        init_threshold: L at start; what is learned is a factor on it.
+        init_c, init_threshold: c and L at start; what is learned is a factor on L.
         **sizes: see :class:`gape.positions.Scheme`.
 
     Raises:
@@ -252,8 +241,7 @@ class GRAPE(Scheme):
 
     −(i − j) · ω_h · m_h · (softplus(v_h·q_i / √D) + softplus(u_h·k_j / √D)), m_h ALiBi's slope.
     v and u are the directions `query_direction` and `key_direction`, each (Hq, D) and used at length 1; ω is softplus
-    of `raw_omega`, (Hq,). The bias is dense, for a slice of the queries at a time. The authors also norm q and k, which
-    is the model's business here.
+    of `raw_omega`, (Hq,). The bias is dense, for a slice of the queries at a time.
 
     Args:
         init_omega: ω at start.

@@ -6,33 +6,16 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
+from gape.gates import HeadProjection
 from gape.ops.inputs import bias_dtype
 from gape.positions.base import Scheme, Side, Sizes, without_autocast
 from gape.utils.validation import finite, invalid_argument
 
 
-class ForgetGate(nn.Module):
-    """log f of each token and head, f = sigmoid(w_h·x + b_h), computed in float32 (float64 beside float64).
-
-    Args:
-        n_embd: width E of x.
-        n_heads: query heads Hq.
-        init_bias: b at start.
-    """
-
-    def __init__(self, n_embd: int, n_heads: int, *, init_bias: float) -> None:
-        super().__init__()
-        self.init_bias = init_bias
-        self.weight = nn.Parameter(torch.empty(n_heads, n_embd))
-        self.bias = nn.Parameter(torch.empty(n_heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weights from a normal of deviation 0.02 and set the bias back, as the authors do."""
-        nn.init.normal_(self.weight, std=0.02)
-        nn.init.constant_(self.bias, self.init_bias)
+class ForgetGate(HeadProjection):
+    """log f of each token and query head, f = sigmoid(w_h·x + b_h), computed in float32 (float64 beside float64)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, N, E) → log f (B, Hq, N), at most 0."""
@@ -46,11 +29,9 @@ class ForgetGate(nn.Module):
 class FoX(Scheme):
     """Adds Σ_{t=j+1…i} log f_t to the logits: each token in between reduces the weight of those before it.
 
-    With F_t the running sum of log f, the bias is F_i − F_j; softmax drops F_i, and −F_j is a number per key that
-    is carried inside k, so no Nq × Nk bias exists. F is the key side, float64, and is continued from the cached one.
-
-    The sum runs over tokens in the order of the tensor; positions only decide which keys a query sees. A
-    token between two others reduces the weight of the earlier one also if masked: pad on the left, do not reorder.
+    With F_t the running sum of log f, the bias is F_i − F_j; softmax drops F_i, and −F_j is carried inside k. F is the
+    key side, float64, and is continued from the cached one. The sum runs over tokens in the order of the tensor, masked
+    ones too: pad on the left, do not reorder.
 
     Args:
         init_forget_bias: b at start; 0, the authors' choice, halves the weight of a key with every token.
@@ -66,7 +47,7 @@ class FoX(Scheme):
         super().__init__(**sizes)
         if self.n_embd is None:
             raise invalid_argument("n_embd", None, "the width of the layer input, which fox reads")
-        self.forget = ForgetGate(self.n_embd, self.n_heads, init_bias=finite("init_forget_bias", init_forget_bias))
+        self.forget = ForgetGate(self.n_heads, self.n_embd, init_bias=finite("init_forget_bias", init_forget_bias))
 
     def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
         """Return k as it came and F (B, Hq, N) in float64, continued from `past` (B, Hq, M).

@@ -80,10 +80,7 @@ class Gated(Scheme):
         return OnePass(None if base is None else base.angles, reading)
 
     def step(self, positions: Tensor) -> Step | None:
-        """What one launch has to do to q and k of a few tokens at `positions`, in the place of `queries` and `keys`.
-
-        None where the base does more than rotate, gates learn, or their readings are more than weights and biases.
-        """
+        """What one launch does to a few tokens at `positions` in the place of `queries` and `keys`, or None."""
         angles = self.base.angles(positions)
         if angles is None and not isinstance(self.base, NoPE):
             return None

@@ -95,11 +95,8 @@ def build(
 
     Args:
         name: one of :func:`available`, such as "rope", "p-rope+gape" or "alibi".
-        n_heads: query heads.
-        head_dim: coordinates of q and k that carry content.
-        n_kv_heads: key heads, a divisor of n_heads; n_heads when None.
-        context_length: the length the model is (or was) trained at; `+gape`, hope, yarn and longrope need it.
-        n_embd: width of the layer input; fox needs it.
+        n_heads, head_dim, n_kv_heads, context_length, n_embd: as in :class:`Scheme`; `+gape`, hope, yarn and longrope
+            need context_length, fox n_embd.
         **options: options of the scheme and, after `+gape`, of :class:`gape.GAPEGates`.
 
     Raises:

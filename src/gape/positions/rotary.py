@@ -33,8 +33,7 @@ class Rotary(Scheme):
 
     Args:
         head_positions: for each key head the scheme that rotates it and its query heads, by name in :func:`build`, as a
-            class here; one stands for all heads, None for this scheme. Other schemes take those of the options that
-            they know.
+            class here; one stands for all heads, None for this scheme.
         log_scale: whether scores of queries at positions i > T are multiplied by log i / log T, for all heads or one
             for each key head (after SSMax, arXiv 2501.19399). A bias, such as that of gates, is not multiplied.
         **options: those of `frequencies`, and the sizes of :class:`gape.positions.Scheme`.
@@ -95,10 +94,7 @@ class Rotary(Scheme):
 
     @property
     def inv_freq(self) -> Tensor:
-        """Inverse frequencies (D/2,), float64 on the CPU whatever dtype or device the module went to.
-
-        Those of the scheme itself, where `head_positions` gives some heads another.
-        """
+        """Inverse frequencies (D/2,) of the scheme itself, float64 on the CPU whatever the module's dtype."""
         return self._spectrum.on(torch.device("cpu"))
 
     @property

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from gape.distributed.job import Job
 from gape.gates import GAPEGates, HeadProjection
-from gape.positions.fox import ForgetGate
 from gape.train.config import TrainConfig
 
 # Modules whose own parameters decide what is forgotten: weight decay would pull gates to half open, which is no prior.
-GATES = (HeadProjection, GAPEGates, ForgetGate)
+GATES = (HeadProjection, GAPEGates)
 
 
 def bare(name: str) -> str:
