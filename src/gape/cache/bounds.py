@@ -69,8 +69,8 @@ class Limits:
 def limits_of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
     """Limits that hold for every input whatever, since `norm` comes before the projection of `attention`.
 
-    A normed input is gain ⊙ z + shift with ‖z‖ ≤ √E, so q = A·z + a and k = B·z + b lie in balls pressed flat. The own
-    key is at distance 0, where rotations cancel: its score is a quadratic form in z, with a least value of its own.
+    A normed input is gain ⊙ z + shift with ‖z‖ ≤ √E, so q = A·z + a and k = B·z + b lie in balls pressed flat. The
+    score of the own key, where rotations cancel, is a quadratic form in z, with a least value of its own.
 
     Raises:
         ValueError: `norm` is neither a LayerNorm nor an RMSNorm over the last dimension.
@@ -89,8 +89,7 @@ def limits_of_maps(
 
     Args:
         attention: the layer.
-        queries: A (Hq, d, E) and a (Hq, d), in float64.
-        keys: B (Hk, d, E) and b (Hk, d).
+        queries, keys: A (Hq, d, E) and a (Hq, d), B (Hk, d, E) and b (Hk, d), in float64.
         stretch: the most that the rotation multiplies q and k by.
         evenly: whether it multiplies all coordinates alike, by 1 or more; else norms bound the score of the own key.
     """
@@ -159,8 +158,8 @@ def _stretch(A: Tensor) -> Tensor:
 def _least_eigenvalue(A: Tensor, B: Tensor) -> Tensor:
     """No eigenvalue of the symmetric part of AᵀB on the span of the rows of A and B, both (H, d, E), is less; (H,).
 
-    With L·Lᵀ = M·Mᵀ and M the rows of both, they are those of the symmetric part of L_Aᵀ·L_B. A lift of the diagonal
-    gives M more columns, and makes the matrix a part of a larger one: its least eigenvalue is no less than that one's.
+    With L·Lᵀ = M·Mᵀ and M the rows of both, they are those of the symmetric part of L_Aᵀ·L_B. Lifting the diagonal
+    makes the matrix a part of a larger one, whose least eigenvalue is no more.
     """
     rows = torch.cat([A, B], dim=1)
     gram = rows @ rows.mT

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,10 +45,10 @@ _BYTES_AT_ONCE = 2**27
 
 @dataclass(frozen=True, kw_only=True)
 class EvictionRule:
-    """When keys are evicted.
+    """When keys are evicted: by exactly one of `eps`, `max_keys` and `max_bytes`.
 
     Attributes:
-        eps: the attention that a query may lose, above 0 and below 1. Exactly one of these three is given.
+        eps: the attention that a query may lose, above 0 and below 1.
         max_keys: keys of a key head at most, on average over the heads of a layer.
         max_bytes: bytes of the cache at most.
         bounds: what is known of future queries. "weights" bounds them by the weights and is proven for all inputs.
@@ -66,29 +66,27 @@ class EvictionRule:
     partial: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in ("eps", "max_keys", "max_bytes") if getattr(self, name) is not None]
-        if len(given) != 1:
+        if len(given := self._given()) != 1:
             raise ValueError(f"eps, max_keys, max_bytes: got {', '.join(given) or 'none'}, expected exactly one")
-        if self.eps is not None and not 0 < finite("eps", self.eps, "a number above 0 and below 1") < 1:
+        if self.eps is None:
+            whole(*next(iter(given.items())), 128)
+        elif not 0 < finite("eps", self.eps, "a number above 0 and below 1") < 1:
             raise invalid_argument("eps", self.eps, "a number above 0 and below 1")
-        for name in ("max_keys", "max_bytes"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 128)
         flag("partial", self.partial)
         if self.bounds not in BOUNDS:
             raise invalid_argument("bounds", self.bounds, f"one of {BOUNDS}")
 
+    def _given(self) -> dict[str, Any]:
+        limits = {"eps": self.eps, "max_keys": self.max_keys, "max_bytes": self.max_bytes}
+        return {name: value for name, value in limits.items() if value is not None}
+
     def __str__(self) -> str:
-        name = next(name for name in ("eps", "max_keys", "max_bytes") if getattr(self, name) is not None)
-        return f"{name} = {getattr(self, name):,}, bounds by {self.bounds}"
+        ((name, value),) = self._given().items()
+        return f"{name} = {value:,}, bounds by {self.bounds}"
 
 
 class Bounds(NamedTuple):
-    """Bounds on the queries of sequences, each (S, G) in float64; :class:`gape.cache.bounds.Limits` says what they are.
-
-    Attributes:
-        rate, reach, own: the least rate, the largest scale · ‖q‖, the largest −(logit of the own key).
-    """
+    """Of sequences, (S, G) in float64: the least rate, the largest scale · ‖q‖, the largest −(logit of the own key)."""
 
     rate: Tensor
     reach: Tensor
@@ -97,13 +95,8 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Keys of some sequences that may be evicted, s of the S.
-
-    Attributes:
-        sequences: int64 (s,), which they are.
-        norm, exposure: (s, N), the norm of each key and its u.
-        positions: integer, broadcastable to (s, N).
-        valid: bool (s, N), False where there is no key.
+    """Keys of s of the S sequences that may be evicted: which sequences, int64 (s,), and of each key (s, N) its norm,
+    its exposure u, its position and whether there is a key at all.
     """
 
     sequences: Tensor
@@ -116,13 +109,8 @@ class Candidates:
 class Account:
     """Bounds on the attention that queries have lost to eviction.
 
-    Args:
-        eps: what no query may lose more of; None where a budget of keys decides.
-        sequences, groups: S and G.
-        device: of everything.
-
-    Attributes:
-        realised_eps: float64 (S, G), the most that any query so far can have lost.
+    `eps` is what no query may lose more of, None where a budget of keys decides; `realised_eps`, float64 (S, G), the
+    most that any query so far can have lost.
     """
 
     def __init__(self, eps: float | None, sequences: int, groups: int, device: torch.device) -> None:
@@ -166,10 +154,8 @@ class Account:
     def evict(self, keys: Candidates, excess: Tensor | None = None) -> Tensor:
         """Choose keys to evict, charge them, and return those that stay, bool (s, N).
 
-        Args:
-            keys: the candidates; :meth:`advance` has been called for the queries to come.
-            excess: int64 (s / heads,), how many keys of each layer and row have to go whatever they cost: its
-                sequences follow one another. None goes by eps.
+        :meth:`advance` has been called for the queries to come. `excess`, int64 (s / heads,), says how many keys of
+        each layer and row have to go whatever they cost: its sequences follow one another. None goes by eps.
         """
         logs = self._log_costs(keys)
         evicted = self._within_eps(keys, logs) if excess is None else _cheapest(logs.amax(1), keys.valid, excess)
@@ -213,6 +199,12 @@ class Account:
         self.realised_eps = torch.maximum(self.realised_eps, self._mass.sum(-1).clamp(max=1.0))
 
 
+def _norm(x: Tensor) -> Tensor:
+    """The norm of vectors (..., D), (...) in float32 at least."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return norm
+
+
 def _cheapest(cost: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     """Of each group of sequences the `count` cheapest of cost (s, N), whatever sequence they are of, bool (s, N)."""
     # What is not a number would come behind keys that are not there.
@@ -222,12 +214,7 @@ def _cheapest(cost: Tensor, valid: Tensor, count: Tensor) -> Tensor:
 
 
 class Evictor:
-    """Evicts keys from pages by a rule.
-
-    Args:
-        rule: when keys are evicted.
-        specs: the layers.
-        storage: the pages.
+    """Evicts keys of layers from pages by a rule.
 
     Attributes:
         interval: tokens that come between evictions.
@@ -303,10 +290,8 @@ class Evictor:
 
     def include(self, layer: int, q: Tensor, k: Tensor, scale: float, real: Tensor | None) -> None:
         """Measure queries (B, Hq, n, D) with their own keys (B, Hk, n, D), where `real` (B, n) says so."""
-        wide = torch.promote_types(q.dtype, torch.float32)
-        reach = scale * torch.linalg.vector_norm(q, dim=-1, dtype=wide)
-        groups = q.size(1) // k.size(1)
-        own = -scale * (q.to(wide) * k.to(wide).repeat_interleave(groups, dim=1)).sum(-1)
+        reach, groups = scale * _norm(q), q.size(1) // k.size(1)
+        own = -scale * (q.to(reach.dtype) * k.to(reach.dtype).repeat_interleave(groups, dim=1)).sum(-1)
         if real is not None:
             reach, own = (x.masked_fill(~real[:, None], -torch.inf) for x in (reach, own))
         largest = torch.stack([reach.amax((0, 2)), own.amax((0, 2))])
@@ -334,31 +319,23 @@ class Evictor:
     ) -> Tensor:
         """The new keys of a layer that have to be stored, bool (B, Hk, n), for queries from positions `first` (B,) on.
 
-        Args:
-            layer, first: a number, and int64.
-            k, exposure: (B, Hk, n, D) and (B, Hk, n).
-            positions: integer (n,) or (B, n).
-            keep: bool (B, Hk, n), False for pads.
+        k (B, Hk, n, D), exposure (B, Hk, n), positions (n,) or (B, n); `keep`, bool (B, Hk, n), is False for pads.
         """
         chosen = self._of_layer[layer]
         if not chosen.numel():
             return keep
         _, batch, heads = self._storage.shape
         within = chosen - layer * batch * heads
-        norm = torch.linalg.vector_norm(k, dim=-1, dtype=torch.promote_types(k.dtype, torch.float32))
         places = positions.expand(batch, -1)[:, None].expand(-1, heads, -1)
-        norm, exposure, places, valid = (x.flatten(0, 1)[within] for x in (norm, exposure, places, keep))
+        norm, exposure, places, valid = (x.flatten(0, 1)[within] for x in (_norm(k), exposure, places, keep))
         self._account.advance(self._bounds(), first.repeat_interleave(heads)[within], chosen)
         stays = self._account.evict(Candidates(chosen, norm, exposure, places, valid))
         return keep.flatten(0, 1).index_copy(0, within, stays).view(keep.shape)
 
     def evict(self, first: Tensor, incoming: int, layer: int | None = None) -> None:
-        """Evict keys that queries from positions `first` (B,) on can do without: of one layer, or of all.
+        """Evict keys that queries from positions `first`, int64 (B,), can do without: of one layer, or of all.
 
-        Args:
-            first: int64.
-            incoming: keys that come before the next eviction, for which a budget leaves room.
-            layer: its number; None for all.
+        `incoming` keys come before the next eviction; a budget leaves room for them.
         """
         storage, groups = self._storage, self._groups() if layer is None else [[layer]]
         for group in groups:
@@ -390,11 +367,10 @@ class Evictor:
         storage = self._storage
         _, batch, heads = storage.shape
         k, v, exposure, positions, valid = storage.read(chosen)
-        norm = torch.linalg.vector_norm(k, dim=-1, dtype=torch.promote_types(k.dtype, torch.float32))
         self._account.advance(self._bounds(), first[chosen // heads % batch], chosen)
         excess = None
         if self.rule.eps is None:
             total = valid.view(-1, heads * valid.size(-1)).sum(-1)
             excess = (total - (self.max_keys - incoming) * heads).clamp(min=0)
-        keep = self._account.evict(Candidates(chosen, norm, exposure, positions, valid), excess)
+        keep = self._account.evict(Candidates(chosen, _norm(k), exposure, positions, valid), excess)
         storage.rewrite(chosen, (k, v, exposure, positions), keep)

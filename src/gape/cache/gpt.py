@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 
 class FullCache(PagedCache):
-    """The cache of a GPT that keeps every key, in pages.
-
-    Args:
-        model: whose scheme rotates q and k, with gates or without.
-
-    Raises:
-        ValueError: the scheme has a bias of its own.
-    """
+    """The cache of a GPT that keeps every key, in pages; a ValueError for a scheme with a bias of its own."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__(model, gpt_specs)
@@ -38,8 +31,7 @@ class ForgettingCache(PagedCache):
 
     Args:
         model: whose scheme has gates with a floor.
-        eps, max_keys, max_bytes, bounds, partial: as in :class:`gape.cache.eviction.EvictionRule`. `realised_eps` says
-            what a budget cost.
+        eps, max_keys, max_bytes, bounds, partial: as in :class:`gape.cache.eviction.EvictionRule`.
 
     Raises:
         ValueError: an argument is out of range, the scheme has no gates, or a head has no floor (or none has, under
@@ -84,11 +76,7 @@ def gpt_specs(model: GPT, rule: EvictionRule | None) -> list[LayerSpec]:
 
 
 def refuse_without_floors(specs: Sequence[LayerSpec], rule: EvictionRule | None) -> None:
-    """Refuse layers whose keys never fade, where a tolerance should evict them.
-
-    Raises:
-        ValueError: a head has no floor, or none has, under `partial`; names layer and head.
-    """
+    """Refuse layers where a tolerance is to evict keys that never fade; the ValueError names layer and head."""
     if rule is None or rule.eps is None:
         return
     rates = [(spec.number, spec.least_rate.tolist()) for spec in specs if spec.least_rate is not None]

@@ -19,13 +19,10 @@ if TYPE_CHECKING:
 
 
 class CachedKeys(NamedTuple):
-    """Everything cached so far, newest last.
+    """Everything cached so far, newest last: k (B, Hk, N, D) as it enters the dot product, and v (B, Hk, N, Dv).
 
-    Attributes:
-        k, v: (B, Hk, N, D) and (B, Hk, N, Dv), k as it enters the dot product.
-        side: (B, H, N), the scheme's number per key (landmark, cumulative decay), or None.
-        positions: int64 (B, N); None while every token came in order without explicit positions.
-        documents: integer (B, N), or None.
+    `side` (B, H, N) is the scheme's number per key (landmark, cumulative decay), `positions` int64 (B, N) while tokens
+    came with explicit ones, `documents` integer (B, N); each may be None.
     """
 
     k: Tensor
@@ -38,10 +35,7 @@ class CachedKeys(NamedTuple):
 class KVCache:
     """The cache of one attention layer, for inference: what is stored carries no gradient.
 
-    Room grows by doubling, so appending a token costs no copy of the rest on average.
-
-    Args:
-        capacity: tokens to make room for at once; past that, room grows as ever.
+    It begins with room for `capacity` tokens and grows by doubling, so a token costs no copy of the rest on average.
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -67,12 +61,9 @@ class KVCache:
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> CachedKeys:
-        """Add n tokens and return all of them.
+        """Add n tokens, as in :class:`CachedKeys`, and return all of them.
 
-        Args:
-            k, v, side: (B, Hk, n, D), (B, Hk, n, Dv) and (B, H, n) or None.
-            positions: (n,) or (B, n), or None to go on counting from the number of tokens cached.
-            documents: (B, n) or None.
+        Positions (n,) or (B, n) of None go on counting from the number of tokens cached.
 
         Raises:
             ValueError: the tokens do not go with the cached ones (another batch, width or dtype, documents or a
@@ -100,11 +91,7 @@ class KVCache:
         )
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens.
-
-        Raises:
-            ValueError: length is negative or beyond what is cached.
-        """
+        """Forget all but the first `length` tokens; a ValueError for a length that is not cached."""
         if whole("length", length, 0) > self.length:
             raise invalid_argument("length", length, f"a whole number from 0 to {self.length}, the tokens cached")
         if length == 0:
@@ -129,12 +116,7 @@ class KVCache:
 
 
 class ModelCache:
-    """The caches of a model's layers, first layer first. Tokens in them are those of one model.
-
-    Args:
-        n_layer: number of layers.
-        capacity: tokens to make room for at once, as in :class:`KVCache`.
-    """
+    """The caches of the layers of one model, first to last, each with room for `capacity` tokens."""
 
     #: The model whose tokens are cached. Not held: a copy of the cache belongs to it as well.
     _model: weakref.ref[GPT] | None = None
@@ -148,27 +130,18 @@ class ModelCache:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelCache:
         clone = copy(self)
-        clone.__dict__ = deepcopy(self.__getstate__(), memo)
-        clone._model = self._model
+        clone.layers, clone._model = deepcopy(self.layers, memo), self._model
         return clone
 
     def enter(self, model: GPT) -> None:
-        """Refuse a model other than the one whose tokens are cached; an empty cache takes any.
-
-        Raises:
-            ValueError: the model is another one, or the layers hold different numbers of tokens.
-        """
+        """Refuse a model other than the one whose tokens are cached; an empty cache takes any."""
         if self.length and self._model is not None and self._model() is not model:
             raise ValueError(f"cache: got {self.length} tokens of another model, expected an empty one or its own")
         self._model = weakref.ref(model)
 
     @property
     def length(self) -> int:
-        """Tokens cached.
-
-        Raises:
-            ValueError: the layers hold different numbers, since an earlier call did not come to its end.
-        """
+        """Tokens cached; a ValueError where an earlier call broke off and layers hold different numbers."""
         lengths = sorted({layer.length for layer in self.layers})
         if len(lengths) != 1:
             raise ValueError(
@@ -183,11 +156,7 @@ class ModelCache:
         return sum(layer.nbytes for layer in self.layers)
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens.
-
-        Raises:
-            ValueError: length is negative or beyond what is cached.
-        """
+        """Forget all but the first `length` tokens, as :meth:`KVCache.truncate`."""
         for layer in self.layers:
             layer.truncate(length)
 

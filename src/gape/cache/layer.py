@@ -36,12 +36,9 @@ class LayerSpec:
     """An attention layer as its cache sees it.
 
     Attributes:
-        owner: the module that the cache serves; no other may use it.
-        number: of the layer in its model, from 0.
-        n_heads, n_kv_heads: Hq and Hk.
-        scale: softmax scale.
+        owner, number: the module that the cache serves, no other, and its number in the model.
+        n_heads, n_kv_heads, scale, context_length: Hq and Hk, of the softmax, and T.
         gates: of the layer; None without.
-        context_length: T.
         least_rate: float64 (Hq,), what no query's rate falls below; None where nothing is evicted.
         limits: bounds on its queries from weights; None where they are measured, or nothing is evicted.
         impl: the implementation of the operator that the layer uses where no kernel of the cache runs.
@@ -62,12 +59,9 @@ class LayerSpec:
 class Run(NamedTuple):
     """What a call runs.
 
-    Attributes:
-        new: how new tokens attend to each other: "operator" as without a cache, "causal" with a log-sum-exp by which
-            cached keys are added, "pages" for a single token, which is written first and read with the others.
-        fused: whether kernels read the gates and rotate, and not the layer's own steps.
-        kernels: whether kernels attend, and not PyTorch.
-        cached: whether keys in pages are read.
+    `new` says how new tokens attend to each other: "operator" as without a cache, "causal" with a log-sum-exp by which
+    cached keys are added, "pages" for a single token, which is written first and read with the others. `fused`: kernels
+    read the gates and rotate, not the layer's own steps. `kernels`: they attend, not PyTorch. `cached`: pages are read.
     """
 
     new: str
@@ -77,14 +71,10 @@ class Run(NamedTuple):
 
 
 class PagedLayer:
-    """The cache of one attention layer.
+    """The cache of one attention layer, `spec`, with a number among the layers of the cache.
 
-    Attributes:
-        index: its number among the layers of the cache.
-        spec: the layer.
-        length: tokens so far, cached or evicted.
-        stored: those of them that the pages count. The tokens of a call are counted for all layers at its end, but for
-            calls with pads or many tokens.
+    Of its `length` tokens, cached or evicted, the pages count `stored`: those of a call are counted for all layers at
+    its end, but for calls with pads or many tokens.
     """
 
     def __init__(self, cache: PagedCache, index: int, spec: LayerSpec) -> None:
@@ -95,7 +85,7 @@ class PagedLayer:
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotate: Callable[[], Rotated], *,
         step: Step | None = None, real: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Add tokens and attend to them and to everything cached.
+        """Add tokens and attend to them and to everything cached: (B, Hq, n, Dv).
 
         Args:
             q, k, v: (B, Hq, n, D), (B, Hk, n, D) and (B, Hk, n, Dv) as projected.
@@ -103,9 +93,6 @@ class PagedLayer:
             rotate: gives rotated q and k, rate and landmark, where no kernel does that.
             step: what `rotate` does, for kernels; None where they cannot.
             real: bool (B, n), False for pads, which stand on the left; None where there are none.
-
-        Returns:
-            (B, Hq, n, Dv).
 
         Raises:
             ValueError: another batch, positions that do not rise by one, or an earlier call that broke off.
@@ -129,7 +116,8 @@ class PagedLayer:
 
     def _choose(self, q: Tensor, k: Tensor, v: Tensor, step: Step | None, real: Tensor | None) -> Run:
         """What a call runs, before and after the cache has pages."""
-        layout, cached = self._cache.layout(k, v), self.stored > 0 and self._cache.has_keys(self.index)
+        layout = self._cache.layout(k, v)
+        cached = self.stored > 0 and bool(self._cache.storage.counts[self.index].any())
         kernels = runs_in_kernels(layout, k.device)
         if self._cache.capturing or (q.size(2) == 1 and real is None):
             fused = step is not None and prologue_runs(q, k, v, layout)
@@ -261,10 +249,7 @@ class PagedLayer:
 
 
 def gate_readings(specs: Sequence[LayerSpec]) -> list[GateReading]:
-    """What kernels read the gates of all layers by, in a few launches whatever the number of layers.
-
-    Read anew for every call: weights may be written to in ways that no counter of torch shows.
-    """
+    """What kernels read the gates of all layers by, in a few launches, and anew for every call: weights may change."""
     gates = [spec.gates for spec in specs]
     queries = _weights([x.gate_projection for x in gates], [x.init_gate_bias for x in gates], gates[0], "n_heads")
     keys = _weights(

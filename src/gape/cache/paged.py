@@ -36,13 +36,10 @@ _FULL_EPS = {torch.bfloat16: 2.0**-20, torch.float16: 2.0**-20, torch.float32: 2
 
 
 class Call(NamedTuple):
-    """A call that adds tokens to all layers.
+    """A call that adds n tokens, pads included, to each row of all layers.
 
-    Attributes:
-        n: tokens of a row, pads included.
-        next_position: int64 (B,), behind the last token of each row.
-        early: whether keys are evicted before they are stored.
-        together: whether the pages count its tokens at its end, for all layers at once.
+    `next_position`, int64 (B,), is behind the last token of each row. `early`: keys are evicted before they are stored.
+    `together`: the pages count its tokens at its end, for all layers at once.
     """
 
     n: int
@@ -60,7 +57,6 @@ class PagedCache:
         rule: when keys are evicted; None keeps everything.
 
     Attributes:
-        rule: as given.
         layers: one cache for each layer.
         call: the call that is adding tokens, None between calls.
         capturing: whether a step is being captured: then nothing is counted on the host.
@@ -105,10 +101,7 @@ class PagedCache:
         return clone
 
     def fresh(self, eps: float | None = None) -> PagedCache:
-        """An empty cache of the same model, with bounds for its weights as they are now.
-
-        Args:
-            eps: the attention that a query may lose; None keeps the rule.
+        """An empty cache of the same model, with bounds for its weights as they are now, and with another eps if given.
 
         Raises:
             ValueError: eps is out of range, or the model is not one whose keys a tolerance evicts.
@@ -124,11 +117,7 @@ class PagedCache:
 
     @property
     def storage(self) -> PagedStorage:
-        """The pages.
-
-        Raises:
-            ValueError: the cache is empty.
-        """
+        """The pages; a ValueError while the cache is empty."""
         if self._storage is None:
             raise ValueError("cache: it is empty")
         return self._storage
@@ -138,17 +127,9 @@ class PagedCache:
         storage = self._storage
         return page_layout(k.size(-1), v.size(-1), working_dtype(k)) if storage is None else storage.layout
 
-    def has_keys(self, layer: int) -> bool:
-        """Whether a layer has keys in pages."""
-        return self._storage is not None and bool(self._storage.counts[layer].any())
-
     @property
     def evictor(self) -> Evictor:
-        """What evicts keys.
-
-        Raises:
-            ValueError: the cache is empty, or keeps everything.
-        """
+        """What evicts keys; a ValueError while the cache is empty, or where it keeps everything."""
         if self._evictor is None:
             raise ValueError("cache: it is empty, or keeps everything")
         return self._evictor
@@ -160,11 +141,7 @@ class PagedCache:
 
     @property
     def length(self) -> int:
-        """Tokens so far, cached or evicted.
-
-        Raises:
-            ValueError: an earlier call broke off.
-        """
+        """Tokens so far, cached or evicted; a ValueError where an earlier call broke off."""
         if self._broken or len({layer.length for layer in self.layers}) != 1:
             raise self._broken_off()
         return self.layers[0].length
@@ -207,11 +184,7 @@ class PagedCache:
         return [row[mask] for row, mask in zip(positions, valid, strict=True)]
 
     def enter(self, model: Any) -> None:
-        """Refuse a model other than the one that the cache serves.
-
-        Raises:
-            ValueError: the model is another one, or an earlier call broke off.
-        """
+        """Refuse a model other than the one that the cache serves, and a call after one that broke off."""
         if self._model() is not model:
             raise ValueError("cache: made for another model, expected its own")
         _ = self.length
@@ -219,10 +192,7 @@ class PagedCache:
     def begin(self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> None:
         """Get ready for the tokens of a call, which the first layer announces: evict where that is due, make room.
 
-        Args:
-            k, v: (B, Hk, n, D) and (B, Hk, n, Dv) of the first layer.
-            positions: integer (n,) or (B, n).
-            real: bool (B, n), False for pads; None where there are none.
+        k (B, Hk, n, D) and v (B, Hk, n, Dv) are those of the first layer; the rest as in :meth:`PagedLayer.attend`.
 
         Raises:
             ValueError: another batch or dtype than cached, positions that do not rise by one, or a call broke off.
@@ -306,11 +276,9 @@ class PagedCache:
         return many if self.rule.eps is not None else n > self.evictor.interval
 
     def evict(self, first: Tensor | None = None, incoming: int = 0) -> None:
-        """Evict now what queries from positions `first` (B,) on can do without; by default those that come next.
+        """Evict now what queries from positions `first`, int64 (B,), can do without; by default those that come next.
 
-        Args:
-            first: int64 (B,); no query may come before them from now on.
-            incoming: keys that are about to come, for which a budget leaves room.
+        No query may come before `first` from now on. `incoming` keys are about to come; a budget leaves room for them.
         """
         if self._evictor is None:
             return

@@ -32,20 +32,13 @@ _FIRST_WIDTH = 32
 class PagedStorage:
     """The pages of all layers of a model, for one batch.
 
-    Args:
-        layers, batch, heads, query_heads: L, B, Hk and Hq.
-        layout: of a page.
-        device: where everything lies.
-
     Attributes:
-        lengths: int32 (L, B, Hk), keys of each sequence, on the device.
-        counts: the same on the host.
+        lengths: int32 (L, B, Hk), keys of each sequence, on the device; `counts` has the same on the host.
         key_norm: float32 (L, B, Hk), the largest norm of a key so far.
         next_position: int64 (B,), behind the last token of each row.
         query_range: float32 (L, 2, Hq), measured bounds on queries, where somebody measures them.
         tickets: int32 zeros for kernels.
-        shape: (L, B, Hk).
-        width: W.
+        shape, width: (L, B, Hk) and W.
     """
 
     def __init__(
@@ -129,11 +122,7 @@ class PagedStorage:
         return self._slabs[0] if len(self._slabs) == 1 else torch.empty(0, self.layout.nbytes, dtype=torch.uint8)
 
     def reserve(self, needed: int, layer: int | None = None) -> None:
-        """Give sequences of one layer, or of all, the pages for so many more keys each.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory; the sequences are then as they were.
-        """
+        """Give sequences of one layer, or of all, the pages for so many more keys each, or leave them as they are."""
         if any(layer in (None, pending) for pending, *_ in self._pending_counts):
             # A count from before would undo what is counted from here on.
             self._take_counts()
@@ -161,14 +150,7 @@ class PagedStorage:
         return True
 
     def write(self, layer: int, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor) -> None:
-        """Write keys behind those of a layer, which has the pages for them; :meth:`advance` counts them.
-
-        Args:
-            layer: its number.
-            k, v: (B, Hk, n, D) and (B, Hk, n, Dv).
-            exposure: (B, Hk, n).
-            positions: integer (n,) or (B, n).
-        """
+        """Write keys (B, Hk, n, …) behind those of a layer that has the pages; :meth:`advance` counts them."""
         write_keys(self.pages(layer), k, v, exposure, positions)
 
     def advance(self, tokens: int) -> None:
@@ -177,25 +159,17 @@ class PagedStorage:
         self.counts += tokens
 
     def append(self, layer: int, k: Tensor, v: Tensor, exposure: Tensor, positions: Tensor, keep: Tensor) -> None:
-        """Write some keys behind those of a layer and count them.
-
-        Args:
-            layer, k, v, exposure, positions: as in :meth:`write`.
-            keep: bool (B, Hk, n), the keys to store.
-        """
+        """Write the keys of a layer that `keep`, bool (B, Hk, n), names behind those it has, and count them."""
         # Room for all, until the device has said how many it is; reading that at once would keep the device waiting.
         self.reserve(k.size(2), layer)
         slots = self.lengths[layer].unsqueeze(-1) + keep.cumsum(-1, dtype=torch.int32) - 1
         write_keys(self.pages(layer), k, v, exposure, positions, slots.masked_fill(~keep, -1).int())
         self.lengths[layer].add_(keep.sum(-1, dtype=torch.int32))
         self.counts[layer] += k.size(2)
-        self._request_count(layer)
-
-    def _request_count(self, layer: int) -> None:
-        """Start to copy how many keys a layer has from the device, and count what was copied for earlier layers."""
         if self.device.type != "cuda":
             self._settle(0, layer, self.lengths[layer].cpu())
             return
+        # Start to copy how many keys the layer has, and count what was copied for earlier layers.
         counts = torch.empty(self.shape[1:], dtype=torch.int32, pin_memory=True)
         counts.copy_(self.lengths[layer], non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -211,12 +185,9 @@ class PagedStorage:
             self._settle(0, layer, counts)
 
     def rewrite(self, sequences: Tensor, keys: tuple[Tensor, ...], keep: Tensor) -> None:
-        """Store only some keys of some sequences, moved together; :meth:`settle` then frees pages that fell empty.
+        """Store only some keys of sequences, int64 (s,), moved together; :meth:`settle` then frees empty pages.
 
-        Args:
-            sequences: int64 (s,).
-            keys: keys, values, exposures and positions that :meth:`read` gave.
-            keep: bool (s, N), the keys that stay.
+        `keys` is what :meth:`read` gave, keep bool (s, N) the keys that stay.
         """
         slots = (keep.cumsum(-1, dtype=torch.int32) - 1).masked_fill(~keep, -1).int()
         k, v, exposure, positions = (x.unsqueeze(1) for x in keys)
@@ -332,12 +303,7 @@ def idle_pages(model: Any) -> PagedStorage | None:
 
 
 def park(model: Callable[[], Any], storage: PagedStorage) -> None:
-    """Keep the tables and the captured step of a cache that is gone, and free its pages.
-
-    Args:
-        model: gives the model of the cache, or None once that is gone too.
-        storage: the pages.
-    """
+    """Keep the tables and the captured step of a cache that is gone, and free its pages; `model` gives its model."""
     owner = model()
     if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # Clearing would become a part of the graph.
