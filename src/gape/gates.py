@@ -112,7 +112,9 @@ class GAPEGates(nn.Module):
         """
         self._check("q", q, self.n_heads)
         raw = _constant(q, self.init_gate_bias) if self.gate_projection is None else self.gate_projection(q)
-        return F.softplus(raw) + self._floor(raw)
+        alike = len(set(self.gate_floor)) == 1
+        floor = self.gate_floor[0] if alike else self._floors.on(raw.device, raw.dtype).unsqueeze(-1)
+        return F.softplus(raw) + floor
 
     def landmark(self, k: Tensor) -> Tensor:
         """l of unrotated k (B, Hk, Nk, D) → (B, Hk, Nk), between 0 and 1.
@@ -136,11 +138,6 @@ class GAPEGates(nn.Module):
     def floors(self, device: torch.device) -> Tensor:
         """The least gate of each query head, (Hq,) in float32."""
         return self._floors.on(device, torch.float32)
-
-    def _floor(self, like: Tensor) -> float | Tensor:
-        if len(set(self.gate_floor)) == 1:
-            return self.gate_floor[0]
-        return self._floors.on(like.device, like.dtype).unsqueeze(-1)
 
     def extra_repr(self) -> str:
         """Sizes and the floor, for repr()."""

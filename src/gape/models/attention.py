@@ -32,8 +32,7 @@ class GAPEAttention(Skips, nn.Module):
 
     Args:
         n_embd: width E, a multiple of n_heads; a head is E / n_heads wide.
-        n_heads: query heads.
-        n_kv_heads: key and value heads, a divisor of n_heads; n_heads when None.
+        n_heads, n_kv_heads: query heads, and key and value heads, a divisor of them; as many when None.
         context_length: T, the training length: a number that is saved with the model, never read off a batch.
         position: a name of :func:`gape.positions.available`.
         reserve: coordinates of each head's q and k given up for the bias, so that it fits into the head dim
@@ -46,10 +45,8 @@ class GAPEAttention(Skips, nn.Module):
     Attributes:
         keep_landmark: whether a forward pass leaves the mean landmark of its keys, with its gradient, in
         landmark_mean: a tensor of one number, else None.
-        stepwise: whether a forward pass always takes the scheme's steps one by one, so that others can listen to them;
-            without, a GPU runs them in one pass where it can.
-        skips: attention that a query may lose to skipped tiles; 0 skips none. Set by
-            :func:`gape.models.skipping.skip`, never saved.
+        stepwise: whether a forward pass takes the scheme's steps one by one, so that others can listen to them, also
+            where a GPU runs them in one pass.
 
     Raises:
         ValueError: for sizes that do not fit together, an unknown scheme or option; names the argument.
@@ -119,8 +116,7 @@ class GAPEAttention(Skips, nn.Module):
                 pages the only ids are 0 for pads, which stand on the left, and 1.
             cache: what earlier calls left; these tokens are added to it. For inference.
             attn_mask: bool, broadcastable to (B, heads, N, cached + N); True may attend.
-            keep: answer the last so many tokens only; 0 answers all. The others are keys and values then, and have no
-                queries.
+            keep: answer the last so many tokens only, the others being keys and values; 0 answers all.
 
         Returns:
             (B, N or keep, E).
@@ -216,9 +212,8 @@ class GAPEAttention(Skips, nn.Module):
         """Say what :meth:`forward` would run for these arguments; nothing attends, and nothing is cached.
 
         Returns:
-            The plan that :func:`gape.explain` gives for the operator. Its `prologue` says how q and k are made ready,
-            "fused" in one pass over memory or by the scheme's own "steps". Where a cache in pages attends, `impl` is
-            "pages".
+            The plan that :func:`gape.explain` gives for the operator. `prologue` says how q and k are made ready,
+            "fused" in one pass over memory or by the scheme's own "steps"; a cache in pages is the `impl` "pages".
 
         Raises:
             ValueError: as :meth:`forward`, and for a scheme without gates.
@@ -336,11 +331,7 @@ def _rows(mask: Tensor | None, rows: int) -> Tensor | None:
 
 
 def reserved(position: str, head_dim: int, reserve: int | None = None) -> int:
-    """Coordinates of a head that are given up for the bias: `reserve`, or its default for the scheme.
-
-    Raises:
-        ValueError: unknown scheme, or no coordinate would be left.
-    """
+    """Coordinates of a head that are given up for the bias: `reserve`, or its default for the scheme."""
     if reserve is None:
         # A head too narrow to give coordinates up grows instead.
         return 6 if schemes.is_gated(position) and head_dim > 6 else 0

@@ -24,12 +24,7 @@ Embeddings = tuple[Tensor, Tensor] | None
 
 
 class AttentionLayer(Protocol):
-    """What an attention layer does in each step.
-
-    Attributes:
-        gates: None without.
-        context_length: T, by which gates divide distances.
-    """
+    """What an attention layer does in each step; `context_length` is T, by which gates divide distances."""
 
     @property
     def gates(self) -> Any: ...  # noqa: D102
@@ -82,18 +77,10 @@ def attend_layer(
     attend: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run one attention layer.
+    """Run one attention layer on x (B, N, E), whose tokens are added to the cache.
 
-    Args:
-        layer: its steps.
-        x: (B, N, E).
-        positions: integer (N,) or (B, N).
-        cache: the tokens are added to it.
-        attend: takes the place of `layer.attend`.
-        **options: of :func:`take_steps`.
-
-    Returns:
-        (B, queries, E), and the weights (B, Hq, queries, keys) where the dense form ran, else None.
+    `attend` takes the place of `layer.attend`, and the options are those of :func:`take_steps`. Gives (B, queries, E),
+    and the weights (B, Hq, queries, keys) where the dense form ran, else None.
     """
     in_pages = None if not isinstance(cache, PagedLayer) else cache.attend
     answer = take_steps(layer, x, positions, cache, attend or layer.attend, in_pages, **options)
@@ -120,8 +107,7 @@ def take_steps(
 
     Args:
         layer, x, positions, cache: as in :func:`attend_layer`.
-        attend: called as :meth:`AttentionLayer.attend` is.
-        in_pages: called as :meth:`gape.cache.layer.PagedLayer.attend` is; None with another cache.
+        attend, in_pages: called as :meth:`AttentionLayer.attend` is, and for a cache in pages as its layer's `attend`.
         queries: answer the last so many tokens; None answers all. Not with a cache in pages.
         in_order: whether the positions count on from what is cached, so that attention and cache need not be told them.
         documents: integer (B, N), for attention; None without.

@@ -9,7 +9,8 @@ from typing import Any
 from gape import positions as schemes
 from gape.models.attention import reserved
 from gape.ops import available_implementations
-from gape.utils.validation import flag, invalid_argument, suggestion, weight, whole
+from gape.utils.settings import refuse_unknown
+from gape.utils.validation import flag, invalid_argument, weight, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +97,10 @@ class GPTConfig:
         Raises:
             ValueError: for a key that is unknown, with a suggestion, or missing, or a value out of range.
         """
-        known = {f.name: f for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                meant = suggestion(name, known)
-                raise ValueError(f"{name}: not a key of GPTConfig, expected one of {', '.join(known)}{meant}")
-        needed = [f.name for f in known.values() if f.default is f.default_factory is MISSING]
-        missing = [name for name in needed if name not in values]
-        if missing:
-            raise ValueError(f"{missing[0]}: missing, expected a value")
+        refuse_unknown("", values, [f.name for f in fields(cls)])
+        for f in fields(cls):
+            if f.default is f.default_factory is MISSING and f.name not in values:
+                raise ValueError(f"{f.name}: missing, expected a value")
         return cls(**values)
 
 
@@ -115,7 +111,7 @@ BY_LAYER = ("gate_floor", "head_positions", "log_scale", "window")
 def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, Any]:
     """The options of one layer of n_layer, from 0.
 
-    A value is used for all heads of all layers, a list for the heads of every layer. A list of lists has one list for
+    A value is used for all heads of all layers, a list for the heads of every layer, a list of lists has one list for
     each layer: one value per head, or one value for all heads. Floors are those of query heads, positions and scales
     those of key heads. A window is that of a layer: a number, or [[0], [256], …].
 

@@ -11,15 +11,12 @@ from gape.utils.validation import whole
 
 
 def cache_bytes(config: GPTConfig, length: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes that all layers cache for (batch, length) tokens.
+    """Bytes that all layers of :meth:`gape.GPT.new_cache` cache for (batch, length) tokens.
 
-    That is of :meth:`gape.GPT.new_cache`: keys without the reserved coordinates, values, and what the scheme stores
-    beside each key: gates a landmark for each key head in float32 (float64 beside float64), FoX its running sum for
-    each query head in float64. Batches padded on the left also store positions and documents, nine bytes a token and
-    layer under any scheme. Caches in pages: :attr:`gape.ops.paged.PageLayout.nbytes` per page of 64 keys.
-
-    Raises:
-        ValueError: a size below 1.
+    That is keys without the reserved coordinates, values, and what the scheme stores beside each key: gates a landmark
+    for each key head in float32 (float64 beside float64), FoX its running sum for each query head in float64. Batches
+    padded on the left also store nine bytes a token and layer. Caches in pages have
+    :attr:`gape.ops.paged.PageLayout.nbytes` per page of 64 keys. A ValueError names a size below 1.
     """
     per_token = config.kv_heads * (2 * config.head_dim - config.reserved) * dtype.itemsize + side_bytes(config, dtype)
     return config.n_layer * whole("batch", batch) * whole("length", length) * per_token

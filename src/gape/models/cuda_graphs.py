@@ -40,10 +40,8 @@ def captured_logits(
     `cache.uncaptured` then says why. The first token of a text is not captured: it compiles the kernels.
 
     Args:
-        model: in eval mode, on a GPU.
-        cache: of the model, with a prompt.
-        step: what is captured.
-        ids, positions: integer (B, 1).
+        model: in eval mode, on a GPU; `cache` is its cache, with a prompt.
+        step: what is captured, called with ids and positions, integer (B, 1).
         why_not: says why a model cannot be captured; asked when a graph is about to be captured.
     """
     cache.uncaptured = _not_now(cache, ids)
@@ -83,10 +81,7 @@ def _not_now(cache: PagedCache, ids: Tensor) -> str | None:
 
 
 class ModelState:
-    """All of a model that a captured step depends on: its modules and how they are set, and where its tensors lie.
-
-    It refers to the model weakly: pages that own a captured step may outlive the model.
-    """
+    """All that a captured step depends on: modules and how they are set, and where tensors lie. It holds no model."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(_walk(model))

@@ -18,7 +18,7 @@ from gape.utils.validation import finite, invalid_argument, whole
 
 if TYPE_CHECKING:
     from gape.cache.kv import ModelCache
-    from gape.models.gpt import GPT
+    from gape.models.gpt import GPT, Output
 
 
 @torch.no_grad()
@@ -49,12 +49,9 @@ def generate(
         top_p: sample from the fewest likeliest tokens whose probabilities add up to p.
         seed: of this call's own generator, so that the same call gives the same tokens; None uses torch's global one.
         attention_mask: bool or integer (B, N), 0 for pads. Each row counts its positions from its first token.
-        pad_id: without a mask, the run of this id that a row begins with is padding. Any number, also outside the
-            vocabulary.
-        eos_id: a row that has generated it is complete, and the call ends when all are. Its rest is filled with
-            pad_id, or with eos_id where that is None.
-        cache: an empty cache of the model to fill, such as a :class:`gape.cache.gpt.ForgettingCache`; None makes one
-            that keeps everything.
+        pad_id: without a mask, the run of this id that a row begins with is padding. Any number.
+        eos_id: a row that has generated it is complete; its rest is filled with pad_id, or with eos_id without one.
+        cache: an empty cache of the model to fill; None makes one that keeps everything.
 
     Returns:
         int64 (B, N + new), the prompts and what follows.
@@ -78,7 +75,9 @@ def generate(
     done = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
     with evaluating(model):
         if cache is None:
-            cache = _paged(model, ids.device) or model.new_cache(ids.size(1) + max_new_tokens)
+            # In pages, where there are kernels for them and steps can be captured.
+            pages = ids.is_cuda and capture_obstacle(model) is None
+            cache = FullCache(model) if pages else model.new_cache(ids.size(1) + max_new_tokens)
         for _ in range(max_new_tokens):
             logits = _logits(model, cache, inputs, positions, documents)
             token = _sample(logits[:, -1], temperature, top_k, top_p, generator)
@@ -95,29 +94,24 @@ def generate(
     return ids
 
 
-def _paged(model: GPT, device: torch.device) -> FullCache | None:
-    """A cache in pages, whose steps can be captured, where there are kernels for it; else None."""
-    return FullCache(model) if device.type == "cuda" and capture_obstacle(model) is None else None
-
-
 def _logits(
     model: GPT, cache: ModelCache | PagedCache, ids: Tensor, positions: Tensor | None, documents: Tensor | None
 ) -> Tensor:
     """The logits (B, 1, V) behind ids (B, N), which are added to the cache: by a captured step where that can be."""
-    if ids.size(1) == 1 and isinstance(cache, PagedCache) and cache.length:
+
+    def step(ids: Tensor, positions: Tensor | None, documents: Tensor | None = None) -> Tensor:
+        output: Output = model(ids, positions=positions, documents=documents, cache=cache, logits_to_keep=1)
+        return output.logits
+
+    if ids.size(1) > 1 or not isinstance(cache, PagedCache):
+        return step(ids, positions, documents)
+    if cache.length:
         places = torch.full_like(ids, cache.length) if positions is None else positions
-
-        def step(ids: Tensor, positions: Tensor) -> Tensor:
-            logits: Tensor = model(ids, positions=positions, cache=cache, logits_to_keep=1).logits
-            return logits
-
         logits = captured_logits(model, cache, step, ids, places, lambda: capture_obstacle(model))
         if logits is not None:
             return logits
-    if isinstance(cache, PagedCache) and ids.size(1) == 1:
-        # A single token is no pad.
-        documents = None
-    return model(ids, positions=positions, documents=documents, cache=cache, logits_to_keep=1).logits  # type: ignore[no-any-return]
+    # A single token is no pad.
+    return step(ids, positions)
 
 
 def capture_obstacle(model: GPT) -> str | None:
@@ -127,12 +121,11 @@ def capture_obstacle(model: GPT) -> str | None:
             return "a layer is being listened to"
         if block.attention.has_own_bias:
             return f"{block.attention.position} adds a bias of its own"
-    return model_cannot(list(model.modules()), model.embedding.weight, _known)
-
-
-def _known(module: nn.Module) -> bool:
-    """Whether a module is one of ours or of torch: others, such as adapters, may synchronise with the host."""
-    return type(module).__module__.startswith(("gape.", "torch.nn."))
+    # Modules that are neither ours nor of torch, such as adapters, may synchronise with the host.
+    known = ("gape.", "torch.nn.")
+    return model_cannot(
+        list(model.modules()), model.embedding.weight, lambda module: type(module).__module__.startswith(known)
+    )
 
 
 #: Modules that :func:`evaluating` put into eval mode: the number of contexts, and the mode before the first.
@@ -195,11 +188,9 @@ def _real(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None) -> Ten
         # Only the run before the first token: a prompt may contain the id that pads.
         real = (ids != pad_id).long().cummax(1).values.bool()
     else:
-        mask = attention_mask
+        mask, expected = attention_mask, f"a bool or integer tensor {tuple(ids.shape)} on {ids.device}"
         if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != ids.device:
-            raise invalid_argument(
-                "attention_mask", mask, f"a bool or integer tensor {tuple(ids.shape)} on {ids.device}"
-            )
+            raise invalid_argument("attention_mask", mask, expected)
         real = mask != 0
         if bool((real[:, :-1] & ~real[:, 1:]).any()):
             raise ValueError("attention_mask: got pads behind a token, expected padding on the left")

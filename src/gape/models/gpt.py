@@ -31,12 +31,7 @@ LARGE_VOCABULARY = 8192
 
 
 class Output(NamedTuple):
-    """What a forward pass returns.
-
-    Attributes:
-        logits: (B, N or logits_to_keep or 0, V).
-        loss: the mean cross entropy over the targets that count, in float32 or float64; None without targets.
-    """
+    """Logits (B, N or logits_to_keep or 0, V), and the mean cross entropy in float32 or float64 where targets are."""
 
     logits: Tensor
     loss: Tensor | None
@@ -113,9 +108,8 @@ class GPT(nn.Module):
         for block in self.blocks():
             block.attention.reset_parameters()
             nn.init.normal_(block.attention.out.weight, std=added)
-            nn.init.normal_(block.mlp.up.weight, std=0.02)
-            nn.init.normal_(block.mlp.down.weight, std=added)
-            for linear in (block.mlp.up, block.mlp.down):
+            for linear, std in ((block.mlp.up, 0.02), (block.mlp.down, added)):
+                nn.init.normal_(linear.weight, std=std)
                 if linear.bias is not None:
                     nn.init.zeros_(linear.bias)
         if self.head is not None:
@@ -139,21 +133,22 @@ class GPT(nn.Module):
             positions: integer (N,) or (B, N); None counts on from what is cached, from 0 without a cache.
             documents: integer (B, N): only equal ids see each other. Give pads an id of their own.
             cache: keys and values of earlier calls, from :meth:`new_cache`; these tokens are added. For inference.
-            logits_to_keep: return the logits of the last `logits_to_keep` tokens; 0 returns all. None returns all, or
-                with targets those of the K tokens that have one; but none, (B, 0, V), in training with targets and a
-                vocabulary above 8,192. The loss is that of all targets in any case; where not all their logits are
-                returned, no more than 8,192 rows of them exist at once. The last layer skips tokens that need
-                neither logits nor a loss.
+            logits_to_keep: return the logits of so many last tokens, 0 those of all. None returns all, or with targets
+                those of the K tokens that have one; but none, (B, 0, V), in training with targets and a vocabulary
+                above 8,192. Where not all are returned, no more than 8,192 rows of them exist at once.
             weights: float32 like targets, how much each counts in the mean loss; None for all alike.
 
         Returns:
-            (logits, loss). Where no target counts the loss is 0.
+            (logits, loss). The loss is that of all targets, and 0 where none counts.
 
         Raises:
             ValueError: for an argument of wrong shape, dtype or (on a CPU) value; names it.
         """
         self._check(ids, targets, logits_to_keep)
-        returned, counted = self._rows(ids, targets, logits_to_keep)
+        # How many of the last tokens have targets, and how many have their logits returned.
+        counted, returned = 0 if targets is None else targets.size(1), logits_to_keep or ids.size(1)
+        if targets is not None and logits_to_keep is None:
+            returned = 0 if self.training and self.config.vocab_size > LARGE_VOCABULARY else counted
         x = self.hidden(ids, positions, documents, cache, keep=max(returned, counted))
         sliced = returned < counted
         none = sliced and not returned
@@ -165,16 +160,6 @@ class GPT(nn.Module):
         else:
             total = summed_cross_entropy(_last(logits, counted), targets, weights)
         return Output(logits, mean_loss(total, targets, weights))
-
-    def _rows(self, ids: Tensor, targets: Tensor | None, logits_to_keep: int | None) -> tuple[int, int]:
-        """How many of the last tokens have their logits returned, and how many have targets."""
-        n = ids.size(1)
-        if targets is None:
-            return logits_to_keep or n, 0
-        counted = targets.size(1)
-        if logits_to_keep is None:
-            return (0 if self.training and self.config.vocab_size > LARGE_VOCABULARY else counted), counted
-        return logits_to_keep or n, counted
 
     def hidden(
         self,
@@ -271,13 +256,11 @@ class GPT(nn.Module):
         if targets is not None:
             fits = isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.dim() == 2
             if not fits or targets.size(0) != ids.size(0) or targets.size(1) > ids.size(1):
-                raise invalid_argument(
-                    "targets", targets, f"int64 {tuple(ids.shape)} as ids, or of its last tokens only"
-                )
+                expected = f"int64 {tuple(ids.shape)} as ids, or of its last tokens only"
+                raise invalid_argument("targets", targets, expected)
         if logits_to_keep is not None and whole("logits_to_keep", logits_to_keep, at_least=0) > ids.size(1):
-            raise invalid_argument(
-                "logits_to_keep", logits_to_keep, f"a whole number from 0 to {ids.size(1)}, the tokens given"
-            )
+            expected = f"a whole number from 0 to {ids.size(1)}, the tokens given"
+            raise invalid_argument("logits_to_keep", logits_to_keep, expected)
 
 
 def _last(x: Tensor, rows: int) -> Tensor:

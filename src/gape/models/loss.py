@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gape.ops import limits
-from gape.ops.inputs import working_dtype
+from gape.ops.inputs import bias_dtype, working_dtype
 from gape.utils.validation import invalid_argument
 
 #: A target that does not count.
@@ -37,12 +37,10 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None
 
     logits (..., V), int64 targets (...), −100 where none counts, and weights like targets, None for 1.
     """
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    wide = logits.flatten(0, -2).to(bias_dtype(logits.dtype))
     reduction = "sum" if weights is None else "none"
     try:
-        losses = F.cross_entropy(
-            logits.flatten(0, -2).to(wide), targets.flatten(), ignore_index=IGNORED, reduction=reduction
-        )
+        losses = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction=reduction)
     except IndexError:
         raise _unknown_target(targets, logits.size(-1)) from None
     return losses if weights is None else (losses * weights.flatten()).sum()
@@ -67,8 +65,7 @@ def sliced_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, weights: Te
     weight's gradient is added up in float32. One derivative only; gradients that are not required are not computed.
 
     Args:
-        x: (..., E).
-        weight: (V, E).
+        x, weight: (..., E) and (V, E).
         targets: int64 (...), −100 where none counts.
         weights: float32 like targets, what each term is multiplied by; None for 1.
 
@@ -106,10 +103,8 @@ class _Sliced(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         ctx.dtypes, ctx.vocabulary, ctx.learned = (x.dtype, weight.dtype), weight.size(0), ctx.needs_input_grad[1]
-        table = _padded(weight, dtype)
-        losses, of_x, of_table = _losses(
-            x.to(dtype), table, targets, weights, weight.size(0), LOSS_ROWS, True, ctx.learned
-        )
+        rows, table = x.to(dtype), _padded(weight, dtype)
+        losses, of_x, of_table = _losses(rows, table, targets, weights, weight.size(0), LOSS_ROWS, True, ctx.learned)
         ctx.save_for_backward(of_x, of_table)
         total: Tensor = losses.sum()
         return total
@@ -152,15 +147,12 @@ def _empty(
     x: Tensor, table: Tensor, targets: Tensor, weights: Tensor | None, vocabulary: int, rows: int,
     derive_x: bool, derive_table: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    wide = bias_dtype(x.dtype)
     return (
-        x.new_empty(x.size(0), dtype=_wide(x)),
+        x.new_empty(x.size(0), dtype=wide),
         x.new_empty(x.size(0) if derive_x else 0, x.size(1)),
-        table.new_empty(table.size(0) if derive_table else 0, table.size(1), dtype=_wide(table)),
+        table.new_empty(table.size(0) if derive_table else 0, table.size(1), dtype=wide),
     )
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _slices(x: Tensor, table: Tensor, targets: Tensor, vocabulary: int, rows: int) -> Iterator[tuple[slice, Tensor]]:
@@ -186,7 +178,7 @@ def _score(logits: Tensor, targets: Tensor, vocabulary: int, *, gradient: bool) 
 
 def _score_stepwise(logits: Tensor, targets: Tensor, vocabulary: int, gradient: bool) -> Tensor:
     """What the kernel does, in several passes."""
-    wide = logits.to(_wide(logits))
+    wide = logits.to(bias_dtype(logits.dtype))
     counted = (targets != IGNORED).unsqueeze(1)
     at = targets.clamp(0, vocabulary - 1).unsqueeze(1)
     log_sum = wide[:, :vocabulary].logsumexp(-1, keepdim=True)

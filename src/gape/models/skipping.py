@@ -22,9 +22,8 @@ IMPL = "triton"
 class Skips:
     """Mixed into attention layers, which then can skip tiles of keys.
 
-    Attributes:
-        skips: attention that a query may lose to skipped tiles; 0 skips none. Set by :func:`skip`, never saved.
-        impl: the implementation of the operator that runs otherwise.
+    `skips` is the attention that a query may lose to skipped tiles, 0 skips none: set by :func:`skip`, never saved.
+    Otherwise the implementation `impl` runs.
     """
 
     skips: float = 0.0
@@ -54,8 +53,7 @@ def skip(model: nn.Module, eps: float) -> None:
     which is decoding, nothing is skipped.
 
     Args:
-        model: a GPT, any module with :class:`gape.GAPEAttention` layers, a :class:`gape.hf.GapeForCausalLM`, or a model
-            that :func:`gape.hf.inject` has put gates into.
+        model: a GPT, a model that :func:`gape.hf.inject` has put gates into, or any with layers of :class:`Skips`.
         eps: the attention that a query may lose in each layer and head, from 0 to below 1; 0 skips nothing.
 
     Raises:
