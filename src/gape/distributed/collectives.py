@@ -50,17 +50,10 @@ class _Gather(torch.autograd.Function):
 
 
 def exchange(x: Tensor, wanted: Tensor, wants: Tensor, group: Any, traffic: Traffic) -> Tensor:
-    """Blocks of the processes' tensors, each sent only to the processes that want it.
+    """Blocks of the processes' tensors, each sent only to the processes that want it; gradients go back the same way.
 
-    Args:
-        x: (B, H, M, S, W): this process's M blocks of S tokens.
-        wanted: bool (K, B, H, M), which of them each process wants.
-        wants: bool (K, B, H, M), which of each process's blocks this one wants.
-        group: of K processes.
-        traffic: where bytes are counted.
-
-    Returns:
-        (K, B, H, M, S, W), zero where a block was not wanted. Gradients go back the same way.
+    Of x, this process's M blocks of S tokens (B, H, M, S, W), process k wants those in wanted[k], and this one wants
+    those in wants[k] of process k's: bool (K, B, H, M). Returns (K, B, H, M, S, W), zero where a block was not wanted.
     """
     received: Tensor = _Exchange.apply(x, wanted, wants, group, traffic)  # type: ignore[no-untyped-call]
     return received

@@ -37,8 +37,8 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, eps: float = 0.0) ->
     >>> part = context.share(Batch(ids, targets))  # doctest: +SKIP
     >>> loss = model(part.ids, targets=part.targets, positions=part.positions).loss  # doctest: +SKIP
 
-    For training and for prefill without a cache. The loss is that of the slice; gradients of weights are those of the
-    slice's loss, to be added up over the processes, as DDP and FSDP do.
+    For training and for prefill without a cache. Loss and gradients of weights are those of the slice, to be added up
+    over the processes, as DDP and FSDP do.
 
     Args:
         model: whose attention layers are all :class:`gape.GAPEAttention`, or all put in by :func:`gape.hf.inject`, with
@@ -88,10 +88,8 @@ def _refusal(module: nn.Module) -> str | None:
 class ContextParallel:
     """A model under context parallelism; made by :func:`context_parallel`.
 
-    Attributes:
-        rank, ways: the slice of this process and K.
-        eps: attention that may be lost to blocks that are not sent.
-        traffic: bytes received so far.
+    It has slice `rank` of the K = `ways`, may lose attention `eps` to blocks that are not sent, and counts the bytes
+    received in `traffic`.
     """
 
     def __init__(self, layers: list[Any], mesh: DeviceMesh, eps: float) -> None:

@@ -1,9 +1,7 @@
 """What a training step costs each process of a job: operations, bytes received, and the time they predict.
 
 Bytes are those that a process receives from others. Collectives of P processes move (P − 1) / P of a tensor to each,
-an all-reduce twice that. Activations are not exchanged but for keys and values. The largest bytes are those of DDP
-(2 · 4 per parameter), FSDP2 (in bfloat16 about 2 · 2 + 4 per parameter and micro-batch) and context parallelism (twice
-the keys and values of the other slices, per layer).
+an all-reduce twice that. Activations are not exchanged but for keys and values.
 """
 
 from __future__ import annotations
@@ -28,11 +26,9 @@ from gape.utils.validation import invalid_argument, whole
 class Machine:
     """What a GPU can do; the defaults are those of an H100 in nodes of eight, and assumptions about their use.
 
-    Attributes:
-        flops: operations a second in bfloat16.
-        matmul_use, attention_use: fraction of them that matrix products and attention reach.
-        link, network: bytes a second that a GPU receives from its node and from other nodes.
-        node: GPUs of a node.
+    `flops` are operations a second in bfloat16, of which matrix products and attention reach the fractions `matmul_use`
+    and `attention_use`; `link` and `network` bytes a second that a GPU receives from the `node` GPUs beside it and from
+    others.
     """
 
     flops: float = 989e12
@@ -44,13 +40,10 @@ class Machine:
 
 
 class StepCost(NamedTuple):
-    """Of one training step and one process.
+    """Of one training step and one process: operations forward and backward, and bytes received.
 
-    Attributes:
-        matmul_flops, attention_flops: forward and backward.
-        parameter_bytes: gradients and, sharded, parameters.
-        key_bytes: keys, values and what belongs to them, in context parallelism.
-        processes, context_parallel: of the job.
+    `parameter_bytes` are gradients and, sharded, parameters; `key_bytes` keys, values and what belongs to them, in
+    context parallelism. `processes` and `context_parallel` are those of the job.
     """
 
     matmul_flops: float
@@ -86,12 +79,10 @@ def step_cost(
     Args:
         config: the model.
         batch, length: B rows, shared by processes / K of them, and N tokens, shared by K.
-        processes: P.
+        processes, context_parallel: P and K.
         shard: FSDP2 instead of DDP.
-        context_parallel: K.
         accumulation: micro-batches.
-        horizon: distance beyond which keys are skipped, by kernels and between processes; see
-            :func:`gape.theory.effective_context_length`. Infinite without floors.
+        horizon: distance beyond which keys are skipped, by kernels and between processes; infinite without floors.
         dtype: in which a model computes; gradients are float32 (float64 beside float64).
 
     Raises:
@@ -110,10 +101,7 @@ def step_cost(
 
 
 def _forward_flops(config: GPTConfig, tokens: int, pairs: float, dtype: torch.dtype) -> tuple[float, float]:
-    """Operations of matrix products and of attention in a forward pass, all layers together.
-
-    What is linear in the tokens is left out, such as norms, rotations and gates.
-    """
+    """Operations of matrix products and of attention in a forward pass, all layers together; not of norms and gates."""
     width, content = config.head_dim, config.head_dim - config.reserved
     projected = (config.n_head + config.kv_heads) * content + config.kv_heads * width + config.n_embd
     layers = 2 * tokens * config.n_embd * projected + 16 * tokens * config.n_embd**2

@@ -64,7 +64,9 @@ def exchange_keys(
     assert sides is not None
     # (K, B, H, M, S, W) of the earlier processes as (B, H, tokens, W).
     earlier = received[: context.rank].movedim(0, 2).flatten(2, 4)
-    first = _first(needed[: context.rank]) * size
+    # The first block that any head of any row needs.
+    flags = needed[: context.rank].any(dim=2).any(dim=1).flatten()
+    first = size * (int(flags.nonzero()[0]) if bool(flags.any()) else flags.numel())
     both = torch.cat([earlier[:, :, first:], torch.cat([k, v], dim=-1)], dim=2)
     k, v = torch.split(both, [k.size(-1), v.size(-1)], dim=-1)
     return k, v, sides[:, :, first : (context.rank + 1) * n]
@@ -74,12 +76,6 @@ def softmax_scale(layer: Any) -> float:
     """The softmax scale of a layer of gape, or of transformers, whose family says it."""
     wiring = getattr(layer, "gape_wiring", None)
     return float(layer.scale if wiring is None else wiring.family.layout.scale(layer))
-
-
-def _first(needed: Tensor) -> int:
-    """The first block that any head of any row needs, of (processes, B, H, M); the number of blocks if none does."""
-    flags = needed.any(dim=2).any(dim=1).flatten()
-    return int(flags.nonzero()[0]) if bool(flags.any()) else flags.numel()
 
 
 def block_size(n: int) -> int:
@@ -109,12 +105,8 @@ def _blocks(x: Tensor, size: int) -> Tensor:
 def needed_blocks(queries: QueryBounds, keys: KeyBounds, rank: int, size: int, eps: float) -> Tensor:
     """Which blocks of earlier slices the queries of slice `rank` may attend to: bool (K, B, Hk, M).
 
-    Args:
-        queries: of the slice, (B, Hq, M).
-        keys: of all slices, (K, B, Hk, M).
-        rank: the slice of the queries; a slice does not need its own blocks, which it has.
-        size: S.
-        eps: attention that a query may lose to all blocks that are not needed.
+    `queries` are bounds (B, Hq, M) of the slice, `keys` (K, B, Hk, M) of all. A slice does not need its own blocks, of
+    `size` tokens, which it has; a query may lose attention `eps` to all blocks that are not needed.
     """
     ways, _, heads, m = keys.norm.shape
     groups = queries.norm.size(1) // heads

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from gape.distributed import processes, sharding
 from gape.distributed.context import ContextParallel, context_parallel
 from gape.utils import launch
 from gape.utils.random import key
+from gape.utils.run_info import code_hash
 from gape.utils.signals import Interrupted, StopFlag
 from gape.utils.validation import invalid_argument, whole
 
@@ -46,9 +46,7 @@ class Share(NamedTuple):
 class Job:
     """One process, which has all of everything; also what :class:`Ranks` extends.
 
-    Attributes:
-        rank, size: the number of this process and how many there are.
-        stop: polled while this process waits for another.
+    `rank` is the number of this process of `size`; `stop` is polled while it waits for another.
     """
 
     rank = 0
@@ -171,7 +169,7 @@ class Ranks(Job):
 
     def check(self, model: nn.Module, facts: Mapping[str, Any]) -> None:
         """Raise a RankError that names the first process with other weights, code or facts than rank 0, and which."""
-        own = {**facts, "weights": _digest(model), "code": _code()}
+        own = {**facts, "weights": _digest(model), "code": [torch.__version__, code_hash()]}
         processes.equal_everywhere(own, self.stop)
 
     def parallelize(self, model: nn.Module, *, low: bool, compiles: bool) -> Any:
@@ -307,12 +305,3 @@ def _digest(model: nn.Module) -> str:
         for name, value in model.state_dict().items()
     ]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
-
-
-def _code() -> str:
-    """A hash of this package's source and of torch's version."""
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256(torch.__version__.encode())
-    for file in sorted(root.rglob("*.py")):
-        digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
-    return digest.hexdigest()

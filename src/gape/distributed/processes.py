@@ -35,11 +35,7 @@ _CONNECTION = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken 
 
 
 class RankError(RuntimeError):
-    """Another process of the job failed, or has other weights, code, settings or data.
-
-    Attributes:
-        prints: whether this process is the one that shows the message.
-    """
+    """Another process of the job failed, or has other weights, code, settings or data; one process `prints` it."""
 
     names_rank = True
 
@@ -92,11 +88,8 @@ def leave() -> None:
 def from_first(action: Callable[[], Any], stop: StopFlag | None = None) -> Any:
     """Do something in the first process and give its result, which JSON can hold, to all.
 
-    Every process calls this at the same point. The first process raises what the action raises.
-
-    Args:
-        action: called in the first process alone.
-        stop: once a signal has set it, this process waits for the first one `PATIENCE` seconds more.
+    Every process calls this at the same point. The first process raises what the action raises; once `stop` is set, the
+    others wait for it `PATIENCE` seconds more.
 
     Raises:
         RankError: in the other processes, where the action failed or the first process is gone.
@@ -109,7 +102,12 @@ def from_first(action: Callable[[], Any], stop: StopFlag | None = None) -> Any:
     _calls += 1
     me, key = _current[0], f"first/{_calls}"
     if me.rank > 0:
-        return _answer(me.store, key, stop)
+        answer = _read(me.store, key, 0, stop)
+        if answer.get("code"):
+            raise Interrupted(answer["code"], answer["error"])
+        if "error" in answer:
+            raise RankError(f"rank 0: {answer['error']}", prints=False)
+        return answer["result"]
     try:
         result = action()
     except BaseException as error:
@@ -126,8 +124,7 @@ def _read(store: Any, key: str, of: int, stop: StopFlag | None) -> Any:
     signalled: float | None = None
     while not store.check([key]):
         if store.check(["failed"]):
-            number = store.get("failed").decode()
-            raise RankError(f"rank {number}: {store.get(f'failed/{number}').decode()}", prints=False)
+            raise _failed(store)
         time.sleep(_POLL)
         if stop is not None and stop.requested:
             signalled = signalled or time.monotonic()
@@ -136,13 +133,10 @@ def _read(store: Any, key: str, of: int, stop: StopFlag | None) -> Any:
     return json.loads(store.get(key))
 
 
-def _answer(store: Any, key: str, stop: StopFlag | None) -> Any:
-    answer = _read(store, key, 0, stop)
-    if answer.get("code"):
-        raise Interrupted(answer["code"], answer["error"])
-    if "error" in answer:
-        raise RankError(f"rank 0: {answer['error']}", prints=False)
-    return answer["result"]
+def _failed(store: Any) -> RankError:
+    """The error of the rank that failed first."""
+    number = store.get("failed").decode()
+    return RankError(f"rank {number}: {store.get(f'failed/{number}').decode()}", prints=False)
 
 
 def equal_everywhere(facts: dict[str, Any], stop: StopFlag | None = None) -> None:
@@ -172,16 +166,12 @@ def reported() -> Iterator[None]:
         if not _current or isinstance(error, RankError):
             raise
         me = _current[0]
-        if not _lost_connection(error):
-            if not _in_all_ranks(error):
-                _announce(me, error)
-            raise
-        raise _blame(me, error) from error
-
-
-def _in_all_ranks(error: BaseException) -> bool:
-    """Whether every process raises this at the same point, as after a signal: the first one shows it."""
-    return hasattr(error, "code") or getattr(error, "in_all_ranks", False)
+        if _lost_connection(error):
+            raise _blame(me, error) from error
+        # Every process raises some errors at the same point, as after a signal: the first one shows them.
+        if not (hasattr(error, "code") or getattr(error, "in_all_ranks", False)):
+            _announce(me, error)
+        raise
 
 
 def _announce(me: _Processes, error: BaseException) -> None:
@@ -210,8 +200,7 @@ def _blame(me: _Processes, error: BaseException) -> RankError:
         me.store.set(f"present/{me.rank}", "1")
         while True:
             if me.store.check(["failed"]):
-                number = me.store.get("failed").decode()
-                return RankError(f"rank {number}: {me.store.get(f'failed/{number}').decode()}", prints=False)
+                return _failed(me.store)
             gone = sorted(each for each in everyone if not me.store.check([f"present/{each}"]))
             if not gone or time.monotonic() > until:
                 break
@@ -221,9 +210,8 @@ def _blame(me: _Processes, error: BaseException) -> RankError:
         gone = [0]
     names = ", ".join(map(str, gone))
     what = f"rank {names} is gone: killed, or its machine is" if gone else f"a connection broke: {_line(error)}"
-    return RankError(
-        f"{what}; start again to go on from the last checkpoint", prints=me.rank == min(everyone - set(gone))
-    )
+    first = me.rank == min(everyone - set(gone))
+    return RankError(f"{what}; start again to go on from the last checkpoint", prints=first)
 
 
 def _line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from gape.gates import GAPEGates
@@ -46,22 +46,16 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, low: bool = False, compiles: bo
 
 
 def shard_gates(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Shard the gates of a model alone, in float32; `accelerate` or `fully_shard` may then shard the rest in bfloat16.
+    """Shard the gates of a model alone, in float32, over a mesh, or all processes of the job.
 
-    Args:
-        model: with gates.
-        mesh: of the processes, all of the job when None.
+    `accelerate` or `fully_shard` may then shard the rest in bfloat16.
     """
     for gates in gate_modules(model):
         fully_shard(gates, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
     for layer in model.modules():
         if isinstance(layer, Skips) and layer.gates is not None:
             # Gates are also read without a call of their module, whose hook would gather them.
-            layer.register_forward_pre_hook(_gather_gates)
-
-
-def _gather_gates(layer: Any, arguments: Any) -> None:
-    _fsdp(layer.gates).unshard()
+            layer.register_forward_pre_hook(lambda layer, _: layer.gates.unshard())
 
 
 @contextlib.contextmanager
@@ -69,7 +63,7 @@ def gathered_gates(model: nn.Module) -> Iterator[None]:
     """A context in which the gates of a sharded model are whole, and its other methods gather what they read."""
     methods = [name for name in METHODS if hasattr(model, name)]
     for gates in gate_modules(model):
-        _fsdp(gates).unshard()
+        gates.unshard()
     for name in methods:
         register_fsdp_forward_method(model, name)
     try:
@@ -79,11 +73,11 @@ def gathered_gates(model: nn.Module) -> Iterator[None]:
             # An attribute of the instance, which hides the method.
             del vars(model)[name]
         for gates in gate_modules(model):
-            _fsdp(gates).reshard()
+            gates.reshard()
 
 
-def gate_modules(module: nn.Module) -> list[nn.Module]:
-    """The gates in a module."""
+def gate_modules(module: nn.Module) -> list[Any]:
+    """The gates in a module, which has the methods of FSDP once it is sharded."""
     return [m for m in module.modules() if isinstance(m, GATES)]
 
 
@@ -98,8 +92,3 @@ def blocks(model: nn.Module) -> Sequence[nn.Module]:
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What this process holds of each tensor."""
     return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
-
-
-def _fsdp(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule)
-    return module

@@ -41,11 +41,7 @@ _BAD = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, 
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is broken, not sealed, or not of this model.
-
-    Attributes:
-        problems: what is wrong, one line each.
-    """
+    """A checkpoint that is broken, not sealed, or not of this model; `problems` says what is wrong, one line each."""
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         super().__init__("; ".join([message, *problems]) if problems else message)
@@ -84,15 +80,15 @@ def save(root: Path, step: int, packed: Mapping[str, bytes]) -> Path:
     """Write a checkpoint and verify it; only then may older ones be deleted (:func:`prune`). Returns the directory.
 
     Raises:
-        DiskFullError: when there is no room; the temporary files are gone, earlier checkpoints are untouched.
+        DiskFullError: when there is no room; earlier checkpoints are untouched.
         CheckpointError: when the disk returns other bytes than were written; nothing is deleted then.
     """
     target = root / name(step)
     temporary = root / f".tmp-{target.name}-{os.getpid()}"
     root.mkdir(parents=True, exist_ok=True)
-    needed = sum(map(len, packed.values()))
-    seal = _seal(step, packed)
-    with files.room(f"checkpoint {target.name}", root, needed):
+    contents = {key: {"size": len(packed[key]), "sha256": files.sha256(packed[key])} for key in SEALED}
+    seal = files.to_json({"format": FORMAT, "step": step, "files": contents})
+    with files.room(f"checkpoint {target.name}", root, sum(map(len, packed.values()))):
         try:
             temporary.mkdir()
             for key in SEALED:
@@ -120,10 +116,7 @@ def prune(root: Path, *, keep_last: int, keep_step: int | None = None) -> None:
 
 
 def verify(checkpoint: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with a checkpoint directory, one line each; empty when it is whole.
-
-    Every file is read: its size, its SHA-256, and whether it parses.
-    """
+    """What is wrong with a checkpoint directory, one line each: every file is read, hashed and parsed."""
     return _read(Path(checkpoint))[1]
 
 
@@ -138,8 +131,7 @@ def load(checkpoint: str | os.PathLike[str]) -> Checkpoint:
 def newest(root: Path, warn: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
     """The newest valid checkpoint of a run's `checkpoints/`, None where there is none at all.
 
-    Broken ones are passed over, and `warn` is called with the reason. CheckpointError where all are broken: starting
-    anew would lose the run.
+    `warn` is called with the reason for each broken one. CheckpointError where all are: a new start would lose the run.
     """
     complaints = []
     for path in available(root):
@@ -253,11 +245,6 @@ def _pack(tensors: Mapping[str, Tensor]) -> bytes:
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise CheckpointError(f"{key} is not finite; nothing was saved, earlier checkpoints stay")
     return pack_tensors(on_cpu, {"format": "pt"})
-
-
-def _seal(step: int, packed: Mapping[str, bytes]) -> bytes:
-    contents = {key: {"size": len(packed[key]), "sha256": files.sha256(packed[key])} for key in SEALED}
-    return files.to_json({"format": FORMAT, "step": step, "files": contents})
 
 
 def _read(path: Path) -> tuple[Checkpoint | None, list[str]]:

@@ -29,8 +29,7 @@ def parameter_groups(
 
     - `decayed`: every tensor of two dimensions or more, embeddings too, as nanoGPT does.
     - `plain`: norms, biases and other vectors, undecayed.
-    - `gates`: all parameters of gape's gates, by module type: projections, their biases and amplitudes; FoX's forget
-      gate too. Undecayed, at `gate_lr_multiplier` times the rate.
+    - `gates`: all parameters of gape's gates and FoX's forget gate, undecayed, at `gate_lr_multiplier` times the rate.
 
     Frozen parameters are left out, tied ones are in it once, empty groups are dropped.
 

@@ -31,9 +31,8 @@ _RANDOM = "random/"
 class RunState:
     """The progress of a run, stored in its checkpoints.
 
-    step, tokens: updates done, tokens read. loss: of the last log line. validated, validation: step and numbers of
-    the last validation. perfect: validations with accuracy 1 in a row. best: step and loss of the validation with the
-    lowest loss. worse: validations since then.
+    `loss` is that of the last log line, `validated` and `validation` step and numbers of the last validation, `perfect`
+    the validations with accuracy 1 in a row, `best` step and loss of the best, `worse` the validations since then.
     """
 
     step: int = 0
@@ -60,12 +59,7 @@ def identity(model: nn.Module, config: TrainConfig, source: Source, extra: Mappi
 
 
 def choose(root: Path, resume: str | PathLike[str], warn: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint to resume from, None to start anew.
-
-    Raises:
-        ValueError: for "never" where there are checkpoints, and for a checkpoint of another run.
-        CheckpointError: when the chosen one, or every one, is broken.
-    """
+    """The checkpoint to resume from, None to start anew; a ValueError for another run's, CheckpointError if broken."""
     if resume == "auto":
         return checkpoint.newest(root, warn)
     if resume == "never":
@@ -153,10 +147,7 @@ def snapshot(
 def restore(
     chosen: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, job: Job
 ) -> tuple[RunState, list[list[float]]]:
-    """Load weights, moments and random states, or raise CheckpointError where they do not fit.
-
-    Returns the progress of the run and the rows of its open log window.
-    """
+    """Load weights, moments and random states, or raise CheckpointError; the progress and the open log window."""
     checkpoint.load_model_tensors(model, chosen.model, chosen.state["aliases"], job)
     moments = {key: value for key, value in chosen.optimizer.items() if not key.startswith(_RANDOM)}
     states = {key.removeprefix(_RANDOM): v for key, v in chosen.optimizer.items() if key.startswith(_RANDOM)}
@@ -230,11 +221,7 @@ def preserved_random_states(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def determinism(enabled: bool, device: torch.device) -> Iterator[None]:
-    """A context with torch's deterministic algorithms, where `enabled`.
-
-    Raises:
-        ValueError: on a GPU without CUBLAS_WORKSPACE_CONFIG, without which cuBLAS is not deterministic.
-    """
+    """A context with torch's deterministic algorithms, where `enabled`; on a GPU with CUBLAS_WORKSPACE_CONFIG alone."""
     if not enabled:
         yield
         return

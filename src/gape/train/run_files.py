@@ -19,11 +19,9 @@ from gape.utils.jsonl import JSONLines
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient that is not finite. The weights are those of the step before.
+    """A loss or gradient of `step` that is not finite; the weights are those of the step before.
 
-    Attributes:
-        step: the step whose loss or gradient it was.
-        dump: the directory with what is needed to look into it; None where it could not be written.
+    `dump` is the directory with what is needed to look into it; None where it could not be written.
     """
 
     #: Losses and norms are those of all processes of a job.
@@ -38,10 +36,8 @@ class NonFiniteError(ArithmeticError):
 class RunFiles:
     """The files of a run, locked while entered; in the processes of a job that do not write, nothing happens.
 
-    `warn` is called with the reason when runtime.jsonl cannot be written.
-
-    Raises:
-        BusyError: on entering, where another process trains in the directory.
+    `warn` is called with the reason when runtime.jsonl cannot be written. Entering raises BusyError where another
+    process trains in the directory.
     """
 
     def __init__(self, run_dir: Path, warn: Callable[[str], None], *, writes: bool = True) -> None:
@@ -119,10 +115,10 @@ def write_dump(
     amplitudes: Sequence[Sequence[float]],
     history: Sequence[Sequence[float]],
 ) -> Path | None:
-    """Write `dumps/step-00000123/` with a report, the batch and the weights that the step began with.
+    """Write `dumps/step-00000123/` with a report, the batch and the weights the step began with; None if that fails.
 
-    None where that failed, which must not hide the error itself. `gradients` has the norm per parameter, `amplitudes` Γ
-    per head, layer after layer, and `history` [step, loss, norm] of the steps before.
+    `gradients` has the norm per parameter, `amplitudes` Γ per head, layer after layer, and `history` [step, loss, norm]
+    of the steps before.
     """
     directory = root / checkpoint.name(step)
     report: dict[str, Any] = {

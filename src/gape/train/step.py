@@ -59,8 +59,7 @@ class Updater:
         model: called as model(ids, targets=, documents=, positions=) → an object with `.loss`, the mean over the
             targets that are not -100.
         optimizer: the fused AdamW over its parameters.
-        config: of the run.
-        device: where the parameters are.
+        config, device: of the run.
         job: the processes that take the step together; this one alone when None.
         call: what to call for a forward pass, if `job.parallelize` was asked already.
 
@@ -202,11 +201,8 @@ Update = Callable[[Sequence[Batch]], tuple[Tensor, Tensor]]
 class Replay:
     """Takes updates by replaying a captured one (CUDA graph).
 
-    Args:
-        update: one whole update over micro-batches at the optimiser's rates; returns two numbers on the device. It
-            never waits for the device, and writes to the same tensors each time.
-        optimizer: the fused AdamW that it steps.
-        device: the GPU.
+    `update` is one whole update over micro-batches at the optimiser's rates. It returns two numbers on the device,
+    never waits for it, and writes to the same tensors each time.
     """
 
     def __init__(self, update: Update, optimizer: torch.optim.AdamW, device: torch.device) -> None:
@@ -276,8 +272,7 @@ def _shapes(batches: Sequence[Batch]) -> list[tuple[object, ...]]:
 def held_out_loss(model: Any, source: Source, batches: int, job: Job) -> float:
     """The mean over the first batches of a source of the mean loss of a batch, shared by the processes of a job.
 
-    `model` has `hidden` and `token_losses` as :class:`gape.GPT` has them, and is in eval mode; all targets count.
-    Interrupted where a signal came to any process.
+    `model` has `hidden` and `token_losses` as :class:`gape.GPT`; all targets count. Interrupted after a signal.
     """
     means = []
     for number in range(1, batches + 1):

@@ -94,7 +94,7 @@ class Trainer:
         self.window = Window()
         self._updater = Updater(self.model, self.optimizer, config, self.device, self.job, call)
         self._history: deque[list[float]] = deque(maxlen=HISTORY)
-        self._check_every = config.check_every or (1 if self.device.type == "cpu" else config.log_every)
+        self._check_every = config.check_every or (1 if kind == "cpu" else config.log_every)
         style = config.progress if self.job.is_first else "off"
         self._reporter = Reporter(style, config.max_steps, self.run_dir.name, console)
         self._files = RunFiles(self.run_dir, self._reporter.warn, writes=self.job.is_first)
@@ -110,8 +110,8 @@ class Trainer:
                 anew and refuses a directory with checkpoints; a path is that checkpoint of this run.
 
         Returns:
-            What `summary.json` holds. These are status ("finished" or "stopped early"), step, loss, validation, tokens
-            and the name of the last checkpoint.
+            What `summary.json` holds: status ("finished" or "stopped early"), step, loss, validation, tokens and the
+            name of the last checkpoint.
 
         Raises:
             Interrupted: after SIGINT or SIGTERM; everything is saved.
@@ -184,16 +184,11 @@ class Trainer:
         while True:
             if code := self.job.stop_code():
                 self._save_and_stop(code)
-            if self._observation_due():
-                self._observe()
-            if self._validation_due():
-                self._validate()
-            done = self.state.step >= self.config.max_steps or self._early()
-            if (
-                done
-                or self._best_step() == self.state.step
-                or (every and self.state.step and self.state.step % every == 0)
-            ):
+            self._observe()
+            self._validate()
+            step = self.state.step
+            done = step >= self.config.max_steps or self._early()
+            if done or self._best_step() == step or (every and step and step % every == 0):
                 self._save()
             if done:
                 return
@@ -269,25 +264,19 @@ class Trainer:
         self._remember(rows, step)
         self.window.clear()
 
-    def _validation_due(self) -> bool:
-        step, every = self.state.step, self.config.validate_every
-        return (
-            self.validate is not None and every > 0 and step > 0 and step % every == 0 and step != self.state.validated
-        )
-
-    def _observation_due(self) -> bool:
-        every, step = self._observe_every, self.state.step
-        return self.observe is not None and every > 0 and step % every == 0 and step != self._observed
-
     def _observe(self) -> None:
-        assert self.observe is not None
-        self._call_apart(self.observe)
-        self._observed = self.state.step
+        """Call `observe` where that is due."""
+        every, step = self._observe_every, self.state.step
+        if self.observe is not None and every > 0 and step % every == 0 and step != self._observed:
+            self._call_apart(self.observe)
+            self._observed = step
 
     def _validate(self) -> None:
-        assert self.validate is not None
-        metrics, seconds = self._call_apart(self.validate)
-        self._record(files.plain(dict(metrics)), seconds)
+        """Call `validate` where that is due, and record what it gives."""
+        every, step = self.config.validate_every, self.state.step
+        if self.validate is not None and every and step and step % every == 0 and step != self.state.validated:
+            metrics, seconds = self._call_apart(self.validate)
+            self._record(files.plain(dict(metrics)), seconds)
 
     def _call_apart(self, function: Callable[[Any, int], T]) -> tuple[T, float]:
         """Call a function of the model in eval mode, with random states restored after it; its result and seconds.
