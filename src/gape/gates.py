@@ -105,11 +105,7 @@ class GAPEGates(nn.Module):
         return F.softplus(self.raw_amplitude.to(torch.promote_types(self.raw_amplitude.dtype, torch.float32)))
 
     def gate(self, q: Tensor) -> Tensor:
-        """g of unrotated q (B, Hq, Nq, D) → (B, Hq, Nq), at least the floor.
-
-        Raises:
-            ValueError: for another number of heads or coordinates.
-        """
+        """g of unrotated q (B, Hq, Nq, D) → (B, Hq, Nq), at least the floor; a ValueError for q of other sizes."""
         self._check("q", q, self.n_heads)
         raw = _constant(q, self.init_gate_bias) if self.gate_projection is None else self.gate_projection(q)
         alike = len(set(self.gate_floor)) == 1
@@ -117,11 +113,7 @@ class GAPEGates(nn.Module):
         return F.softplus(raw) + floor
 
     def landmark(self, k: Tensor) -> Tensor:
-        """l of unrotated k (B, Hk, Nk, D) → (B, Hk, Nk), between 0 and 1.
-
-        Raises:
-            ValueError: for another number of heads or coordinates.
-        """
+        """l of unrotated k (B, Hk, Nk, D) → (B, Hk, Nk), between 0 and 1; a ValueError for k of other sizes."""
         self._check("k", k, self.n_kv_heads)
         if self.landmark_projection is None:
             return torch.sigmoid(_constant(k, self.init_landmark_bias))

@@ -104,19 +104,19 @@ def landmark_threshold(i: Value, a: Value, b: Value, landmark_b: Value) -> Value
     return result(((i - b) * landmark_b + (b - a)) / (i - a))
 
 
-def unprotected_mass_bound(distances: Value, rate: Value, s_max: Value, landmark: Value = 0.0, dim: int = -1) -> Value:
+def unprotected_mass_bound(distances: Value, rate: Value, s_max: Value, landmark: Value = 0.0) -> Value:
     """Theorem 2: the attention on a set of keys is at most B = Σ exp(2·s_max − rate · (1 − l_k) · (i − k)).
 
-    It is at most B/(1 + B) even, which some head attains; B bounds the distance of Corollary 1 as well. All arguments
-    broadcast first, then `dim`, which runs over the set's keys, is summed.
+    It is at most B/(1 + B) even, which some head attains; B bounds the distance of Corollary 1 as well. The last
+    dimension of the broadcast arguments runs over the set's keys.
 
     Returns:
-        B, the broadcast shape without `dim`; 0 for an empty set, inf only where B exceeds the dtype.
+        B, the broadcast shape without it; 0 for an empty set, inf only where B exceeds the dtype.
     """
     (distances, rate, s_max, landmark), result = _operands(
         distances=distances, rate=rate, s_max=s_max, landmark=landmark
     )
-    return result((2 * s_max - rate * (1 - landmark) * distances).logsumexp(dim).exp())
+    return result((2 * s_max - rate * (1 - landmark) * distances).logsumexp(-1).exp())
 
 
 def unprotected_mass_bound_simple(min_distance: Value, rate: Value, s_max: Value, n_unprotected: Value) -> Value:

@@ -54,7 +54,7 @@ def main(
     if fault == "weights" and here:
         torch.nn.init.normal_(model.embedding.weight)
     if fault == "code" and here:
-        jobs._code = lambda: "other"
+        jobs.code_hash = lambda: "other"
     config = TrainConfig(
         max_steps=steps, decay_steps=100, learning_rate=1e-2, accumulation=2, validate_every=0, checkpoint_every=every,
         log_every=1, progress="off", shard=shard, context_parallel=ways,

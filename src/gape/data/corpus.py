@@ -92,11 +92,7 @@ class Corpus:
         return tuple(split for split in SPLITS if self.card["splits"][split]["documents"])
 
     def documents(self, split: str, stratum: str | int | None = None) -> Documents:
-        """The documents of a split, in the order of the input; only those of one stratum where it is named.
-
-        Raises:
-            ValueError: the corpus has no such split or stratum.
-        """
+        """The documents of a split, or of one stratum of it, in the order of the input; a ValueError without such."""
         return Documents(self, self.rows(split, stratum))
 
     def document(self, index: int) -> Document:
@@ -130,8 +126,7 @@ class Corpus:
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Read everything and compare it with the card; `progress` is called with files read and in all.
 
-        Raises:
-            ValueError: a file that is not what the card says; names each.
+        A ValueError names each file that is not what the card says.
         """
         entries, done = _files(self.card), itertools.count()
 

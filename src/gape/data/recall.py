@@ -181,12 +181,7 @@ def recall_source(windows: WindowSource, config: RecallConfig) -> WindowSource |
 def corpus_tokenizer(corpus: Corpus, spec: str) -> Tokenizer:
     """The tokenizer of a corpus, which knows its own only by a hash.
 
-    Args:
-        corpus: which.
-        spec: as :func:`gape.data.load_tokenizer` takes it; "" does for bytes.
-
-    Raises:
-        ValueError: none was named, or another than the corpus's.
+    `spec` is as for :func:`gape.data.load_tokenizer`; "" does for bytes. A ValueError refuses any but the corpus's.
     """
     recorded = corpus.tokenizer
     if not spec and recorded.get("kind") != "bytes":

@@ -173,11 +173,7 @@ DEFAULT = Request()
 
 
 class RecallWriter:
-    """Makes recall texts of passages, with a tokenizer's ids.
-
-    Args:
-        tokenizer: of the passages.
-        heldout: use names that no other writer uses.
+    """Makes recall texts of passages, with a tokenizer's ids; if `heldout` with names that no other writer uses.
 
     Raises:
         ValueError: the tokenizer makes no tokens.
@@ -191,15 +187,9 @@ class RecallWriter:
         self._ends = np.array([text.endswith(_SENTENCE_ENDS) for text in texts])
 
     def write(self, passage: Ids, rng: Random, request: Request = DEFAULT) -> RecallText | None:
-        """A text as long as a passage: its beginning with facts between sentences, and questions at the end.
+        """A text as long as a passage, int64 (N,): its beginning with facts between sentences, questions at the end.
 
-        Args:
-            passage: int64 (N,), ids below the tokenizer's vocabulary.
-            rng: where everything is drawn from.
-            request: what the text is to be like.
-
-        Returns:
-            The text; None where not even one fact leaves half of the passage.
+        Everything is drawn from `rng`. None where not even one fact leaves half of the passage.
         """
         form, layout = rng.choice(FORMS), rng.choice(_LAYOUTS)
         count = request.draw_count(rng)

@@ -67,12 +67,9 @@ class Counts:
 class Parts:
     """The sealed shards of a directory, and the one being filled.
 
-    A shard is closed by the document that makes it reach `shard_tokens`, so where shards end follows from the input
-    and the settings alone. One shard is in memory, and one shard of work is lost when the process is killed.
-
-    Attributes:
-        records: the folder that has a record of each sealed shard until there is an index.
-        shards: an entry for each sealed shard: file (None for an empty last one), bytes, tokens, sha256.
+    A shard is closed by the document that makes it reach `shard_tokens`; it is in memory until then. `records` is the
+    folder with a record of each sealed shard until there is an index, `shards` has an entry for each: file (None for an
+    empty last one), bytes, tokens, sha256.
     """
 
     def __init__(self, directory: Path, shard_tokens: int) -> None:

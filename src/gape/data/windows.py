@@ -57,17 +57,14 @@ class WindowSource:
 
     Args:
         corpus: what `gape.data.open_corpus` gives.
-        split: "train" or "heldout".
-        stratum: only documents of this stratum; None means all.
+        split, stratum: "train" or "heldout", and one of its strata; None means all.
         length: N, tokens a window is read at.
-        batch_size: B, windows of a micro-batch.
+        batch_size, accumulation: B windows of a micro-batch, and micro-batches of a step.
         seed: of the order and the offsets.
         device: where batches go.
-        accumulation: micro-batches of a step.
 
     Attributes:
-        windows: windows of an epoch.
-        documents: documents long enough to give one.
+        windows, documents: windows of an epoch, and documents long enough to give one.
 
     Raises:
         ValueError: no such split or stratum, no document of at least `length` + 1 tokens, or a shard that changed since
@@ -113,9 +110,6 @@ class WindowSource:
         """Micro-batch `micro` (from 0) of step `step` (from 1): ids and targets, int64 (B, N) on the device.
 
         targets[b, i] is the token after ids[b, i]. With `rows`, only those of its B windows are read.
-
-        Raises:
-            ValueError: a step before 1 or a micro-batch that a step does not have.
         """
         batch = moved(self.tokens(self.numbers(step, micro, rows)), self.device)
         return Batch(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())

@@ -138,12 +138,9 @@ class Ranks(Job):
     Args:
         device: where tensors are.
         shard: shard parameters, gradients and moments (FSDP2); without, every process has all of them (DDP).
-        context_parallel: K.
+        context_parallel: K, which divides the number of processes.
         skip_eps: attention that a query may lose to keys that are not sent to it.
         stop: of the run.
-
-    Raises:
-        ValueError: K does not divide the number of processes.
     """
 
     def __init__(
@@ -285,9 +282,6 @@ def current_job(device: torch.device, *, stop: StopFlag | None = None, **options
     """The job that this process belongs to: :class:`Ranks` where `torchrun` started several, else :class:`Job`.
 
     The options are `shard`, `context_parallel` and `skip_eps` of :class:`Ranks`.
-
-    Raises:
-        ValueError: a `context_parallel` that does not divide the number of processes.
     """
     ways = whole("context_parallel", options.get("context_parallel", 1))
     if launch.size() > 1:

@@ -40,12 +40,9 @@ def shares_angles(positions: Tensor) -> bool:
 
 
 class Row(NamedTuple):
-    """One way to rotate.
+    """One way to rotate: a frequency for each pair, and a factor on cosines and sines.
 
-    Attributes:
-        frequencies: one for each pair.
-        scale: factor on cosines and sines.
-        log_base: T of queries whose scores grow by log i / log T behind position T; 0 for all others.
+    `log_base` is T of queries whose scores grow by log i / log T behind position T; 0 for all others.
     """
 
     frequencies: tuple[float, ...]
@@ -58,11 +55,7 @@ class Row(NamedTuple):
 
 
 class AngleTable:
-    """Cosines and sines of one way to rotate, or of several beside each other.
-
-    Args:
-        rows: the ways; equal ones once, in an order of their own, so that layers have the same table.
-    """
+    """Cosines and sines of one way to rotate, or of several beside each other, in an order of their own."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = tuple(sorted(set(rows)))

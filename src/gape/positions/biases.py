@@ -86,15 +86,9 @@ _MARGIN = 0.01
 class Kerple(Biased):
     """KERPLE (Chi et al., arXiv 2205.09921): adds a learned kernel of the distance.
 
-    −r1 · log(1 + r2·|i − j|) ("log") or −r1 · |i − j|^r2 ("power"), r1 and r2 learned per query head: softplus of the
-    parameters `raw_r1` and `raw_r2`, each (Hq,). The exponent of "power" is twice the sigmoid, at most 2.
-
-    Args:
-        variant: "log" or "power".
-        **sizes: see :class:`gape.positions.Scheme`.
-
-    Raises:
-        ValueError: for another variant.
+    −r1 · log(1 + r2·|i − j|) (the `variant` "log") or −r1 · |i − j|^r2 ("power"), r1 and r2 learned per query head:
+    softplus of the parameters `raw_r1` and `raw_r2`, each (Hq,). The exponent of "power" is twice the sigmoid, at most
+    2.
     """
 
     def __init__(self, *, variant: str = "log", **sizes: Unpack[Sizes]) -> None:
@@ -135,16 +129,8 @@ class Kerple(Biased):
 class FIRE(Biased):
     """FIRE (Li et al., arXiv 2310.04418): adds MLP(ψ(|i − j|) / ψ(max(L, i))), with ψ(x) = log(c·x + 1).
 
-    The MLP has one hidden layer and one output per query head. c and the threshold L are learned, shared by the
-    heads and kept positive by a softplus. Positions must count from 0.
-
-    Args:
-        hidden: width of the hidden layer.
-        init_c, init_threshold: c and L at start; what is learned is a factor on L.
-        **sizes: see :class:`gape.positions.Scheme`.
-
-    Raises:
-        ValueError: an option is not positive.
+    The MLP has one hidden layer, of width `hidden`, and one output per query head. c and the threshold L are learned,
+    shared by the heads and kept positive by a softplus. Positions must count from 0.
     """
 
     def __init__(
@@ -198,16 +184,8 @@ class FIRE(Biased):
 class T5(Biased):
     """T5's relative bias (Raffel et al., arXiv 1910.10683): adds table[bucket(i − j), h], in T5's causal buckets.
 
-    Half of the buckets hold one distance each, the rest grow geometrically up to `max_distance`, past which all
-    distances share the last. Keys after their query count as distance 0.
-
-    Args:
-        n_buckets: number of buckets, even.
-        max_distance: distance at which the last bucket begins.
-        **sizes: see :class:`gape.positions.Scheme`.
-
-    Raises:
-        ValueError: n_buckets is odd or below 2, or max_distance does not exceed n_buckets / 2.
+    Half of the `n_buckets`, an even number, hold one distance each, the rest grow geometrically up to `max_distance`,
+    past which all distances share the last. Keys after their query count as distance 0.
     """
 
     def __init__(self, *, n_buckets: int = 32, max_distance: int = 128, **sizes: Unpack[Sizes]) -> None:
@@ -242,13 +220,6 @@ class GRAPE(Scheme):
     −(i − j) · ω_h · m_h · (softplus(v_h·q_i / √D) + softplus(u_h·k_j / √D)), m_h ALiBi's slope.
     v and u are the directions `query_direction` and `key_direction`, each (Hq, D) and used at length 1; ω is softplus
     of `raw_omega`, (Hq,). The bias is dense, for a slice of the queries at a time.
-
-    Args:
-        init_omega: ω at start.
-        **sizes: see :class:`gape.positions.Scheme`.
-
-    Raises:
-        ValueError: init_omega is not positive.
     """
 
     refuses_gates: ClassVar[str | None] = "GRAPE has a gate of the query and one of the key already"

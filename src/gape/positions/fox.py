@@ -33,12 +33,8 @@ class FoX(Scheme):
     key side, float64, and is continued from the cached one. The sum runs over tokens in the order of the tensor, masked
     ones too: pad on the left, do not reorder.
 
-    Args:
-        init_forget_bias: b at start; 0, the authors' choice, halves the weight of a key with every token.
-        **sizes: see :class:`gape.positions.Scheme`; n_embd is needed.
-
-    Raises:
-        ValueError: n_embd is None.
+    `init_forget_bias` is b at start; 0, the authors' choice, halves the weight of a key with every token. n_embd is
+    needed.
     """
 
     refuses_gates: ClassVar[str | None] = "FoX forgets by a gate of its own, over tokens instead of distance"
@@ -50,11 +46,7 @@ class FoX(Scheme):
         self.forget = ForgetGate(self.n_heads, self.n_embd, init_bias=finite("init_forget_bias", init_forget_bias))
 
     def keys(self, k: Tensor, positions: Tensor, x: Tensor | None = None, past: Side = None) -> tuple[Tensor, Side]:
-        """Return k as it came and F (B, Hq, N) in float64, continued from `past` (B, Hq, M).
-
-        Raises:
-            ValueError: x is None.
-        """
+        """Return k as it came and F (B, Hq, N) in float64, continued from `past` (B, Hq, M); x is needed."""
         if x is None:
             raise invalid_argument("x", None, "the layer input (B, N, E), which fox reads")
         # Apple's GPUs have no float64.
@@ -73,11 +65,7 @@ class FoX(Scheme):
         return values.cumsum(-1)
 
     def terms(self, q: Tensor, k: Tensor, k_side: Side) -> dict[str, Any]:
-        """The decay; k_side (B, Hq, Nk) is F of all keys.
-
-        Raises:
-            ValueError: k_side is None.
-        """
+        """The decay; k_side (B, Hq, Nk) is F of all keys."""
         if k_side is None:
             raise invalid_argument("k_side", None, "the cumulative decay that keys() returned")
         return {"key_bias": -k_side}

@@ -16,14 +16,10 @@ from gape.utils.validation import invalid_argument
 
 
 class Gated(Scheme):
-    """A base scheme under the gated operator.
+    """A base scheme, which rotates q and k, under the gated operator.
 
     The gates read q and k before the base rotates them. The query side is the gate (B, Hq, N), the key side the
-    landmark (B, Hk, N), both float32 (float64 beside float64).
-
-    Args:
-        base: the scheme that rotates q and k.
-        **gate_options: options of :class:`gape.GAPEGates`.
+    landmark (B, Hk, N), both float32 (float64 beside float64). The options are those of :class:`gape.GAPEGates`.
 
     Raises:
         ValueError: the base refuses gates, or its context_length is None.
@@ -61,9 +57,6 @@ class Gated(Scheme):
         """Attend under the gates; the sides are those of `queries` and `keys`. Returns (B, Hq, Nq, Dv).
 
         `visibility` may also have `eps`, the attention that a query may lose to skipped tiles.
-
-        Raises:
-            ValueError: a side is None.
         """
         if q_side is None or k_side is None:
             raise invalid_argument("q_side and k_side", None, "the gate and the landmark")

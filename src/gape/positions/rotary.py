@@ -113,11 +113,7 @@ class Rotary(Scheme):
         return self._rotated(k, positions, self._key_rows), None
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x (B, H, N, D) at `positions` (N,) or (B, N), for heads that all rotate alike.
-
-        Raises:
-            ValueError: x has another last dimension than head_dim, or not all heads rotate alike.
-        """
+        """Rotate x (B, H, N, D) at `positions` (N,) or (B, N); a ValueError where not all heads rotate alike."""
         if len(self._table.rows) > 1:
             raise ValueError("rotate: got heads that turn in several ways, expected queries and keys to be called")
         return self._rotated(x, positions, self._key_rows)
@@ -194,11 +190,7 @@ class HoPE(Rotary):
 
     @staticmethod
     def frequencies(head_dim: int, context_length: float | None = None, *, theta: float = 10000.0) -> Spectrum:
-        """RoPE's spectrum with zeros where the wavelength 2π/f exceeds `context_length`, scale 1.
-
-        Raises:
-            ValueError: context_length is None, or theta is not positive.
-        """
+        """RoPE's spectrum with zeros where the wavelength 2π/f exceeds `context_length`, which is needed; scale 1."""
         if context_length is None:
             raise invalid_argument("context_length", None, "the training length, within which pairs must turn")
         slowest = 2 * math.pi / positive_number("context_length", context_length)
@@ -212,11 +204,7 @@ class PRoPE(Rotary):
     def frequencies(
         head_dim: int, context_length: float | None = None, *, theta: float = 10000.0, fraction: float | str = 0.75
     ) -> Spectrum:
-        """RoPE's spectrum with zeros from pair int(fraction · D // 2) on, scale 1; "auto" chooses pairs as HoPE does.
-
-        Raises:
-            ValueError: fraction lies outside [0, 1], or is "auto" without a context_length.
-        """
+        """RoPE's spectrum with zeros from pair int(fraction · D // 2) on, scale 1; "auto" takes HoPE's pairs."""
         if fraction == "auto":
             return HoPE.frequencies(head_dim, context_length, theta=theta)
         expected = 'a number from 0 to 1, or "auto"'
@@ -234,11 +222,7 @@ class PI(Rotary):
     def frequencies(
         head_dim: int, context_length: float | None = None, *, theta: float = 10000.0, factor: float = 4.0
     ) -> Spectrum:
-        """RoPE's spectrum divided by `factor`, scale 1.
-
-        Raises:
-            ValueError: factor is not positive.
-        """
+        """RoPE's spectrum divided by `factor`, scale 1."""
         positive_number("factor", factor)
         return [frequency / factor for frequency in spectrum(head_dim, theta)], 1.0
 
@@ -253,11 +237,7 @@ class NTK(Rotary):
     def frequencies(
         head_dim: int, context_length: float | None = None, *, theta: float = 10000.0, factor: float = 4.0
     ) -> Spectrum:
-        """RoPE's spectrum for theta · factor^(D/(D−2)), scale 1.
-
-        Raises:
-            ValueError: factor is not positive, or head_dim is below 4, where the exponent has no value.
-        """
+        """RoPE's spectrum for theta · factor^(D/(D−2)), scale 1; D is at least 4."""
         even("head_dim", head_dim, at_least=4)
         stretch = positive_number("factor", factor) ** (head_dim / (head_dim - 2))
         return spectrum(head_dim, positive_number("theta", theta) * stretch), 1.0
@@ -284,10 +264,6 @@ class YaRN(Rotary):
 
         The ramp runs from the pair that makes `fast_rotations` turns in `context_length` tokens (kept) to the
         one that makes `slow_rotations` (divided), both rounded outwards to whole pairs if `truncate`.
-
-        Raises:
-            ValueError: context_length is None, or an option is not positive, or theta is not greater than 1,
-                or fast_rotations does not exceed slow_rotations.
         """
         if context_length is None:
             raise invalid_argument("context_length", None, "the training length, which yarn needs")
@@ -314,8 +290,7 @@ class YaRN(Rotary):
 class LongRoPE(Rotary):
     """LongRoPE (Ding et al., arXiv 2402.13753): RoPE with each pair's frequency divided by its own factor.
 
-    One list holds for all lengths. The published models switch between a short and a long list when the
-    input passes the training length, which would make cached keys disagree with new ones.
+    One list holds for all lengths: a second one beyond the training length would make cached keys disagree.
     """
 
     @staticmethod
@@ -329,9 +304,7 @@ class LongRoPE(Rotary):
     ) -> Spectrum:
         """RoPE's spectrum divided by `factors`; scale sqrt(1 + ln(factor) / ln(context_length)) above factor 1.
 
-        Raises:
-            ValueError: factors has not D/2 positive entries (None means all ones), or factor is not positive,
-                or factor exceeds 1 and context_length is None or not greater than 1.
+        `factors` are D/2 positive numbers, None means all ones.
         """
         full = spectrum(head_dim, theta)
         divisors = [1.0] * len(full) if factors is None else list(factors)
@@ -348,16 +321,8 @@ class LongRoPE(Rotary):
 class SWAN(Scheme):
     """SWAN (arXiv 2504.08719): RoPE whose queries see the last `window` positions, beside layers of NoPE.
 
-    A model gives `window` as a list for each layer, such as [[0], [256], [0], [256]]. Every key stays in the cache.
-
-    Args:
-        window: positions that a query sees, its own among them; 0 sees all and rotates nothing.
-        theta: the base of the frequencies.
-        log_scale: that of :class:`Rotary`, at window 0. The paper's factor may have other constants.
-        **sizes: see :class:`gape.positions.Scheme`; context_length is needed at window 0 with log_scale.
-
-    Raises:
-        ValueError: window is negative or a list, or what :class:`gape.positions.Rotary` refuses.
+    A model gives `window` as a list for each layer, such as [[0], [256], [0], [256]]; 0 sees all and rotates nothing.
+    Every key stays in the cache. `log_scale` is that of :class:`Rotary`, at window 0, and needs a context_length.
     """
 
     refuses_gates: ClassVar[str | None] = "its windows forget already, and the gated operator takes none"

@@ -16,7 +16,7 @@ from torch import nn
 
 from gape.data.windows import Batch, Source
 from gape.distributed import processes
-from gape.distributed.job import Job, current_job
+from gape.distributed.job import current_job
 from gape.gates import GAPEGates
 from gape.train import checkpoint
 from gape.train import resume as resuming
@@ -41,7 +41,7 @@ class Trainer:
 
     Args:
         model: called as model(ids, targets=, documents=, positions=), returns an object with `.loss`; has
-            `config.to_dict()` if it is to be loaded again by :func:`gape.train.load_model`. It stays on its device.
+            `config.to_dict()` if its config is to be stored. It stays on its device.
         config: a :class:`TrainConfig`.
         source: gives the batches, on the model's device.
         run_dir: the run's directory, made when missing.
@@ -50,10 +50,8 @@ class Trainer:
         stop: polled between steps; hand in your own to poll it in `validate` too.
         extra: stored in config.json as it is, for instance the recipe.
         console: for progress; standard error when None.
-        observe: observe(model, step), called as `validate` is, at step 0 and every `observe_every` steps. After
-            resuming it may be called again for a step.
-        observe_every: updates between observations; 0 never observes.
-        job: the processes that train together; those of `torchrun` when None.
+        observe: observe(model, step), called as `validate` is, at step 0 and every `observe_every` steps (0: never).
+            After resuming it may be called again for a step.
 
     Raises:
         RankError: another process has other weights, code, settings or data.
@@ -74,7 +72,6 @@ class Trainer:
         console: Console | None = None,
         observe: Observe | None = None,
         observe_every: int = 0,
-        job: Job | None = None,
     ) -> None:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.config, self.source, self.validate = config, source, validate
@@ -82,7 +79,7 @@ class Trainer:
         self.stop = StopFlag() if stop is None else stop
         self.observe, self._observe_every, self._observed = observe, observe_every, -1
         self.device = next(self.model.parameters()).device
-        self.job = job or current_job(self.device, stop=self.stop, **config.parallel())
+        self.job = current_job(self.device, stop=self.stop, **config.parallel())
         # Before the model is wrapped: a sharded one has another class.
         self._identity = resuming.identity(self.model, config, source, extra)
         settings = {key: self._identity[key] for key in ("train", "model")}

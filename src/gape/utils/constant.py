@@ -13,9 +13,6 @@ class Constant:
 
     A buffer would be rounded by `.to(torch.bfloat16)`, lost by a construction on the meta device and written
     to checkpoints. Here the floats stay exact, and each device gets its own tensor once.
-
-    Args:
-        values: the numbers.
     """
 
     def __init__(self, values: Iterable[float]) -> None:

@@ -69,12 +69,7 @@ def usable(paths: Iterable[object]) -> Iterator[None]:
 
 
 def fault(row: Mapping[str, Any], needed: Iterable[str] = ()) -> str | None:
-    """What is wrong with a row, None for nothing.
-
-    Args:
-        row: as it was read.
-        needed: keys that it must have.
-    """
+    """What is wrong with a row, such as that it lacks a key that is `needed`; None for nothing."""
     missing = [key for key in needed if row.get(key) is None]
     if missing:
         return f"lacks {', '.join(missing)}"
