@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gape.train import CheckpointError, DiskFullError, checkpoint, load_model, verify
 from gape.utils import files
 from gape.utils.locks import locked
-from tests.train.toy import gpt, lines, outcome, trainer
+from tests.train.toy import gpt, outcome, trainer
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
@@ -250,13 +250,6 @@ def test_another_model_is_refused_by_name(run):
         checkpoint.load_model_tensors(gpt(n_layer=2), content.model, content.state["aliases"])
     with pytest.raises(CheckpointError, match=r"embedding\.weight has shape \(11, 16\), the model's has \(11, 32\)"):
         checkpoint.load_model_tensors(gpt(n_embd=32), content.model, content.state["aliases"])
-
-
-def test_every_checkpoint_is_noted_in_a_log_that_was_there_first(run):
-    state = json.loads((run / "checkpoints/step-00000009/state.json").read_bytes())
-    prefix = (run / "log.jsonl").read_bytes()[: state["log_bytes"]]
-    assert prefix.endswith(b"\n")
-    assert [r["step"] for r in lines(run / "log.jsonl")][: prefix.count(b"\n")] == [4, 5, 8]
 
 
 def test_a_name_that_is_taken_is_not_taken_again(tmp_path):

@@ -12,7 +12,7 @@ from rich.console import Console
 from gape.train import DiskFullError, verify
 from gape.utils import jsonl
 from gape.utils import run_info as manifests
-from gape.utils.run_info import code_hash, manifest
+from gape.utils.run_info import code_hash
 from tests.train.toy import Numbers, gpt, lines, settings, trainer
 
 
@@ -117,13 +117,6 @@ def test_a_run_can_ask_for_deterministic_algorithms(tmp_path):
     assert steps == [True]
     assert not torch.are_deterministic_algorithms_enabled()
     assert json.loads((tmp_path / "manifest.json").read_text())["deterministic"] is True
-
-
-def test_versions_and_machine_are_there_without_a_checkout(monkeypatch):
-    monkeypatch.setattr("gape.utils.run_info._git", lambda *arguments: None)
-    record = manifest(torch.device("cpu"), seed=1)
-    assert record["code"]["commit"] is None
-    assert len(record["code"]["sha256"]) == 64
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(tmp_path, monkeypatch):

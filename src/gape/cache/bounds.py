@@ -108,10 +108,9 @@ def limits_of_maps(
 
 
 def least_rates(attention: GAPEAttention | LayerSpec) -> Tensor:
-    """Γ·floor/T, (Hq,) in float64: what no query's rate falls below. A gate that is fixed is its own floor.
+    """Γ·floor/T, (Hq,) in float64: what no query's rate falls below; a ValueError for a layer without gates.
 
-    Raises:
-        ValueError: the layer has no gates.
+    A gate that is fixed is its own floor.
     """
     gates = attention.gates
     if gates is None:

@@ -333,7 +333,7 @@ class Evictor:
         return keep.flatten(0, 1).index_copy(0, within, stays).view(keep.shape)
 
     def evict(self, first: Tensor, incoming: int, layer: int | None = None) -> None:
-        """Evict keys that queries from positions `first`, int64 (B,), can do without: of one layer, or of all.
+        """Evict keys that queries from positions `first`, int64 (B,), can do without, of one layer or of all.
 
         `incoming` keys come before the next eviction; a budget leaves room for them.
         """

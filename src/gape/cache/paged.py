@@ -1,8 +1,6 @@
 """A KV cache in pages for all layers of a model: it keeps everything, or evicts by a rule.
 
-:mod:`gape.cache.gpt` has those of a GPT, :mod:`gape.hf.paged` those of other models.
-
-Shapes: B rows, Hk key heads, n new tokens.
+:mod:`gape.cache.gpt` has those of a GPT. Shapes: B rows, Hk key heads, n new tokens.
 """
 
 from __future__ import annotations
@@ -101,11 +99,7 @@ class PagedCache:
         return clone
 
     def fresh(self, eps: float | None = None) -> PagedCache:
-        """An empty cache of the same model, with bounds for its weights as they are now, and with another eps if given.
-
-        Raises:
-            ValueError: eps is out of range, or the model is not one whose keys a tolerance evicts.
-        """
+        """An empty cache of the same model, with bounds for its weights as they are now, and another eps if given."""
         rule = self.rule
         if eps is not None:
             rule = EvictionRule(eps=eps) if rule is None else replace(rule, eps=eps, max_keys=None, max_bytes=None)
@@ -276,9 +270,9 @@ class PagedCache:
         return many if self.rule.eps is not None else n > self.evictor.interval
 
     def evict(self, first: Tensor | None = None, incoming: int = 0) -> None:
-        """Evict now what queries from positions `first`, int64 (B,), can do without; by default those that come next.
+        """Evict now what queries from positions `first`, int64 (B,), can do without; by default the next ones.
 
-        No query may come before `first` from now on. `incoming` keys are about to come; a budget leaves room for them.
+        `incoming` keys are about to come, for which a budget leaves room.
         """
         if self._evictor is None:
             return
@@ -314,12 +308,7 @@ class PagedCache:
             self._since += 1
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens.
-
-        Raises:
-            ValueError: length is negative or beyond the tokens so far, keys were evicted that a token there could see,
-                or a call broke off while it wrote.
-        """
+        """Forget all but the first `length` tokens; a ValueError where keys that these could see are gone."""
         if whole("length", length, 0) > (current := min(layer.length for layer in self.layers)):
             raise invalid_argument("length", length, f"a whole number from 0 to {current}, the tokens cached")
         if length == 0:

@@ -104,11 +104,7 @@ class Corpus:
         return Document(int(index), name["id"], SPLITS[record["split"]], stratum, int(record["length"]), name["title"])
 
     def tokens(self, document: Document, start: int = 0, stop: int | None = None) -> Tokens:
-        """Tokens start … stop − 1 of a document: uint16 or uint32 (stop − start,), read-only, mapped and not copied.
-
-        Raises:
-            ValueError: places outside the document.
-        """
+        """Tokens start … stop − 1 of a document: uint16 or uint32 (stop − start,), read-only, mapped and not copied."""
         record = self.record(document.index)
         length = int(record["length"])
         stop = length if stop is None else stop
@@ -124,10 +120,7 @@ class Corpus:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Read everything and compare it with the card; `progress` is called with files read and in all.
-
-        A ValueError names each file that is not what the card says.
-        """
+        """Read everything and compare it with the card, file by file; a ValueError names each that differs."""
         entries, done = _files(self.card), itertools.count()
 
         def digest(path: Path) -> str:

@@ -93,11 +93,7 @@ class Record(NamedTuple):
 
 
 def find(config: PrepareConfig) -> list[Input]:
-    """Every input in order: held-out ones after the others, folders by sorted path.
-
-    Raises:
-        ValueError: a path that does not exist, a file of unknown kind, a folder without documents, a file given twice.
-    """
+    """Every input in order: held-out ones after the others, folders by sorted path. What cannot be read is refused."""
     specs = [(spec, None if config.heldout_fraction else "train") for spec in config.inputs]
     specs += [(spec, "heldout") for spec in config.heldout]
     sources = [

@@ -61,8 +61,7 @@ _HELD_OUT = 8
 class Form(NamedTuple):
     """One way to say a fact and to ask for it; {0} is a name, {1} a value, and {0} several names where all are asked.
 
-    names, values: kinds of both. fact: the sentence. question, lead: the question, and how its answer begins.
-    questions, leads: the same for several names at once.
+    `names` and `values` are kinds of both, `lead` is how an answer begins, and plurals are for several names at once.
     """
 
     names: str
@@ -173,11 +172,7 @@ DEFAULT = Request()
 
 
 class RecallWriter:
-    """Makes recall texts of passages, with a tokenizer's ids; if `heldout` with names that no other writer uses.
-
-    Raises:
-        ValueError: the tokenizer makes no tokens.
-    """
+    """Makes recall texts of passages, with a tokenizer's ids; if `heldout` with names that no other writer uses."""
 
     def __init__(self, tokenizer: Tokenizer, *, heldout: bool = False) -> None:
         self.tokenizer, self.heldout = tokenizer, heldout

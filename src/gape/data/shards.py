@@ -50,10 +50,7 @@ class Cursor(NamedTuple):
 
 @dataclass
 class Counts:
-    """What has been read so far: records; those empty, bad, and in no stratum; documents and tokens stored by input.
-
-    `bad_records` has input, number and reason of the first empty or bad ones.
-    """
+    """What was read so far: records, those empty, bad or in no stratum, and what is stored of each input."""
 
     read: int = 0
     empty: int = 0

@@ -91,10 +91,9 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A tokenizer of the library `tokenizers`.
+    """A tokenizer of the library `tokenizers`, `kind` "gpt2-files", "tokenizer.json" or "hub".
 
-    `kind` says where it came from: "gpt2-files", "tokenizer.json" or "hub"; `digest` is the SHA-256 of what defines it,
-    and `end` the token that ends a text, where that is known.
+    `digest` is the SHA-256 of what defines it, `end` the token that ends a text, where that is known.
     """
 
     def __init__(self, inner: Any, kind: str, name: str, digest: str, end: str | None = None) -> None:

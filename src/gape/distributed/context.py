@@ -123,8 +123,7 @@ class ContextParallel:
     def share(self, batch: Batch) -> Batch:
         """This process's slice of the tokens of a batch (B, N), with positions.
 
-        Raises:
-            ValueError: N is no multiple of 2K (of K where keys are skipped), or targets are fewer than tokens.
+        N is a multiple of 2K (of K where keys are skipped), and there are as many targets; else a ValueError.
         """
         n, parts = batch.ids.size(1), self.ways if self.contiguous else 2 * self.ways
         if n % parts:

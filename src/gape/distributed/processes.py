@@ -57,9 +57,7 @@ _calls = 0
 def connect() -> None:
     """Join the process group of the job, on GPUs over NCCL and on CPUs over gloo; once, and not for a lone process.
 
-    Raises:
-        RankError: the other processes do not answer.
-        ValueError: more processes on this machine than it has GPUs.
+    RankError where the others do not answer, ValueError for more processes on a machine than it has GPUs.
     """
     if _current or launch.size() == 1:
         return
@@ -157,8 +155,7 @@ def equal_everywhere(facts: dict[str, Any], stop: StopFlag | None = None) -> Non
 def reported() -> Iterator[None]:
     """A context for work that processes do together: what fails in one is told to all, and each ends with one error.
 
-    Raises:
-        RankError: a collective failed because another process is gone or failed; names it.
+    A RankError names the process that is gone or failed where a collective failed for it.
     """
     try:
         yield

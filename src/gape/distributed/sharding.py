@@ -46,10 +46,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, low: bool = False, compiles: bo
 
 
 def shard_gates(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Shard the gates of a model alone, in float32, over a mesh, or all processes of the job.
-
-    `accelerate` or `fully_shard` may then shard the rest in bfloat16.
-    """
+    """Shard the gates of a model alone, in float32; `accelerate` or `fully_shard` may then shard the rest."""
     for gates in gate_modules(model):
         fully_shard(gates, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
     for layer in model.modules():

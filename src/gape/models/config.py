@@ -92,11 +92,7 @@ class GPTConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GPTConfig:
-        """The configuration that a dictionary describes.
-
-        Raises:
-            ValueError: for a key that is unknown, with a suggestion, or missing, or a value out of range.
-        """
+        """The configuration that a dictionary describes; a ValueError names a key that is unknown or missing."""
         refuse_unknown("", values, [f.name for f in fields(cls)])
         for f in fields(cls):
             if f.default is f.default_factory is MISSING and f.name not in values:

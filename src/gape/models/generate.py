@@ -135,10 +135,7 @@ _LOCK = Lock()
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is in eval mode; the last to end puts each module back into the mode it was in.
-
-    Contexts may overlap, as those of several threads do.
-    """
+    """A context in which a model is in eval mode; contexts of threads may overlap, and the last restores the modes."""
     with _LOCK:
         modules = list(model.modules())
         for module in modules:

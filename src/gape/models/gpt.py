@@ -222,22 +222,14 @@ class GPT(nn.Module):
                 yield index, block.attention.gates
 
     def keep_landmarks(self, keep: bool = True) -> None:
-        """Switch on or off that forward passes store what :meth:`landmark_penalty` needs.
-
-        Raises:
-            ValueError: the scheme has no landmarks.
-        """
+        """Let forward passes store what :meth:`landmark_penalty` needs; a ValueError for a scheme without landmarks."""
         if keep and next(self.gates(), None) is None:
             raise invalid_argument("position", self.config.position, "a scheme with gates, which has landmarks")
         for block in self.blocks():
             block.attention.keep_landmark, block.attention.landmark_mean = keep, None
 
     def landmark_penalty(self) -> Tensor:
-        """The mean landmark of the last forward pass, over layers, heads and tokens, with its gradient. Read it once.
-
-        Raises:
-            ValueError: no forward pass after :meth:`keep_landmarks`.
-        """
+        """The mean landmark of the last forward pass after :meth:`keep_landmarks`, with its gradient. Read it once."""
         means = []
         for block in self.blocks():
             if block.attention.landmark_mean is None:

@@ -126,10 +126,10 @@ class Scheme(nn.Module):
         return None
 
     def angles(self, positions: Tensor) -> Angles | None:
-        """Cosines and sines by which `queries` and `keys` rotate tokens at `positions`; None where they do not rotate.
+        """Cosines and sines by which tokens at `positions` are rotated; None where they are not. Not to be written to.
 
-        Each is (..., N, D/2) in float32, and not to be written to; :data:`gape.ops.prologue.Angles` says what follows
-        where heads rotate in several ways. Layers that pass the same tensor share them.
+        Each is (..., N, D/2) in float32; :data:`gape.ops.prologue.Angles` says what follows where heads rotate in
+        several ways. Layers that pass the same tensor share them.
         """
         return None
 

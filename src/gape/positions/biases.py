@@ -87,8 +87,7 @@ class Kerple(Biased):
     """KERPLE (Chi et al., arXiv 2205.09921): adds a learned kernel of the distance.
 
     −r1 · log(1 + r2·|i − j|) (the `variant` "log") or −r1 · |i − j|^r2 ("power"), r1 and r2 learned per query head:
-    softplus of the parameters `raw_r1` and `raw_r2`, each (Hq,). The exponent of "power" is twice the sigmoid, at most
-    2.
+    softplus of `raw_r1` and `raw_r2`, each (Hq,). The exponent of "power" is twice the sigmoid, at most 2.
     """
 
     def __init__(self, *, variant: str = "log", **sizes: Unpack[Sizes]) -> None:

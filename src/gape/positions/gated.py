@@ -105,7 +105,7 @@ def step_under(
     context_length: float,
     strength: Tensor | None = None,
 ) -> Step | None:
-    """What one launch has to do to q and k of a few tokens that `angles` rotate, under gates with Γ times a strength.
+    """What one launch does to q and k of a few tokens that `angles` rotate, under gates with Γ times a strength.
 
     None where the gates learn, or their readings are more than weights and biases.
     """

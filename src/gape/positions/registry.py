@@ -44,7 +44,7 @@ def register(name: str, scheme: type[Scheme]) -> None:
         scheme: a subclass of :class:`Scheme`, such as one of :class:`Rotary` with `frequencies` of its own.
 
     Raises:
-        ValueError: a name of other characters or one that is taken, or no subclass of :class:`Scheme`.
+        ValueError: the name or the scheme is none such.
     """
     if not isinstance(name, str) or not name.replace("-", "").isalnum():
         raise invalid_argument("name", name, "letters, digits and hyphens")
@@ -56,11 +56,7 @@ def register(name: str, scheme: type[Scheme]) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forget a scheme that :func:`register` made known.
-
-    Raises:
-        ValueError: there is none of that name, or it comes with the library.
-    """
+    """Forget a scheme that :func:`register` made known; a ValueError where there is none of that name."""
     if name in _BUILT_IN or name not in _SCHEMES:
         raise invalid_argument("name", name, "one that gape.positions.register was called with")
     del _SCHEMES[name]
@@ -73,11 +69,7 @@ def available() -> list[str]:
 
 
 def is_gated(name: str) -> bool:
-    """Whether a name is that of a scheme with gates.
-
-    Raises:
-        ValueError: unknown name, or `+gape` where it has no meaning.
-    """
+    """Whether a name is that of a scheme with gates; a ValueError where it is not in :func:`available`."""
     return _find(name)[1]
 
 

@@ -183,10 +183,7 @@ class RoPE(Rotary):
 
 
 class HoPE(Rotary):
-    """HoPE (Chen et al., arXiv 2410.21216): rotates RoPE's pairs that complete a turn in T tokens, and no others.
-
-    Slower pairs would meet angles beyond T that training never showed.
-    """
+    """HoPE (Chen et al., arXiv 2410.21216): rotates RoPE's pairs that complete a turn in T tokens, and no others."""
 
     @staticmethod
     def frequencies(head_dim: int, context_length: float | None = None, *, theta: float = 10000.0) -> Spectrum:
@@ -302,10 +299,7 @@ class LongRoPE(Rotary):
         factor: float = 1.0,
         factors: Sequence[float] | None = None,
     ) -> Spectrum:
-        """RoPE's spectrum divided by `factors`; scale sqrt(1 + ln(factor) / ln(context_length)) above factor 1.
-
-        `factors` are D/2 positive numbers, None means all ones.
-        """
+        """RoPE's spectrum divided by D/2 `factors`; scale sqrt(1 + ln(factor) / ln(context_length)) above factor 1."""
         full = spectrum(head_dim, theta)
         divisors = [1.0] * len(full) if factors is None else list(factors)
         if len(divisors) != len(full):

@@ -77,11 +77,9 @@ def pack(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Ma
 
 
 def save(root: Path, step: int, packed: Mapping[str, bytes]) -> Path:
-    """Write a checkpoint and verify it; only then may older ones be deleted (:func:`prune`). Returns the directory.
+    """Write a checkpoint, verify it and return its directory; only then may older ones be deleted (:func:`prune`).
 
-    Raises:
-        DiskFullError: when there is no room; earlier checkpoints are untouched.
-        CheckpointError: when the disk returns other bytes than were written; nothing is deleted then.
+    DiskFullError when there is no room, CheckpointError when the disk returns other bytes than were written.
     """
     target = root / name(step)
     temporary = root / f".tmp-{target.name}-{os.getpid()}"
@@ -171,8 +169,7 @@ def resolve(path: str | os.PathLike[str], warn: Callable[[str], None] = lambda m
 def best_step(state: Mapping[str, Any], summary: Path) -> int | None:
     """The step of the lowest validation loss, whose checkpoint a run with `patience` keeps; None without one.
 
-    The summary of a run that is over decides, not the state of its newest checkpoint: after a signal in the last
-    validation that is older than the validation that was repeated.
+    The summary of a run that is over decides: the newest checkpoint may be older than the last validation.
     """
     if not state["train"].get("patience"):
         return None
@@ -213,8 +210,7 @@ def load_model_tensors(
 ) -> None:
     """Load what :func:`model_tensors` gave, in place, also into a wrapped or sharded model.
 
-    In a job only its first process has the tensors. CheckpointError names those of another shape or dtype, missing or
-    unknown.
+    In a job only its first process has the tensors. CheckpointError names those that do not fit.
     """
     job = job or Job()
     complete = {**tensors, **{alias: tensors[of] for alias, of in aliases.items() if of in tensors}}

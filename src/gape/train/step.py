@@ -107,8 +107,8 @@ class Updater:
     def step(self, batches: Sequence[Batch], rate: float) -> tuple[Tensor, Tensor]:
         """One update over micro-batches; (loss, gradient norm before clipping), single numbers on the device.
 
-        The loss is the sum over all counted tokens divided by their number (or weight), whatever the micro-batches.
-        Read or copy the numbers before the next step: a replayed one writes over them.
+        The loss is the sum over all counted tokens divided by their number (or weight). Read the numbers before the
+        next step: a replayed one writes over them.
         """
         if self._replay is not None:
             return self._replay.step(batches, rate)

@@ -73,10 +73,9 @@ def append(path: Path, *records: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path, fault: Callable[[dict[str, Any]], str | None] = lambda row: None) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; an incomplete last line is left out.
+    """The objects of a JSONL file, but for an incomplete last line.
 
-    Raises:
-        ValueError: any other line is not a JSON object, or `fault` says what is wrong with it; names file and line.
+    A ValueError names file and line of what is no object, or of which `fault` says what is wrong with it.
     """
     # Bytes: a line may have been cut in the middle of a letter.
     lines = path.read_bytes().split(b"\n")

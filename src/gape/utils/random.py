@@ -1,12 +1,9 @@
 """Random numbers as functions of a key and a counter: no state, the same on every device and in every version.
 
-There are two generators, because their numbers are in stored results and one cannot give the other's:
-
-    words64, below64, permuted    NumPy, 64-bit words (splitmix64): order of training windows, choice of scored windows
-    words32, below32              torch, 32-bit words: needle samples, which are drawn on the model's device
-
-A GPU has no unsigned 64-bit numbers. So `words32` carries words below 2³² in int64 and multiplies them by constants
-below 2³¹: nothing overflows and nothing is rounded, on any device.
+`words64`, `below64` and `permuted` are NumPy's, of 64-bit words: order of training windows, choice of scored ones.
+`words32` and `below32` are torch's, of 32-bit words: needle samples, drawn on the model's device, which has no unsigned
+64-bit numbers. They carry words below 2³² in int64 and multiply them by constants below 2³¹: nothing overflows. Stored
+results have numbers of both, and one cannot give the other's.
 """
 
 from __future__ import annotations
@@ -52,8 +49,7 @@ def below64(counters: Ints, bound: Ints, seed: int) -> Ints:
 def permuted(indices: Ints, n: int, seed: int) -> Ints:
     """Where a random permutation of 0 … n − 1 sends `indices`; the permutation itself is never written down.
 
-    A Feistel network permutes the next power of four. What lands outside 0 … n − 1 is sent on until it is inside,
-    which keeps it a permutation and takes fewer than four rounds on average.
+    A Feistel network permutes the next power of four; what lands outside 0 … n − 1 is sent on until it is inside.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)

@@ -74,11 +74,7 @@ class StopFlag:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Give the signals back to whoever had them before, for work that may end anywhere and loses nothing.
-
-        Raises:
-            Interrupted: a signal has come already.
-        """
+        """Give the signals back to whoever had them before, for work that may end anywhere, if none has come."""
         self.check()
         installed = self._depth and _in_main_thread()
         if installed:
