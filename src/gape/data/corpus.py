@@ -16,11 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gape.data.config import DTYPES
-from gape.data.shards import INDEX, NAMES, RECORD, SPLITS, Records
+from gape.data.shards import CARD, FORMAT, INDEX, NAMES, RECORD, SPLITS, Records
 from gape.utils.files import file_sha256
-
-CARD = "card.json"
-FORMAT = 1
 
 Tokens = npt.NDArray[Any]
 

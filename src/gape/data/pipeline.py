@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gape.data import card
 from gape.data.config import PrepareConfig, choose_dtype
-from gape.data.corpus import CARD, FORMAT, Corpus, open_corpus
+from gape.data.corpus import Corpus, open_corpus
 from gape.data.inputs import EMPTY, Fields, Input, Record, find, probe, records
-from gape.data.shards import LISTED, SPLITS, Counts, Cursor, Entry, Parts
+from gape.data.shards import CARD, FORMAT, LISTED, SPLITS, Counts, Cursor, Entry, Parts, finish
 from gape.data.tokenizer import Tokenizer, load_tokenizer
 from gape.utils import files, locks
 from gape.utils.random import key
@@ -109,7 +108,7 @@ def prepare(
                 parts.discard()
                 (directory / SETTINGS).unlink()
             raise
-        card.finish(job.config, job.settings(), directory, parts, counts)
+        finish(job.config, job.settings(), directory, parts, counts)
     return open_corpus(directory)
 
 

@@ -21,7 +21,6 @@ from gape.models.gpt import GPT
 from gape.report.series import UNTRAINED
 from gape.tasks.ruler.readers import TransformersReader
 from gape.train import checkpoint
-from gape.train.load import model_of
 from gape.utils.jsonl import Record, read_object
 from gape.utils.validation import invalid_argument
 
@@ -115,7 +114,7 @@ def open_run(directory: Path, device: str | torch.device = "cpu", log: Callable[
 
     @cache
     def load() -> GPT:
-        model: GPT = model_of(chosen, device=device)
+        model: GPT = checkpoint.model_of(chosen, device=device)
         return model
 
     if run is None:

@@ -1,9 +1,8 @@
 """Training that loses nothing. `docs/guide/training.md` has the formats and the rules."""
 
 from gape.data.windows import Batch, Source
-from gape.train.checkpoint import CheckpointError, verify
+from gape.train.checkpoint import CheckpointError, load_model, verify
 from gape.train.config import TrainConfig
-from gape.train.load import load_model
 from gape.train.optimizer import learning_rate, parameter_groups
 from gape.train.run_files import NonFiniteError
 from gape.train.step import held_out_loss

@@ -7,6 +7,7 @@ seal, `manifest.json`: size and SHA-256 of the other three, written last. Nothin
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gape.distributed.job import Job
+from gape.models import GPT, GPTConfig
 from gape.train.optimizer import bare
 from gape.utils import files
 from gape.utils.files import DiskFullError
@@ -35,6 +37,7 @@ STORED = (
     "step", "tokens", "loss", "validated", "validation", "perfect", "worse", "best", "device", "window", "log_bytes",
     "aliases", "train", "model", "data", "random",
 )  # fmt: skip
+_LOGGER = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{8,})")
 # Errors of reading bytes that may be anything.
 _BAD = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError)
@@ -219,6 +222,38 @@ def load_model_tensors(
     with torch.no_grad():
         for key, value in own.items():
             job.put(value, complete.get(bare(key)))
+
+
+def load_model(
+    path: str | os.PathLike[str], *, device: str | torch.device = "cpu", warn: Callable[[str], None] = _LOGGER.warning
+) -> GPT:
+    """The model of a checkpoint, in eval mode, in the dtypes it was trained in; the seal is verified first.
+
+    Args:
+        path: a checkpoint, or a run directory: its best checkpoint (`patience`), else its newest valid one.
+        device: of the model.
+        warn: called with the reason when a broken checkpoint is passed over; logs a warning by default.
+
+    Raises:
+        CheckpointError: when nothing valid is there, or it is of another model.
+    """
+    return model_of(resolve(path, warn), device=device)
+
+
+def model_of(chosen: Checkpoint, *, device: str | torch.device = "cpu") -> GPT:
+    """The model of a checkpoint that was read already, as :func:`load_model`."""
+    stored = chosen.state["model"]
+    if stored["class"] != "GPT":
+        raise CheckpointError(f"{chosen.path} holds a {stored['class']}, expected a GPT")
+    try:
+        model = GPT(GPTConfig.from_dict(stored["config"]))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{chosen.path / STATE} describes no model: {error}") from error
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if (saved := chosen.model.get(chosen.state["aliases"].get(bare(name), bare(name)))) is not None:
+            tensor.data = tensor.data.to(saved.dtype)
+    load_model_tensors(model, chosen.model, chosen.state["aliases"])
+    return model.to(device).eval()
 
 
 def _refuse_other(own: Mapping[str, Tensor], complete: Mapping[str, Tensor]) -> None:

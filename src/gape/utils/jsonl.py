@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -63,13 +64,10 @@ class JSONLines:
 
 def append(path: Path, *records: Mapping[str, Any]) -> None:
     """Add lines, all or none, and wait until they are on the disk; an incomplete last line is dropped first."""
-    lines = JSONLines(path)
-    try:
+    with contextlib.closing(JSONLines(path)) as lines:
         lines.mend()
         lines.write_all(*records)
         lines.settle()
-    finally:
-        lines.close()
 
 
 def read_lines(path: Path, fault: Callable[[dict[str, Any]], str | None] = lambda row: None) -> list[dict[str, Any]]:
