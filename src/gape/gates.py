@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from gape.ops.inputs import bias_dtype
 from gape.utils.constant import Constant
 from gape.utils.validation import finite, flag, invalid_argument, whole
 
@@ -29,7 +30,7 @@ class HeadProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, H, N, D) of any floating dtype → (B, H, N) in float32 (float64 beside float64)."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = bias_dtype(x.dtype)
         # A product and a sum, not a matmul: neither autocast nor TF32 may shorten it.
         weight, bias = self.weight.to(dtype).unsqueeze(-2), self.bias.to(dtype).unsqueeze(-1)
         return (x.to(dtype) * weight).sum(-1) + bias
@@ -102,30 +103,31 @@ class GAPEGates(nn.Module):
     @property
     def amplitude(self) -> Tensor:
         """Γ, (Hq,) in float32 or float64, above 0."""
-        return F.softplus(self.raw_amplitude.to(torch.promote_types(self.raw_amplitude.dtype, torch.float32)))
+        return F.softplus(self.raw_amplitude.to(bias_dtype(self.raw_amplitude.dtype)))
 
     def gate(self, q: Tensor) -> Tensor:
         """g of unrotated q (B, Hq, Nq, D) → (B, Hq, Nq), at least the floor; a ValueError for q of other sizes."""
-        self._check("q", q, self.n_heads)
-        raw = _constant(q, self.init_gate_bias) if self.gate_projection is None else self.gate_projection(q)
+        raw = self._raw("q", q, self.n_heads, self.gate_projection, self.init_gate_bias)
         alike = len(set(self.gate_floor)) == 1
         floor = self.gate_floor[0] if alike else self._floors.on(raw.device, raw.dtype).unsqueeze(-1)
         return F.softplus(raw) + floor
 
     def landmark(self, k: Tensor) -> Tensor:
         """l of unrotated k (B, Hk, Nk, D) → (B, Hk, Nk), between 0 and 1; a ValueError for k of other sizes."""
-        self._check("k", k, self.n_kv_heads)
-        if self.landmark_projection is None:
-            return torch.sigmoid(_constant(k, self.init_landmark_bias))
-        return torch.sigmoid(self.landmark_projection(k))
+        return torch.sigmoid(self._raw("k", k, self.n_kv_heads, self.landmark_projection, self.init_landmark_bias))
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """(gate, landmark) of unrotated q (B, Hq, Nq, D) and k (B, Hk, Nk, D)."""
         return self.gate(q), self.landmark(k)
 
-    def _check(self, name: str, x: Tensor, n_heads: int) -> None:
+    def _raw(self, name: str, x: Tensor, n_heads: int, projection: nn.Module | None, fixed: float) -> Tensor:
+        """A gate of x (B, n_heads, N, D) before its function, (B, n_heads, N): projected, or a fixed number."""
         if not isinstance(x, Tensor) or x.dim() != 4 or (x.size(1), x.size(3)) != (n_heads, self.head_dim):
             raise invalid_argument(name, x, f"a tensor (batch, {n_heads} heads, tokens, {self.head_dim})")
+        if projection is None:
+            return torch.full(x.shape[:-1], fixed, dtype=bias_dtype(x.dtype), device=x.device)
+        raw: Tensor = projection(x)
+        return raw
 
     def floors(self, device: torch.device) -> Tensor:
         """The least gate of each query head, (Hq,) in float32."""
@@ -134,11 +136,6 @@ class GAPEGates(nn.Module):
     def extra_repr(self) -> str:
         """Sizes and the floor, for repr()."""
         return f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, gate_floor={self.gate_floor}"
-
-
-def _constant(x: Tensor, value: float) -> Tensor:
-    """A number per head and token of x (B, H, N, D), in the gates' dtype."""
-    return torch.full(x.shape[:-1], value, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
 def _floors(floor: float | Sequence[float] | Tensor, n_heads: int) -> tuple[float, ...]:

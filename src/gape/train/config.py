@@ -156,14 +156,12 @@ class TrainConfig:
         return {**dataclasses.asdict(self), "betas": list(self.betas)}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between a stored training config and this one and may not, a line per key."""
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What differs between stored settings and those of now and may not, a line per key."""
     lines = []
     for key in sorted(before.keys() | now.keys()):
-        if key in MAY_CHANGE or before.get(key) == now.get(key):
-            continue
-        line = f"{key} was {before.get(key)!r} and is now {now.get(key)!r}"
-        if key == "decay_steps":
-            line += f" (to add steps, give decay_steps={before.get(key)} with the new max_steps)"
-        lines.append(line)
+        if key not in MAY_CHANGE and before.get(key) != now.get(key):
+            hint = f" (to add steps, give {key}={before.get(key)} with the new max_steps)"
+            line = f"{prefix}{key} was {before.get(key)!r} and is now {now.get(key)!r}"
+            lines.append(line + hint if key == "decay_steps" else line)
     return lines

@@ -89,15 +89,9 @@ def shared(job: Job, find: Callable[[], Checkpoint | None]) -> Checkpoint | None
 def refuse_changes(chosen: Checkpoint, now: Mapping[str, Any]) -> None:
     """Raise a ValueError with every key that changed since the checkpoint and may not."""
     before = chosen.state
-    lines = changes(before["train"], now["train"])
-    was, new = before["model"], now["model"]
-    if was["class"] != new["class"]:
-        lines.append(f"model was a {was['class']} and is now a {new['class']}")
-    for key in sorted(was["config"].keys() | new["config"].keys()):
-        if was["config"].get(key) != new["config"].get(key):
-            lines.append(f"model.{key} was {was['config'].get(key)!r} and is now {new['config'].get(key)!r}")
-    if before["data"] != now["data"]:
-        lines.append(f"data was {before['data']!r} and is now {now['data']!r}")
+    was, new = ({"class": x["model"]["class"], **x["model"]["config"]} for x in (before, now))
+    lines = changes(before["train"], now["train"]) + changes(was, new, "model.")
+    lines += changes({"data": before["data"]}, {"data": now["data"]})
     if now["train"]["max_steps"] < chosen.step:
         lines.append(f"max_steps is {now['train']['max_steps']} and the run is at step {chosen.step} already")
     if lines:
