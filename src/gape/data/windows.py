@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -27,6 +28,10 @@ class Batch(NamedTuple):
     documents: Tensor | None = None
     positions: Tensor | None = None
     weights: Tensor | None = None
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with a function applied to each of its tensors."""
+        return self._replace(**{name: change(x) for name, x in self._asdict().items() if x is not None})
 
 
 @runtime_checkable

@@ -133,9 +133,8 @@ class ContextParallel:
         index = self._index(n, batch.ids.device)
         if batch.positions is None and (self._positions is None or self._positions.shape != index.shape):
             self._positions = index
-        positions = self._positions if batch.positions is None else batch.positions[..., index]
-        documents, weights = (None if x is None else x[:, index] for x in (batch.documents, batch.weights))
-        return Batch(batch.ids[:, index], batch.targets[:, index], documents, positions, weights)
+        part = batch.mapped(lambda x: x[..., index])
+        return part if batch.positions is not None else part._replace(positions=self._positions)
 
     def _index(self, n: int, device: torch.device) -> Tensor:
         """Which tokens of a sequence this process has, in their order."""

@@ -195,10 +195,8 @@ class Ranks(Job):
     def share(self, batch: Batch) -> Batch:
         """This process's share of a batch that it has whole; as :meth:`take`."""
         rows = self._rows(batch.ids.size(0))
-        documents, weights = (None if x is None else x[rows] for x in (batch.documents, batch.weights))
         # Positions may be those of all rows, (N,).
-        positions = batch.positions if batch.positions is None or batch.positions.dim() < 2 else batch.positions[rows]
-        return self._slice(Batch(batch.ids[rows], batch.targets[rows], documents, positions, weights))
+        return self._slice(batch.mapped(lambda x: x[rows] if x.dim() > 1 else x))
 
     def _rows(self, count: int) -> slice:
         if count < self._ways:

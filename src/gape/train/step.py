@@ -217,7 +217,7 @@ class Replay:
     def step(self, batches: Sequence[Batch], rate: float) -> tuple[Tensor, Tensor]:
         """One update; its numbers are valid until the next one. Batches of another shape do not use the graph."""
         # The first updates read the copies too: a compiler specialises on the strides of its inputs.
-        self._batches = self._batches or [_copy(batch) for batch in batches]
+        self._batches = self._batches or [batch.mapped(torch.clone) for batch in batches]
         if _shapes(batches) != _shapes(self._batches):
             return self._launch(batches, rate)
         for old, new in zip(self._batches, batches, strict=True):
@@ -254,11 +254,6 @@ class Replay:
         with torch.cuda.device(self._device), torch.cuda.graph(graph, stream=own):
             self._numbers = self._update(self._batches)
         return graph
-
-
-def _copy(batch: Batch) -> Batch:
-    rest = (None if x is None else x.clone() for x in batch[2:])
-    return Batch(batch.ids.clone(), batch.targets.clone(), *rest)
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
