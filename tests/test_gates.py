@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gape
+from tests.wrong import each_wrong
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,20 +107,10 @@ def test_wrong_input_is_named(name: str, shape: tuple[int, ...]) -> None:
         gape.GAPEGates(4, 8, 2)(**{"q": q, "k": k, name: torch.randn(shape)})
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("n_heads", 0),
-        ("n_heads", 2.0),
-        ("head_dim", 0),
-        ("n_kv_heads", 3),
-        ("gate_floor", -1.0),
-        ("gate_floor", [1.0, 2.0]),
-        ("gate_floor", "abcd"),
-        ("init_amplitude", float("nan")),
-        ("learn_gate", "no"),
-    ],
-)
+@each_wrong(
+    n_heads=(0, 2.0), head_dim=(0,), n_kv_heads=(3,), gate_floor=(-1.0, [1.0, 2.0], "abcd"),
+    init_amplitude=(float("nan"),), learn_gate=("no",),
+)  # fmt: skip
 def test_wrong_argument_is_named(argument: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{argument}: "):
         gape.GAPEGates(**{"n_heads": 4, "head_dim": 8, argument: value})

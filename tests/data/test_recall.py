@@ -18,6 +18,7 @@ from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.tasks import TASKS
 from gape.train import Source
 from tests.data.books import make, write_lines
+from tests.wrong import each_wrong
 
 LENGTH = 1024
 STORY = "The rain had stopped. Nobody spoke for a while! Then the old man laughed, and they walked on. "
@@ -191,19 +192,10 @@ def test_kept_texts_fill_their_share(corpus: Corpus) -> None:
     assert 0.25 < kept.float().mean() < 0.75
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"share": 1.5}, "share"),
-        ({"weight": 0}, "weight"),
-        ({"facts": 129}, "facts"),
-        ({"least": 9}, "least"),
-        ({"skip_to": -1}, "skip_to"),
-    ],
-)
-def test_values_out_of_range_are_refused(settings: dict[str, float], name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: "):
-        RecallConfig(**settings)  # type: ignore[arg-type]
+@each_wrong(share=(1.5,), weight=(0,), facts=(129,), least=(9,), skip_to=(-1,))
+def test_values_out_of_range_are_refused(argument: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{argument}: "):
+        RecallConfig(**{argument: value})  # type: ignore[arg-type]
 
 
 def test_windows_too_short_for_a_fact_or_a_jump_are_refused(corpus: Corpus) -> None:

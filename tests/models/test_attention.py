@@ -11,6 +11,7 @@ import torch
 import gape
 from gape.analysis.tap import tap
 from gape.cache.kv import KVCache
+from tests.wrong import each_wrong
 
 T, N, E = 16, 40, 48
 SCHEMES = gape.positions.available()
@@ -104,20 +105,10 @@ def test_reserved_coordinates_keep_the_head_dim(position: str) -> None:
     assert {(c.q.size(-1), c.v.size(-1), c.scale) for c in seen} == {(64, 64, 64**-0.5)}
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("n_embd", 50),
-        ("n_kv_heads", 3),
-        ("reserve", 12),
-        ("context_length", 0),
-        ("context_length", None),
-        ("name", "ropee"),
-        ("flavour", 1),
-        ("n_heads", 0),
-        ("impl", "fast"),
-    ],
-)
+@each_wrong(
+    n_embd=(50,), n_kv_heads=(3,), reserve=(12,), context_length=(0, None), name=("ropee",), flavour=(1,), n_heads=(0,),
+    impl=("fast",),
+)  # fmt: skip
 def test_wrong_argument_is_named(argument: str, value: object) -> None:
     arguments = {"n_embd": E, "n_heads": 4, "context_length": T}
     arguments["position" if argument == "name" else argument] = value

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gape
 from gape.models import cost
 from tests.models.tiny import SCHEMES, config, model, tokens
+from tests.wrong import each_wrong
 
 SIZES = {"vocab_size": 64, "n_layer": 2, "n_head": 4, "n_embd": 64, "n_kv_head": None}
 B, N = 3, 32
@@ -51,7 +52,7 @@ def test_cache_bytes_are_those_of_a_cache(position: str, reserve: int, dtype: to
     assert cache.nbytes == cost.cache_bytes(gpt.config, 10, 3, dtype)
 
 
-@pytest.mark.parametrize(("argument", "value"), [("batch", 0), ("length", 0), ("length", 1.5)])
+@each_wrong(batch=(0,), length=(0, 1.5))
 def test_wrong_argument_is_named(argument: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{argument}: "):
         cost.cache_bytes(config(), **{"batch": 1, "length": 1} | {argument: value})

@@ -8,6 +8,7 @@ import torch
 import gape
 from gape.models.generate import evaluating
 from tests.models.tiny import VOCAB, model, tokens
+from tests.wrong import each_wrong
 
 #: One of each way to keep keys; all schemes stand in `test_decode.py`.
 KINDS = ("rope", "p-rope+gape", "alibi", "fox", "swan")
@@ -131,32 +132,16 @@ def test_nothing_to_add_is_the_prompt() -> None:
     assert model().generate(ids, 0) is ids
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("ids", [[1]]),
-        ("ids", torch.tensor([1])),
-        ("ids", torch.tensor([[VOCAB]])),
-        ("ids", torch.tensor([[-1]])),
-        ("ids", torch.zeros(1, 0, dtype=torch.long)),
-        ("max_new_tokens", -1),
-        ("max_new_tokens", 1.0),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", "hot"),
-        ("top_k", 0),
-        ("top_k", VOCAB + 1),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("seed", -1),
-        ("seed", 2**70),
-        ("eos_id", VOCAB),
-        ("pad_id", 1.0),
-        ("attention_mask", torch.ones(1, 5)),
-        ("attention_mask", torch.tensor([[0, 0, 0, 0]])),
-        ("attention_mask", torch.tensor([[0, 1, 0, 1]])),
-        ("attention_mask", torch.tensor([[1, 1, 1, 0]])),
-    ],
+@each_wrong(
+    ids=([[1]], torch.tensor([1]), torch.tensor([[VOCAB]]), torch.tensor([[-1]]), torch.zeros(1, 0).long()),
+    max_new_tokens=(-1, 1.0),
+    temperature=(-0.1, float("nan"), "hot"),
+    top_k=(0, VOCAB + 1),
+    top_p=(0.0, 1.1),
+    seed=(-1, 2**70),
+    eos_id=(VOCAB,),
+    pad_id=(1.0,),
+    attention_mask=(torch.ones(1, 5), *(torch.tensor([mask]) for mask in ([0] * 4, [0, 1, 0, 1], [1, 1, 1, 0]))),
 )
 def test_wrong_argument_is_named(argument: str, value: object) -> None:
     given = {"ids": tokens(1, 4), "max_new_tokens": 1} | {argument: value}

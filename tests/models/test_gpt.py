@@ -17,6 +17,7 @@ import gape
 from gape.models import gpt as module
 from gape.models import loss
 from tests.models.tiny import GATED, SCHEMES, VOCAB, config, matrices, model, tokens
+from tests.wrong import each_wrong
 
 PAPER = {"vocab_size": 50257, "n_layer": 6, "n_head": 8, "n_embd": 512, "context_length": 1024}
 
@@ -220,26 +221,10 @@ def test_compiles_whole_and_once(backend: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("vocab_size", 0),
-        ("n_layer", 1.0),
-        ("n_head", "4"),
-        ("n_embd", 50),
-        ("n_kv_head", 3),
-        ("context_length", 0),
-        ("context_length", None),
-        ("position", "ropee"),
-        ("position", "alibi+gape"),
-        ("reserve", 12),
-        ("reserve", -1),
-        ("bias", 1),
-        ("dropout", 1.0),
-        ("impl", "slow"),
-        ("options", [1]),
-    ],
-)
+@each_wrong(
+    vocab_size=(0,), n_layer=(1.0,), n_head=("4",), n_embd=(50,), n_kv_head=(3,), context_length=(0, None),
+    position=("ropee", "alibi+gape"), reserve=(12, -1), bias=(1,), dropout=(1.0,), impl=("slow",), options=([1],),
+)  # fmt: skip
 def test_wrong_configuration_is_named(argument: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{argument}: "):
         config(**{argument: value})
@@ -300,19 +285,11 @@ def test_tokens_of_another_model_are_refused_in_a_cache() -> None:
     assert cache.length == 2
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("ids", torch.zeros(4, dtype=torch.long)),
-        ("ids", torch.zeros(2, 4)),
-        ("ids", torch.full((2, 4), VOCAB)),
-        ("targets", torch.zeros(2, 5, dtype=torch.long)),
-        ("targets", torch.zeros(1, 4, dtype=torch.long)),
-        ("targets", torch.full((2, 4), VOCAB)),
-        ("positions", torch.zeros(3, dtype=torch.long)),
-        ("logits_to_keep", -1),
-        ("logits_to_keep", 5),
-    ],
+@each_wrong(
+    ids=(torch.zeros(4).long(), torch.zeros(2, 4), torch.full((2, 4), VOCAB)),
+    targets=(torch.zeros(2, 5).long(), torch.zeros(1, 4).long(), torch.full((2, 4), VOCAB)),
+    positions=(torch.zeros(3).long(),),
+    logits_to_keep=(-1, 5),
 )
 def test_wrong_input_is_named(argument: str, value: object) -> None:
     given = {"ids": tokens(2, 4)} | {argument: value}

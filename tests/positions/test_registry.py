@@ -70,49 +70,33 @@ def test_options_reach_base_and_gates() -> None:
     assert scheme.context_length == 64
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("nope", {"head_dim": 0}),
-        ("rope", {"head_dim": 7}),
-        ("ntk", {"head_dim": 2}),
-        ("nope", {"n_heads": 0}),
-        ("nope", {"n_heads": 2.0}),
-        ("nope", {"n_kv_heads": 2, "n_heads": 3}),
-        ("nope", {"n_kv_heads": 0}),
-        ("nope", {"context_length": 0}),
-        ("nope", {"context_length": float("nan")}),
-        ("nope", {"n_embd": 0}),
-        ("rope+gape", {"context_length": None}),
-        ("yarn", {"context_length": None}),
-        ("longrope", {"context_length": None, "factor": 2.0}),
-        ("rope", {"theta": -1.0}),
-        ("yarn", {"theta": 1.0}),
-        ("yarn", {"fast_rotations": 1.0, "slow_rotations": 2.0}),
-        ("longrope", {"factors": [1.0, 2.0]}),
-        ("longrope", {"factors": [1.0, 2.0, 0.0, 1.0]}),
-        ("pi", {"factor": 0.0}),
-        ("pi", {"factor": None}),
-        ("p-rope", {"fraction": -0.1}),
-        ("p-rope", {"fraction": "most"}),
-        ("hope", {"context_length": None}),
-        ("rope", {"head_positions": ["rope", "hope"]}),
-        ("rope", {"head_positions": ["rope", "hope", "alibi", "rope"]}),
-        ("rope", {"head_positions": "rope+gape"}),
-        ("rope", {"head_positions": 3}),
-        ("rope", {"log_scale": "yes"}),
-        ("rope", {"log_scale": [True]}),
-        ("rope", {"context_length": 1, "log_scale": True}),
-        ("kerple", {"variant": "cubic"}),
-        ("fire", {"hidden": 0}),
-        ("fire", {"init_c": 0.0}),
-        ("fire", {"init_threshold": -1}),
-        ("t5", {"n_buckets": 31}),
-        ("t5", {"max_distance": 16}),
-        ("fox", {"n_embd": None}),
-        ("fox", {"init_forget_bias": float("inf")}),
+WRONG: dict[str, list[dict[str, object]]] = {
+    "nope": [
+        {"head_dim": 0}, {"n_heads": 0}, {"n_heads": 2.0}, {"n_kv_heads": 2, "n_heads": 3}, {"n_kv_heads": 0},
+        {"context_length": 0}, {"context_length": float("nan")}, {"n_embd": 0},
     ],
-)
+    "rope": [
+        {"head_dim": 7}, {"theta": -1.0}, {"head_positions": ["rope", "hope"]}, {"head_positions": 3},
+        {"head_positions": ["rope", "hope", "alibi", "rope"]}, {"head_positions": "rope+gape"}, {"log_scale": "yes"},
+        {"log_scale": [True]}, {"context_length": 1, "log_scale": True},
+    ],
+    "rope+gape": [{"context_length": None}],
+    "p-rope": [{"fraction": -0.1}, {"fraction": "most"}],
+    "hope": [{"context_length": None}],
+    "pi": [{"factor": 0.0}, {"factor": None}],
+    "ntk": [{"head_dim": 2}],
+    "yarn": [{"context_length": None}, {"theta": 1.0}, {"fast_rotations": 1.0, "slow_rotations": 2.0}],
+    "longrope": [
+        {"context_length": None, "factor": 2.0}, {"factors": [1.0, 2.0]}, {"factors": [1.0, 2.0, 0.0, 1.0]},
+    ],
+    "kerple": [{"variant": "cubic"}],
+    "fire": [{"hidden": 0}, {"init_c": 0.0}, {"init_threshold": -1}],
+    "t5": [{"n_buckets": 31}, {"max_distance": 16}],
+    "fox": [{"n_embd": None}, {"init_forget_bias": float("inf")}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arguments"), [(name, each) for name, given in WRONG.items() for each in given])
 def test_values_out_of_range_are_named(name: str, arguments: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(arguments))}: "):
         make(name, **arguments)

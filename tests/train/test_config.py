@@ -5,35 +5,18 @@ import json
 import pytest
 
 from gape.train import TrainConfig
+from tests.wrong import each_wrong
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("max_steps", 0),
-        ("max_steps", 1.5),
-        ("learning_rate", 0.0),
-        ("learning_rate", float("nan")),
-        ("min_learning_rate", 1.0),
-        ("warmup_steps", -1),
-        ("decay_steps", 0),
-        ("betas", (0.9,)),
-        ("betas", (0.9, 1.0)),
-        ("betas", ("0.9", "0.95")),
-        ("seed", 2**64),
-        ("weight_decay", -0.1),
-        ("clip", "1"),
-        ("accumulation", True),
-        ("precision", "float16"),
-        ("compile", True),
-        ("deterministic", 1),
-        ("keep_last", 0),
-        ("progress", "loud"),
-    ],
-)
-def test_bad_values_are_refused_by_name(key, value):
-    with pytest.raises(ValueError, match=f"^{key}: got "):
-        TrainConfig(**({"max_steps": 10} | {key: value}))
+@each_wrong(
+    max_steps=(0, 1.5), learning_rate=(0.0, float("nan")), min_learning_rate=(1.0,), warmup_steps=(-1,),
+    decay_steps=(0,), betas=((0.9,), (0.9, 1.0), ("0.9", "0.95")), seed=(2**64,), weight_decay=(-0.1,), clip=("1",),
+    accumulation=(True,), precision=("float16",), compile=(True,), deterministic=(1,), keep_last=(0,),
+    progress=("loud",),
+)  # fmt: skip
+def test_bad_values_are_refused_by_name(argument, value):
+    with pytest.raises(ValueError, match=f"^{argument}: got "):
+        TrainConfig(**({"max_steps": 10} | {argument: value}))
 
 
 def test_a_config_survives_json():
