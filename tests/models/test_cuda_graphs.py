@@ -34,20 +34,19 @@ class Adapter(torch.nn.Linear):
     """Of another package, which may wait for the host."""
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda gpt: None, None),
-        (lambda gpt: setattr(gpt.layers[0].attention, "stepwise", True), "listened to"),
-        (lambda gpt: gpt.keep_landmarks(), "listened to"),
-        (lambda gpt: setattr(gpt.layers[0].mlp, "up", Adapter(48, 192).eval()), "a Adapter"),
-        (lambda gpt: gpt.norm.register_forward_pre_hook(lambda *_: None), "hooks"),
-        (lambda gpt: gpt.layers[1].compile(), "compiled"),
-        (lambda gpt: gpt.layers[1].train(), "training mode"),
-        (lambda gpt: gpt.float(), "works in torch.float32"),
-    ],
-    ids=["nothing", "a listener", "landmarks", "adapter", "hook", "compiled", "training", "wide"],
-)
+OBSTACLES: dict[str, Any] = {
+    "nothing": (lambda gpt: None, None),
+    "a listener": (lambda gpt: setattr(gpt.layers[0].attention, "stepwise", True), "listened to"),
+    "landmarks": (lambda gpt: gpt.keep_landmarks(), "listened to"),
+    "adapter": (lambda gpt: setattr(gpt.layers[0].mlp, "up", Adapter(48, 192).eval()), "a Adapter"),
+    "hook": (lambda gpt: gpt.norm.register_forward_pre_hook(lambda *_: None), "hooks"),
+    "compiled": (lambda gpt: gpt.layers[1].compile(), "compiled"),
+    "training": (lambda gpt: gpt.layers[1].train(), "training mode"),
+    "wide": (lambda gpt: gpt.float(), "works in torch.float32"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), OBSTACLES.values(), ids=OBSTACLES)
 def test_models_whose_steps_cannot_be_captured_are_told_apart(change: Any, reason: str | None) -> None:
     gpt = model(dtype=torch.bfloat16)
     change(gpt)
@@ -67,35 +66,22 @@ def moved(x: Tensor) -> None:
     x.data = x.data.clone()
 
 
-@pytest.mark.parametrize(
-    ("change", "same"),
-    [
-        (lambda gpt: gpt.norm.weight.mul_(2), True),
-        (lambda gpt: setattr(gpt.layers[0].mlp, "up", Around(gpt.layers[0].mlp.up).eval()), False),
-        (lambda gpt: gpt.layers[0].add_module("adapter", torch.nn.Identity().eval()), False),
-        (lambda gpt: setattr(gpt.layers[0], "mlp", gpt.layers[1].mlp), False),
-        (lambda gpt: moved(gpt.norm.weight), False),
-        (lambda gpt: setattr(gpt.norm, "weight", torch.nn.Parameter(gpt.norm.weight.clone())), False),
-        (lambda gpt: gpt.norm.register_buffer("offset", torch.ones(1)), False),
-        (lambda gpt: setattr(gpt.norm, "forward", gpt.norm.forward), False),
-        (lambda gpt: gpt.norm.register_forward_hook(lambda *_: None), False),
-        (lambda gpt: gpt.layers[1].train(), False),
-        (lambda gpt: setattr(gpt.layers[0].attention, "stepwise", True), False),
-    ],
-    ids=[
-        "written to",
-        "around",
-        "added",
-        "shared",
-        "moved",
-        "replaced",
-        "buffer",
-        "forward",
-        "hook",
-        "training",
-        "set",
-    ],
-)
+CHANGES: dict[str, Any] = {
+    "written to": (lambda gpt: gpt.norm.weight.mul_(2), True),
+    "around": (lambda gpt: setattr(gpt.layers[0].mlp, "up", Around(gpt.layers[0].mlp.up).eval()), False),
+    "added": (lambda gpt: gpt.layers[0].add_module("adapter", torch.nn.Identity().eval()), False),
+    "shared": (lambda gpt: setattr(gpt.layers[0], "mlp", gpt.layers[1].mlp), False),
+    "moved": (lambda gpt: moved(gpt.norm.weight), False),
+    "replaced": (lambda gpt: setattr(gpt.norm, "weight", torch.nn.Parameter(gpt.norm.weight.clone())), False),
+    "buffer": (lambda gpt: gpt.norm.register_buffer("offset", torch.ones(1)), False),
+    "forward": (lambda gpt: setattr(gpt.norm, "forward", gpt.norm.forward), False),
+    "hook": (lambda gpt: gpt.norm.register_forward_hook(lambda *_: None), False),
+    "training": (lambda gpt: gpt.layers[1].train(), False),
+    "set": (lambda gpt: setattr(gpt.layers[0].attention, "stepwise", True), False),
+}
+
+
+@pytest.mark.parametrize(("change", "same"), CHANGES.values(), ids=CHANGES)
 @torch.no_grad()
 def test_a_step_is_captured_anew_where_a_replay_would_do_something_else(change: Any, same: bool) -> None:
     gpt = model()
