@@ -82,14 +82,12 @@ class GAPEGates(nn.Module):
         self.init_amplitude = finite("init_amplitude", init_amplitude)
         self.gate_floor = _floors(gate_floor, n_heads)
         self._floors = Constant(self.gate_floor)
-        self.gate_projection = (
-            HeadProjection(n_heads, head_dim, init_bias=init_gate_bias) if flag("learn_gate", learn_gate) else None
-        )
-        self.landmark_projection = (
-            HeadProjection(n_kv_heads, head_dim, init_bias=init_landmark_bias)
-            if flag("learn_landmark", learn_landmark)
-            else None
-        )
+        self.gate_projection: HeadProjection | None = None
+        self.landmark_projection: HeadProjection | None = None
+        if flag("learn_gate", learn_gate):
+            self.gate_projection = HeadProjection(n_heads, head_dim, init_bias=init_gate_bias)
+        if flag("learn_landmark", learn_landmark):
+            self.landmark_projection = HeadProjection(n_kv_heads, head_dim, init_bias=init_landmark_bias)
         # Not called after the paper's letter: some versions of transformers rename such keys on load.
         self.raw_amplitude = nn.Parameter(torch.full((n_heads,), self.init_amplitude))
 

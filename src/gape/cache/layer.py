@@ -251,10 +251,7 @@ class PagedLayer:
 def gate_readings(specs: Sequence[LayerSpec]) -> list[GateReading]:
     """What kernels read the gates of all layers by, in a few launches, and anew for every call: weights may change."""
     gates = [spec.gates for spec in specs]
-    queries = _weights([x.gate_projection for x in gates], [x.init_gate_bias for x in gates], gates[0], "n_heads")
-    keys = _weights(
-        [x.landmark_projection for x in gates], [x.init_landmark_bias for x in gates], gates[0], "n_kv_heads"
-    )
+    queries, keys = _weights(gates, "gate", "n_heads"), _weights(gates, "landmark", "n_kv_heads")
     amplitude = F.softplus(torch.stack([x.raw_amplitude for x in gates]).float())
     strengths = [strength for x in gates if (strength := getattr(x, "strength", None)) is not None]
     if strengths:
@@ -270,10 +267,10 @@ def gate_readings(specs: Sequence[LayerSpec]) -> list[GateReading]:
     ]  # fmt: skip
 
 
-def _weights(
-    projections: Sequence[Any], fixed: Sequence[float], like: Any, heads: str
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def _weights(gates: Sequence[Any], name: str, heads: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Weights (H, D) and biases (H,) of a gate in each layer, float32; one that is fixed has zeros and its number."""
+    projections = [getattr(x, f"{name}_projection") for x in gates]
+    fixed, like = [getattr(x, f"init_{name}_bias") for x in gates], gates[0]
     known: dict[float, tuple[Tensor, Tensor]] = {}
     if None in projections:
         zeros = like.raw_amplitude.new_zeros(getattr(like, heads), like.head_dim, dtype=torch.float32)

@@ -154,9 +154,8 @@ class ContextParallel:
             return attend(q, k, v, gate, side, **arguments)
         q_positions, q_documents = arguments["q_positions"], arguments.get("q_documents")
         if q_positions is None or k.size(2) != q.size(2) or arguments.get("attn_mask") is not None:
-            raise ValueError(
-                "context_parallel: got no positions, or a cache, a mask or fewer queries than keys, expected a slice"
-            )
+            given = "no positions, or a cache, a mask or fewer queries than keys"
+            raise ValueError(f"context_parallel: got {given}, expected a slice")
         counted = self._positions is not None and q_positions.is_set_to(self._positions)
         documents = self._whole(q_documents)
         if counted and self.skips and gate is not None:

@@ -101,10 +101,9 @@ class ModelState:
         if any(settings(modules[number]) != earlier for number, earlier in self._settings.items()):
             return False
         tensors = list(_tensors(modules))
-        same = len(tensors) == len(self._tensors)
-        return same and all(
-            ref() is x and x.data_ptr() == at for (ref, at), x in zip(self._tensors, tensors, strict=True)
-        )
+        if len(tensors) != len(self._tensors):
+            return False
+        return all(ref() is x and x.data_ptr() == at for (ref, at), x in zip(self._tensors, tensors, strict=True))
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:

@@ -121,11 +121,12 @@ def capture_obstacle(model: GPT) -> str | None:
             return "a layer is being listened to"
         if block.attention.has_own_bias:
             return f"{block.attention.position} adds a bias of its own"
-    # Modules that are neither ours nor of torch, such as adapters, may synchronise with the host.
-    known = ("gape.", "torch.nn.")
-    return model_cannot(
-        list(model.modules()), model.embedding.weight, lambda module: type(module).__module__.startswith(known)
-    )
+
+    def known(module: nn.Module) -> bool:
+        # Those of others, such as adapters, may synchronise with the host.
+        return type(module).__module__.startswith(("gape.", "torch.nn."))
+
+    return model_cannot(list(model.modules()), model.embedding.weight, known)
 
 
 #: Modules that :func:`evaluating` put into eval mode: the number of contexts, and the mode before the first.

@@ -127,9 +127,8 @@ class TrainConfig:
         if self.seed >= 2**64:
             raise invalid_argument("seed", self.seed, "a whole number below 2**64, as torch takes it")
         if self.min_learning_rate > self.learning_rate:
-            raise invalid_argument(
-                "min_learning_rate", self.min_learning_rate, f"at most learning_rate = {self.learning_rate}"
-            )
+            expected = f"at most learning_rate = {self.learning_rate}"
+            raise invalid_argument("min_learning_rate", self.min_learning_rate, expected)
         # Lists come from JSON and TOML; a frozen dataclass is set through object.
         object.__setattr__(self, "betas", (float(betas[0]), float(betas[1])))
         object.__setattr__(self, "decay_steps", self.max_steps if self.decay_steps is None else self.decay_steps)

@@ -166,9 +166,8 @@ def refuse_foreign(run_dir: Path) -> None:
     existing = [path for name in ("config.json", "log.jsonl", "manifest.json") if (path := run_dir / name).exists()]
     begun = (run_dir / "runtime.jsonl").exists() or (run_dir / "checkpoints").is_dir()
     if not begun and any(path.stat().st_size for path in existing):
-        raise invalid_argument(
-            "run_dir", str(run_dir), f"a new directory or one of a run: {existing[0].name} is of none"
-        )
+        expected = f"a new directory or one of a run: {existing[0].name} is of none"
+        raise invalid_argument("run_dir", str(run_dir), expected)
 
 
 def seed_all(seed: int) -> None:
