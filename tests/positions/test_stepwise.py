@@ -62,17 +62,6 @@ def test_cached_steps_equal_the_full_pass(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", available())
-def test_index_order_is_positions_from_zero(name: str) -> None:
-    scheme, (q, k, v, x) = make(name), inputs()
-    positions = torch.arange(N)
-    (q, q_side), (k, k_side) = scheme.queries(q, positions, x), scheme.keys(k, positions, x)
-    got = scheme.attend(q, k, v, q_side, k_side, scale=SCALE)
-    given = {"q_positions": positions, "k_positions": positions}
-    want = scheme.attend(q, k, v, q_side, k_side, scale=SCALE, **given)
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-
-
 # FoX sums over tokens in the order of the tensor, so a shuffle is not its business.
 @pytest.mark.parametrize("name", [name for name in available() if name != "fox"])
 def test_shuffled_tokens_keep_their_positions(name: str) -> None:
