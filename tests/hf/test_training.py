@@ -287,6 +287,7 @@ def test_the_trainers_log_has_horizons_and_landmarks_of_every_layer(tmp_path):
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "gates/layer_0/horizon" in entry]
     assert [entry["step"] for entry in logs] == [2, 4]
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [2, 4]
     # Γ = 1, g near softplus(-3), landmarks closed: a key loses a nat after about T / g tokens.
     expected = 16 / float(torch.nn.functional.softplus(torch.tensor(-3.0)))
     for layer in (0, 1):

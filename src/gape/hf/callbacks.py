@@ -56,6 +56,8 @@ class GateCallback(TrainerCallback):  # type: ignore[misc]
         """Log with every loss that is logged."""
         if control.should_log and self._values:
             self.trainer.log(self.statistics())
+            # Whoever logs is taken to have logged the loss, and Trainer would leave it out.
+            control.should_log = True
 
     def statistics(self) -> dict[str, float]:
         """What is logged, of the last batch."""
