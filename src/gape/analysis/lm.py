@@ -57,10 +57,7 @@ def entropy(model: nn.Module, passages: Sequence[Passage]) -> Record:
 
 
 def spectrum(model: nn.Module, passages: Sequence[Passage]) -> Record:
-    """Norms of queries and keys by rotary pair.
-
-    Returns:
-        `inv_freq` (D/2); `queries` and `keys`, each with `mean` and `std` over passages by layer, head and pair.
+    """Norms by rotary pair: `inv_freq` (D/2); `mean` and `std` of `queries` and `keys` over passages, by layer, head.
 
     Raises:
         ValueError: the scheme does not rotate.
@@ -161,12 +158,9 @@ def _norms(attended: Attended) -> Record:
 
 
 def pair_norms(x: Tensor, scheme: Rotary) -> Tensor:
-    """The mean norm over tokens of each pair (x_k, x_{k+D/2}) of x (B, H, N, D), before or after rotation alike.
+    """The mean norm over tokens of each pair (x_k, x_{k+D/2}) of x (B, H, N, D), rotated or not: (B, H, D/2), float32.
 
-    The factor of schemes that scale what they rotate (YaRN, LongRoPE) is divided out.
-
-    Returns:
-        (B, H, D/2) in float32 (float64 for float64).
+    The factor of schemes that scale what they rotate (YaRN, LongRoPE) is divided out. float64 stays.
     """
     first, second = x.to(bias_dtype(x.dtype)).chunk(2, dim=-1)
     return torch.hypot(first, second).mean(2) / scheme.attention_scale

@@ -16,11 +16,7 @@ from gape.positions.biases import ALiBi
 
 @torch.no_grad()
 def routing_variables(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
-    """What the gates of every layer and head do on average over a batch; no N × N tensor is made.
-
-    Args:
-        model: with :class:`gape.GAPEAttention` layers, in eval mode.
-        ids: integer (B, N).
+    """What the gates of every layer and head do on average over ids (B, N); no N × N tensor is made.
 
     Returns:
         A record per gated layer and query head, first layer first: `layer` and `head` from 0, `mean_mask` (the mean of

@@ -91,12 +91,11 @@ class Attended:
 
     @torch.no_grad()
     def weights(self, start: int, stop: int, head: int | None = None) -> Tensor:
-        """The attention of queries start … stop − 1 to the keys that any of them may see, of all heads or of one.
+        """The attention of queries start … stop − 1, of all heads or of one, to the keys that any of them may see.
 
         Returns:
-            (B, Hq, stop − start, n) in float32 (float64 beside float64), n ≤ Nk: later keys than the last of these
-            queries are left out where the order is that of the tensors. A row that sees nothing is zero. With a head,
-            from 0, it alone: (B, 1, stop − start, n).
+            (B, Hq or 1, stop − start, n) in float32 (float64 beside float64), n ≤ Nk: keys after the last of these
+            queries are left out where the order is that of the tensors. A row that sees nothing is zero.
         """
         problem = self.problem(start, stop)
         bias = self._bias(problem.visibility, start, stop)
@@ -153,14 +152,10 @@ def tap(model: nn.Module, receive: Receiver) -> Iterator[None]:
 
 
 def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
-    """Run the model on ids (B, N) and return what each layer attended with, first layer first.
+    """Run the model on integer ids (B, N), with options of its own, and return what each layer attended with, in order.
 
-    The options go to the model. Nothing carries gradients.
-
-    Args:
-        model: a :class:`gape.GPT`, a module with :class:`gape.GAPEAttention` layers, or a model of transformers that
-            :func:`gape.hf.inject` has put gates into; of a :class:`gape.hf.GapeForCausalLM` its `gpt`.
-        ids: integer (B, N).
+    The model is a :class:`gape.GPT`, a module with :class:`gape.GAPEAttention` layers, or one of transformers that
+    :func:`gape.hf.inject` has put gates into; of a :class:`gape.hf.GapeForCausalLM` its `gpt`. No gradients.
 
     Raises:
         ValueError: as :func:`tap`, or a cache in the options kept a layer from being received.

@@ -90,11 +90,8 @@ class Exploration:
     def tile(self, kind: str, layer: int, head: int, level: int, row: int, column: int) -> Bytes:
         """A part of a map, (256, 256): each cell has the largest attention of its queries to its keys.
 
-        Args:
-            kind: "gated", or "plain" with the layer's gates at zero.
-            layer, head: counted from 0; the head is a query head.
-            level: cells have :func:`gape.explore.view.cell_size` >> level tokens.
-            row, column: which tile, from the first query and key.
+        `kind` is "gated", or "plain" with the layer's gates at zero; cells have :func:`gape.explore.view.cell_size` >>
+        level tokens; row and column count tiles from the first query and key.
 
         Raises:
             ValueError: there is no such tile.
@@ -151,11 +148,8 @@ def explore(
     Args:
         model: a :class:`gape.GPT`, or a :class:`gape.hf.LanguageModel` around a model of transformers with gates, in
             eval mode.
-        ids: integer (1, N), N ≥ 2, on the model's device.
-        decode: the text of a token.
-        title: of the page.
-        about: what the page says of the model, such as its name; plain JSON.
-        marks: tokens to underline.
+        ids: integer (1, N), N ≥ 2, on the model's device; `decode` gives the text of one.
+        title, about, marks: what the page says of the model and the text; `about` is plain JSON.
         sources: int64 (N,), for each query the key that holds what it should retrieve, −1 for none. None takes the
             token that followed the last earlier occurrence of the query's own token.
         progress: called with the number of layers that are done.
@@ -191,22 +185,18 @@ def explore(
     width = layers[0].k.size(-1)
     # Of a key with its value, exposure and position in the pages of a cache.
     bytes_per_key = page_layout(width, width, _CACHED).nbytes // PAGE
+    gated = layers[0].gates is not None
+    sizes = {
+        "layers": len(layers), "n_heads": layers[0].q.size(1), "n_kv_heads": layers[0].k.size(1), "head_dim": width,
+        "context_length": layers[0].context_length if gated else None,
+    }  # fmt: skip
     header = {
-        "format": FORMAT, "version": VERSION, "title": title, "model": about | _sizes(layers), "tokens": ids.size(1),
-        "gated": layers[0].gates is not None, "tile": TILE, "cell": cell_size(ids.size(1)),
+        "format": FORMAT, "version": VERSION, "title": title, "model": about | sizes, "tokens": ids.size(1),
+        "gated": gated, "tile": TILE, "cell": cell_size(ids.size(1)),
         "least_weight": LEAST_WEIGHT, "eps": list(EPS), "bytes_per_key": bytes_per_key, "vocabulary": texts.known,
         "marks": [vars(mark) for mark in marks], "retrieval": "repeats" if sources is None else "answer", "full": {},
     }  # fmt: skip
     return Exploration(View(header, arrays), layers)
-
-
-def _sizes(layers: list[Attended]) -> dict[str, Any]:
-    q, k = layers[0].q, layers[0].k
-    length = layers[0].context_length if layers[0].gates is not None else None
-    return {
-        "layers": len(layers), "n_heads": q.size(1), "n_kv_heads": k.size(1), "head_dim": q.size(-1),
-        "context_length": length,
-    }  # fmt: skip
 
 
 def followers(ids: Tensor) -> Tensor:

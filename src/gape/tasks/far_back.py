@@ -174,8 +174,7 @@ def measure(
 ) -> list[Sums]:
     """The sums of one window of a document (context,) for every kind and distance.
 
-    `passage` has tokens of another document, for the planted kind; `short` is the tokens of the short context, the
-    training length; `decode` turns ids into text, for names.
+    `passage` are tokens to plant, `short` those of the short context; `decode` makes text of ids, for names.
     """
     away: dict[str, Ids] = {}
     if "ngram" in config.kinds:
@@ -211,11 +210,9 @@ def _planted(model: GPT, host: Ids, passage: Ids, distance: int, config: FarBack
 
 
 def summary(sums: Mapping[str, list[Sums]]) -> list[dict[str, Any]]:
-    """Token-weighted means over documents of the sums of :func:`measure`, with bootstrap intervals over documents.
+    """Token-weighted means over documents of the sums of :func:`measure`, with 95% bootstrap intervals over documents.
 
-    A row per kind and distance has tokens, documents, `nll` and `control` in nats per token, `gain` = control − nll,
-    the deviation of nll over documents, 95% intervals of nll (low, high) and of gain (gain_low, gain_high), and the
-    sums of every document, from which runs are compared pair by pair.
+    A row per kind and distance; `gain` is control − nll, and the sums of every document let runs be compared.
     """
     groups: dict[tuple[str, int, int], dict[str, Sums]] = {}
     for document, entries in sums.items():

@@ -167,15 +167,11 @@ def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:
 def window_losses(
     model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, forgetting: Callable[[], Any] | None = None
 ) -> Tensor:
-    """The loss of the last `scored` tokens of some windows, (B, scored) in float32 (float64 beside float64).
+    """The loss of the last `scored` tokens of windows ids, int64 (B, L + 1), as (B, scored) in float32 (or float64).
 
     A window longer than a chunk is read chunk by chunk with a cache, so memory is that of a chunk beside L keys and
-    values. Logits exist for the scored tokens only, a slice of them at a time.
-
-    Args:
-        model: in eval mode.
-        ids: int64 (B, L + 1): what is read, and the token after it.
-        forgetting: makes an empty cache that evicts; the model's own does not.
+    values. Logits exist for the scored tokens only, a slice of them at a time. `forgetting` makes an empty cache that
+    evicts; the model's own, which is in eval mode, does not.
     """
     inputs, targets = ids[:, :-1], ids[:, 1:]
     length = inputs.size(1)
@@ -219,8 +215,7 @@ def score_all(
     """The summed loss (W,) of every window of a plan, resuming after the batches that the file `store` has.
 
     `of` says what the scores depend on besides the plan: weights, precision. A file of something else is overwritten;
-    the caller deletes it when the result is stored. `progress` is called with windows done and in all; options are
-    those of :func:`window_losses`.
+    the caller deletes it when the result is stored. Options are those of :func:`window_losses`.
     """
     header: Record = {"plan": plan.identity(), "of": of}
     stored = jsonl.read_lines(store) if store.is_file() else []

@@ -115,11 +115,9 @@ def score(model: Any, ids: Tensor, answer: int) -> Score:
 
 @torch.no_grad()
 def score_answers(model: Any, ids: Tensor, answers: Sequence[range]) -> list[Score]:
-    """How likely a model finds each of some answers in a text, after the right ones before it.
+    """How likely a model finds each of some answers in a text (N,), after the right ones before it.
 
-    Args:
-        model, ids: as in :func:`score`.
-        answers: the tokens of each by number, in the order of the text.
+    `answers` are the tokens of each by number, in the order of the text.
     """
     ids = ids.to(next(model.parameters()).device)[None]
     first = answers[0].start

@@ -52,10 +52,7 @@ class Way:
         return identity | {"run": f"{identity['run']}, {words}", "variant": variant} | self.settings()
 
     def apply(self, model: Any) -> Callable[[], Any] | None:
-        """Let a model skip from now on; what makes empty caches that forget, None where it does not.
-
-        Args:
-            model: a GPT of ours, or a model of transformers, bare or in a :class:`gape.hf.LanguageModel`.
+        """Let a model, of ours or of transformers, skip from now on; what makes empty caches that forget, or None.
 
         Raises:
             ValueError: it has no gates, or none that can skip or forget.

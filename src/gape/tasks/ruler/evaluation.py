@@ -158,8 +158,7 @@ def evaluate(
 ) -> list[Record]:
     """Score all samples, resuming after those that the directory has; a row for each sample, in their order.
 
-    `directory` is of this question alone and gets manifest.json and samples.jsonl; `progress` is called with samples
-    done and in all.
+    `directory` is of this question alone and gets manifest.json and samples.jsonl.
 
     Raises:
         ValueError: the directory has an evaluation of something else, or a loss is not finite.

@@ -69,15 +69,6 @@ def _read_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def _read_text(path: Path) -> Text:
-    """A haystack of any text file, also `.gz` and `.xz`."""
-    data = _read_bytes(path)
-    try:
-        return Text(data.decode("utf-8"), path.name, sha256(data))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"haystack: {path} is no UTF-8 text: {error}") from error
-
-
 class Question(NamedTuple):
     """question: its text; answers: references; gold: numbers of the documents that an answer needs."""
 
@@ -222,8 +213,14 @@ class Ingredients:
 
     @cached_property
     def text(self) -> Text:
-        """Prose."""
-        return self.noise if self._text is None else _read_text(self._text)
+        """Prose: that of a text file, also `.gz` and `.xz`, or repeated sentences."""
+        if self._text is None:
+            return self.noise
+        data = _read_bytes(self._text)
+        try:
+            return Text(data.decode("utf-8"), self._text.name, sha256(data))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"haystack: {self._text} is no UTF-8 text: {error}") from error
 
     def questions(self, kind: str) -> Questions:
         """Questions of a kind.

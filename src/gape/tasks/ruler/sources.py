@@ -98,10 +98,8 @@ def _file(path: Path, name: str) -> tuple[list[Sample], Source]:
 
 
 def sample(record: Any, *, place: str, source: str, number: int, named: Sequence[str] = ()) -> Sample:
-    """A sample from a record of RULER's fields or those of its relatives.
+    """A sample from a record of RULER's fields or those of its relatives: text, answers, task, length, budget.
 
-    The record has input (or prompt, or context and question), outputs (or output, answers, answer), and where they have
-    them answer_prefix (or gen_prefix, answer_start), task, max_seq_length (or max_length), budget (or max_new_tokens).
     `place` is file and line, for errors; `named` has names of files and folders that may say the task and the length.
 
     Raises:
