@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gape.report import diagrams, figures, inside, inside_figures, recall, series
+from gape.report import diagrams, figures, inside, inside_figures, series
 from gape.report.charts import Curves, Maps
 from gape.report.results import Results
 from gape.report.series import Data
@@ -191,7 +191,7 @@ _LANGUAGE = (
         name="lm-recall", paper=None, recipe="lm/recall",
         caption="Facts of held-out texts that are answered, by context and by where the fact stands. Bands are 95% "
         "intervals over seeds.",
-        measure=recall.recall, draw=recall.draw, chart=Curves(y="Facts answered", share=True),
+        measure=series.recall, draw=figures.draw_recall, chart=Curves(y="Facts answered", share=True),
     ),
     _language(
         name="hf-perplexity", paper=None, command="hf perplexity",
@@ -213,12 +213,7 @@ def figure(name: str) -> Entry:
 
 
 def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
-    """Draw a figure: NAME.json with its numbers, NAME.png and NAME.pdf.
-
-    The same results give the same bytes.
-
-    Returns:
-        The paths, in this order.
+    """Draw a figure, always in the same bytes: the paths of NAME.json with its numbers, NAME.png and NAME.pdf.
 
     Raises:
         NoData: the results have nothing for it.

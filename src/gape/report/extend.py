@@ -23,16 +23,11 @@ _VALUES = {
 
 
 def summarise(rows: Sequence[Record], seeds: Sequence[int] = (0,), minutes: Sequence[float | None] = ()) -> Record:
-    """Figures of one method: means over its runs, and standard deviations where there are several.
-
-    Args:
-        rows: of all runs, of one stage.
-        seeds: of the runs.
-        minutes: of the tuning of each run.
+    """Figures of one method over the rows of its runs, of one stage: means, and deviations where there are several.
 
     Returns:
         needles[length][task], perplexity[length], cache_share[length], …; the same with `_std` behind the name where
-        there are several runs; kl, same, seeds, minutes.
+        there are several runs; kl, same, seeds, and minutes of the tuning.
     """
     values: dict[str, dict[tuple[str, ...], list[float]]] = {}
     kinds = [row["kind"] for row in rows]

@@ -152,7 +152,12 @@ def difference_tables(schemes: Sequence[Method], full: tuple[str, str] | None = 
     """
     rows = []
     for method in schemes:
-        for other in (other for other in schemes if _is_compared(method, other, full)):
+        gated = method.key[0].endswith("+gape")
+        for other in schemes:
+            variant = other.key[0].endswith("+gape") and other.key[1]
+            compared = other.key == full if full else gated and not variant
+            if not compared or other is method or other.model != method.model:
+                continue
             for column in columns([method]):
                 p = difference(method, other, column)
                 if p is not None:
@@ -165,10 +170,6 @@ def difference_tables(schemes: Sequence[Method], full: tuple[str, str] | None = 
 
 def ablation(schemes: Sequence[Method], full: tuple[str, str] = FULL) -> Table:
     """The change of NLL against the full model in percent; a star where the interval over samples leaves out zero.
-
-    Args:
-        schemes: the full model and others.
-        full: position and variant of the full model.
 
     Raises:
         ValueError: the full model is not among them, or nothing stands beside it.
@@ -187,12 +188,6 @@ def ablation(schemes: Sequence[Method], full: tuple[str, str] = FULL) -> Table:
     title = f"RULER: change of answer NLL against {next(iter(bases.values())).label}; above zero is worse"
     header = ("Model", "Method", *map(_header, across))
     return Table(title=title, header=header, rows=tuple(rows), strong=frozenset(strong))
-
-
-def _is_compared(method: Method, other: Method, full: tuple[str, str] | None) -> bool:
-    variant = other.key[0].endswith("+gape") and other.key[1]
-    fits = other.key == full if full else method.key[0].endswith("+gape") and not variant
-    return fits and other is not method and other.model == method.model
 
 
 def _header(column: Column) -> str:
