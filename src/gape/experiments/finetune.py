@@ -159,10 +159,9 @@ def finetune(
     kept: Sequence[Sequence[int]] = (),
     kept_share: float = 0.0,
 ) -> Path:
-    """Fine-tune a model in a run directory and save it to model/ in it, whose path is returned.
+    """Fine-tune a model in a run directory, as `gape hf finetune`, and save it to model/ in it, whose path is returned.
 
-    Args are the options of `gape hf finetune`; `kept` are other texts, as ids, that a share of the windows is filled
-    with, so that a model stays what it was.
+    `kept` are other texts, as ids, that a share of the windows is filled with, so that a model stays what it was.
 
     Raises:
         Interrupted: a signal came; everything is saved.

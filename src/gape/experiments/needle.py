@@ -92,8 +92,7 @@ def evaluate_runs(
 ) -> list[Record]:
     """Measure trained runs at several lengths, once all of them are known to be measurable; all rows, old and new.
 
-    `position` is a scheme that the weights are evaluated with as well; factors, samples and seed are those of
-    :class:`gape.experiments.run.NeedleEvaluation`.
+    `position` is a scheme that the weights are evaluated with as well.
 
     Raises:
         ValueError: a directory without a run of the needle task, or one that cannot be measured so.

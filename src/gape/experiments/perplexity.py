@@ -97,10 +97,9 @@ def measure(opened: OpenModel, settings: Settings, log: Log) -> list[Record]:
 
 
 def measure_models(directories: Sequence[Path], settings: Settings, *, log: Log = print) -> list[list[Record]]:
-    """Measure the perplexity of trained models, once all of them are known to be measurable.
+    """Measure runs and saved models of transformers, once all are known to be measurable; the rows of each.
 
-    They are runs of `gape lm train` or `gape hf finetune`, or saved models of transformers. Without contexts in the
-    settings, those of `CONTEXTS` that a document fills. Returns the rows of each, old and new.
+    Without contexts in the settings, those of `CONTEXTS` that a document fills.
 
     Raises:
         ValueError: no language model, one of another tokenizer, or no document that is long enough.

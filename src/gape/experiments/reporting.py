@@ -78,8 +78,7 @@ def ruler_text(
 ) -> str:
     """The paper's RULER table from stored results, as a text; rows and tables also go to `out`.
 
-    With `ablation` it is the change of NLL against the model `full`, POSITION or POSITION:VARIANT; `form` is "text",
-    "markdown" or "latex".
+    With `ablation` it is the change of NLL against the model `full`, POSITION or POSITION:VARIANT.
 
     Raises:
         ValueError: an unknown format or precision, or no such rows.

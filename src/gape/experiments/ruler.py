@@ -170,11 +170,9 @@ def measure(
 ) -> list[Record]:
     """Score every model on all samples; a row for each model, task and length. What was scored is not scored again.
 
-    `tokenizer` is that of runs of ours, `name` what to call a model of transformers, `out` the directory of the rows.
-
     Raises:
-        ValueError: a model that cannot be read, or samples that do not fit; before any is scored, as far as that can be
-            known.
+        ValueError: a model that cannot be read, or samples that do not fit; before any is scored, as far as that can
+            be known.
     """
     if (out is not None or name is not None) and len(models) > 1:
         raise ValueError(f"out and name: got them for {len(models)} models, expected one")
