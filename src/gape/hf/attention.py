@@ -58,11 +58,8 @@ def attend_in_transformers(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`gape.models.attention_steps.attend_layer` under a mask of `transformers` and with a cache for it.
 
-    Args:
-        layer, x, positions, embeddings, attend: as there.
-        mask, cache: of `transformers`, or None. Caches in pages do not read the mask, and know the layer by its owner.
-        config: of the model, which names its attention implementation.
-        **packing: settings of :class:`gape.hf.cache.PackedKeys`.
+    Caches in pages do not read the mask, and know the layer by its owner; for others `packing` are the settings of
+    :class:`gape.hf.cache.PackedKeys`. `config` names the attention implementation.
     """
     if layer.gates is not None and isinstance(cache, PagesForTransformers):
         real = cache.real_tokens(mask, x.size(1), x.size(0))
@@ -161,8 +158,11 @@ class InjectedAttention(Skips):
             raise ValueError("encoder_hidden_states, head_mask: got a value, expected None in a layer with gates")
         refuse_paged(kwargs)
         refuse_head_masks(self)
-        if self._forward_pre_hooks:
-            _refuse_context_parallelism(self._forward_pre_hooks)
+        if any(getattr(hook, "__name__", "") == ACCELERATE_HOOK for hook in self._forward_pre_hooks.values()):
+            raise ValueError(
+                "context parallelism: accelerate drops masks and slices positions that gates read, expected "
+                "gape.distributed.context_parallel"
+            )
         # GPT-NeoX has a name of its own for it.
         cache = kwargs.get("layer_past") if past_key_values is None else past_key_values
         if cache is not None and self.layer_idx == self.gape_wiring.first_layer:
@@ -237,14 +237,6 @@ class InjectedAttention(Skips):
 def injected_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of an attention class that attends under gates."""
     return type(f"Gape{base.__name__}", (InjectedAttention, base), {"gape_base": base, "__module__": __name__})
-
-
-def _refuse_context_parallelism(hooks: dict[int, Any]) -> None:
-    if any(getattr(hook, "__name__", "") == ACCELERATE_HOOK for hook in hooks.values()):
-        raise ValueError(
-            "context parallelism: accelerate drops masks and slices positions that gates read, expected "
-            "gape.distributed.context_parallel"
-        )
 
 
 def _positions(kwargs: dict[str, Any], batch: int) -> Tensor:

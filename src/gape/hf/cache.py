@@ -153,12 +153,8 @@ class PackedKeys:
 def refuse_uneven(cache: Any, layer: int, n: int) -> None:
     """Refuse a cache in which only some layers have the tokens of an earlier call that broke off.
 
-    Its length is not read in a compiled graph, nor from a device other than the CPU, which would have to be waited for.
-
-    Args:
-        cache: of `transformers`, of any kind.
-        layer: the number of the layer that is called; those before it have the new tokens already.
-        n: how many tokens are new.
+    `layer` is called with n new tokens, which those before it have already. The length is not read in a compiled graph,
+    nor from a device other than the CPU, which would have to be waited for.
     """
     if torch.compiler.is_compiling():
         return

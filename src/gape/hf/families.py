@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -186,7 +186,7 @@ class Family:
 
     def modules(self, model: nn.Module) -> list[Any]:
         """The self-attention modules of a model, first layer first."""
-        modules = [module for module in model.modules() if self.attention in _ancestry(module)]
+        modules = [m for m in model.modules() if any(self.attention == kind.__name__ for kind in type(m).__mro__)]
         return [module for module in modules if not getattr(module, "is_cross_attention", False)]
 
     def __reduce__(self) -> Any:
@@ -280,7 +280,3 @@ def window_of(module: Any) -> int | None:
     else:
         window = getattr(config, "sliding_window", None)
     return int(window) if window else None
-
-
-def _ancestry(module: nn.Module) -> Iterator[str]:
-    return (parent.__name__ for parent in type(module).__mro__)

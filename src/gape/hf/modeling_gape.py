@@ -30,11 +30,7 @@ _FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
 class GapeConfig(AutoMapped, PretrainedConfig):  # type: ignore[misc]
     """The config of :class:`GapeForCausalLM`: the fields of :class:`gape.GPTConfig`, and those of `transformers`.
 
-    Args:
-        **kwargs: any of both. Without sizes it is the paper's 44M model.
-
-    Raises:
-        ValueError: for a value that GPTConfig refuses; names it.
+    Without sizes it is the paper's 44M model. A ValueError names a value that GPTConfig refuses.
     """
 
     model_type = "gape_gpt"

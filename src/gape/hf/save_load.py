@@ -70,17 +70,16 @@ def register_type(model_type: str) -> None:
 
 
 def register_family(model_type: str, attention: type[nn.Module], layout: Layout = SEPARATE) -> None:
-    """Let :func:`gape.hf.inject` take models of an architecture of your own.
+    """Let :func:`gape.hf.inject` take models of an architecture of your own; call it before such models are loaded.
 
-    Call it wherever such models are loaded, before they are. The config and the model are known to the Auto classes
-    already, by `AutoConfig.register` and `AutoModelForCausalLM.register`.
+    The config and the model are known to the Auto classes already, by their `register`.
 
     Args:
         model_type: that of its config.
         attention: its attention class. A layer calls it with `position_ids`, and with `position_embeddings` (cosines,
             sines) where it rotates; it has `config` and `layer_idx`.
-        layout: where such a module has its projections. The default is that of Llama: q_proj, k_proj, v_proj, o_proj,
-            head_dim, scaling. Without `rotation`, that is `apply_rotary_pos_emb` in the module of the class.
+        layout: where such a module has its projections; those of Llama by default. Without `rotation`, that is
+            `apply_rotary_pos_emb` in the module of the class.
 
     Raises:
         ValueError: a model type that the Auto classes do not know or that is known here, no class, or no rotation.
