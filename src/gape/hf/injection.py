@@ -150,7 +150,7 @@ def remove(model: Any) -> Any:
             delattr(module, MODULE)
             del module.gape_wiring
             vars(module).pop("skips", None)
-            module.__class__ = module.gape_base
+            module.__class__ = module.gape_base  # type: ignore[assignment]
     for handle in undo["hooks"]:
         handle.remove()
     base, native = model.gape_base, Settings.from_config(model.config).native
