@@ -64,9 +64,8 @@ def _cells(attended: Attended, rows: int, columns: int) -> tuple[Tensor, Tensor]
     """Sums of M and numbers of pairs by cell: (B, Hq, rows, columns) and (rows, columns), float64."""
     landmark, rate = attended.landmark, attended.rate
     if landmark is None or rate is None or not attended.visibility.index_order:
-        raise invalid_argument(
-            "attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order"
-        )
+        expected = "a layer with gates whose tokens came in order"
+        raise invalid_argument("attended", type(attended.scheme).__name__, expected)
     n_q, n_k, device = attended.visibility.n_q, attended.visibility.n_k, attended.q.device
     i = torch.arange(n_k - n_q, n_k, device=device)
     j = torch.arange(n_k, dtype=torch.float64, device=device)

@@ -125,9 +125,8 @@ def long_documents(
     if not enough:
         longest = max((document.length for document in documents), default=0)
         which = f"{split} documents" + ("" if stratum is None else f" of stratum {stratum}")
-        raise invalid_argument(
-            called, length, f"at most {longest} tokens, the longest of the {which} in {corpus.directory}"
-        )
+        expected = f"at most {longest} tokens, the longest of the {which} in {corpus.directory}"
+        raise invalid_argument(called, length, expected)
     by_id = {document.id: document for document in enough}
     return [by_id[name] for name in shuffle(by_id, seed)]
 

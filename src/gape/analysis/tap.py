@@ -164,18 +164,16 @@ def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
     with torch.no_grad(), tap(model, layers.__setitem__):
         model(ids, **options)
     if len(layers) < len(_layers(model)):
-        raise invalid_argument(
-            "cache", options.get("cache"), "None or a dense one, since one in pages attends by itself"
-        )
+        expected = "None or a dense one, since one in pages attends by itself"
+        raise invalid_argument("cache", options.get("cache"), expected)
     return [layers[index] for index in sorted(layers)]
 
 
 def _layers(model: nn.Module) -> list[Any]:
     layers = [module for module in model.modules() if isinstance(module, GAPEAttention) or _is_injected(module)]
     if not layers:
-        raise invalid_argument(
-            "model", type(model).__name__, "one with GAPEAttention layers or gates of gape.hf.inject"
-        )
+        expected = "one with GAPEAttention layers or gates of gape.hf.inject"
+        raise invalid_argument("model", type(model).__name__, expected)
     return layers
 
 

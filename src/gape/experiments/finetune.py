@@ -326,9 +326,8 @@ def refuse_corpus(name: str, config: Any, corpus: Corpus) -> None:
             raise invalid_argument("data", f"{corpus.vocab_size} ids", f"about the {most} of {name}") from None
         return
     if own.identity()["sha256"] != corpus.tokenizer.get("sha256") and not _makes(own, corpus):
-        raise invalid_argument(
-            "data", f"one of tokenizer {corpus.tokenizer.get('name')}", f"a corpus of the tokenizer of {name}"
-        )
+        expected = f"a corpus of the tokenizer of {name}"
+        raise invalid_argument("data", f"one of tokenizer {corpus.tokenizer.get('name')}", expected)
 
 
 def _makes(tokenizer: Tokenizer, corpus: Corpus) -> bool:

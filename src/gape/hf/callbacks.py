@@ -34,9 +34,8 @@ class GateCallback(TrainerCallback):  # type: ignore[misc]
         self._values: dict[str, tuple[RetrofitGates, Tensor, Tensor]] = {}
         self._hooks: list[Any] = []
         if not _gates_of(trainer.model):
-            raise invalid_argument(
-                "trainer", type(trainer.model).__name__, "one of a model with gates of gape.hf.inject"
-            )
+            expected = "one of a model with gates of gape.hf.inject"
+            raise invalid_argument("trainer", type(trainer.model).__name__, expected)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to read what gates say."""

@@ -116,9 +116,8 @@ class Settings:
         values = {key: value for key, value in stored.items() if key not in NOTES}
         names = {field.name for field in fields(cls)}
         if "context_length" not in values or not names.issuperset(values):
-            raise invalid_argument(
-                "config.gape", sorted(values), f"context_length, and nothing but {', '.join(sorted(names))}"
-            )
+            expected = f"context_length, and nothing but {', '.join(sorted(names))}"
+            raise invalid_argument("config.gape", sorted(values), expected)
         layers = values.get("layers")
         return cls(**{**values, "layers": None if layers is None else tuple(layers)})
 

@@ -238,9 +238,8 @@ def _refuse_model(model: Any, family: Family, settings: Settings, learn: str) ->
             )
         quantised = [n for n, p in qk_modules(module, family) if not p.is_floating_point() or hasattr(p, "quant_state")]
         if learn != "gates" and quantised:
-            raise invalid_argument(
-                "learn", learn, f"'gates', since {quantised[0]} of q and k is quantised and cannot learn"
-            )
+            expected = f"'gates', since {quantised[0]} of q and k is quantised and cannot learn"
+            raise invalid_argument("learn", learn, expected)
     limit = gpt2.limit(model) if family.model_type == "gpt2" and settings.position is None else None
     if limit is not None and settings.context_length > limit:
         raise invalid_argument("context_length", settings.context_length, gpt2.longer_positions(limit))

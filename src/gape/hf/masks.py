@@ -42,9 +42,8 @@ def causal_mask(
 def first_keys(mask: Any, n_k: int) -> Tensor:
     """A mask (.., Nq, at least Nk) cut to its first n_k keys; a ValueError for another kind of mask."""
     if not isinstance(mask, Tensor) or mask.dim() != 4:
-        raise invalid_argument(
-            "attention_mask", mask, "a tensor (batch, heads, queries, keys), as sdpa, eager, gape, … make it"
-        )
+        expected = "a tensor (batch, heads, queries, keys), as sdpa, eager, gape, … make it"
+        raise invalid_argument("attention_mask", mask, expected)
     # The same tensor where nothing is cut off, so that what is memoized on it is not lost.
     return mask if mask.size(-1) == n_k else mask[..., :n_k]
 

@@ -58,9 +58,8 @@ def read_model(name: str, **options: Any) -> Any:
     if weights is not None:
         parameters = _parameters(name, read(AutoConfig, name))
         if parameters > weights.elements:
-            raise invalid_argument(
-                f"{name}/config.json", f"{parameters:,} numbers", f"at most {weights.elements:,}, those in its weights"
-            )
+            expected = f"at most {weights.elements:,}, those in its weights"
+            raise invalid_argument(f"{name}/config.json", f"{parameters:,} numbers", expected)
     model, info = read(AutoModelForCausalLM, name, output_loading_info=True, **options)
     if info["missing_keys"]:
         raise ValueError(f"model: {name!r} cannot be read: {sorted(info['missing_keys'])[0]} is missing in its weights")

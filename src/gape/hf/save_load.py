@@ -86,9 +86,8 @@ def register_family(model_type: str, attention: type[nn.Module], layout: Layout 
     """
     known = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
     if not known:
-        raise invalid_argument(
-            "model_type", model_type, "one of AutoConfig.register and AutoModelForCausalLM.register; call them first"
-        )
+        expected = "one of AutoConfig.register and AutoModelForCausalLM.register; call them first"
+        raise invalid_argument("model_type", model_type, expected)
     if not (isinstance(attention, type) and issubclass(attention, nn.Module)):
         raise invalid_argument("attention", attention, "a class of attention modules")
     if ATTENTION.get(model_type, (attention.__name__,))[0] != attention.__name__:

@@ -73,13 +73,11 @@ class FarBackConfig:
         for distance in self.distances:
             whole("distances", distance)
         if not self.kinds or not self.bins:
-            raise invalid_argument(
-                "distances", self.distances, f"at least one below the context of {self.context}, and a kind"
-            )
+            expected = f"at least one below the context of {self.context}, and a kind"
+            raise invalid_argument("distances", self.distances, expected)
         if "planted" in self.kinds and min(self.distances) < self.passage:
-            raise invalid_argument(
-                "passage", self.passage, f"at most {min(self.distances)}, so that the two copies do not overlap"
-            )
+            expected = f"at most {min(self.distances)}, so that the two copies do not overlap"
+            raise invalid_argument("passage", self.passage, expected)
 
     @property
     def bins(self) -> tuple[int, ...]:

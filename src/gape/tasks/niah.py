@@ -72,9 +72,8 @@ class NIAHConfig:
             raise invalid_argument("target", self.target, f"one of {', '.join(TARGETS)}")
         if (self.length - 1) // self.needles < NEEDLE:
             most = (self.length - 1) // NEEDLE
-            raise invalid_argument(
-                "n_needles", self.needles, f"at most {most} needles of 3 tokens in length {self.length}"
-            )
+            expected = f"at most {most} needles of 3 tokens in length {self.length}"
+            raise invalid_argument("n_needles", self.needles, expected)
         for length in self.lengths[1:]:
             self.at(length)
 

@@ -37,9 +37,8 @@ def lm_eval_samples(name: str, length: int, tokenizer: str, count: int, seed: in
     """
     own = task(name)
     if length < LM_EVAL_SHORTEST:
-        raise invalid_argument(
-            "length", length, f"at least {LM_EVAL_SHORTEST} for the wording of lm-eval; our own has shorter ones"
-        )
+        expected = f"at least {LM_EVAL_SHORTEST} for the wording of lm-eval; our own has shorter ones"
+        raise invalid_argument("length", length, expected)
     try:
         from lm_eval.tasks import TaskManager  # noqa: PLC0415
     except ImportError as error:
@@ -141,9 +140,8 @@ class Generator:
         budget = own.budget_at(self.length, len(self.tokenizer.encode(f" {own.join(draft.outputs)}")))
         length = self.tokenizer.before + len(self.tokenizer.encode(draft.input + draft.prefix)) + budget
         if not self.least <= length <= self.length:
-            raise invalid_argument(
-                "length", self.length, f"at most about {length:,} for {own.name}: there is no more text to fill it with"
-            )
+            expected = f"at most about {length:,} for {own.name}: there is no more text to fill it with"
+            raise invalid_argument("length", self.length, expected)
         return {
             "task": own.name, "index": number, "input": draft.input, "answer_prefix": draft.prefix,
             "outputs": draft.outputs, "length": length, "max_seq_length": self.length, "budget": budget,
