@@ -116,12 +116,6 @@ def test_a_later_row_of_the_same_measurement_counts(tmp_path: Path) -> None:
     assert [r["accuracy"] for r in gather([home]).of("needle")] == [0.5]
 
 
-def test_the_precision_with_the_most_lengths_counts(tmp_path: Path) -> None:
-    rows = [row("rope", "last", 0, factor, precision="bfloat16") for factor in (1, 2)]
-    home = run_directory(tmp_path / "a", *rows, row("rope", "last", 0, 1))
-    assert [(r["factor"], r["precision"]) for r in gather([home]).of("needle")] == [(1, "bfloat16"), (2, "bfloat16")]
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
