@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
 import torch
@@ -101,11 +100,13 @@ def _round(x: Any, digits: int) -> Any:
 
 
 @torch.no_grad()
-def _by_layer(model: nn.Module, passage: Passage, analyse: Callable[[Attended], Any]) -> list[Any]:
-    """The results of `analyse` for every layer, first layer first."""
+def _by_layer(
+    model: nn.Module, passage: Passage, analyse: Callable[[Attended], Any], layer: int | None = None
+) -> list[Any]:
+    """The results of `analyse` for every layer, first layer first; None for others than a layer that is named."""
     results: list[Any] = []
     ids = torch.from_numpy(passage.ids).to(next(model.parameters()).device).unsqueeze(0)
-    with tap(model, lambda _, attended: results.append(analyse(attended))):
+    with tap(model, lambda number, attended: results.append(analyse(attended) if layer in (None, number) else None)):
         model(ids, logits_to_keep=1)
     return results
 
@@ -114,8 +115,7 @@ def _of_layer(model: nn.Module, passage: Passage, layer: int, analyse: Callable[
     layers = sum(isinstance(module, GAPEAttention) for module in model.modules())
     if not 0 <= layer < layers:
         raise invalid_argument("layer", layer, f"a number from 0 to {layers - 1}")
-    numbers = count()
-    return _by_layer(model, passage, lambda attended: analyse(attended) if next(numbers) == layer else None)[layer]
+    return _by_layer(model, passage, analyse, layer)[layer]
 
 
 def _spread(attended: Attended) -> Record:
