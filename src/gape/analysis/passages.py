@@ -78,10 +78,9 @@ class Reader:
         return self.corpus is None and ".jsonl" in self.path.suffixes[-2:]
 
     def passages(self, length: int | None, count: int, *, seed: int = 0) -> Passages:
-        """At most so many passages, chosen by a hash of the seed and their names.
+        """At most so many passages, chosen by a hash of the seed and their names; refused where nothing is long enough.
 
-        `length` is the tokens of each: a window of a document, consecutive ones of a text; None for prompts. A
-        ValueError where nothing is long enough.
+        `length` is the tokens of each: a window of a document, consecutive ones of a text; None for prompts.
         """
         whole("samples", count)
         if self.prompts and length is not None:

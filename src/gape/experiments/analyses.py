@@ -108,8 +108,7 @@ def far_back(
 ) -> list[Table]:
     """Loss on tokens whose answer lies far back in the documents of a corpus: `far_back.jsonl`.
 
-    Raises:
-        ValueError: no corpus, no document long enough, or a tokenizer that is not the corpus's or the run's.
+    Refused are no corpus, no document long enough, and a tokenizer that is not the corpus's or the run's.
     """
     low = wants_bfloat16(precision, pick_device(device))
     if not data.is_dir():

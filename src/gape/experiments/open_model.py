@@ -130,8 +130,7 @@ def open_run(directory: Path, device: str | torch.device = "cpu", log: Callable[
 def read_run(directory: Path, kind: str | None = None) -> Run:
     """The settings of the run that a directory holds; with a `kind` one of this kind with a checkpoint to measure.
 
-    Raises:
-        ValueError: there is none, or not what `kind` asks for.
+    A ValueError where there is none, or not what `kind` asks for.
     """
     path = directory / SETTINGS
     settings = read_object(path)
@@ -169,9 +168,9 @@ def load_transformers(name: str, attention: str | None = None, dtype: torch.dtyp
 def transformers_reader(
     name: str, *, device: torch.device | str = "cpu", low: bool = False, chunk: int = 16384
 ) -> TransformersReader:
-    """The reader of a causal model of `transformers` with its own tokenizer; code of the model's own is never run.
+    """The reader of a causal model of `transformers`, a folder or a name on the hub, with its own tokenizer.
 
-    `name` is a folder or a name on the hub; with `low` its weights are read as bfloat16, else as float32.
+    Code of the model's own is never run. With `low` its weights are read as bfloat16, else as float32.
 
     Raises:
         ValueError: there is no such model, or its tokenizer lacks its files.

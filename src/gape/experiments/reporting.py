@@ -22,8 +22,7 @@ RULER_TABLES = {"markdown": "tables.md", "latex": "tables.tex"}
 def write_report(runs: Sequence[Path], out: Path, title: str | None = None, without: Sequence[str] = ()) -> Path:
     """Gather runs and write their report, but for some kinds of measurements; the page's path.
 
-    Raises:
-        ValueError: a path without results, or a kind that there is not.
+    Refused are a path without results, and a kind that there is not.
     """
     progress = Progress()
     with ProgressTable(progress, "page") as table, usable(runs):

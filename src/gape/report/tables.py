@@ -28,7 +28,9 @@ from gape.utils.jsonl import Record
 
 Cells = frozenset[tuple[int, int]]
 #: What LaTeX reads as something else, or not at all.
-_TEX = {"&": r"\&", "_": r"\_", "%": r"\%", "#": r"\#", "±": r"$\pm$", "–": "--", "−": "$-$", "…": r"\dots{}"}
+_TEX = str.maketrans(
+    {"&": r"\&", "_": r"\_", "%": r"\%", "#": r"\#", "±": r"$\pm$", "–": "--", "−": "$-$", "…": r"\dots{}"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ class Table:
     def latex(self) -> str:
         """A LaTeX table as the paper has it; cells that stand out are bold, the second best underlined."""
         marked = self._mark_cells(r"\textbf{{{}}}", r"\underline{{{}}}")
-        lines = [" & ".join(map(_tex, cells)) for cells in (self.header, *marked)]
+        lines = [" & ".join(cell.translate(_TEX) for cell in cells) for cells in (self.header, *marked)]
         columns = "ll" + "c" * (len(self.header) - 2)
         body = " \\\\\n".join([lines[0], "\\midrule\n" + lines[1], *lines[2:]]) if len(lines) > 1 else lines[0]
         start, end = f"\\begin{{tabular}}{{{columns}}}\n\\toprule", "\\bottomrule\n\\end{tabular}"
@@ -86,12 +88,6 @@ class Table:
 
 #: Formats that tables can be written in.
 FORMATS: dict[str, Callable[[Table], str]] = {"text": Table.text, "markdown": Table.markdown, "latex": Table.latex}
-
-
-def _tex(text: str) -> str:
-    for sign, written in _TEX.items():
-        text = text.replace(sign, written)
-    return text
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:

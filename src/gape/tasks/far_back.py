@@ -120,8 +120,7 @@ def repeated_ngrams(ids: Ids, n: int) -> Ids:
 def repeated_names(ids: Ids, decode: Callable[[list[int]], str]) -> Ids:
     """The distance of every token that begins a name to the last occurrence of that name, (N,), 0 for other tokens.
 
-    A name is a word of at least three letters with a capital and then small ones, which occurs nowhere in the
-    window without its capital.
+    A name has at least three letters, a capital first, and occurs nowhere in the window without its capital.
     """
     pieces = {token: decode([token]) for token in np.unique(ids).tolist()}
     parts = [pieces[token] for token in ids.tolist()]

@@ -119,9 +119,7 @@ def plan(
     """Cut the documents of a split, and of a stratum if one is named, into the windows of a protocol.
 
     Of more than `max_windows` so many are drawn, by where they end: contexts share scored tokens as far as they can.
-
-    Raises:
-        ValueError: no document is long enough, or max_windows is out of range.
+    Refused are a protocol that no document is long enough for, and max_windows out of range.
     """
     if whole("max_windows", max_windows) > MOST_WINDOWS:
         raise invalid_argument("max_windows", max_windows, f"a whole number from 1 to {MOST_WINDOWS:,}")
@@ -137,11 +135,7 @@ def plan(
 
 
 def fits(corpus: Corpus, protocol: Protocol, *, split: str = "heldout", stratum: str | None = None) -> None:
-    """Refuse a protocol for which no document is long enough, without reading any.
-
-    Raises:
-        ValueError: says how long the longest is.
-    """
+    """Refuse a protocol for which no document is long enough, without reading any; says how long the longest is."""
     rows = corpus.rows(split, stratum)
     lengths = corpus.record(rows)["length"]
     longest = int(lengths.max(initial=0))

@@ -70,8 +70,7 @@ def several(
 ) -> Iterator[tuple[Tensor, list[range]]]:
     """Held-out texts with `facts` facts, all asked for at the end; ids, int64 (length,), and the tokens of each answer.
 
-    Raises:
-        ValueError: as :func:`samples`, or more facts than a text of this length has room for.
+    Errors are those of :func:`samples`; more facts than a text of this length has room for are one, too.
     """
     passages = _Passages(corpus, tokenizer, length, "heldout")
     for number in range(whole("count", count)):

@@ -174,9 +174,8 @@ class Names(NamedTuple):
 class Ingredients:
     """The texts, word lists and questions that samples are made of, each read when a task first needs it.
 
-    Args:
-        text: a file for the tasks that hide needles in prose; repeated sentences where None.
-        questions: files by what they are: "squad" and "hotpotqa".
+    `text` is a file for the tasks that hide needles in prose, repeated sentences where None; `questions` are files by
+    what they are: "squad" and "hotpotqa".
     """
 
     def __init__(self, text: Path | None = None, questions: Mapping[str, Path] | None = None) -> None:
@@ -187,8 +186,7 @@ class Ingredients:
     def names(self) -> Names:
         """The word lists of the package `wonderwords`, those RULER uses; read as files, with no private name of it.
 
-        Raises:
-            ImportError: it is missing; says how to install it.
+        An ImportError says how to install it.
         """
         try:
             folder = resources.files("wonderwords") / "assets"
@@ -223,11 +221,7 @@ class Ingredients:
             raise ValueError(f"haystack: {self._text} is no UTF-8 text: {error}") from error
 
     def questions(self, kind: str) -> Questions:
-        """Questions of a kind.
-
-        Raises:
-            ValueError: no file of them was given, or it is not what it should be.
-        """
+        """Questions of a kind; a ValueError where no file of them was given, or it is not what it should be."""
         if kind not in self._files:
             raise ValueError(f"{kind}: got no file, expected one of that format for tasks that ask questions")
         if kind not in self._questions:

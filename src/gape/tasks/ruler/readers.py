@@ -28,14 +28,10 @@ Floats = npt.NDArray[np.float64]
 
 
 class Reader(ABC):
-    """A model with its tokenizer, which reads prompts chunk by chunk.
+    """A model in eval mode with its tokenizer, which reads prompts in chunks of tokens, in bfloat16 where `low`.
 
     Attributes:
-        model: in eval mode.
         limit: tokens that it can read; None for any number.
-        device: where it is.
-        chunk: tokens that go through the model at once.
-        low: whether to read in bfloat16 autocast.
         forgetting: makes an empty cache that evicts; None for the model's own caches.
             :meth:`gape.tasks.ways.Way.apply` gives it.
     """

@@ -88,11 +88,7 @@ CALLED = (*TASKS, *_ALIASES)
 
 
 def task(name: str) -> Task:
-    """The task of that name.
-
-    Raises:
-        ValueError: there is none; says which there are.
-    """
+    """The task of that name; a ValueError says which there are."""
     own = TASKS.get(_ALIASES.get(name, name))
     if own is None:
         raise ValueError(f"task: got {name!r}, expected one of {', '.join(TASKS)}")
