@@ -56,10 +56,9 @@ def entropy(model: nn.Module, passages: Sequence[Passage]) -> Record:
 
 
 def spectrum(model: nn.Module, passages: Sequence[Passage]) -> Record:
-    """Norms by rotary pair: `inv_freq` (D/2); `mean` and `std` of `queries` and `keys` over passages, by layer, head.
+    """Norms by rotary pair: `inv_freq` (D/2), and of `queries` and `keys` `mean` and `std` over passages.
 
-    Raises:
-        ValueError: the scheme does not rotate.
+    Those are by layer, head and pair. A scheme that does not rotate is refused.
     """
     rows = [_by_layer(model, passage, _norms) for passage in passages]
     results: Record = {"inv_freq": rows[0][0]["inv_freq"]}

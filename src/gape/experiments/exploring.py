@@ -59,11 +59,8 @@ def explored(
 ) -> Exploration:
     """Open a model, None for that of the package, read a text and compute the view; shows progress.
 
-    At most one of `text` (a file), `prompt` and `needle` (tokens of a text with a needle) is given.
-
-    Raises:
-        ValueError: no such model or text, a text too short, or a model that cannot be looked into.
-        CheckpointError: a run without a valid checkpoint.
+    At most one of `text` (a file), `prompt` and `needle` (tokens of a text with a needle) is given. Refused are a model
+    that is not there or cannot be looked into, and a text that is not there or too short.
     """
     texts = {"text": text, "prompt": prompt, "needle": needle}
     named = [name for name, value in texts.items() if value is not None]

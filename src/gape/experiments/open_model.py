@@ -79,9 +79,7 @@ def open_model(
 ) -> OpenModel:  # fmt: skip
     """Open whatever trained model lies in a directory: a run, or a saved model of transformers.
 
-    Raises:
-        ValueError: there is none, or it cannot be read.
-        CheckpointError: a run without a valid checkpoint.
+    A ValueError where there is none or it cannot be read, a CheckpointError for a run without a valid checkpoint.
     """
     if not is_transformers(directory):
         return open_run(directory, device, log)
@@ -102,9 +100,7 @@ def open_model(
 def open_run(directory: Path, device: str | torch.device = "cpu", log: Callable[[str], None] = print) -> OpenModel:
     """Open the newest weights of a run of ours; a directory of checkpoints without settings does, too.
 
-    Raises:
-        ValueError: there is no such directory, or its files are broken.
-        CheckpointError: it has no valid checkpoint.
+    A ValueError where there is none or its files are broken, a CheckpointError without a valid checkpoint.
     """
     if not directory.is_dir():
         raise ValueError(f"run: got {str(directory)!r}, expected a directory that gape lm train made")
@@ -151,10 +147,9 @@ def read_run(directory: Path, kind: str | None = None) -> Run:
 
 
 def load_transformers(name: str, attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal language model, from a directory or the hub; code that comes with it is never run.
+    """A causal language model, from a directory or the hub, or a ValueError; code that comes with it is never run.
 
-    Raises:
-        ValueError: there is none. A file, and a path where there is nothing, are not looked up on the hub.
+    A file, and a path where there is nothing, are not looked up on the hub.
     """
     from gape.hf.reading import read_model  # noqa: PLC0415
 
@@ -170,11 +165,8 @@ def transformers_reader(
 ) -> TransformersReader:
     """The reader of a causal model of `transformers`, a folder or a name on the hub, with its own tokenizer.
 
-    Code of the model's own is never run. With `low` its weights are read as bfloat16, else as float32.
-
-    Raises:
-        ValueError: there is no such model, or its tokenizer lacks its files.
-        ImportError: `transformers` is missing; says how to install it.
+    Code of the model's own is never run. With `low` its weights are read as bfloat16, else as float32. A ValueError
+    where there is no such model, or its tokenizer lacks its files; an ImportError without `transformers`.
     """
     try:
         import transformers  # noqa: PLC0415

@@ -99,11 +99,8 @@ def measure(opened: OpenModel, settings: Settings, log: Log) -> list[Record]:
 def measure_models(directories: Sequence[Path], settings: Settings, *, log: Log = print) -> list[list[Record]]:
     """Measure runs and saved models of transformers, once all are known to be measurable; the rows of each.
 
-    Without contexts in the settings, those of `CONTEXTS` that a document fills.
-
-    Raises:
-        ValueError: no language model, one of another tokenizer, or no document that is long enough.
-        BusyError: another process trains or measures a run.
+    Without contexts in the settings, those of `CONTEXTS` that a document fills. Refused are what is no language model,
+    another tokenizer, contexts that no document fills, and a run that another process measures (BusyError).
     """
     if not settings.evaluation.contexts:
         settings = _with_contexts(settings, log)

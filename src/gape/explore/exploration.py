@@ -91,10 +91,7 @@ class Exploration:
         """A part of a map, (256, 256): each cell has the largest attention of its queries to its keys.
 
         `kind` is "gated", or "plain" with the layer's gates at zero; cells have :func:`gape.explore.view.cell_size` >>
-        level tokens; row and column count tiles from the first query and key.
-
-        Raises:
-            ValueError: there is no such tile.
+        level tokens; row and column count tiles from the first query and key. Others than there are, are refused.
         """
         sizes = dict(levels(self.view.header["tokens"]))
         self._check(kind, layer, head)

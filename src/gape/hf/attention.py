@@ -151,8 +151,7 @@ class InjectedAttention(Skips):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states (B, N, E) → (B, N, E), and weights where the dense form ran.
 
-        Raises:
-            ValueError: there are no positions, or an argument that gates cannot honour.
+        A ValueError where there are no positions, or an argument that gates cannot honour.
         """
         if kwargs.get("encoder_hidden_states") is not None or kwargs.get("head_mask") is not None:
             raise ValueError("encoder_hidden_states, head_mask: got a value, expected None in a layer with gates")

@@ -63,9 +63,7 @@ def injected_layers(model: Any) -> list[InjectedLayer]:
 def layer_specs(model: Any, rule: EvictionRule | None) -> list[LayerSpec]:
     """The layers of a model with gates as a cache sees them, with the bounds that a rule needs.
 
-    Raises:
-        ValueError: no layer has gates, one that has caps its logits or has a window, or the rule needs gates or floors
-            that are not there.
+    Refused are models without gates, layers that cap logits or have a window, and floors or gates that are missing.
     """
     from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
 

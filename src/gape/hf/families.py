@@ -213,11 +213,7 @@ def _rotate_first(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Te
 
 
 def family_of(model: Any) -> Family:
-    """The family of a causal language model.
-
-    Raises:
-        ValueError: it is of no family in :data:`ATTENTION`; says which there are.
-    """
+    """The family of a causal language model; a ValueError says which there are in :data:`ATTENTION`."""
     known = ", ".join(ATTENTION)
     if not isinstance(model, transformers.PreTrainedModel):
         raise invalid_argument("model", model, f"a causal language model of transformers: {known}")
@@ -245,8 +241,7 @@ def family_named(model_type: str) -> Family:
 def rope_theta(config: Any) -> float:
     """The base of a model's rotary frequencies, in any version of `transformers`.
 
-    Raises:
-        ValueError: it has none, or several, or rescales them.
+    Refused are models without one, with several, and those that rescale them.
     """
     parameters = getattr(config, "rope_parameters", None) or {"rope_theta": getattr(config, "rope_theta", None)}
     scaling = getattr(config, "rope_scaling", None) or parameters

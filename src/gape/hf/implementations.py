@@ -270,10 +270,8 @@ def dense_attention(
 
 
 def check_causality(name: str, like: Tensor) -> None:
-    """Make sure that no token attends to a later one, the first time an attention implementation runs on a device.
-
-    Raises:
-        RuntimeError: one does.
+    """Make sure, the first time an implementation runs on a device, that no token attends to a later one; a
+    RuntimeError.
     """
     key = (name, like.device.type)
     if key in _CHECKED or torch.compiler.is_compiling() or like.device.type == "meta":

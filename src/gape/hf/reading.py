@@ -51,8 +51,7 @@ def read_config(name: str) -> Any:
 def read_model(name: str, **options: Any) -> Any:
     """A causal language model from a folder, or from a name on the hub.
 
-    Raises:
-        ValueError: it cannot be read, its config asks for more than its weights hold, or some of those are missing.
+    A ValueError where it cannot be read, its config asks for more than its weights hold, or some of those are missing.
     """
     weights = refuse_sizes(Path(name))
     if weights is not None:
@@ -67,11 +66,7 @@ def read_model(name: str, **options: Any) -> Any:
 
 
 def refuse_sizes(folder: Path) -> Weights | None:
-    """Refuse a folder whose config names sizes beyond what its weights can hold; None without a config or weights.
-
-    Raises:
-        ValueError: names the file, and the setting.
-    """
+    """Refuse a folder whose config names sizes beyond what its weights can hold; None without a config or weights."""
     file = folder / "config.json"
     if not file.is_file():
         return None

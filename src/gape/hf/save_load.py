@@ -274,11 +274,7 @@ class GatedModel(LocalCode):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`; gates that are missing or not those that were saved are an error, and so is another T.
-
-        Raises:
-            ValueError: says which gates.
-        """
+        """As in `transformers`; a ValueError where gates are missing or not those that were saved, or T is another."""
         with_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(  # type: ignore[misc]
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
@@ -327,10 +323,9 @@ class InjectedModel(GatedModel):
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`; gates of an adapter that were trained under other settings are an error.
+        """As in `transformers`; a ValueError for gates of an adapter that were trained under other settings.
 
-        Raises:
-            ValueError: says which settings. The adapter stays in the model; load that anew.
+        The adapter then stays in the model; load that anew.
         """
         info = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
         self._check_settings("adapter")

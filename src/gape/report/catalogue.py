@@ -215,9 +215,7 @@ def figure(name: str) -> Entry:
 def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
     """Draw a figure, always in the same bytes: the paths of NAME.json with its numbers, NAME.png and NAME.pdf.
 
-    Raises:
-        NoData: the results have nothing for it.
-        ImportError: Matplotlib is missing; says how to install it.
+    NoData where the results have nothing for it; an ImportError says how to install Matplotlib.
     """
     data = entry.data(results)
     with house_style():

@@ -60,9 +60,7 @@ class Paired(NamedTuple):
 def methods(rows: Iterable[Record]) -> list[Method]:
     """Rows by model and scheme; the later of two rows of one run, task and length counts.
 
-    Raises:
-        ValueError: rows of a model are of several precisions, or those of a scheme of one seed of several runs, or its
-            seeds of different samples.
+    Refused are several precisions of a model, several runs of one seed of a scheme, and seeds of different samples.
     """
     rows = list(rows)
     for model, own in group_by(rows, lambda row: row["model"]).items():
@@ -171,8 +169,7 @@ def difference_tables(schemes: Sequence[Method], full: tuple[str, str] | None = 
 def ablation(schemes: Sequence[Method], full: tuple[str, str] = FULL) -> Table:
     """The change of NLL against the full model in percent; a star where the interval over samples leaves out zero.
 
-    Raises:
-        ValueError: the full model is not among them, or nothing stands beside it.
+    Refused where the full model is not among them, or nothing stands beside it.
     """
     bases = {method.model: method for method in schemes if method.key == full}
     others = [method for method in schemes if method.key != full and method.model in bases]

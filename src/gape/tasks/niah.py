@@ -94,7 +94,7 @@ class NIAHConfig:
         return {"first": 0, "last": self.needles - 1, "middle": self.needles // 2}[self.target]
 
     def at(self, length: int) -> NIAHConfig:
-        """The same haystack at another length: as many needles per token, or by the paper's rule; positions are counted."""
+        """The same haystack at another length: as many needles per token, or by the paper's rule; positions count."""
         n = None if self.n_needles is None else max(1, self.n_needles * length // self.length)
         return replace(self, length=length, n_needles=n, shortest=0, random_to=0, skip_to=0)
 

@@ -229,8 +229,7 @@ def score_all(
 def rows(plan: Plan, sums: Floats, seed: int = 0) -> list[Record]:
     """What is stored of a plan's scores: a row for each stratum where there are several, and last one over all.
 
-    Raises:
-        ValueError: a loss that is not finite.
+    A loss that is not finite is refused.
     """
     broken = int((~np.isfinite(sums)).sum())
     if broken:

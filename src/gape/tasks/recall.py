@@ -51,10 +51,8 @@ def samples(
 ) -> Iterator[Sample]:  # fmt: skip
     """Texts of a corpus with one fact, `count` for each distance; each is a function of the seed and its number.
 
-    Documents of `split` that have at least `length` tokens serve; the question may end a text a few tokens before.
-
-    Raises:
-        ValueError: no document is long enough, or a fact and its question leave no text.
+    Documents of `split` with at least `length` tokens serve; the question may end a text a few tokens before. Refused
+    are lengths that no document has, and those in which a fact and its question leave no text.
     """
     passages = _Passages(corpus, tokenizer, length, split)
     for number in range(whole("count", count)):
@@ -92,11 +90,7 @@ class _Passages:
             raise invalid_argument("length", length, f"at least {least} tokens, for a fact and its question")
 
     def write(self, rng: Random, request: Request) -> RecallText:
-        """A text of one passage with all the facts of the request.
-
-        Raises:
-            ValueError: no text of this length has so many.
-        """
+        """A text of one passage with all the facts of the request; refused where none of this length has so many."""
         document = rng.choice(self.documents)
         start = rng.randrange(document.length - self.length + 1)
         passage = np.asarray(self.corpus.tokens(document, start, start + self.length), dtype=np.int64)

@@ -54,8 +54,7 @@ class Way:
     def apply(self, model: Any) -> Callable[[], Any] | None:
         """Let a model, of ours or of transformers, skip from now on; what makes empty caches that forget, or None.
 
-        Raises:
-            ValueError: it has no gates, or none that can skip or forget.
+        Refused are models without gates, and those that cannot skip or forget.
         """
         if self.skip_eps:
             skip(model, self.skip_eps)

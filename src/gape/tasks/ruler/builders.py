@@ -46,10 +46,8 @@ class Room:
     def fill(self, render: Callable[[int], str], most: int, *, least: int = 0) -> int:
         """How many units of filler, from `least` to `most`, fill a prompt's room but for `slack` tokens or one unit.
 
-        `render` gives the prompt with so many units; more units are more tokens, on the whole.
-
-        Raises:
-            TooShortError: the prompt with the fewest units does not fit.
+        `render` gives the prompt with so many units; more units are more tokens, on the whole. A TooShortError where
+        that with the fewest does not fit.
         """
         low, low_tokens = least, self.count(render(least))
         if low_tokens > self.room:

@@ -20,11 +20,7 @@ _END = re.compile(r"[.!?][\"')\]]*$")
 
 
 class Text:
-    """Running text as words, begun anew where it ends, with the places between its sentences.
-
-    Raises:
-        ValueError: there is no word in it.
-    """
+    """Running text as words, one at least, begun anew where it ends, with the places between its sentences."""
 
     def __init__(self, text: str, name: str = "noise", digest: str | None = None) -> None:
         self.words = text.split()

@@ -53,11 +53,7 @@ class Reader(ABC):
 
     @abstractmethod
     def chat(self, text: str) -> str:
-        """A prompt as a user's turn in the model's own chat template.
-
-        Raises:
-            ValueError: it has none.
-        """
+        """A prompt as a user's turn in the model's own chat template; refused where it has none."""
 
     @abstractmethod
     def complete(self, prompts: Sequence[Ids], budget: int) -> list[list[int]]:
