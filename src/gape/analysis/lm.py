@@ -32,11 +32,8 @@ GIVEN_UP = 0.01
 
 
 def entropy(model: nn.Module, passages: Sequence[Passage]) -> Record:
-    """Attention entropy, the distances it covers, and the gates.
-
-    Args:
-        model: a :class:`gape.GPT` in eval mode.
-        passages: read one by one.
+    """Attention entropy, the distances it covers, and the gates, of a :class:`gape.GPT` in eval mode, passage by
+    passage.
 
     Returns:
         Lists by passage, layer and head. `entropy`, `distance` and `sink` are means over queries; `used` has the median

@@ -48,14 +48,11 @@ def effective_context(attended: Attended, p: float = 0.01) -> Tensor | None:
     """Δ_eff of every query: unprotected keys from this distance on hold at most p of its attention together.
 
     The bound on scores is that of the norms, over the keys that a query sees. A key with landmark l has the horizon
-    Δ_eff / (1 − l). ALiBi is the same operator with a constant rate and no landmarks.
+    Δ_eff / (1 − l). ALiBi is the same operator with a constant rate and no landmarks. p lies in (0, 1).
 
     Returns:
         (B, Hq, Nq) in float32 (float64 beside float64), inf where the rate is 0; None for a scheme without a rate or
         tokens out of index order.
-
-    Raises:
-        ValueError: p outside (0, 1).
     """
     rate = _rate(attended)
     if rate is None or not attended.visibility.index_order:

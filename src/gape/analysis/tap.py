@@ -28,18 +28,15 @@ from gape.utils.validation import invalid_argument
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """What one attention layer attended with in one forward pass.
+    """What one attention layer attended with in one forward pass, detached.
 
     Attributes:
         scheme: the layer's positional scheme; None where a model of transformers rotates by itself.
-        q, k: (B, Hq, Nq, D) and (B, Hk, Nk, D) as they enter the dot product, detached.
-        v: (B, Hk, Nk, Dv), detached.
+        q, k, v: (B, Hq, Nq, D) and (B, Hk, Nk, D) as they enter the dot product, and (B, Hk, Nk, Dv).
         q_side, k_side: (B, Hq, Nq) and (B, H, Nk), the scheme's numbers per query and key, or None. For gated
             schemes these are the query gate g and the landmark l.
-        scale: the softmax scale.
-        visibility: which queries see which keys.
-        gates: the layer's gates, None without, and
-        context_length: their T.
+        scale, visibility: the softmax scale, and which queries see which keys.
+        gates, context_length: the layer's gates, None without, and their T.
     """
 
     scheme: Scheme | None

@@ -67,12 +67,7 @@ class Mark:
 
 @dataclass
 class Exploration:
-    """A view, and what its layers attended with.
-
-    Attributes:
-        view: every head at 256 × 256 cells.
-        layers: what each layer attended with, for :meth:`tile` and :meth:`row`.
-    """
+    """A view of every head at 256 × 256 cells, and what its layers attended with, for :meth:`tile` and :meth:`row`."""
 
     view: View
     layers: list[Attended] = field(repr=False)

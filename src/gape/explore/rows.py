@@ -16,13 +16,7 @@ _HIDDEN = -1e30
 
 
 class HeadRows:
-    """Attention weights of one query head of a layer.
-
-    Args:
-        attended: what the layer attended with, one sequence.
-        head: the query head.
-        gated: whether its gates count; without gates there is no difference.
-    """
+    """Attention weights of one query head of a layer, for one sequence; `gated` says whether its gates count."""
 
     def __init__(self, attended: Attended, head: int, gated: bool) -> None:
         self._attended, self._head = attended, head

@@ -73,12 +73,8 @@ def attend_in_transformers(
 class Wiring:
     """What an injected module needs besides its parameters.
 
-    Attributes:
-        family: of the model.
-        context_length: T.
-        first_layer: number of the first injected layer.
-        scheme: a rotation in place of the model's own; None keeps that.
-        softcap: whether the model caps its logits.
+    `first_layer` is the number of the first injected one. `scheme` is a rotation in place of the model's own; None
+    keeps that. `softcap` says whether the model caps its logits.
     """
 
     family: Family

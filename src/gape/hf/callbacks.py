@@ -19,11 +19,9 @@ PROTECTED = 0.5
 class GateCallback(TrainerCallback):  # type: ignore[misc]
     """Logs, whenever the Trainer does, how far each layer attends and how many keys it protects, in the last batch.
 
-    `trainer.add_callback(gape.hf.GateCallback(trainer))` logs:
-
-    - gates/layer_3/horizon: tokens after which a key loses one nat, at the layer's mean rate over queries, keys and
-      heads, T / mean(Γ·g·(1 − l)). It is left out while nothing fades, as at an identity start.
-    - gates/layer_3/landmarks: the part of keys with a landmark above 0.5.
+    `trainer.add_callback(gape.hf.GateCallback(trainer))` logs gates/layer_3/landmarks, the part of keys with a landmark
+    above 0.5, and gates/layer_3/horizon: tokens after which a key loses one nat, at the layer's mean rate over queries,
+    keys and heads, T / mean(Γ·g·(1 − l)). It is left out while nothing fades, as at an identity start.
 
     Raises:
         ValueError: the trainer's model has no gates of :func:`gape.hf.inject`.

@@ -20,9 +20,9 @@ _FIELDS = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 
 def origin(config: Any) -> dict[str, str]:
-    """What the config of a model tells of its origin: "base_model", its name, and "license", each if known.
+    """What a config tells of its model's origin: "base_model", its name, and "license", each if known; offline.
 
-    The licence is that of the card in its directory. Nothing is downloaded.
+    The licence is that of the card in its directory.
     """
     name = str(getattr(config, "_name_or_path", "") or "")
     fields: dict[str, str] = {}

@@ -26,15 +26,12 @@ LANGUAGE = "lm/books"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A figure.
+    """A figure, by the name that `gape reproduce` calls it, and its caption.
 
     Attributes:
-        name: what `gape reproduce` calls it.
         paper: the label of the paper's figure that it answers; None for one of our own.
-        caption: what it shows.
         draw: makes the figure from its data.
-        measure: makes the data from results; None for a figure of the theory.
-        derive: makes the data of a figure of the theory.
+        measure, derive: makes the data, from results, or of a figure of the theory from nothing.
         recipe: the recipe whose results it shows.
         every_variant: whether it shows all variants of a recipe; others show one, and say which.
         command: of a figure of language models: what of `gape` leaves its rows in a run's directory.

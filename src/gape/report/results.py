@@ -84,11 +84,9 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Stored results of any number of runs, in a fixed order.
+    """Stored results of any number of runs, in a fixed order: rows by kind of :data:`KINDS`, and a record of each run.
 
-    Attributes:
-        runs: one record per run: its settings, the trainer's manifest, and how training ended.
-        measured: rows by kind of :data:`KINDS`.
+    A record has the run's settings, the trainer's manifest, and how training ended.
     """
 
     runs: tuple[Record, ...] = ()

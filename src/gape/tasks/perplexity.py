@@ -85,9 +85,8 @@ class Plan:
     """The windows that a protocol makes of a corpus.
 
     Attributes:
-        documents: those that are read; the first column of `windows` counts in them.
+        documents, left_out: those that are read, in which the first column of `windows` counts, and those too short.
         windows: (W, 4): document, start, length, scored.
-        left_out: documents that are too short.
         of: windows before `max_windows` of them were drawn.
     """
 

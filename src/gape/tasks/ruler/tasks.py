@@ -13,16 +13,14 @@ _SHARE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One of RULER's tasks.
+    """One of RULER's tasks, by its name.
 
     Attributes:
-        name: RULER's.
-        family: which builder makes it: needles, variables, common, frequent or questions.
+        family: which builder makes it: needles, variables, common, frequent or questions; `settings` are those of it.
         budget: tokens that RULER lets a model answer with.
         match: "all": the share of references in the answer; "part": 1 where one of them is in it.
         findable: whether every answer stands word for word in its prompt; HotpotQA has answers of yes and no.
         join: references as the one text whose likelihood is measured.
-        settings: of the builder.
     """
 
     name: str
