@@ -341,6 +341,9 @@ def test_beams_are_refused() -> None:
     model = made("llama")
     with pytest.raises(ValueError, match="num_beams"):
         model.generate(tokens(1, 12), num_beams=2, max_new_tokens=4, past_key_values=FullCache(model))
+    for change in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
+        with pytest.raises(ValueError, match="pages"):
+            getattr(FullCache(model), change)(torch.tensor([1, 0]))
 
 
 @pytest.mark.parametrize(

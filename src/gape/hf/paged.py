@@ -80,10 +80,6 @@ class PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 class PagesForTransformers(Cache):  # type: ignore[misc]
     """What both caches in pages have in common; make a :class:`FullCache` or a :class:`ForgettingCache`.
 
-    Args:
-        model: whose tokens are cached.
-        rule: when keys are evicted; None keeps everything.
-
     Attributes:
         pages: the keys of layers with gates.
         real: which of the tokens of the current call are no pads, bool (B, n); None: all.
